@@ -1,0 +1,28 @@
+"""Fast, exact vision towers for Qwen-VL models in plain transformers.
+
+Reading order, the way of the data: `api` (what users call), `tower` (the accelerated forward), `metadata` (grid to
+arrays), `backends` (attention), `kernels` (other fused operations), `families` (what differs between models),
+`registration` (load-time names), `structure` (what stands against the fast path).
+
+Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers. It initialises no CUDA.
+"""
+
+from hf_vit_accel.api import Status, TowerStatus, patch, patched, status, unpatch
+from hf_vit_accel.backends import BackendUnavailableError
+from hf_vit_accel.registration import register
+from hf_vit_accel.tower import FallbackError
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "BackendUnavailableError",
+    "FallbackError",
+    "Status",
+    "TowerStatus",
+    "patch",
+    "patched",
+    "status",
+    "unpatch",
+]
+
+register()

@@ -1,0 +1,228 @@
+"""What users call: `patch`, `unpatch`, `patched`, `status`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hf_vit_accel.backends import Kind, backend_named, require, resolve
+from hf_vit_accel.families import FAMILIES, find_towers
+from hf_vit_accel.registration import name_for, restore_name
+from hf_vit_accel.structure import Structure
+from hf_vit_accel.tower import (
+    PARTS,
+    FallbackError,
+    Family,
+    Settings,
+    TowerState,
+    install,
+    request_for,
+    state_of,
+    uninstall,
+)
+
+__all__ = ["Status", "TowerStatus", "patch", "patched", "status", "unpatch"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch(
+    model: Model, *, attention: str = "auto", fuse: str | bool | Iterable[str] = "auto", strict: bool = False
+) -> Model:
+    """Accelerate every supported vision tower inside a loaded model; returns the same object.
+
+    Patching again reconfigures. Weights stay where and what they are; `unpatch` undoes everything.
+
+    attention: "auto" for the fastest backend that can serve each call, or a backend's name.
+    fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
+    strict: raise where a call would fall back to another backend or to the stock forward, instead of counting it.
+
+    Raises ValueError for a model without a supported tower, an unknown backend or part; BackendUnavailableError for a
+    named backend that cannot run on this machine; FallbackError under `strict` for named parts that cannot be fused
+    and for a tower that the fast path cannot serve. After an error nothing is patched.
+    """
+    settings = _settings(attention, fuse, strict)
+    towers = _towers(model)
+    require(settings.attention)
+    if settings.strict:
+        for path, tower, _ in towers:
+            _check_strict(path, Structure(tower), settings)
+    for _, tower, family in towers:
+        before = state_of(tower)
+        former_name = tower.config._attn_implementation if before is None else before.former_name
+        install(tower, TowerState(family, settings, former_name=former_name))
+        tower.config._attn_implementation_internal = name_for(settings.attention)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Bring every tower back to stock: forward, attention name, cached memory. Returns the same object."""
+    for _, tower, _ in _towers(model):
+        state = uninstall(tower)
+        restore_name(tower, state.former_name if state else None)
+    for module in model.modules():  # a composite loaded with one of our names carries it too
+        restore_name(module, None)
+    return model
+
+
+@contextmanager
+def patched(
+    model: Model, *, attention: str = "auto", fuse: str | bool | Iterable[str] = "auto", strict: bool = False
+) -> Iterator[Model]:
+    """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all."""
+    towers = _towers(model)
+    before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
+    patch(model, attention=attention, fuse=fuse, strict=strict)
+    try:
+        yield model
+    finally:
+        for (_, tower, family), (state, name) in zip(towers, before, strict=True):
+            if state is None:
+                uninstall(tower)
+            else:
+                install(tower, TowerState(family, state.settings, former_name=state.former_name))
+            tower.config._attn_implementation_internal = name
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerStatus:
+    """One tower's state: what was asked for, what runs, and what did not and why.
+
+    backends: backend per kind of layer, of the last call or, before any, as it would be chosen now. rejected: per kind,
+    why backends that come first did not serve it. fused: parts that run fused. unfused: parts that do not, with the
+    reason. calls: forwards on the fast path. fallbacks: reason -> count of calls that went another way. against_fast:
+    what currently keeps every call off the fast path. layouts: (held, hits, misses) of the cache of layouts.
+    """
+
+    path: str
+    family: str
+    patched: bool
+    attention: str
+    backends: Mapping[str, str]
+    rejected: Mapping[str, Mapping[str, tuple[str, ...]]]
+    fused: tuple[str, ...]
+    unfused: Mapping[str, str]
+    calls: int
+    fallbacks: Mapping[str, int]
+    against_fast: tuple[str, ...]
+    layouts: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        where = self.path or "(the model itself)"
+        if not self.patched:
+            return f"{where}: {self.family}, stock (attention {self.attention})"
+        backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
+        lines = [
+            f"{where}: {self.family}, patched",
+            f"  attention  {self.attention} -> {backends}",
+            f"  fused      {', '.join(self.fused) or 'nothing'}",
+            f"  calls      {self.calls} fast, {sum(self.fallbacks.values())} fallbacks",
+            "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
+        ]
+        lines += [f"  not fused  {part}: {why}" for part, why in self.unfused.items()]
+        lines += [f"  not fast   {why}" for why in self.against_fast]
+        lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
+        rejected = {name: reasons[0] for of_kind in self.rejected.values() for name, reasons in of_kind.items()}
+        lines += [f"  not used   {name}: {why}" for name, why in rejected.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The status of every tower in a model; prints as text, `to_dict()` for JSON."""
+
+    towers: tuple[TowerStatus, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.towers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return asdict(self)
+
+
+def status(model: nn.Module) -> Status:
+    """What runs in each tower of a model, and every fallback with its reason."""
+    return Status(towers=tuple(_tower_status(*found) for found in _towers(model)))
+
+
+def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
+    state = state_of(tower)
+    if state is None:
+        return TowerStatus(
+            path=path,
+            family=family.name,
+            patched=False,
+            attention=tower.config._attn_implementation,
+            backends={},
+            rejected={},
+            fused=(),
+            unfused={},
+            calls=0,
+            fallbacks={},
+            against_fast=(),
+            layouts=(0, 0, 0),
+        )
+    structure, choices = state.structure(tower), state.choices
+    if not choices:
+        kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
+        request = request_for(tower, tower.patch_embed.proj.weight.device)
+        choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
+    fused = structure.fusable(state.settings.fuse)
+    return TowerStatus(
+        path=path,
+        family=family.name,
+        patched=True,
+        attention=state.settings.attention,
+        backends={kind: choice.backend.name for kind, choice in choices.items()},
+        rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
+        fused=tuple(part for part in PARTS if part in fused),
+        unfused={part: structure.unfusable.get(part, "not asked for") for part in PARTS if part not in fused},
+        calls=state.calls,
+        fallbacks=dict(state.fallbacks),
+        against_fast=tuple(structure.reasons()),
+        layouts=(len(state.prepared), state.prepared.hits, state.prepared.misses),
+    )
+
+
+def _towers(model: nn.Module) -> list[tuple[str, Any, Family]]:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a torch module, got {type(model).__name__}; pass the loaded model")
+    towers = list(find_towers(model))
+    if not towers:
+        supported = ", ".join(family.name for family in FAMILIES)
+        raise ValueError(
+            f"expected a model with a vision tower of one of the families {supported}, found none in "
+            f"{type(model).__name__}; pass the loaded model, or its vision tower"
+        )
+    return towers
+
+
+def _settings(attention: str, fuse: str | bool | Iterable[str], strict: bool) -> Settings:
+    if attention != "auto":
+        backend_named(attention)
+    if fuse is False:
+        parts: frozenset[str] = frozenset()
+    elif fuse in ("auto", True):
+        parts = frozenset(PARTS)
+    elif isinstance(fuse, Iterable) and not isinstance(fuse, str):
+        parts = frozenset(fuse)
+    else:
+        parts = frozenset({str(fuse)})
+    if unknown := sorted(parts - PARTS.keys()):
+        raise ValueError(f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}, got {unknown}")
+    return Settings(attention=attention, fuse=parts, fuse_named=fuse not in ("auto", False), strict=strict)
+
+
+def _check_strict(path: str, structure: Structure, settings: Settings) -> None:
+    against = structure.reasons()
+    if settings.fuse_named:
+        against += [f"{part}: {why}" for part, why in structure.unfusable.items() if part in settings.fuse]
+    if against:
+        raise FallbackError(
+            f"strict=True and the tower {path or '(the model itself)'} cannot be served as asked: " + "; ".join(against)
+        )

@@ -1,0 +1,168 @@
+"""The contract of an attention backend: what it needs, why it cannot serve a request, how it plans and attends.
+
+`T` packed rows, `S` segments, `H` heads, `D` head dim. A backend states its needs as data (`Needs`); verdicts against
+a machine or a request are lists of sentences, empty when there is nothing against it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from hf_vit_accel import env
+from hf_vit_accel.metadata import Segments, to_device
+
+__all__ = ["Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request"]
+
+Kind = Literal["full", "window"]
+
+
+class BackendUnavailableError(RuntimeError):
+    """A backend that was named cannot run on this machine; the message holds every reason and its remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one forward asks of a backend.
+
+    scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
+    will be views of one (T, 3, H, D) projection. grad: gradients must flow.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    head_dim: int
+    scale: float
+    kind: Kind = "full"
+    packed: bool = False
+    grad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a backend needs, as data.
+
+    cuda: a CUDA device. capability: the lowest compute capability, and the one above the highest. head_dim_multiple
+    and head_dim_max bound D. differentiable: whether gradients flow through it.
+    """
+
+    packages: tuple[env.Package, ...] = ()
+    cuda: bool = True
+    capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    head_dim_multiple: int = 1
+    head_dim_max: int | None = None
+    differentiable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """All that one backend needs for one layout of segments, made once per forward and shared by its layers.
+
+    host: integers and tuples decided on the host. arrays: what must reach the device, still on the host.
+    tensors: the same after the copy.
+    """
+
+    backend: Backend
+    segments: Segments
+    request: Request
+    host: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Plan:
+        """This plan with its arrays on the device; then whatever must exist before the first call is built."""
+        bound = replace(self, arrays={}, tensors={name: tensors[name] for name in self.arrays})
+        self.backend.prepare(bound)
+        return bound
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+        """Attention within segments: softmax(scale * q k^T) v, (T, H, D) each, any strides; returns (T, H, D)."""
+        return self.backend.attend(q_THD, k_THD, v_THD, self)
+
+
+class Backend(ABC):
+    """One way to compute variable-length attention."""
+
+    name: ClassVar[str]
+    needs: ClassVar[Needs]
+
+    def reasons_against_machine(self) -> list[str]:
+        """Why this backend cannot run on this machine at all, whatever the call; empty if it can."""
+        needs = self.needs
+        reasons = [why for package in needs.packages if (why := env.why_missing(package))]
+        if not needs.cuda:
+            return reasons
+        if not env.has_cuda():
+            return [*reasons, "torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)"]
+        reasons += self._against_capability(None)
+        return reasons or self.probe()
+
+    def probe(self) -> list[str]:
+        """What only importing the packages can tell; called where nothing else stands against the backend."""
+        return []
+
+    def reasons_against(self, request: Request) -> list[str]:
+        """Why this backend cannot serve a request, this machine included; empty if it can."""
+        needs, reasons = self.needs, self.reasons_against_machine()
+        if needs.cuda and request.device.type != "cuda":
+            reasons.append(f"the tensors are on {request.device}, it runs on cuda")
+        elif needs.cuda and not reasons:
+            reasons += self._against_capability(request.device.index)
+        if needs.dtypes is not None and request.dtype not in needs.dtypes:
+            known = " or ".join(str(dtype).removeprefix("torch.") for dtype in needs.dtypes)
+            reasons.append(f"the dtype is {str(request.dtype).removeprefix('torch.')}, it takes {known}")
+        if request.head_dim % needs.head_dim_multiple:
+            reasons.append(f"the head dim {request.head_dim} is not a multiple of {needs.head_dim_multiple}")
+        if needs.head_dim_max is not None and request.head_dim > needs.head_dim_max:
+            reasons.append(f"the head dim {request.head_dim} is above {needs.head_dim_max}")
+        if request.grad and not needs.differentiable:
+            reasons.append("gradients are required and it has no backward pass here")
+        return reasons
+
+    def _against_capability(self, index: int | None) -> list[str]:
+        if self.needs.capability is None:
+            return []
+        low, above = self.needs.capability
+        found = env.cuda_capability(index)
+        if low <= found < above:
+            return []
+        bounds = f"at least {low[0]}.{low[1]} and below {above[0]}.{above[1]}"
+        return [f"the GPU's compute capability is {found[0]}.{found[1]}, it needs {bounds}"]
+
+    @abstractmethod
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        """Decide everything about a layout on the host; no device work."""
+
+    def prepare(self, plan: Plan) -> None:  # noqa: B027  (most backends have nothing to build)
+        """Build what the plan's first call would otherwise build (kernels, library plans), before any capture."""
+
+    @abstractmethod
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """See `Plan.attend`. Traceable: torch's own operators, or a custom operator with a fake implementation."""
+
+
+def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
+    """Plan and bind at once, in a copy of its own (where no forward's packed copy can carry the arrays)."""
+    plan = backend.plan(segments, request)
+    return plan.bind(to_device(plan.arrays, request.device) if plan.arrays else {})
+
+
+def attention_op(schema: str, cuda: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Register `hf_vit_accel::<schema>`, a forward-only operator whose result is new and shaped as its first argument.
+
+    By define and impl rather than `torch.library.custom_op`: 7 us of Python a call instead of 18, once per layer.
+    """
+    name = "hf_vit_accel::" + schema.split("(")[0]
+    torch.library.define(name, schema[schema.index("(") :])
+    torch.library.impl(name, "cuda", cuda)
+    torch.library.register_fake(name, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
+    packet = getattr(torch.ops.hf_vit_accel, schema.split("(")[0])
+    op: Callable[..., torch.Tensor] = packet.default
+    return op

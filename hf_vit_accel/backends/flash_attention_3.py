@@ -1,0 +1,63 @@
+"""FlashAttention-3 for Hopper, through its `flash_attn_interface` module."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_vit_accel import env
+from hf_vit_accel.backends.base import Backend, Needs, Plan, Request, attention_op
+from hf_vit_accel.metadata import Segments
+
+PACKAGE = env.Package(
+    module="flash_attn_interface",
+    distribution="flash_attn_3",
+    install="build FlashAttention-3: https://github.com/Dao-AILab/flash-attention, folder hopper",
+)
+
+
+class FlashAttention3(Backend):
+    """One call for all segments, any row stride. Forward only here: with gradients another backend takes over."""
+
+    name = "flash_attention_3"
+    needs = Needs(
+        packages=(PACKAGE,),
+        capability=((9, 0), (10, 0)),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dim_multiple=8,
+        head_dim_max=256,
+    )
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        return Plan(
+            backend=self,
+            segments=segments,
+            request=request,
+            host={"max_length": segments.max_length},
+            arrays={"cu_seqlens_S1": segments.offsets_S1},
+        )
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_length"], plan.request.scale)
+
+
+def _attend_cuda(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    cu_seqlens_S1: torch.Tensor,
+    max_length: int,
+    scale: float,
+) -> torch.Tensor:
+    from flash_attn_interface import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(
+        q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_length, max_length, softmax_scale=scale, causal=False
+    )
+    out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # early releases add the log-sum-exp
+    return out_THD
+
+
+_attend = attention_op(
+    "flash_attention_3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_length, float scale) -> Tensor",
+    _attend_cuda,
+)

@@ -1,0 +1,49 @@
+"""torch's own scaled_dot_product_attention, one batched call per distinct segment length.
+
+Runs on every device, in every dtype, with gradients. Stock transformers calls it once per segment: a page through
+Qwen2.5-VL takes thousands of calls; grouped by length its windows take a handful.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hf_vit_accel.backends.base import Backend, Needs, Plan, Request
+from hf_vit_accel.metadata import Segments
+
+
+class Sdpa(Backend):
+    """Segments of equal length as one batch; rows are gathered only where equal lengths do not stand together."""
+
+    name = "sdpa"
+    needs = Needs(cuda=False, differentiable=True)
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        lengths, counts = np.unique(segments.lengths_S, return_counts=True)
+        groups = tuple(zip(counts.tolist(), lengths.tolist(), strict=True))
+        order_S = np.argsort(segments.lengths_S, kind="stable")
+        arrays = {}
+        if (order_S != np.arange(segments.count)).any():
+            lengths_S, starts_S = segments.lengths_S[order_S], segments.offsets_S1[:-1][order_S]
+            packed_starts_S = np.concatenate([[0], np.cumsum(lengths_S)[:-1]])
+            order_T = np.arange(segments.rows) + np.repeat(starts_S - packed_starts_S, lengths_S)
+            inverse_T = np.empty_like(order_T)
+            inverse_T[order_T] = np.arange(segments.rows)
+            arrays = {"order_T": order_T, "inverse_T": inverse_T}
+        return Plan(backend=self, segments=segments, request=request, host={"groups": groups}, arrays=arrays)
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        order_T = plan.tensors.get("order_T")
+        if order_T is not None:
+            q_THD, k_THD, v_THD = q_THD[order_T], k_THD[order_T], v_THD[order_T]
+        outputs, start = [], 0
+        for count, length in plan.host["groups"]:
+            rows = slice(start, start + count * length)
+            q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
+            out = F.scaled_dot_product_attention(q, k, v, scale=plan.request.scale)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            start = rows.stop
+        out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out_THD if order_T is None else out_THD[plan.tensors["inverse_T"]]

@@ -1,0 +1,40 @@
+"""torch.nn.attention.varlen: FlashAttention-2 as built into torch, with gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_vit_accel.backends.base import Backend, Needs, Plan, Request
+from hf_vit_accel.metadata import Segments
+
+
+class TorchVarlen(Backend):
+    """One call for all segments; no package beside torch."""
+
+    name = "torch_varlen"
+    needs = Needs(
+        capability=((8, 0), (13, 0)),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dim_multiple=8,
+        head_dim_max=256,
+        differentiable=True,
+    )
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        return Plan(
+            backend=self,
+            segments=segments,
+            request=request,
+            host={"max_length": segments.max_length},
+            arrays={"cu_seqlens_S1": segments.offsets_S1},
+        )
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        cu_seqlens_S1, max_length = plan.tensors["cu_seqlens_S1"], plan.host["max_length"]
+        out_THD = varlen_attn(
+            q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_length, max_length, scale=plan.request.scale
+        )
+        assert isinstance(out_THD, torch.Tensor)
+        return out_THD

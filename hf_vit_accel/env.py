@@ -1,0 +1,84 @@
+"""What this machine offers: guarded, cached probes, the one source of facts for dispatch, doctor and errors.
+
+Nothing here imports a heavy package or initialises CUDA when the module is imported; every probe runs when it is first
+asked and answers from its cache afterwards. `reset()` forgets the answers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+__all__ = ["Package", "cuda_capability", "cuda_device_name", "has_cuda", "reset", "versions", "why_missing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A third-party package that a backend needs: what is imported, what is installed, and how to get it."""
+
+    module: str
+    distribution: str
+    install: str
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, or None; nothing is imported."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def why_missing(package: Package) -> str | None:
+    """None where the package can be found, else one sentence with the remedy. The package is not imported."""
+    if package.module in sys.modules:
+        return None
+    try:
+        spec = importlib.util.find_spec(package.module)
+    except (ImportError, ValueError, AttributeError):
+        spec = None
+    if spec is None:
+        return f"the package `{package.distribution}` is not installed ({package.install})"
+    return None
+
+
+@cache
+def has_cuda() -> bool:
+    """Whether torch can use a CUDA device here."""
+    return torch.cuda.is_available()
+
+
+@cache
+def cuda_capability(index: int | None = None) -> tuple[int, int]:
+    """(major, minor) of a CUDA device; the current one when no index is given."""
+    return torch.cuda.get_device_capability(index)
+
+
+@cache
+def cuda_device_name(index: int | None = None) -> str:
+    """The name of a CUDA device as its driver gives it."""
+    return torch.cuda.get_device_name(index)
+
+
+@cache
+def versions() -> dict[str, str | None]:
+    """Versions of everything that decides what runs here; None for what is not installed."""
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    names = ("hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend")
+    found["torch"] = torch.__version__
+    found |= {name: version_of(name) for name in names}
+    found["cuda"] = torch.version.cuda
+    found["cudnn"] = str(torch.backends.cudnn.version()) if has_cuda() else None
+    return found
+
+
+def reset() -> None:
+    """Forget every cached answer (after installing a package, or between tests)."""
+    for probe in (why_missing, has_cuda, cuda_capability, cuda_device_name, versions):
+        probe.cache_clear()

@@ -1,0 +1,30 @@
+"""The families of towers: one file each says how to find the tower and what differs, nothing that is shared.
+
+A new family is one file here, its line in `FAMILIES`, and one tiny config in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from hf_vit_accel.families import qwen2_5_vl, qwen2_vl, qwen3_vl
+from hf_vit_accel.tower import Family
+
+__all__ = ["FAMILIES", "family_of", "find_towers"]
+
+FAMILIES: tuple[Family, ...] = (qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY)
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The family that a module is a tower of, or None."""
+    return next((family for family in FAMILIES if family.tower_class(module) is not None), None)
+
+
+def find_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
+    """Every tower inside a model (a wrapper, a full model, or the tower itself), with its path and family."""
+    for path, module in model.named_modules():
+        family = family_of(module)
+        if family is not None:
+            yield path, module, family

@@ -1,0 +1,20 @@
+"""Qwen2-VL: LayerNorm, quick_gelu MLP, every layer attends per frame."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_vit_accel.metadata import Geometry
+from hf_vit_accel.tower import Family
+
+
+def _geometry(tower: Any) -> Geometry:
+    return Geometry(merge=tower.spatial_merge_size)
+
+
+FAMILY = Family(
+    name="qwen2_vl",
+    towers=(("transformers.models.qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),),
+    output="BaseModelOutputWithPooling",
+    geometry=_geometry,
+)

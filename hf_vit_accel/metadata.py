@@ -1,0 +1,291 @@
+"""`grid_thw` to everything about the sequence that a tower needs, computed once on the host with numpy.
+
+`T` packed patch rows, `M` merged tokens (T / merge**2), `S` segments, `F` frames. A segment is what attends to itself:
+one frame, or, in window layers, one window of one frame. The arrays equal those of `transformers.vision_utils`
+(`get_vision_cu_seqlens`, `get_vision_position_ids`, `get_vision_window_index`,
+`get_vision_interpolation_indices_and_weights`); the tests hold each to them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+
+__all__ = ["LRU", "Geometry", "Grid", "Segments", "VisionMetadata", "build", "read_grid", "to_device"]
+
+Grid = tuple[tuple[int, int, int], ...]
+Array = np.ndarray[Any, Any]
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What of a tower's config decides its sequence metadata.
+
+    merge: patches per merged token, along one side. window: merged tokens per attention window along one side, or None.
+    table: side of the square learned position table that is interpolated to each frame, or None.
+    """
+
+    merge: int
+    window: int | None = None
+    table: int | None = None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Consecutive runs of rows that attend within themselves. lengths_S: int32 rows of each, all positive."""
+
+    lengths_S: Array
+
+    @cached_property
+    def offsets_S1(self) -> Array:
+        """int32 prefix sums with the leading zero (`cu_seqlens`)."""
+        return np.concatenate([[0], np.cumsum(self.lengths_S, dtype=np.int64)]).astype(np.int32)
+
+    @cached_property
+    def max_length(self) -> int:
+        """Rows of the longest segment."""
+        return int(self.lengths_S.max())
+
+    @property
+    def count(self) -> int:
+        """S."""
+        return len(self.lengths_S)
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return int(self.offsets_S1[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionMetadata:
+    """Everything about one call's sequence, on the host.
+
+    full: one segment per frame. position_ids_T2: (row, column) of every patch, int32, in the order in which patches
+    are packed (merge blocks). For towers with windows, window: the windows' segments, window_index_M: the permutation
+    of merged tokens that makes every window consecutive, inverse_index_M: its inverse (int64). For towers with a
+    position table, interp_indices_T4 (int32) and interp_weights_T4 (float32): the four table rows that are blended.
+    """
+
+    grid: Grid
+    rows: int
+    merged: int
+    full: Segments
+    position_ids_T2: Array
+    window: Segments | None = None
+    window_index_M: Array | None = None
+    inverse_index_M: Array | None = None
+    interp_indices_T4: Array | None = None
+    interp_weights_T4: Array | None = None
+
+    def segments(self) -> dict[Literal["full", "window"], Segments]:
+        """The segments by kind of layer."""
+        return {"full": self.full} if self.window is None else {"full": self.full, "window": self.window}
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays that the device needs, by the names that stock towers give them (plus `inverse_index`)."""
+        named: dict[str, Array | None] = {
+            "cu_seqlens": self.full.offsets_S1,
+            "position_ids": self.position_ids_T2,
+            "window_index": self.window_index_M,
+            "inverse_index": self.inverse_index_M,
+            "cu_window_seqlens": self.window.offsets_S1 if self.window else None,
+            "interp_indices": self.interp_indices_T4,
+            "interp_weights": self.interp_weights_T4,
+        }
+        return {name: array for name, array in named.items() if array is not None}
+
+
+def read_grid(pixels_TP: torch.Tensor, grid_thw: torch.Tensor, geometry: Geometry) -> Grid:
+    """Check a tower's two inputs against each other and bring the grid to the host (the forward's one sync).
+
+    pixels_TP: floating (T, P) flattened patches. grid_thw: integer (images and videos, 3) in patches.
+    Raises ValueError for a wrong rank or dtype, an empty batch, sizes that are not positive or not a multiple of the
+    merge size, and a grid whose products do not add up to T.
+    """
+    if not isinstance(pixels_TP, torch.Tensor) or pixels_TP.dim() != 2 or not pixels_TP.is_floating_point():
+        raise ValueError(
+            "expected the pixel values as a floating-point tensor of shape (patches, channels * temporal * patch * "
+            f"patch), got {_describe(pixels_TP)}; pass what the processor returns, images packed along dim 0"
+        )
+    if not isinstance(grid_thw, torch.Tensor) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+        raise ValueError(
+            f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
+            "(frames, height, width) in patches, as the processor returns it"
+        )
+    if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
+        raise ValueError(f"expected an integer grid_thw, got {_describe(grid_thw)}; convert it with .long()")
+    if grid_thw.device.type != "cpu" and grid_thw.device != pixels_TP.device:
+        raise ValueError(
+            f"expected grid_thw on the CPU or with the pixel values on {pixels_TP.device}, got it on "
+            f"{grid_thw.device}; move both to the model's device"
+        )
+    if grid_thw.shape[0] == 0:
+        raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
+    grid: Grid = tuple((t, h, w) for t, h, w in grid_thw.tolist())
+    for row, (t, h, w) in enumerate(grid):
+        if t < 1 or h < 1 or w < 1:
+            raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)} in row {row}; drop that entry")
+        if h % geometry.merge or w % geometry.merge:
+            raise ValueError(
+                f"expected height and width in multiples of the merge size {geometry.merge}, got {(t, h, w)} in row "
+                f"{row} of grid_thw; resize images the way the model's processor does"
+            )
+    rows = sum(t * h * w for t, h, w in grid)
+    if rows != pixels_TP.shape[0]:
+        raise ValueError(
+            f"expected {rows} rows of pixel values for this grid_thw (the sum of t*h*w), got {pixels_TP.shape[0]}; "
+            "pass the pixel values and the grid of the same images"
+        )
+    return grid
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__}"
+
+
+def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
+    """Compute all arrays for a checked grid. Work per distinct (h, w) is done once and repeated over frames."""
+    merge = geometry.merge
+    t_F, h_F, w_F = np.array(grid, dtype=np.int64).T
+    frames = [(h, w) for t, h, w in grid for _ in range(t)]
+    full = Segments(np.repeat(h_F * w_F, t_F).astype(np.int32))
+
+    positions = {size: _block_positions(*size, merge) for size in set(frames)}
+    position_ids_T2 = np.concatenate([positions[size] for size in frames])
+
+    window = window_index_M = inverse_index_M = None
+    if geometry.window is not None:
+        windows = {(h, w): _windows(h // merge, w // merge, geometry.window) for h, w in set(frames)}
+        merged_F = full.lengths_S // merge**2
+        starts_F = np.concatenate([[0], np.cumsum(merged_F, dtype=np.int64)[:-1]])
+        window_index_M = np.concatenate([windows[size][0] + s for size, s in zip(frames, starts_F, strict=True)])
+        inverse_index_M = np.empty_like(window_index_M)
+        inverse_index_M[window_index_M] = np.arange(len(window_index_M))
+        window = Segments(np.concatenate([windows[size][1] for size in frames]).astype(np.int32) * np.int32(merge**2))
+
+    interp_indices_T4 = interp_weights_T4 = None
+    if geometry.table is not None:
+        taps = {size: _interpolation(positions[size], *size, geometry.table) for size in set(frames)}
+        interp_indices_T4 = np.concatenate([taps[size][0] for size in frames])
+        interp_weights_T4 = np.concatenate([taps[size][1] for size in frames])
+
+    return VisionMetadata(
+        grid=grid,
+        rows=full.rows,
+        merged=full.rows // merge**2,
+        full=full,
+        position_ids_T2=position_ids_T2,
+        window=window,
+        window_index_M=window_index_M,
+        inverse_index_M=inverse_index_M,
+        interp_indices_T4=interp_indices_T4,
+        interp_weights_T4=interp_weights_T4,
+    )
+
+
+def _block_positions(h: int, w: int, merge: int) -> Array:
+    """(row, column) of one frame's patches, merge block after merge block, row-major within a block."""
+    rows, cols = np.divmod(np.arange(h * w, dtype=np.int32), np.int32(w))
+    both = np.stack([rows, cols], axis=-1)
+    blocks = both.reshape(h // merge, merge, w // merge, merge, 2).swapaxes(1, 2)
+    return np.ascontiguousarray(blocks.reshape(h * w, 2))
+
+
+def _windows(h: int, w: int, side: int) -> tuple[Array, Array]:
+    """One frame of h x w merged tokens cut into windows: token indices window by window, and tokens per window."""
+    row, col = np.divmod(np.arange(h * w, dtype=np.int64), w)
+    window = row // side * -(-w // side) + col // side
+    return np.argsort(window, kind="stable"), np.bincount(window)
+
+
+def _interpolation(positions_T2: Array, h: int, w: int, side: int) -> tuple[Array, Array]:
+    """Bilinear taps (align_corners) of one frame into a side x side table: flat indices (T, 4), weights (T, 4).
+
+    float32 throughout and in transformers' order of operations, so that the weights come out bit-equal.
+    """
+    taps, weights = [], []
+    for axis, size in enumerate((h, w)):
+        source = positions_T2[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        floor = np.floor(source)
+        taps.append(np.clip(floor.astype(np.int32)[:, None] + np.arange(2, dtype=np.int32), 0, side - 1))
+        distance = np.abs(source[:, None] - floor[:, None] - np.arange(2, dtype=np.float32))
+        weights.append(np.maximum(np.float32(1) - distance, np.float32(0)))
+    indices_T4 = (taps[0][:, :, None] * np.int32(side) + taps[1][:, None, :]).reshape(-1, 4)
+    weights_T4 = (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 4)
+    return indices_T4, weights_T4
+
+
+_ALIGN = 16
+
+
+def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
+    """Send all arrays in one packed copy; each result is a view into one buffer on the device.
+
+    On CUDA the copy goes from pinned memory on the current stream and does not wait.
+    """
+    starts, total = {}, 0
+    for name, array in arrays.items():
+        starts[name] = total
+        total += -(-array.nbytes // _ALIGN) * _ALIGN
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for name, array in arrays.items():
+        host[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    sent = packed.to(device, non_blocking=True)
+    return {
+        name: sent[starts[name] : starts[name] + array.nbytes]
+        .view(torch.from_numpy(array[:0].copy()).dtype)
+        .view(array.shape)
+        for name, array in arrays.items()
+    }
+
+
+class LRU(Generic[V]):
+    """A bounded map from hashable keys to values made on demand; the least recently used one goes first.
+
+    Bounded by the number of entries and by the sum of their costs (bytes, say); one that alone costs more than the
+    bound is handed out but not kept. Safe to use from several threads; two may then make the same value.
+    """
+
+    def __init__(self, *, entries: int, cost: int) -> None:
+        self.entries, self.cost = entries, cost
+        self.hits = self.misses = self.held = 0
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], tuple[V, int]]) -> V:
+        """The value for `key`, from `make() -> (value, cost)` if it is not there."""
+        with self._lock:
+            if key in self._values:
+                self.hits += 1
+                self._values.move_to_end(key)
+                return self._values[key][0]
+            self.misses += 1
+        value, cost = make()
+        if cost <= self.cost:
+            with self._lock:
+                self.held += cost - self._values.pop(key, (value, 0))[1]
+                self._values[key] = value, cost
+                while len(self._values) > self.entries or self.held > self.cost:
+                    self.held -= self._values.popitem(last=False)[1][1]
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def clear(self) -> None:
+        """Drop every value."""
+        with self._lock:
+            self._values.clear()
+            self.held = 0

@@ -1,0 +1,184 @@
+"""The names that transformers knows us by, and how they are routed.
+
+`flashinfer_cudnn` and `flash_vit_auto` are registered with the attention and mask interfaces. Two functions of
+transformers are wrapped, for these names only: `lazy_import_flash_attention` would look for a Hub kernel for any name
+that contains "flash" (there is no opt-out up to 5.23), and `PreTrainedModel.get_correct_attn_implementation` is where
+each model of a composite learns its attention: a known tower is patched, a text decoder gets its own default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from hf_vit_accel.backends import ORDER, Plan, Request, plan_alone, require, resolve
+from hf_vit_accel.families import FAMILIES, family_of
+from hf_vit_accel.metadata import Segments
+from hf_vit_accel.tower import PLANS, Settings, TowerState, install, state_of, uninstall
+
+__all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]
+
+NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
+"""Registered name -> the `attention` of `patch` that it stands for."""
+
+_ORIGINAL = "_hf_vit_accel_original"
+
+
+def is_ours(name: object) -> bool:
+    """Whether an attention implementation is one of the registered names (a dict or None is not)."""
+    return isinstance(name, str) and name in NAMES
+
+
+def name_for(attention: str) -> str:
+    """The registered name under which a tower with this `attention` runs: both reach the same function."""
+    return attention if attention in NAMES else "flash_vit_auto"
+
+
+def register() -> None:
+    """Register the names and wrap the two routing functions; once, however often it is called."""
+    for name in NAMES:
+        modeling_utils.AttentionInterface.register(name, vision_attention)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    _wrap(modeling_utils, "lazy_import_flash_attention", _guarded)
+    _wrap(modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, _ORIGINAL):
+        original = getattr(original, _ORIGINAL)
+    wrapper = wraps(original)(make(original))
+    setattr(wrapper, _ORIGINAL, original)
+    setattr(owner, name, wrapper)
+
+
+def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+    def lazy_import_flash_attention(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        return None if is_ours(implementation) else original(implementation, *args, **kwargs)
+
+    return lazy_import_flash_attention
+
+
+def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(requested_attention):
+            applicable = original(self, requested_attention, *args, **kwargs)
+            uninstall(self)  # a patched tower was told to use another name
+            return applicable
+        assert requested_attention is not None
+        family = family_of(self)
+        if family is None:
+            if not self.config.sub_configs:
+                return original(self, None, *args, **kwargs)
+            _check_composite(self.config, requested_attention)
+            return requested_attention
+        attention = NAMES[requested_attention]
+        require(attention)
+        patched, former = state_of(self), self.config._attn_implementation
+        if patched is not None and former == requested_attention:
+            return requested_attention
+        if patched is not None:
+            former = patched.former_name
+        former_name = None if is_ours(former) else former
+        install(self, TowerState(family, Settings(attention=attention), former_name=former_name))
+        return requested_attention
+
+    return get_correct_attn_implementation
+
+
+def _check_composite(config: Any, name: str) -> None:
+    """Raise if a composite that is given one of our names has no supported tower, or the machine cannot run it."""
+    known = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
+    if not any(kind.__module__ in known for sub in _sub_configs(config) for kind in type(sub).__mro__):
+        supported = ", ".join(family.name for family in FAMILIES)
+        raise ValueError(
+            f"attn_implementation={name!r} accelerates the vision towers of {supported}; "
+            f"{type(config).__name__} has none. Use another attn_implementation for this model."
+        )
+    require(NAMES[name])
+
+
+def _sub_configs(config: Any) -> Iterator[Any]:
+    for key in getattr(config, "sub_configs", None) or ():
+        sub = getattr(config, key, None)
+        if sub is not None:
+            yield sub
+            yield from _sub_configs(sub)
+
+
+def restore_name(model: nn.Module, former_name: str | None) -> None:
+    """Give a model's config its former attention name, or stock's default, if it has one of ours now."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(model, modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
+        config._attn_implementation_internal = former_name or model.get_correct_attn_implementation(None)
+
+
+def vision_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function behind the registered names: q, k, v (1, H, T, D) to ((1, T, H, D), None).
+
+    In a patched tower the forward's plan arrives in the keyword arguments. A stock tower that runs under one of our
+    names without a plan gets one here, at the price of a host sync. Whatever is not varlen vision attention (a text
+    decoder that slipped through the routing) goes to transformers' own sdpa function with its mask.
+    """
+    if cu_seq_lens_q is None or getattr(module, "is_causal", True):
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out, None
+    if dropout:
+        raise ValueError("vision attention with dropout is not supported; set attention_dropout to 0.0")
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    prepared = kwargs.get(PLANS)
+    plan: Plan | None = prepared.plan_for(cu_seq_lens_q) if prepared is not None else None
+    if plan is None:
+        plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale)
+    elif plan.request.scale != scale:
+        plan = replace(plan, request=replace(plan.request, scale=scale))
+    dtype = q_THD.dtype
+    if plan.request.dtype != dtype:  # norms upcast by PEFT or quantisation: compute as the weights are, as HF does
+        q_THD, k_THD, v_THD = (x.to(plan.request.dtype) for x in (q_THD, k_THD, v_THD))
+    return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0), None
+
+
+def _plan_without_tower(module: Any, q_THD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float) -> Plan:
+    offsets_S1 = cu_seqlens_S1.detach().cpu().numpy()
+    lengths_S = np.diff(offsets_S1)
+    if offsets_S1[0] != 0 or offsets_S1[-1] != q_THD.shape[0] or (lengths_S < 0).any():
+        raise ValueError(
+            f"expected cu_seqlens to rise from 0 to the number of rows {q_THD.shape[0]}, got it from "
+            f"{offsets_S1[0]} to {offsets_S1[-1]}; pass the offsets of all rows"
+        )
+    request = Request(
+        device=q_THD.device,
+        dtype=q_THD.dtype,
+        heads=q_THD.shape[1],
+        head_dim=q_THD.shape[2],
+        scale=scale,
+        grad=torch.is_grad_enabled() and q_THD.requires_grad,
+    )
+    name = NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
+    segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
+    return plan_alone(resolve(name, request).backend, segments, request)
+
+
+assert set(NAMES.values()) - {"auto"} <= {backend.name for backend in ORDER}

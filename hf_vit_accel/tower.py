@@ -1,0 +1,388 @@
+"""The one accelerated forward that all families share, and its state.
+
+The way of the data: pixels and `grid_thw` -> metadata on the host (once) -> a plan per kind of layer (once) -> blocks.
+Only a tower's `forward` is patched, on the instance. At its boundary, once per forward, it is decided whether this
+call takes the fast path (`_run`, an own loop over the blocks' modules) or goes the stock way: the original forward,
+with the metadata injected through the keyword arguments that it pops.
+
+`T` packed patch rows, `M` merged tokens, `P` pixels of a patch, `E` width, `H` heads, `D` head dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_vit_accel.backends import Choice, Kind, Plan, Request, resolve
+from hf_vit_accel.kernels.patch_embed import patch_embed
+from hf_vit_accel.kernels.rope import rope_
+from hf_vit_accel.metadata import LRU, Geometry, Grid, VisionMetadata, build, read_grid, to_device
+from hf_vit_accel.structure import Structure
+
+__all__ = [
+    "PARTS",
+    "PLANS",
+    "FallbackError",
+    "Family",
+    "Prepared",
+    "Settings",
+    "TowerState",
+    "install",
+    "request_for",
+    "state_of",
+    "uninstall",
+]
+
+PLANS = "vision_plans"
+"""The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
+
+PARTS: Mapping[str, str] = {
+    "patch_embed": "the convolution as one matrix product over the flattened weight",
+    "rope": "rotation of q and k together, in place on the packed projection",
+}
+"""What `fuse` may name."""
+
+_STATE = "_hf_vit_accel"
+_INJECTED = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights")
+_POPPED = (*_INJECTED, "max_seqlen", "max_window_seqlen")
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class FallbackError(RuntimeError):
+    """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What differs between families of towers.
+
+    towers: (module, class) of each tower class in transformers. output: name of the output class in that module.
+    geometry: what decides the sequence metadata. full_layers: indices of layers that attend per frame where others
+    attend per window; None where all do. deepstack: whether chosen layers' outputs are merged and returned too.
+    """
+
+    name: str
+    towers: tuple[tuple[str, str], ...]
+    output: str
+    geometry: Callable[[Any], Geometry]
+    full_layers: Callable[[Any], Iterable[int]] | None = None
+    deepstack: bool = False
+
+    def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
+        """The tower class that a module is an instance of, or None. Imports nothing: an instance has its class."""
+        for module_name, class_name in self.towers:
+            known = getattr(sys.modules.get(module_name), class_name, None)
+            if known is not None and isinstance(module, known):
+                return known  # type: ignore[no-any-return]
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for; see `hf_vit_accel.patch`. fuse: the parts, named one by one or not."""
+
+    attention: str = "auto"
+    fuse: frozenset[str] = frozenset(PARTS)
+    fuse_named: bool = False
+    strict: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """One layout's metadata on the device and its plans, shared by all layers and by later calls of equal layout."""
+
+    metadata: VisionMetadata
+    tensors: Mapping[str, torch.Tensor]
+    plans: Mapping[Kind, Plan]
+    choices: Mapping[Kind, Choice]
+
+    def plan_for(self, cu_seqlens: torch.Tensor) -> Plan | None:
+        """The plan made for these very offsets; None for any others (equal sizes do not make equal layouts)."""
+        if cu_seqlens is self.tensors["cu_seqlens"]:
+            return self.plans["full"]
+        if cu_seqlens is self.tensors.get("cu_window_seqlens"):
+            return self.plans["window"]
+        return None
+
+    def injected(self) -> dict[str, Any]:
+        """The keyword arguments that a stock tower pops instead of computing them, and the plans."""
+        kwargs: dict[str, Any] = {name: self.tensors[name] for name in _INJECTED if name in self.tensors}
+        kwargs["max_seqlen"] = self.metadata.full.max_length
+        if self.metadata.window is not None:
+            kwargs["max_window_seqlen"] = self.metadata.window.max_length
+        kwargs[PLANS] = self
+        return kwargs
+
+
+class TowerState:
+    """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
+
+    former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
+    instance forward that was there, if any.
+    """
+
+    def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
+        self.family, self.settings, self.former_name = family, settings, former_name
+        self.former_forward: Callable[..., Any] | None = None
+        self.calls = 0
+        self.fallbacks: Counter[str] = Counter()
+        self.choices: Mapping[Kind, Choice] = {}
+        self.prepared: LRU[Prepared] = LRU(entries=64, cost=64 << 20)
+        self._structure: Structure | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("family", "settings", "former_name", "former_forward")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        former_forward = state.pop("former_forward")
+        self.__init__(state.pop("family"), state.pop("settings"), **state)  # type: ignore[misc]
+        self.former_forward = former_forward
+
+    def structure(self, tower: nn.Module) -> Structure:
+        """The tower's structure, read again if it changed."""
+        if self._structure is None or not self._structure.current():
+            self._structure = Structure(tower)
+        return self._structure
+
+    def close(self) -> None:
+        """Drop everything that was cached, device memory included."""
+        self.prepared.clear()
+        self._structure = None
+
+    def prepare(self, tower: nn.Module, grid: Grid, request: Request) -> Prepared:
+        """Metadata and plans for a grid: from the cache, or computed on the host and sent in one copy."""
+        geometry = self.family.geometry(tower)
+        # The copy is queued on one stream; another stream must not read it before it arrived.
+        stream = torch.cuda.current_stream(request.device).cuda_stream if request.device.type == "cuda" else 0
+        return self.prepared.get(
+            (grid, geometry, request, self.settings.attention, stream),
+            lambda: _prepare(grid, geometry, request, self.settings.attention),
+        )
+
+
+def _prepare(grid: Grid, geometry: Geometry, request: Request, attention: str) -> tuple[Prepared, int]:
+    metadata = build(grid, geometry)
+    arrays, plans, choices = metadata.arrays(), {}, {}
+    for kind, segments in metadata.segments().items():
+        wanted = replace(request, kind=kind)
+        choices[kind] = resolve(attention, wanted)
+        plans[kind] = choices[kind].backend.plan(segments, wanted)
+        arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
+    tensors = to_device(arrays, request.device)
+    bound = {kind: plan.bind({n: tensors[f"{kind}/{n}"] for n in plan.arrays}) for kind, plan in plans.items()}
+    prepared = Prepared(metadata=metadata, tensors=tensors, plans=bound, choices=choices)
+    return prepared, sum(array.nbytes for array in arrays.values())
+
+
+def state_of(tower: nn.Module) -> TowerState | None:
+    """The state of a patched tower; None for a stock one."""
+    return vars(tower).get(_STATE)
+
+
+def install(tower: nn.Module, state: TowerState) -> None:
+    """Give a tower its state and, on the instance, the accelerated forward. Replaces the state of a patched one."""
+    patched = state_of(tower)
+    vars(tower)[_STATE] = state
+    if patched is not None:
+        state.former_forward = patched.former_forward
+        patched.close()
+        return
+    slot = _forward_slot(tower)
+    state.former_forward = vars(tower).get(slot)
+    # A partial, not a bound method: unpickling a bound method asks the instance for `forward` before that attribute
+    # is restored and silently gets the class's.
+    vars(tower)[slot] = partial(accelerated_forward, tower)
+
+
+def uninstall(tower: nn.Module) -> TowerState | None:
+    """Take state and forward off a tower and put back an instance forward that was there before."""
+    state: TowerState | None = vars(tower).pop(_STATE, None)
+    if state is None:
+        return None
+    for slot in ("forward", "_old_forward"):
+        forward = vars(tower).get(slot)
+        if isinstance(forward, partial) and forward.func is accelerated_forward:
+            if state.former_forward is not None:
+                vars(tower)[slot] = state.former_forward
+            elif slot == "forward":
+                del vars(tower)[slot]
+            else:  # accelerate's hook calls what it holds: give it the class's forward, as it would have found
+                vars(tower)[slot] = type(tower).forward.__get__(tower)
+    state.close()
+    return state
+
+
+def _forward_slot(tower: nn.Module) -> str:
+    """Where the forward stands: accelerate's hooks keep the one they wrap in `_old_forward`, and so run before it."""
+    return "_old_forward" if "_old_forward" in vars(tower) else "forward"
+
+
+def accelerated_forward(tower: Any, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
+    """A tower's forward: pixels (T, P) and grid (images and videos, 3) to the stock tower's output.
+
+    Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`.
+    """
+    state = state_of(tower)
+    if state is None:  # unpatched while someone (a hook) still holds this forward
+        return type(tower).forward(tower, hidden_states, grid_thw, **kwargs)
+    original = state.former_forward or partial(type(tower).forward, tower)
+    grid = read_grid(hidden_states, grid_thw, state.family.geometry(tower))
+    structure = state.structure(tower)
+    grad = torch.is_grad_enabled() and (
+        hidden_states.requires_grad or any(parameter.requires_grad for parameter in structure.parameters())
+    )
+    reasons = structure.reasons() + _against_call(tower, kwargs, hidden_states.device, grad)
+    if any(name in kwargs for name in _POPPED):
+        _fall_back(state, [*reasons, "the caller supplies sequence metadata"])
+        return original(hidden_states, grid_thw, **kwargs)
+    _check_device(tower, hidden_states, reasons)
+    request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
+    prepared = state.prepare(tower, grid, request)
+    state.choices = prepared.choices
+    named = state.settings.attention
+    if named != "auto":
+        rejections = [choice.rejected.get(named, ()) for choice in prepared.choices.values()]
+        reasons_against_named = list(dict.fromkeys(why for rejection in rejections for why in rejection))
+        if reasons_against_named:
+            _fall_back(state, [f"{named} cannot serve the call: {why}" for why in reasons_against_named])
+    if reasons:
+        _fall_back(state, reasons)
+        return original(hidden_states, grid_thw, **kwargs, **prepared.injected())
+    state.calls += 1
+    output = _run(tower, state, prepared, hidden_states)
+    return output.to_tuple() if kwargs.get("return_dict", tower.config.return_dict) is False else output
+
+
+def _fall_back(state: TowerState, reasons: list[str]) -> None:
+    if state.settings.strict:
+        raise FallbackError("strict=True and this call cannot be served as asked: " + "; ".join(reasons))
+    state.fallbacks.update(reasons)
+
+
+def _against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, grad: bool) -> list[str]:
+    """Why this call wants more than the fast path gives."""
+    reasons = []
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(tower.config, name, False)):
+            reasons.append(f"{name} is requested")
+    if grad:
+        reasons.append("gradients are required")
+    if torch.is_autocast_enabled(device.type):
+        reasons.append("autocast is on")
+    return reasons
+
+
+def _check_device(tower: Any, pixels_TP: torch.Tensor, reasons: list[str]) -> None:
+    weight = tower.patch_embed.proj.weight
+    if weight.device in (pixels_TP.device, torch.device("meta")) or any("accelerate" in why for why in reasons):
+        return  # accelerate's hooks move weights and inputs themselves
+    raise ValueError(
+        f"expected the pixel values on the tower's device {weight.device}, got them on {pixels_TP.device}; "
+        f"move them with .to({str(weight.device)!r})"
+    )
+
+
+def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True) -> Request:
+    """What a tower's layers ask of a backend: its heads, and the dtype that its attention computes in."""
+    attention, dtype = tower.blocks[0].attn, tower.patch_embed.proj.weight.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    elif dtype not in _COMPUTE_DTYPES:  # quantised weights: the norms keep the dtype that activations have
+        dtype = tower.blocks[0].norm1.weight.dtype
+    return Request(
+        device=device,
+        dtype=dtype,
+        heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+        packed=packed,
+        grad=grad,
+    )
+
+
+def _run(tower: Any, state: TowerState, prepared: Prepared, pixels_TP: torch.Tensor) -> Any:
+    """The fast path. Everything was decided before; the layers only compute."""
+    family, fuse, tensors = state.family, state.structure(tower).fusable(state.settings.fuse), prepared.tensors
+    convolution = tower.patch_embed.proj
+    if "patch_embed" in fuse:
+        x_TE = patch_embed(pixels_TP, convolution.weight, convolution.bias)
+    else:
+        x_TE = tower.patch_embed(pixels_TP)
+    positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
+    if "interp_indices" in tensors:
+        taps_T4E = tower.pos_embed(tensors["interp_indices"]) * tensors["interp_weights"][:, :, None]
+        x_TE = x_TE + taps_T4E.sum(1).to(x_TE.dtype)
+    if window_index_M is not None:
+        x_TE, positions_T2 = (_permute(rows, window_index_M) for rows in (x_TE, positions_T2))
+    cos_TD, sin_TD = _rotary_tables(tower.rotary_pos_emb, x_TE, positions_T2)
+
+    plans = _plans_by_layer(tower, family, prepared)
+    deepstack = list(tower.deepstack_visual_indexes) if family.deepstack else []
+    merged_by_layer: list[torch.Tensor] = []
+    rotate = rope_ if "rope" in fuse else _rope_apart
+    for layer, (block, plan) in enumerate(zip(tower.blocks, plans, strict=True)):
+        x_TE = x_TE + _attention(block.attn, block.norm1(x_TE), cos_TD, sin_TD, plan, rotate)
+        x_TE = x_TE + block.mlp(block.norm2(x_TE))
+        if layer in deepstack:
+            merged_by_layer.append(tower.deepstack_merger_list[deepstack.index(layer)](x_TE))
+    merged = tower.merger(x_TE)
+    if window_index_M is not None:
+        merged = merged[tensors["inverse_index"]]
+
+    known = family.tower_class(tower)
+    assert known is not None
+    output_class = getattr(sys.modules[known.__module__], family.output)
+    extra = {"deepstack_features": merged_by_layer} if family.deepstack else {}
+    return output_class(last_hidden_state=x_TE, pooler_output=merged, **extra)
+
+
+def _attention(
+    attention: Any,
+    x_TE: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    plan: Plan,
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    qkv_T3HD = attention.qkv(x_TE).unflatten(-1, (3, attention.num_heads, attention.head_dim))
+    q_THD, k_THD, v_THD = rotate(qkv_T3HD, cos_TD, sin_TD).unbind(1)
+    projected: torch.Tensor = attention.proj(plan.attend(q_THD, k_THD, v_THD).flatten(1))
+    return projected
+
+
+def _plans_by_layer(tower: Any, family: Family, prepared: Prepared) -> list[Plan]:
+    if family.full_layers is None:
+        return [prepared.plans["full"]] * len(tower.blocks)
+    full = frozenset(family.full_layers(tower))
+    return [prepared.plans["full" if layer in full else "window"] for layer in range(len(tower.blocks))]
+
+
+def _permute(rows: torch.Tensor, window_index_M: torch.Tensor) -> torch.Tensor:
+    """Move whole merge blocks of rows, (T, anything), to the order of the windows."""
+    blocks = rows.unflatten(0, (window_index_M.shape[0], -1))
+    moved: torch.Tensor = blocks[window_index_M].flatten(0, 1)
+    return moved
+
+
+def _rotary_tables(rotary: Any, x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, (T, D), by the tower's own module, whatever its frequencies."""
+    if "x" in inspect.signature(rotary.forward).parameters:
+        cos_TD, sin_TD = rotary(x_TE, positions_T2)
+        return cos_TD, sin_TD
+    half_TD = rotary(positions_T2)  # transformers before 5.17 returned the angles of one half
+    angles_TD = torch.cat((half_TD, half_TD), dim=-1)
+    return angles_TD.cos(), angles_TD.sin()
+
+
+def _rope_apart(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """The rotation without its fused part: out of place, into a new packed tensor."""
+    return rope_(qkv_T3HD.clone(), cos_TD, sin_TD)

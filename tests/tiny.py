@@ -1,0 +1,204 @@
+"""Tiny models of every family, and inputs for them: real architecture, random weights, no download.
+
+A new family is one entry in TINY. Head dims are the real ones (80, 80, 72, 72), norms and biases are drawn so that no
+term of the tower is trivial.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+IMAGE, VIDEO, START, END = 60, 61, 62, 63
+VOCAB = 64
+
+_TEXT = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=2,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+)
+_TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+_QWEN3_VISION = dict(
+    depth=4,
+    hidden_size=144,
+    num_heads=2,
+    intermediate_size=200,
+    patch_size=4,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    out_hidden_size=32,
+    num_position_embeddings=36,
+    deepstack_visual_indexes=[0, 2],
+    hidden_act="gelu_pytorch_tanh",
+)
+_QWEN3_TEXT = dict(_TEXT, head_dim=8)
+_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[])
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """How to make one tiny model: its class and config in transformers, and the config's arguments."""
+
+    model: str
+    config: str
+    vision: dict[str, Any]
+    text: dict[str, Any]
+
+    def build(self, seed: int = 0, **kwargs: Any) -> Any:
+        """The model in eval mode, with every parameter drawn at random."""
+        config = getattr(transformers, self.config)(vision_config=self.vision, text_config=self.text, **_TOKENS)
+        torch.manual_seed(seed)
+        model = getattr(transformers, self.model)._from_config(config, **kwargs).eval()
+        return randomise(model, seed)
+
+
+TINY = {
+    "qwen2_vl": Tiny(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        dict(
+            depth=4,
+            embed_dim=160,
+            hidden_size=32,
+            num_heads=2,
+            mlp_ratio=2,
+            patch_size=4,
+            spatial_merge_size=2,
+            temporal_patch_size=2,
+            hidden_act="quick_gelu",
+        ),
+        _TEXT,
+    ),
+    "qwen2_5_vl": Tiny(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        dict(
+            depth=4,
+            hidden_size=160,
+            num_heads=2,
+            intermediate_size=212,
+            out_hidden_size=32,
+            patch_size=4,
+            spatial_merge_size=2,
+            temporal_patch_size=2,
+            window_size=32,
+            fullatt_block_indexes=[1, 3],
+            hidden_act="silu",
+        ),
+        _TEXT,
+    ),
+    "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _QWEN3_VISION, _QWEN3_TEXT),
+    "qwen3_vl_moe": Tiny("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", _QWEN3_VISION, _QWEN3_TEXT | _MOE),
+}
+
+
+def randomise(model: nn.Module, seed: int = 0) -> Any:
+    """Draw every parameter: matrices at fan-in scale, norm weights around one, biases small."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                fan_in = parameter[0].numel() if "experts" not in name else parameter.shape[-1]
+                parameter.copy_(noise / fan_in**0.5)
+            else:
+                parameter.copy_(noise * 0.1 + (1.0 if name.endswith("weight") else 0.0))
+    return model
+
+
+GRIDS: dict[str, list[tuple[int, int, int]]] = {
+    "image": [(1, 12, 8)],
+    "one window": [(1, 8, 8)],
+    "smallest": [(1, 2, 2)],
+    "images": [(1, 4, 6), (1, 14, 10), (1, 2, 26), (1, 8, 8), (1, 2, 2)],
+    "video": [(4, 6, 10)],
+    "mixed": [(1, 10, 6), (3, 4, 4), (1, 2, 18), (2, 14, 14)],
+}
+
+
+def tower_of(model: nn.Module) -> Any:
+    """The vision tower of a tiny model."""
+    return next(module for module in model.modules() if hasattr(module, "patch_embed"))
+
+
+def pixels_for(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> torch.Tensor:
+    """Random flattened patches (T, P) for a grid."""
+    width = tower.patch_embed.proj.weight[0].numel()
+    rows = sum(t * h * w for t, h, w in grid)
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(**kwargs)
+
+
+def outputs_of(output: Any) -> list[torch.Tensor]:
+    """Every tensor of a tower's output, in order."""
+    return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or [])]
+
+
+def run_tower(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
+    """One forward without gradients on random pixels; every output tensor."""
+    weight = tower.patch_embed.proj.weight
+    pixels = pixels_for(tower, grid, seed, device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        return outputs_of(tower(pixels, grid_thw=torch.tensor(grid, device=weight.device), **kwargs))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """|found - expected| / |expected| in float64 (L2); infinite where shapes differ or a value is not finite."""
+    if found.shape != expected.shape or not torch.isfinite(found).all():
+        return float("inf")
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    return float((found - expected).norm() / expected.norm())
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float = 1e-5) -> None:
+    """Same number, dtypes and shapes, and every relative error below the bound."""
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+    errors = [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
+    assert max(errors) <= bound, errors
+
+
+def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> dict[str, torch.Tensor]:
+    """One prompt holding every image of a grid (t = 1) and every video (t > 1), ready for `generate`."""
+    tower = tower_of(model)
+    generator = torch.Generator().manual_seed(seed)
+    ids, kinds = [], []
+
+    def say(tokens: list[int], kind: int = 0) -> None:
+        ids.extend(tokens)
+        kinds.extend([kind] * len(tokens))
+
+    def words(count: int) -> list[int]:
+        return torch.randint(3, 50, (count,), generator=generator).tolist()
+
+    for t, h, w in grid:
+        say(words(2))
+        video = t > 1
+        # Qwen3-VL writes a video as frames, each between its own start and end.
+        pieces = t if video and "Qwen3" in type(model).__name__ else 1
+        for _ in range(pieces):
+            say([START])
+            say([VIDEO if video else IMAGE] * (t * h * w // 4 // pieces), 2 if video else 1)
+            say([END])
+    say(words(3))
+    inputs: dict[str, Any] = {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+        "mm_token_type_ids": torch.tensor([kinds]),
+    }
+    images, videos = [g for g in grid if g[0] == 1], [g for g in grid if g[0] > 1]
+    if images:
+        inputs |= {"pixel_values": pixels_for(tower, images, seed), "image_grid_thw": torch.tensor(images)}
+    if videos:
+        inputs |= {"pixel_values_videos": pixels_for(tower, videos, seed + 1), "video_grid_thw": torch.tensor(videos)}
+    return inputs
