@@ -240,11 +240,12 @@ def accelerated_forward(tower: Any, hidden_states: torch.Tensor, grid_thw: torch
     grad = torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(parameter.requires_grad for parameter in structure.parameters())
     )
-    reasons = structure.reasons() + _against_call(tower, kwargs, hidden_states.device, grad)
+    reasons = structure.reasons()
+    _check_pixels(tower, hidden_states, reasons)
+    reasons += _against_call(tower, kwargs, hidden_states.device, grad)
     if any(name in kwargs for name in _POPPED):
         _fall_back(state, [*reasons, "the caller supplies sequence metadata"])
         return original(hidden_states, grid_thw, **kwargs)
-    _check_device(tower, hidden_states, reasons)
     request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
     prepared = state.prepare(tower, grid, request)
     state.choices = prepared.choices
@@ -276,13 +277,23 @@ def _against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, g
             reasons.append(f"{name} is requested")
     if grad:
         reasons.append("gradients are required")
-    if torch.is_autocast_enabled(device.type):
+    if _autocast(device):
         reasons.append("autocast is on")
     return reasons
 
 
-def _check_device(tower: Any, pixels_TP: torch.Tensor, reasons: list[str]) -> None:
+def _autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def _check_pixels(tower: Any, pixels_TP: torch.Tensor, reasons: list[str]) -> None:
+    """Raise ValueError for pixels that do not fit the tower's weights (stock would reinterpret another width)."""
     weight = tower.patch_embed.proj.weight
+    if weight.dim() == 5 and pixels_TP.shape[1] != (width := weight[0].numel()):
+        raise ValueError(
+            f"expected {width} values per patch (channels * temporal * patch * patch), got {pixels_TP.shape[1]}; "
+            "use the processor of this very model"
+        )
     if weight.device in (pixels_TP.device, torch.device("meta")) or any("accelerate" in why for why in reasons):
         return  # accelerate's hooks move weights and inputs themselves
     raise ValueError(
@@ -294,7 +305,7 @@ def _check_device(tower: Any, pixels_TP: torch.Tensor, reasons: list[str]) -> No
 def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True) -> Request:
     """What a tower's layers ask of a backend: its heads, and the dtype that its attention computes in."""
     attention, dtype = tower.blocks[0].attn, tower.patch_embed.proj.weight.dtype
-    if torch.is_autocast_enabled(device.type):
+    if _autocast(device):
         dtype = torch.get_autocast_dtype(device.type)
     elif dtype not in _COMPUTE_DTYPES:  # quantised weights: the norms keep the dtype that activations have
         dtype = tower.blocks[0].norm1.weight.dtype

@@ -1,0 +1,324 @@
+"""Every backend against exact attention, generated from the declarations; and the planning logic of each.
+
+Legend: T rows, S segments, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny import relative_error
+from torch import nn
+
+from hf_vit_accel import backends, env
+from hf_vit_accel.backends import ORDER, Backend, BackendUnavailableError, Request, backend_named, plan_alone, resolve
+from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
+from hf_vit_accel.backends.base import Needs
+from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, _chunks, round_max_length, round_segments
+from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.metadata import Segments
+
+LAYOUTS = {
+    "one segment": [784],
+    "one row": [1],
+    "many": [256] * 9,
+    "windows of 64": [64] * 37,
+    "ragged": [64, 1, 300, 37, 64, 1, 129, 128, 64, 500, 2],
+    "one-row segments": [1] * 17,
+}
+HEADS = 4
+
+
+def segments_of(lengths: list[int]) -> Segments:
+    return Segments(np.array(lengths, dtype=np.int32))
+
+
+def request(device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 80, **kwargs) -> Request:
+    return Request(
+        device=torch.device(device), dtype=dtype, heads=HEADS, head_dim=head_dim, scale=head_dim**-0.5, **kwargs
+    )
+
+
+def draw(rows: int, head_dim: int, dtype: torch.dtype, device: str, seed: int, packed: bool) -> list[torch.Tensor]:
+    """q, k, v (T, H, D): views of one packed projection, or q and k apart from it as after stock's rotation."""
+    generator = torch.Generator().manual_seed(seed)
+    qkv_T3HD = torch.randn(rows, 3, HEADS, head_dim, generator=generator).to(dtype).to(device)
+    q, k, v = qkv_T3HD.unbind(1)
+    return [q, k, v] if packed else [q.contiguous(), k.transpose(0, 1).contiguous().transpose(0, 1), v]
+
+
+def exact(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Tensor:
+    """Attention within segments in float64."""
+    outs = []
+    for q, k, v in zip(*(x.double().split(lengths) for x in qkv), strict=True):
+        weights_HTT = torch.einsum("thd,shd->hts", q, k).mul(scale).softmax(-1)
+        outs.append(torch.einsum("hts,shd->thd", weights_HTT, v))
+    return torch.cat(outs)
+
+
+def stock(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Tensor:
+    """As stock transformers does it: one SDPA per segment, in the inputs' dtype."""
+    outs = []
+    for q, k, v in zip(*(x.split(lengths) for x in qkv), strict=True):
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        outs.append(nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def check(backend: Backend, lengths: list[int], head_dim: int, dtype: torch.dtype, device: str, packed: bool) -> None:
+    wanted = request(device, dtype, head_dim, packed=packed)
+    assert backend.reasons_against(wanted) == []
+    plan = plan_alone(backend, segments_of(lengths), wanted)
+    for seed in range(5):
+        qkv = draw(sum(lengths), head_dim, dtype, device, seed, packed)
+        expected = exact(qkv, lengths, wanted.scale)
+        bound = max(1.1 * relative_error(stock(qkv, lengths, wanted.scale), expected), torch.finfo(dtype).eps)
+        poison = torch.full_like(qkv[0], float("nan"), memory_format=torch.contiguous_format)
+        del poison  # what an unwritten row of the output would show
+        found = plan.attend(*qkv)
+        assert (found.shape, found.dtype) == (qkv[0].shape, dtype)
+        assert relative_error(found, expected) <= bound
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [b for b in ORDER if not b.needs.cuda], ids=lambda b: b.name)
+def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str, packed: bool) -> None:
+    check(backend, LAYOUTS[layout], 80, dtype, "cpu", packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ORDER, ids=lambda b: b.name)
+def test_gpu_backend_is_exact(backend: Backend, layout: str, dtype: torch.dtype, head_dim: int) -> None:
+    if reasons := backend.reasons_against_machine():
+        pytest.skip("; ".join(reasons))
+    for packed in (True, False):
+        check(backend, LAYOUTS[layout], head_dim, dtype, "cuda", packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [b for b in ORDER if b.needs.differentiable], ids=lambda b: b.name)
+def test_gpu_gradients(backend: Backend) -> None:
+    lengths, dtype = LAYOUTS["ragged"], torch.bfloat16
+    wanted = request("cuda", dtype, 72, grad=True)
+    plan = plan_alone(backend, segments_of(lengths), wanted)
+    qkv = [x.detach().requires_grad_() for x in draw(sum(lengths), 72, dtype, "cuda", 0, False)]
+    weights = torch.randn_like(qkv[0])
+    found = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
+    expected = torch.autograd.grad((exact(qkv, lengths, wanted.scale) * weights).sum(), qkv)
+    ours = torch.autograd.grad((stock(qkv, lengths, wanted.scale) * weights).sum(), qkv)
+    for f, e, s in zip(found, expected, ours, strict=True):
+        assert relative_error(f, e) <= max(1.1 * relative_error(s, e), torch.finfo(dtype).eps)
+
+
+@pytest.mark.gpu
+def test_cudnn_plans_are_built_once_per_class_of_layouts() -> None:
+    backend = backend_named("flashinfer_cudnn")
+    if reasons := backend.reasons_against_machine():
+        pytest.skip("; ".join(reasons))
+    wanted = request("cuda", torch.bfloat16, 72, packed=True)
+    before = cudnn_backend.GRAPHS.misses
+    for lengths in ([333] * 16, [400] * 15 + [257], [512] * 16):  # same count, same power of two
+        plan = plan_alone(backend, segments_of(lengths), wanted)
+        qkv = draw(sum(lengths), 72, torch.bfloat16, "cuda", 0, True)
+        assert relative_error(plan.attend(*qkv), exact(qkv, lengths, wanted.scale)) < 1e-2
+        plan.attend(*qkv)
+    assert cudnn_backend.GRAPHS.misses == before + 1
+
+
+@pytest.mark.gpu
+def test_cudnn_workspace_is_one_per_stream() -> None:
+    device = torch.device("cuda", 0)
+    spaces = cudnn_backend.Workspaces()
+    first = spaces.get(device, 1000)
+    assert spaces.get(device, 10).data_ptr() == first.data_ptr()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert spaces.get(device, 10).data_ptr() != first.data_ptr()
+    assert spaces.get(device, 2 << 20).numel() >= 2 << 20
+    spaces.close()
+    assert not spaces._buffers
+
+
+def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+    lengths = [64] * 100 + [32] * 10 + [64] * 50 + [16]
+    plan = plan_alone(Sdpa(), segments_of(lengths), request())
+    plan.attend(*draw(sum(lengths), 80, torch.float32, "cpu", 0, True))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("lengths", [[64] * 8, [16, 32, 64], [5]])
+def test_sdpa_gathers_nothing_where_equal_lengths_stand_together(lengths: list[int]) -> None:
+    assert not Sdpa().plan(segments_of(lengths), request()).arrays
+
+
+@pytest.mark.parametrize("count", [*range(1, 300), 1000, 4097, 65535])
+def test_segment_count_is_rounded_finely(count: int) -> None:
+    rounded = round_segments(count)
+    assert count <= rounded <= count * 1.125
+    assert round_segments(rounded) == rounded
+
+
+def test_segment_counts_fall_into_few_classes() -> None:
+    assert len({round_segments(count) for count in range(1, 1025)}) <= 8 * 8
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 64), (64, 64), (65, 128), (784, 1024), (14416, 16384)])
+def test_max_length_is_rounded_coarsely(length: int, expected: int) -> None:
+    assert round_max_length(length) == expected
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cudnn_offsets_address_every_row_of_every_layout(name: str) -> None:
+    """Follow the offsets and lengths as cuDNN does and see that each row is read and written exactly once."""
+    lengths = LAYOUTS[name]
+    wanted, segments = request(dtype=torch.bfloat16, packed=True), segments_of(lengths)
+    plan = FlashinferCudnn().plan(segments, wanted)
+    ((start, stop, max_length),) = plan.host["chunks"]
+    width, rows = HEADS * 80, sum(lengths)
+    assert (start, stop) == (0, rows) and max_length >= max(lengths)
+    declared = plan.arrays["lengths_0"]
+    assert declared.shape == (round_segments(len(lengths)), 1, 1, 1) and declared.dtype == np.int32
+    for name, stride in (("dense_0", width), ("packed_0", 3 * width)):
+        offsets = plan.arrays[name]
+        assert offsets.shape == (len(declared) + 1, 1, 1, 1) and offsets.dtype == np.int32
+        touched = np.zeros(rows, dtype=int)
+        for offset, length in zip(offsets.ravel()[:-1], declared.ravel(), strict=True):
+            first, rest = divmod(int(offset), stride)
+            assert rest == 0
+            touched[first : first + length] += 1
+        assert (touched == 1).all()
+        assert (np.diff(offsets.ravel()) >= 0).all() and offsets.ravel()[-1] == rows * stride
+
+
+def test_cudnn_splits_before_int32_overflows() -> None:
+    row = 3 * 1280
+    segments = segments_of([400_000, 150_000, 10_000, 300_000, 200_000, 100_000])
+    ranges = _chunks(segments, row)
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])] and ranges[-1][1] == 6
+    for first, last in ranges:
+        assert int(segments.offsets_S1[last] - segments.offsets_S1[first]) * row < 2**31
+    assert len(ranges) == 3
+    with pytest.raises(ValueError, match="at most 559240 rows, got 559241"):
+        _chunks(segments_of([559_241]), row)
+
+
+def test_cudnn_split_offsets_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_backend, "_INT32_END", 3 * HEADS * 80 * 100)
+    plan = FlashinferCudnn().plan(segments_of([64, 30, 64, 64]), request(dtype=torch.bfloat16))
+    assert plan.host["chunks"] == ((0, 94, 64), (94, 158, 64), (158, 222, 64))
+    assert plan.arrays["dense_1"].ravel().tolist() == [0, 64 * HEADS * 80]
+
+
+def test_needs_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Picky(Sdpa):
+        name = "picky"
+        needs = Needs(
+            packages=(env.Package(module="no_such_module", distribution="no-such", install="pip install no-such"),),
+            cuda=False,
+            dtypes=(torch.bfloat16,),
+            head_dim_multiple=32,
+            head_dim_max=64,
+        )
+
+    reasons = Picky().reasons_against(request(grad=True))
+    for part in (
+        "`no-such` is not installed (pip install no-such)",
+        "float32",
+        "multiple of 32",
+        "above 64",
+        "gradients",
+    ):
+        assert sum(part in why for why in reasons) == 1, part
+    assert len(reasons) == 5
+
+
+@pytest.mark.parametrize("backend", [b for b in ORDER if b.needs.cuda], ids=lambda b: b.name)
+def test_capability_and_cuda_are_checked(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "why_missing", lambda package: None)
+    monkeypatch.setattr(env, "has_cuda", lambda: False)
+    assert any("no CUDA device" in why for why in backend.reasons_against_machine())
+    monkeypatch.setattr(env, "has_cuda", lambda: True)
+    monkeypatch.setattr(env, "cuda_capability", lambda index=None: (7, 5))
+    assert any("compute capability is 7.5" in why for why in backend.reasons_against_machine())
+
+
+def fake_machine(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = ()) -> None:
+    """A Hopper machine with every package but the missing ones."""
+    monkeypatch.setattr(env, "has_cuda", lambda: True)
+    monkeypatch.setattr(env, "cuda_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(env, "why_missing", lambda package: "missing" if package.module in missing else None)
+    monkeypatch.setattr(cudnn_backend, "_probe", lambda: ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "grad", "missing", "expected"),
+    [
+        ("full", torch.bfloat16, False, (), "flash_attention_3"),
+        ("full", torch.bfloat16, False, ("flash_attn_interface",), "flashinfer_cudnn"),
+        ("full", torch.bfloat16, False, ("flash_attn_interface", "flashinfer"), "torch_varlen"),
+        ("full", torch.float16, True, (), "torch_varlen"),
+        ("full", torch.float32, False, (), "sdpa"),
+        ("window", torch.bfloat16, False, (), "torch_varlen"),
+        ("window", torch.float32, True, (), "sdpa"),
+    ],
+)
+def test_auto_follows_the_table(monkeypatch, kind, dtype, grad, missing, expected) -> None:
+    fake_machine(monkeypatch, missing=missing)
+    assert resolve("auto", request("cuda", dtype, kind=kind, grad=grad)).backend.name == expected
+
+
+def test_a_named_backend_comes_first_and_its_rejection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_machine(monkeypatch)
+    assert resolve("flashinfer_cudnn", request("cuda", torch.bfloat16)).backend.name == "flashinfer_cudnn"
+    choice = resolve("flashinfer_cudnn", request("cuda", torch.float32))
+    assert choice.backend.name == "sdpa" and "float32" in choice.rejected["flashinfer_cudnn"][0]
+
+
+def test_the_table_names_every_backend_and_cites_a_measurement() -> None:
+    for rule in backends.AUTO:
+        assert sorted(rule.order) == sorted(backend.name for backend in ORDER)
+        assert rule.measured and any(char.isdigit() for char in rule.measured)
+    assert {rule.kind for rule in backends.AUTO} == {"full", "window"}
+
+
+def test_require_lists_reasons_and_alternatives() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("tells of a machine without CUDA")
+    with pytest.raises(BackendUnavailableError) as error:
+        backends.require("flashinfer_cudnn")
+    for part in ("no CUDA device", "sdpa: usable", "torch_varlen: ", "attention='auto'"):
+        assert part in str(error.value)
+
+
+def test_importing_flashinfer_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("libcudnn is gone")
+
+    monkeypatch.setattr(cudnn_backend, "_prefill_module", broken)
+    cudnn_backend._probe.cache_clear()
+    try:
+        (reason,) = FlashinferCudnn().probe()
+    finally:
+        cudnn_backend._probe.cache_clear()
+    assert "libcudnn is gone" in reason and "pip install" in reason
+
+
+@pytest.mark.parametrize("name", ["cudnn_attention", "flash_attention_3"])
+def test_custom_operators_have_fake_implementations(name: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    op = getattr(torch.ops.hf_vit_accel, name).default
+    with FakeTensorMode():
+        qkv = torch.empty(10, 3, HEADS, 80, dtype=torch.bfloat16, device="cuda").unbind(1)
+        offsets = torch.empty(3, dtype=torch.int32, device="cuda")
+        count = len(op._schema.arguments) - 5
+        out = op(*qkv, *([offsets] * count), 64, 0.1)
+    assert out.shape == (10, HEADS, 80) and out.is_contiguous() and out.dtype == torch.bfloat16

@@ -1,0 +1,266 @@
+"""The command line: what doctor says about good, missing and wrong backends, and that it keeps imports light."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import Result
+from typer.testing import CliRunner
+
+import hf_vit_accel
+from hf_vit_accel import backends, cli, env
+from hf_vit_accel.backends.base import Needs
+from hf_vit_accel.backends.sdpa import Sdpa
+
+RUNNER = CliRunner()
+Spoil = Callable[[torch.Tensor], Any]
+
+
+def doctor(*options: str) -> Result:
+    return RUNNER.invoke(cli.app, ["doctor", *options])
+
+
+def read(result: Result) -> dict[str, Any]:
+    """The one JSON object on standard output; NaN and Infinity, which are no JSON, fail."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    report = json.loads(result.stdout, parse_constant=refuse)
+    assert isinstance(report, dict)
+    return report
+
+
+def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in report["backends"]}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a CUDA device, whatever this one has."""
+    monkeypatch.setattr(env, "has_cuda", lambda: False)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, name: str = "spoiled", **needs: Any) -> None:
+    """Put a backend in front of ORDER that is sdpa, its results spoiled."""
+
+    class Spoiled(Sdpa):
+        def attend(self, *arguments: Any) -> Any:
+            return spoil(super().attend(*arguments))
+
+    Spoiled.name, Spoiled.needs = name, Needs(cuda=False, **needs)
+    monkeypatch.setattr(backends, "ORDER", (Spoiled(), *(b for b in backends.ORDER if b.name != name)))
+
+
+def test_version_and_help() -> None:
+    result = RUNNER.invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"hf-vit-accel {hf_vit_accel.__version__}\n")
+    assert "doctor" in RUNNER.invoke(cli.app, ["--help"]).stdout
+    help_text = RUNNER.invoke(cli.app, ["doctor", "--help"]).stdout
+    assert "--json" in help_text and "gpu_problem" not in help_text
+
+
+def test_without_a_gpu(no_gpu: None) -> None:
+    result = doctor()
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert "  none (torch finds no CUDA device)" in lines
+    assert any(line.split() == ["torch", torch.__version__] for line in lines)
+    assert any(line.split() == ["sdpa", "usable"] for line in lines)
+    for backend in backends.ORDER:
+        if backend.needs.cuda:
+            start = next(index for index, line in enumerate(lines) if line.split() == [backend.name, "unusable"])
+            reasons = [f"    - {reason}" for reason in backend.reasons_against_machine()]
+            assert reasons and lines[start + 1 : start + 1 + len(reasons)] == reasons
+    start = lines.index('attention="auto" takes on cpu in float32')
+    assert [line.split() for line in lines[start + 1 : start + 3]] == [
+        ["full", "layers", "sdpa"],
+        ["window", "layers", "sdpa"],
+    ]
+
+
+def test_json_agrees(no_gpu: None) -> None:
+    result = doctor("--json")
+    assert result.exit_code == 0, result.output
+    report, text = read(result), doctor().stdout
+    assert set(report) == set(cli.Report.__dataclass_fields__)
+    assert report["ok"] is True and report["gpus"] == [] and report["gpu_problem"] is None
+    assert report["versions"] == {**env.versions(), "hf-vit-accel": hf_vit_accel.__version__}
+    assert report["devices"] == {"cpu": ["float32", "bfloat16"]}
+    assert report["auto"]["layers"] == {"full": "sdpa", "window": "sdpa"}
+    assert [entry["name"] for entry in report["backends"]] == [backend.name for backend in backends.ORDER]
+    for backend in backends.ORDER:
+        entry = by_name(report)[backend.name]
+        assert entry["reasons"] == backend.reasons_against_machine()
+        assert all(f"- {reason}\n" in text for reason in entry["reasons"])
+        assert entry["status"] == ("unusable" if entry["reasons"] else "usable")
+        assert bool(entry["checks"]) == (entry["status"] == "usable")
+    checks = by_name(report)["sdpa"]["checks"]
+    assert {(check["dtype"], check["head_dim"], check["packed"]) for check in checks} == {
+        (dtype, head_dim, packed)
+        for dtype in ("float32", "bfloat16")
+        for head_dim in (64, 72, 80)
+        for packed in (False, True)
+    }
+    assert all(0 < check["error"] <= check["bound"] and check["problem"] is None for check in checks)
+
+
+def test_every_key_is_documented() -> None:
+    document = cli.doctor.__doc__ or ""
+    for kind in (cli.Report, cli.Gpu, cli.Check, cli.Verdict, cli.Auto):
+        for key in kind.__dataclass_fields__:
+            assert key in document
+
+
+def raises(_: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no kernel\nfor this")
+
+
+def last_row_wrong(out_THD: torch.Tensor) -> torch.Tensor:
+    return torch.cat([out_THD[:-1], -out_THD[-1:]])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda out_THD: out_THD * 1.02, "relative error 2.0e-02"),
+        (last_row_wrong, "relative error"),
+        (lambda out_THD: out_THD.index_fill(0, torch.tensor([7]), float("nan")), "NaN"),
+        (lambda out_THD: out_THD.index_fill(0, torch.tensor([7]), float("inf")), "infinity"),
+        (lambda out_THD: out_THD[:1], "got float32 of shape (1, 4, 64)"),
+        (lambda out_THD: out_THD.double(), "got float64"),
+        (lambda out_THD: None, "AttributeError"),
+        (raises, "RuntimeError: no kernel for this"),
+    ],
+    ids=["scaled", "last row", "nan", "inf", "shape", "dtype", "none", "raises"],
+)
+def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: Spoil, said: str) -> None:
+    use(monkeypatch, spoil)
+    result = doctor()
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert any(line.split() == ["spoiled", "WRONG"] for line in lines)
+    assert any(line.split() == ["sdpa", "usable"] for line in lines)
+    assert lines[-1] == "  wrong or crashed: spoiled"
+    assert said in result.stdout
+
+    result = doctor("--json")
+    assert result.exit_code == 1
+    report = read(result)
+    assert report["ok"] is False
+    assert {name for name, entry in by_name(report).items() if entry["status"] == "wrong"} == {"spoiled"}
+    assert all(check["problem"] for check in by_name(report)["spoiled"]["checks"])
+
+
+def test_one_wrong_dtype_is_enough(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    use(monkeypatch, lambda out_THD: out_THD * (1.0001 if out_THD.dtype == torch.float32 else 1))
+    result = doctor("--json")
+    assert result.exit_code == 1
+    problems = {check["dtype"]: check["problem"] for check in by_name(read(result))["spoiled"]["checks"]}
+    assert problems["float32"] and problems["bfloat16"] is None
+
+
+def test_auto_says_when_its_choice_is_wrong(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    use(monkeypatch, torch.zeros_like, name="sdpa")
+    result = doctor()
+    assert result.exit_code == 1
+    assert "  full layers    sdpa (WRONG here, name another)" in result.stdout.splitlines()
+
+
+def test_nothing_to_check(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    use(monkeypatch, raises, dtypes=(torch.float64,))
+    result = doctor("--json")
+    assert result.exit_code == 0
+    entry = by_name(read(result))["spoiled"]
+    assert (entry["status"], entry["checks"]) == ("unchecked", []) and len(entry["reasons"]) == 1
+
+
+def test_a_probe_that_crashes(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    def crash(self: Sdpa) -> list[str]:
+        raise OSError("libcuda")
+
+    monkeypatch.setattr(Sdpa, "reasons_against_machine", crash)
+    result = doctor("--json")
+    assert result.exit_code == 1
+    report = read(result)
+    assert by_name(report)["sdpa"]["reasons"] == ["OSError: libcuda"]
+    assert report["auto"] == {**report["auto"], "layers": {}, "problem": "OSError: libcuda"}
+
+
+def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(index: int | None = None) -> Any:
+        raise RuntimeError("CUDA error: all devices are busy")
+
+    monkeypatch.setattr(env, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(env, "cuda_device_name", busy)
+    monkeypatch.setattr(env, "cuda_capability", busy)
+    result = doctor()
+    assert result.exit_code == 1
+    assert "  not usable: RuntimeError: CUDA error: all devices are busy" in result.stdout.splitlines()
+    assert "sdpa" in result.stdout and "usable" in result.stdout
+
+
+def test_a_device_that_is_lost_is_not_held_against_the_next(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    use(monkeypatch, raises)
+    monkeypatch.setattr(cli, "_still_works", lambda device: False)
+    result = doctor("--json")
+    assert result.exit_code == 1
+    entries = by_name(read(result))
+    assert len(entries["spoiled"]["checks"]) == 1
+    assert (entries["sdpa"]["status"], entries["sdpa"]["checks"]) == ("unchecked", [])
+    assert entries["sdpa"]["reasons"] == ["cpu stopped working while spoiled ran; nothing more was run on it"]
+
+
+def test_json_stays_alone_on_standard_output(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    def chatty(out_THD: torch.Tensor) -> torch.Tensor:
+        print("compiling")
+        return out_THD
+
+    use(monkeypatch, chatty)
+    result = doctor("--json")
+    assert result.exit_code == 0
+    assert read(result)["ok"] is True
+
+
+def test_reference_attention() -> None:
+    lengths_S, scale = (3, 1, 5), 0.3
+    qkv_T3HD = torch.randn(9, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    segment_T = torch.from_numpy(np.repeat(np.arange(3), lengths_S))
+    q, k, v = (x_THD.transpose(0, 1) for x_THD in qkv_T3HD.unbind(1))
+    mask_TT = segment_T[:, None] == segment_T
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT, scale=scale).transpose(0, 1)
+    torch.testing.assert_close(cli.reference_attention(qkv_T3HD, lengths_S, scale), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    result = doctor("--json")
+    assert result.exit_code == 0, result.output
+    report = read(result)
+    assert report["gpus"][0]["name"] == torch.cuda.get_device_name(0)
+    assert set(report["devices"]) == {"cpu", "cuda:0"}
+    checks = by_name(report)["sdpa"]["checks"]
+    assert {check["dtype"] for check in checks if check["device"] == "cuda:0"} == {"bfloat16", "float16", "float32"}
+    for backend in backends.ORDER:
+        assert by_name(report)[backend.name]["status"] == (
+            "unusable" if backend.reasons_against_machine() else "usable"
+        )
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys, torch, hf_vit_accel.cli; "
+        "assert not torch.cuda.is_initialized(); "
+        "assert not {'flashinfer', 'cudnn', 'flash_attn_interface'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

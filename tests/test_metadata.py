@@ -1,0 +1,148 @@
+"""Every array against transformers' own functions, over random grids; the packed copy; the bounded cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import vision_utils
+
+from hf_vit_accel.metadata import LRU, Geometry, Segments, build, to_device
+
+MERGE = 2
+SIZES = st.one_of(st.integers(1, 12), st.integers(1, 60), st.sampled_from([1, 4, 8, 16, 100]))
+ENTRY = st.tuples(st.sampled_from([1, 1, 1, 2, 3, 8]), SIZES, SIZES).map(
+    lambda e: (e[0], MERGE * e[1], MERGE * (e[2] if e[1] < 30 else min(e[2], 12)))
+)
+GRIDS = st.lists(ENTRY, min_size=1, max_size=40).filter(lambda grid: sum(t * h * w for t, h, w in grid) < 60_000)
+
+EXTREME = [
+    [(1, 2, 2)],
+    [(1, 2, 400)],
+    [(1, 400, 2)],
+    [(1, 8, 8)],
+    [(1, 10, 10), (1, 8, 8), (1, 6, 14)],
+    [(16, 2, 2)],
+    [(1, 2, 2)] * 40,
+    [(3, 16, 8), (1, 200, 4), (2, 10, 22)],
+]
+
+
+def examples(test):
+    for grid in EXTREME:
+        test = example(grid=grid)(test)
+    return test
+
+
+@examples
+@given(grid=GRIDS)
+@settings(max_examples=100, deadline=None)
+def test_segments_and_positions(grid) -> None:
+    found, grid_thw = build(tuple(grid), Geometry(merge=MERGE)), torch.tensor(grid)
+    offsets = vision_utils.get_vision_cu_seqlens(grid_thw)
+    assert torch.equal(torch.from_numpy(found.full.offsets_S1), offsets) and found.full.offsets_S1.dtype == np.int32
+    assert found.full.max_length == int((offsets[1:] - offsets[:-1]).max())
+    assert (found.full.count, found.full.rows) == (len(offsets) - 1, int(offsets[-1]))
+    positions = vision_utils.get_vision_position_ids(grid_thw, MERGE)
+    assert torch.equal(torch.from_numpy(found.position_ids_T2).long(), positions)
+    assert (found.rows, found.merged) == (len(positions), len(positions) // MERGE**2)
+    assert found.window is None and found.interp_indices_T4 is None
+    assert set(found.arrays()) == {"cu_seqlens", "position_ids"}
+
+
+@examples
+@given(grid=GRIDS)
+@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize(("window_size", "patch"), [(112, 14), (32, 4), (24, 4)])
+def test_windows(grid, window_size, patch) -> None:
+    found = build(tuple(grid), Geometry(merge=MERGE, window=window_size // MERGE // patch))
+    index, offsets = vision_utils.get_vision_window_index(torch.tensor(grid), MERGE, window_size, patch)
+    assert torch.equal(torch.from_numpy(found.window_index_M), index)
+    assert torch.equal(torch.from_numpy(found.inverse_index_M), torch.argsort(index))
+    assert torch.equal(torch.from_numpy(found.window.offsets_S1), offsets)
+    assert found.window.max_length == int((offsets[1:] - offsets[:-1]).max())
+    assert set(found.segments()) == {"full", "window"}
+
+
+@examples
+@given(grid=GRIDS)
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("side", [48, 6, 1])
+def test_interpolation(grid, side) -> None:
+    found = build(tuple(grid), Geometry(merge=MERGE, table=side))
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor(grid), side, align_corners=True, spatial_merge_size=MERGE
+    )
+    assert torch.equal(torch.from_numpy(found.interp_indices_T4).long(), indices)
+    assert torch.equal(torch.from_numpy(found.interp_weights_T4), weights), "bit for bit"
+
+
+@given(merge=st.sampled_from([1, 2, 3]), sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)))
+@settings(max_examples=50, deadline=None)
+def test_other_merge_sizes(merge, sizes) -> None:
+    grid = [(sizes[2], merge * sizes[0], merge * sizes[1])]
+    found = build(tuple(grid), Geometry(merge=merge))
+    assert torch.equal(
+        torch.from_numpy(found.position_ids_T2).long(), vision_utils.get_vision_position_ids(torch.tensor(grid), merge)
+    )
+
+
+def test_metadata_is_frozen() -> None:
+    found = build(((1, 4, 4),), Geometry(merge=MERGE))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.rows = 3
+
+
+def test_the_packed_copy_is_one_buffer_and_exact() -> None:
+    arrays = build(((2, 6, 10), (1, 2, 2)), Geometry(merge=MERGE, window=2, table=6)).arrays()
+    arrays["empty"] = np.zeros((0, 3), dtype=np.int32)
+    arrays["strided"] = np.arange(20, dtype=np.int64).reshape(4, 5)[:, 1:3]
+    found = to_device(arrays, torch.device("cpu"))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+    for name, array in arrays.items():
+        assert found[name].shape == array.shape and np.array_equal(found[name].numpy(), array)
+        assert found[name].numpy().dtype == array.dtype and found[name].data_ptr() % 16 == 0
+
+
+@pytest.mark.gpu
+def test_gpu_the_packed_copy_does_not_wait() -> None:
+    arrays = build(((8, 36, 64),), Geometry(merge=MERGE, window=4, table=48)).arrays()
+    to_device(arrays, torch.device("cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = to_device(arrays, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(np.array_equal(found[name].cpu().numpy(), array) for name, array in arrays.items())
+
+
+def test_lru_is_bounded_and_keeps_what_is_used() -> None:
+    made: list[int] = []
+    lru: LRU[int] = LRU(entries=3, cost=100)
+
+    def get(key: int, cost: int = 1) -> int:
+        return lru.get(key, lambda: (made.append(key) or key, cost))
+
+    for key in (1, 2, 3, 1, 4, 1):
+        assert get(key) == key
+    assert made == [1, 2, 3, 4] and len(lru) == 3
+    get(2)
+    assert made[-1] == 2, "2 was the least recently used and is gone"
+    assert (lru.hits, lru.misses) == (2, 5)
+    get(5, cost=99)
+    assert lru.held <= 100 and len(lru) == 2
+    get(6, cost=101)
+    assert len(lru) == 2, "what alone is above the bound is not kept"
+    get(7, cost=60), get(8, cost=60)
+    assert lru.held == 60
+    lru.clear()
+    assert len(lru) == 0 and lru.held == 0
+
+
+def test_segments_of_one_row() -> None:
+    segments = Segments(np.array([1], dtype=np.int32))
+    assert (segments.rows, segments.count, segments.max_length) == (1, 1, 1)

@@ -1,0 +1,690 @@
+"""Patched towers against stock ones: every family, kind of input, path through the boundary, and fault."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tiny import GRIDS, TINY, assert_close, chat_inputs, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import FallbackError
+from hf_vit_accel.backends import ORDER
+from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
+from hf_vit_accel.tower import PARTS, state_of
+
+FAMILIES = list(TINY)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def shared(request) -> Any:
+    """One model per family for tests that leave it as they found it."""
+    return TINY[request.param].build()
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request) -> Any:
+    return TINY[request.param].build()
+
+
+# --- equal to stock -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fuse", ["auto", False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_patched_equals_stock(shared: Any, grid: str, fuse: Any) -> None:
+    tower = tower_of(shared)
+    expected = run_tower(tower, GRIDS[grid])
+    with hf_vit_accel.patched(shared, fuse=fuse, strict=True):
+        assert_close(run_tower(tower, GRIDS[grid]), expected)
+        assert state_of(tower).calls == 1
+    assert_close(run_tower(tower, GRIDS[grid]), expected, 0.0)
+
+
+@pytest.mark.parametrize("grid", ["image", "images", "video", "mixed"])
+def test_generate_is_token_identical(shared: Any, grid: str) -> None:
+    inputs = chat_inputs(shared, GRIDS[grid])
+    arguments = dict(max_new_tokens=8, do_sample=False)
+    expected = shared.generate(**inputs, **arguments)
+    with hf_vit_accel.patched(shared):
+        found = shared.generate(**inputs, **arguments)
+        assert state_of(tower_of(shared)).calls > 0
+    assert torch.equal(found, expected)
+
+
+def test_layouts_of_equal_size_are_told_apart(shared: Any) -> None:
+    """The trap of graphs and caches keyed by row counts: same rows, same longest segment, other segments."""
+    tower = tower_of(shared)
+    layouts = [[(1, 8, 4), (1, 4, 8)], [(1, 4, 8), (1, 8, 4)], [(2, 4, 8)], [(1, 4, 8)] * 2, [(1, 2, 16), (1, 8, 4)]]
+    expected = [run_tower(tower, grid) for grid in layouts]
+    with hf_vit_accel.patched(shared):
+        for _ in range(2):
+            for grid, outputs in zip(layouts, expected, strict=True):
+                assert_close(run_tower(tower, grid), outputs)
+        assert state_of(tower).prepared.misses == len(layouts)
+
+
+def test_output_type_and_tuples(shared: Any) -> None:
+    tower = tower_of(shared)
+    pixels, grid = pixels_for(tower, GRIDS["images"]), torch.tensor(GRIDS["images"])
+    with torch.no_grad():
+        expected, as_tuple = tower(pixels, grid), tower(pixels, grid, return_dict=False)
+        with hf_vit_accel.patched(shared):
+            found, found_tuple = tower(pixels, grid), tower(pixels, grid_thw=grid, return_dict=False)
+    assert type(found) is type(expected) and list(found.keys()) == list(expected.keys())
+    assert isinstance(found_tuple, tuple) and len(found_tuple) == len(as_tuple)
+    assert [type(x) for x in found_tuple] == [type(x) for x in as_tuple]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_exact_as_stock(shared: Any, dtype: torch.dtype) -> None:
+    check_error_bound(shared, dtype, "cpu", ["sdpa"])
+
+
+def check_error_bound(model: Any, dtype: torch.dtype, device: str, attentions: list[str]) -> None:
+    """Error against fp32 stock at most max(1.1 x stock's own, one unit in the last place), 5 seeds, every input."""
+    reference = tower_of(copy.deepcopy(model)).to(device)
+    tower = tower_of(copy.deepcopy(model)).to(device)
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for parameter, low in zip(reference.parameters(), tower.parameters(), strict=True):
+        parameter.data = low.data.float()
+
+    def run(of: Any, grid: Any, seed: int) -> list[torch.Tensor]:
+        weight = of.patch_embed.proj.weight
+        pixels = pixels_for(of, grid, seed).to(dtype).to(device, weight.dtype)
+        with torch.no_grad():
+            return outputs_of(of(pixels, grid_thw=torch.tensor(grid, device=device)))
+
+    def errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+        return [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
+
+    for grid in GRIDS.values():
+        exact = [run(reference, grid, seed) for seed in range(5)]
+        stock = [errors(run(tower, grid, seed), exact[seed]) for seed in range(5)]
+        for attention in attentions:
+            with hf_vit_accel.patched(tower, attention=attention, strict=True):
+                ours = [errors(run(tower, grid, seed), exact[seed]) for seed in range(5)]
+            for of_ours, of_stock in zip(zip(*ours, strict=True), zip(*stock, strict=True), strict=True):
+                bound = max(1.1 * sum(of_stock) / 5, torch.finfo(dtype).eps)
+                assert sum(of_ours) / 5 <= bound, (attention, grid, of_ours, of_stock)
+
+
+# --- undo, redo, copies ---------------------------------------------------------------------------------------------
+
+
+def snapshot(model: Any) -> Any:
+    tower = tower_of(model)
+    hooks = [(name, list(m._forward_hooks), list(m._forward_pre_hooks)) for name, m in model.named_modules()]
+    names = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
+    parameters = [(name, p.data_ptr(), p.shape, p.stride()) for name, p in model.named_parameters()]
+    return sorted(vars(tower)), vars(tower).get("forward"), hooks, names, parameters, list(model.state_dict())
+
+
+@pytest.mark.parametrize("had_forward", [False, True], ids=["", "own forward"])
+def test_unpatch_leaves_everything_as_before(model: Any, had_forward: bool) -> None:
+    tower = tower_of(model)
+    if had_forward:
+        class_forward = type(tower).forward
+        tower.forward = lambda *args, **kwargs: class_forward(tower, *args, **kwargs)
+    before, expected = snapshot(model), run_tower(tower, GRIDS["mixed"])
+    assert hf_vit_accel.patch(model) is model
+    run_tower(tower, GRIDS["mixed"])
+    assert hf_vit_accel.unpatch(model) is model
+    assert snapshot(model) == before
+    assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)
+    assert hf_vit_accel.unpatch(model) is model and snapshot(model) == before
+
+
+def test_patching_twice_equals_once(model: Any) -> None:
+    tower = tower_of(model)
+    before = snapshot(model)
+    hf_vit_accel.patch(model, attention="sdpa")
+    once = snapshot(model)[0]
+    hf_vit_accel.patch(model, attention="auto", fuse=False)
+    assert snapshot(model)[0] == once
+    assert state_of(tower).settings.attention == "auto" and not state_of(tower).settings.fuse
+    assert not isinstance(state_of(tower).former_forward, type(tower.forward))
+    hf_vit_accel.unpatch(model)
+    assert snapshot(model) == before
+
+
+def test_patched_restores_what_was(model: Any) -> None:
+    tower = tower_of(model)
+    before = snapshot(model)
+    with hf_vit_accel.patched(model, attention="sdpa") as same:
+        assert same is model
+        with hf_vit_accel.patched(model, fuse={"rope"}):
+            assert state_of(tower).settings.fuse == {"rope"}
+        assert state_of(tower).settings.attention == "sdpa" and state_of(tower).settings.fuse == set(PARTS)
+    assert snapshot(model) == before
+    with pytest.raises(RuntimeError, match="mine"), hf_vit_accel.patched(model):
+        raise RuntimeError("mine")
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_patched_on_their_own(model: Any, how: str) -> None:
+    tower = tower_of(model)
+    expected = run_tower(tower, GRIDS["mixed"])
+    hf_vit_accel.patch(model, fuse={"rope"})
+    run_tower(tower, GRIDS["mixed"])
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    other = tower_of(twin)
+    assert state_of(other) is not state_of(tower) and state_of(other).settings == state_of(tower).settings
+    with torch.no_grad():
+        other.blocks[0].mlp.to(torch.float32)
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    assert_close(run_tower(tower, GRIDS["mixed"]), expected)
+    scaled = run_tower(other, GRIDS["mixed"])
+    assert state_of(other).calls == 1 and relative_error(scaled[0], expected[0]) > 0.01
+    hf_vit_accel.unpatch(twin)
+    assert_close(run_tower(other, GRIDS["mixed"]), scaled)
+    assert state_of(tower) is not None
+
+
+def test_weights_stay_live(model: Any) -> None:
+    tower, twin = tower_of(model), copy.deepcopy(model)
+    hf_vit_accel.patch(model)
+    run_tower(tower, GRIDS["image"])
+
+    def check() -> None:
+        assert_close(run_tower(tower, GRIDS["image"]), run_tower(tower_of(twin), GRIDS["image"]))
+
+    for m in (model, twin):
+        with torch.no_grad():
+            tower_of(m).patch_embed.proj.weight.mul_(-1.25)
+    check()
+    other = TINY["qwen3_vl" if "qwen3" not in type(model).__name__.lower() else "qwen2_vl"]
+    assert other is not None
+    fresh = {name: torch.randn_like(value) * 0.1 for name, value in model.state_dict().items()}
+    for assign in (False, True):
+        for m in (model, twin):
+            m.load_state_dict({name: value.clone() for name, value in fresh.items()}, assign=assign)
+        check()
+    for m in (model, twin):
+        m.double()
+    check()
+    assert state_of(tower).calls == 5
+
+
+def test_save_and_state_dict_see_stock(model: Any, tmp_path: Any) -> None:
+    names = {name: (value.shape, value.data_ptr()) for name, value in model.state_dict().items()}
+    expected = run_tower(tower_of(model), GRIDS["images"])
+    hf_vit_accel.patch(model)
+    assert {name: (value.shape, value.data_ptr()) for name, value in model.state_dict().items()} == names
+    model.save_pretrained(tmp_path)
+    assert "flash_vit" not in (tmp_path / "config.json").read_text()
+    reloaded = type(model).from_pretrained(tmp_path)
+    assert state_of(tower_of(reloaded)) is None
+    assert_close(run_tower(tower_of(reloaded), GRIDS["images"]), expected)
+
+
+# --- what the fast path does not do ---------------------------------------------------------------------------------
+
+
+def fallbacks(model: Any) -> str:
+    return " | ".join(state_of(tower_of(model)).fallbacks)
+
+
+def test_gradients_go_the_stock_way_and_are_equal(model: Any) -> None:
+    tower, twin = tower_of(model), tower_of(copy.deepcopy(model))
+    hf_vit_accel.patch(model)
+    grid, gradients = GRIDS["mixed"], []
+    for of in (tower, twin):
+        pixels = pixels_for(of, grid).requires_grad_()
+        of(pixels, grid_thw=torch.tensor(grid)).pooler_output.square().sum().backward()
+        gradients.append([pixels.grad, *(p.grad for p in of.parameters() if p.grad is not None)])
+    assert len(gradients[0]) == len(gradients[1]) > 20
+    for found, expected in zip(*gradients, strict=True):
+        assert relative_error(found, expected) < 1e-5
+    assert "gradients" in fallbacks(model)
+
+
+def test_frozen_tower_keeps_the_fast_path_with_grad_enabled(model: Any) -> None:
+    tower = tower_of(model).requires_grad_(False)
+    hf_vit_accel.patch(model, strict=True)
+    out = tower(pixels_for(tower, GRIDS["image"]), grid_thw=torch.tensor(GRIDS["image"]))
+    assert not out.pooler_output.requires_grad and state_of(tower).calls == 1
+
+
+def test_gradient_checkpointing_equals_stock(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    test_gradients_go_the_stock_way_and_are_equal(model)
+
+
+@pytest.mark.parametrize("what", ["output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("where", ["kwargs", "config"])
+def test_requested_outputs_are_stock(model: Any, what: str, where: str) -> None:
+    tower, grid = tower_of(model), GRIDS["mixed"]
+    kwargs = {what: True} if where == "kwargs" else {}
+    if where == "config":
+        setattr(tower.config, f"_{what}" if what == "output_attentions" else what, True)  # its setter wants eager
+    pixels = pixels_for(tower, grid)
+    with torch.no_grad():
+        expected = tower(pixels, grid_thw=torch.tensor(grid), **kwargs)
+        hf_vit_accel.patch(model)
+        found = tower(pixels, grid_thw=torch.tensor(grid), **kwargs)
+    name = what.removeprefix("output_")
+    assert_close(list(found[name]), list(expected[name]))
+    assert len(found[name]) >= 4 and what in fallbacks(model)
+    if where == "config":
+        setattr(tower.config, f"_{what}" if what == "output_attentions" else what, False)
+    run_tower(tower, grid)
+    assert state_of(tower).calls == 1, "capturing hooks stay installed and must not keep the fast path off"
+
+
+def test_hooks_run_and_come_off(model: Any) -> None:
+    tower, seen = tower_of(model), []
+    hf_vit_accel.patch(model)
+    for name in ("blocks.1", "blocks.2.attn", "blocks.0.attn.qkv", "patch_embed.proj", "merger"):
+        handle = tower.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+        run_tower(tower, GRIDS["image"])
+        assert seen == [name] and f"hooks on {name}" in fallbacks(model)
+        handle.remove()
+        seen.clear()
+    calls = state_of(tower).calls
+    run_tower(tower, GRIDS["image"])
+    assert calls == 0 and state_of(tower).calls == 1
+    handle = tower.register_forward_hook(lambda *_: seen.append("tower"))
+    run_tower(tower, GRIDS["image"])
+    handle.remove()
+    assert seen == ["tower"] and state_of(tower).calls == 2
+
+
+def test_a_hook_that_changes_a_block_changes_the_result_as_in_stock(model: Any) -> None:
+    tower = tower_of(model)
+    tower.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    expected = run_tower(tower, GRIDS["mixed"])
+    hf_vit_accel.patch(model)
+    assert_close(run_tower(tower, GRIDS["mixed"]), expected)
+
+
+def test_global_hooks_are_seen(shared: Any) -> None:
+    from torch.nn.modules.module import register_module_forward_hook
+
+    tower, seen = tower_of(shared), []
+    with hf_vit_accel.patched(shared):
+        handle = register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+        try:
+            run_tower(tower, GRIDS["image"])
+        finally:
+            handle.remove()
+        assert any("Block" in name for name in seen) and "global" in fallbacks(shared)
+
+
+class Doubled(nn.Module):
+    """Stands for what LoRA and quantisation put in a Linear's place."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize("name", ["blocks.0.attn.qkv", "blocks.1.mlp", "merger", "blocks.2.norm1", "blocks.3"])
+def test_replaced_modules_are_used(model: Any, name: str) -> None:
+    tower = tower_of(model)
+    hf_vit_accel.patch(model)
+    run_tower(tower, GRIDS["images"])
+    parent, _, child = name.rpartition(".")
+    replacement = Doubled(tower.get_submodule(name))
+    if name == "blocks.3":
+        replacement.forward = lambda *args, **kwargs: replacement.inner(*args, **kwargs) * 2
+    setattr(tower.get_submodule(parent), child, replacement)
+    found = run_tower(tower, GRIDS["images"])
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, GRIDS["images"]))
+
+
+@pytest.mark.parametrize("name", ["patch_embed.proj", "patch_embed"])
+def test_a_wrapped_patch_embed_is_used(model: Any, name: str) -> None:
+    tower = tower_of(model)
+    child = tower.get_submodule(name)
+
+    class Wrapper(Doubled):
+        @property
+        def weight(self) -> torch.Tensor:
+            return self.inner.weight
+
+        @property
+        def proj(self) -> nn.Module:
+            return self.inner.proj
+
+    setattr(tower.patch_embed if "." in name else tower, name.split(".")[-1], Wrapper(child))
+    expected = run_tower(tower, GRIDS["images"])
+    hf_vit_accel.patch(model)
+    assert_close(run_tower(tower, GRIDS["images"]), expected)
+    assert "patch_embed" not in hf_vit_accel.status(model).towers[0].fused
+
+
+def test_a_replaced_instance_forward_is_used(model: Any) -> None:
+    tower = tower_of(model)
+    hf_vit_accel.patch(model)
+    run_tower(tower, GRIDS["image"])
+    attention = tower.blocks[1].attn
+    stock = attention.forward
+    attention.forward = lambda *args, **kwargs: stock(*args, **kwargs) * 3
+    found = run_tower(tower, GRIDS["image"])
+    assert "blocks.1.attn has a forward of its own" in fallbacks(model)
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, GRIDS["image"]))
+
+
+def test_a_replaced_class_forward_is_used(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tower_of(model)
+    hf_vit_accel.patch(model)
+    kind = type(tower.blocks[0])
+    stock = kind.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return stock(self, hidden_states, **kwargs) * 1.5
+
+    monkeypatch.setattr(kind, "forward", forward)
+    found = run_tower(tower, GRIDS["image"])
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, GRIDS["image"]))
+
+
+def test_autocast_goes_the_stock_way(shared: Any) -> None:
+    tower, grid = tower_of(shared), GRIDS["mixed"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = run_tower(tower, grid)
+        with hf_vit_accel.patched(shared):
+            found = run_tower(tower, grid)
+            assert "autocast" in fallbacks(shared)
+    assert_close(found, expected, 2e-2)
+
+
+def test_upcast_queries_are_attended_in_the_dtype_of_the_weights(model: Any) -> None:
+    """PEFT and quantisation leave some layers in fp32 beside bf16 weights: fp32 q, k, v come back as fp32."""
+    tower = tower_of(model).bfloat16()
+    for block in tower.blocks:
+        inner = block.attn.qkv.float()
+        block.attn.qkv = nn.Sequential(Cast(torch.float32), inner)
+        block.attn.proj = nn.Sequential(Cast(torch.bfloat16), block.attn.proj)
+    expected = run_tower(tower, GRIDS["image"])
+    hf_vit_accel.patch(model)
+    assert_close(run_tower(tower, GRIDS["image"]), expected, 3e-2)
+    assert "several dtypes" in fallbacks(model)
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
+
+
+def test_metadata_from_the_caller_is_honoured(shared: Any) -> None:
+    """`cu_seqlens` of the caller's own (two images attending together) must not be overruled by the grid."""
+    tower = tower_of(shared)
+    grid = [(1, 4, 4), (1, 4, 4)]
+    offsets = torch.tensor([0, 32], dtype=torch.int32)
+    expected = run_tower(tower, grid, cu_seqlens=offsets)
+    with hf_vit_accel.patched(shared):
+        assert_close(run_tower(tower, grid, cu_seqlens=offsets), expected)
+        assert "metadata" in fallbacks(shared)
+        assert relative_error(run_tower(tower, grid)[0], expected[0]) > 1e-3
+
+
+def test_strict_raises_instead_of_falling_back(model: Any) -> None:
+    tower, grid = tower_of(model), torch.tensor(GRIDS["image"])
+    hf_vit_accel.patch(model, strict=True)
+    pixels = pixels_for(tower, GRIDS["image"])
+    with pytest.raises(FallbackError, match="gradients are required"):
+        tower(pixels, grid_thw=grid)
+    with torch.no_grad():
+        tower(pixels, grid_thw=grid)
+        with pytest.raises(FallbackError, match="output_hidden_states"):
+            tower(pixels, grid_thw=grid, output_hidden_states=True)
+        tower.blocks[0].register_forward_hook(lambda *_: None)
+        with pytest.raises(FallbackError, match=r"hooks on blocks\.0"):
+            tower(pixels, grid_thw=grid)
+    with pytest.raises(FallbackError, match=r"hooks on blocks\.0"):
+        hf_vit_accel.patch(model, strict=True)
+
+
+def test_two_threads_get_their_own_answers(shared: Any) -> None:
+    tower = tower_of(shared)
+    grids = list(GRIDS.values())
+    expected = {(i, seed): run_tower(tower, grid, seed) for i, grid in enumerate(grids) for seed in range(2)}
+    failures: list[Any] = []
+
+    def work(seed: int) -> None:
+        for _ in range(5):
+            for i, grid in enumerate(grids):
+                try:
+                    assert_close(run_tower(tower, grid, seed), expected[i, seed])
+                except Exception as error:
+                    failures.append(error)
+
+    with hf_vit_accel.patched(shared):
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert not failures
+
+
+def test_torch_compile_of_a_patched_tower_is_right(shared: Any) -> None:
+    tower = tower_of(shared)
+    expected = run_tower(tower, GRIDS["images"])
+    with hf_vit_accel.patched(shared):
+        compiled = torch.compile(tower, backend="eager")
+        pixels, grid = pixels_for(tower, GRIDS["images"]), torch.tensor(GRIDS["images"])
+        with torch.no_grad():
+            assert_close(outputs_of(compiled(pixels, grid_thw=grid)), expected)
+    torch._dynamo.reset()
+
+
+def test_outputs_do_not_alias(shared: Any) -> None:
+    tower = tower_of(shared)
+    with hf_vit_accel.patched(shared):
+        first = run_tower(tower, GRIDS["images"], 0)
+        kept = [x.clone() for x in first]
+        run_tower(tower, GRIDS["images"], 1)
+    assert all(torch.equal(x, y) for x, y in zip(first, kept, strict=True))
+
+
+def test_inputs_are_not_changed(shared: Any) -> None:
+    tower = tower_of(shared)
+    pixels, grid = pixels_for(tower, GRIDS["mixed"]), torch.tensor(GRIDS["mixed"])
+    kept = pixels.clone(), grid.clone()
+    with hf_vit_accel.patched(shared), torch.no_grad():
+        tower(pixels, grid_thw=grid)
+    assert torch.equal(pixels, kept[0]) and torch.equal(grid, kept[1])
+
+
+def test_the_cache_of_layouts_is_bounded(shared: Any) -> None:
+    tower = tower_of(shared)
+    with hf_vit_accel.patched(shared):
+        for width in range(1, 100):
+            run_tower(tower, [(1, 2, 2 * width)])
+        prepared = state_of(tower).prepared
+        assert len(prepared) <= prepared.entries and prepared.held <= prepared.cost
+        hf_vit_accel.patch(shared)
+        assert len(prepared) == 0
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "rows disagree": (lambda p, g: (p[:-4], g), "expected 96 rows of pixel values"),
+    "zero frames": (lambda p, g: (p, torch.tensor([[0, 12, 8]])), "positive sizes"),
+    "negative": (lambda p, g: (p, torch.tensor([[1, -12, -8]])), "positive sizes"),
+    "merge does not divide": (lambda p, g: (p, torch.tensor([[1, 32, 3]])), "multiples of the merge size 2"),
+    "empty batch": (lambda p, g: (p[:0], g[:0]), "at least one image"),
+    "grid rank": (lambda p, g: (p, g[0]), r"shape \(images and videos, 3\)"),
+    "grid columns": (lambda p, g: (p, g[:, :2]), r"shape \(images and videos, 3\)"),
+    "grid dtype": (lambda p, g: (p, g.float()), "integer grid_thw"),
+    "grid is a list": (lambda p, g: (p, g.tolist()), r"got list"),
+    "pixel rank": (lambda p, g: (p[None], g), "floating-point tensor of shape"),
+    "pixel dtype": (lambda p, g: (p.int(), g), "floating-point tensor of shape"),
+    "pixel width": (lambda p, g: (p[:, :-1], g), "values per patch"),
+    "devices": (lambda p, g: (p.to("meta"), g), "on the tower's device cpu"),
+    "grid device": (lambda p, g: (p, g.to("meta")), "grid_thw on the CPU or with the pixel values"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_value_error_and_the_next_call_is_right(shared: Any, case: str) -> None:
+    tower, grid = tower_of(shared), GRIDS["image"]
+    expected = run_tower(tower, grid)
+    spoil, message = BAD[case]
+    with hf_vit_accel.patched(shared):
+        with pytest.raises(ValueError, match=message), torch.no_grad():
+            tower(*spoil(pixels_for(tower, grid), torch.tensor(grid)))
+        assert_close(run_tower(tower, grid), expected)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def usable(names: list[str]) -> list[str]:
+    return [backend.name for backend in ORDER if backend.name in names and not backend.reasons_against_machine()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gpu_towers_are_as_exact_as_stock(shared: Any, dtype: torch.dtype) -> None:
+    check_error_bound(shared, dtype, "cuda", ["auto", *usable([backend.name for backend in ORDER])])
+
+
+@pytest.mark.gpu
+def test_gpu_fp32_equals_stock(shared: Any) -> None:
+    twin = copy.deepcopy(shared).cuda()
+    for grid in GRIDS.values():
+        expected = run_tower(tower_of(twin), grid)
+        with hf_vit_accel.patched(twin, strict=True):
+            assert_close(run_tower(tower_of(twin), grid), expected)
+
+
+def count_syncs(run: Any) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", [backend.name for backend in ORDER])
+def test_gpu_one_host_sync_per_forward(shared: Any, attention: str) -> None:
+    if attention not in usable([attention]):
+        pytest.skip(f"{attention} is not usable here")
+    tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
+    for name, grid in GRIDS.items():
+        pixels = pixels_for(tower, grid, device="cuda", dtype=torch.bfloat16)
+        on_gpu, on_cpu = torch.tensor(grid, device="cuda"), torch.tensor(grid)
+        hf_vit_accel.patch(tower, attention=attention, strict=True)
+        with torch.no_grad():
+            tower(pixels, grid_thw=on_gpu)
+            hf_vit_accel.patch(tower, attention=attention, strict=True)  # a cold cache of layouts
+            assert count_syncs(lambda: tower(pixels, grid_thw=on_gpu)) == 1, name  # noqa: B023
+            assert count_syncs(lambda: tower(pixels, grid_thw=on_gpu)) == 1, name  # noqa: B023
+            assert count_syncs(lambda: tower(pixels, grid_thw=on_cpu)) == 0, name  # noqa: B023
+            hf_vit_accel.patch(tower, attention=attention)
+            tower(pixels, grid_thw=on_gpu, output_hidden_states=True)
+            stock_way = count_syncs(lambda: tower(pixels, grid_thw=on_gpu, output_hidden_states=True))  # noqa: B023
+            assert stock_way == 1, name
+        hf_vit_accel.unpatch(tower)
+
+
+@pytest.mark.gpu
+def test_gpu_plans_are_built_once(shared: Any) -> None:
+    if not usable(["flashinfer_cudnn"]):
+        pytest.skip("flashinfer_cudnn is not usable here")
+    tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
+    hf_vit_accel.patch(tower, attention="flashinfer_cudnn", strict=True)
+    run_tower(tower, GRIDS["mixed"])
+    before = cudnn_backend.GRAPHS.misses
+    for seed in range(3):
+        run_tower(tower, GRIDS["mixed"], seed)
+    assert cudnn_backend.GRAPHS.misses == before
+    assert state_of(tower).calls == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn", "torch_varlen"])
+def test_gpu_gradients_equal_stock(model: Any, attention: str) -> None:
+    if attention != "auto" and not usable([attention]):
+        pytest.skip(f"{attention} is not usable here")
+    tower = tower_of(model.cuda())
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.bfloat16()
+    twin, exact = copy.deepcopy(tower), copy.deepcopy(tower).float()
+    hf_vit_accel.patch(tower, attention=attention)
+    grid, gradients = GRIDS["mixed"], []
+    for of in (tower, twin, exact):
+        weight = of.patch_embed.proj.weight
+        pixels = pixels_for(of, grid).bfloat16().to("cuda", weight.dtype)
+        of(pixels, grid_thw=torch.tensor(grid, device="cuda")).pooler_output.float().square().mean().backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in of.parameters() if p.grad is not None]))
+    found, stock, expected = gradients
+    assert relative_error(found, expected) <= max(1.2 * relative_error(stock, expected), 2**-7)
+    chosen = {choice.backend.name for choice in state_of(tower).choices.values()}
+    assert chosen == {"torch_varlen"}
+
+
+@pytest.mark.gpu
+def test_gpu_two_streams_get_right_answers(shared: Any) -> None:
+    tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
+    grids = list(GRIDS.values())
+    expected = [run_tower(tower, grid) for grid in grids]
+    hf_vit_accel.patch(tower, strict=True)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found: list[Any] = []
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for index, grid in enumerate(grids):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found.append((index, run_tower(tower, grid)))
+    torch.cuda.synchronize()
+    for index, outputs in found:
+        assert_close(outputs, expected[index], 3e-2)
+
+
+@pytest.mark.gpu
+def test_gpu_mixed_devices_are_a_value_error(shared: Any) -> None:
+    tower = tower_of(copy.deepcopy(shared)).cuda()
+    hf_vit_accel.patch(tower)
+    with pytest.raises(ValueError, match="on the tower's device cuda:0, got them on cpu"):
+        tower(pixels_for(tower, GRIDS["image"]), grid_thw=torch.tensor(GRIDS["image"]))
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_stock(shared: Any) -> None:
+    tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    hf_vit_accel.patch(tower, attention="torch_varlen")
+    assert torch.cuda.memory_allocated() == before
+    run_tower(tower, GRIDS["mixed"])
+    hf_vit_accel.unpatch(tower)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before * 1.05
