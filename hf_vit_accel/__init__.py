@@ -1,8 +1,8 @@
 """Fast, exact vision towers for Qwen-VL models in plain transformers.
 
-Reading order, the way of the data: `api` (what users call), `tower` (the accelerated forward), `metadata` (grid to
-arrays), `backends` (attention), `kernels` (other fused operations), `families` (what differs between models),
-`registration` (load-time names), `structure` (what stands against the fast path).
+Reading order, the way of the data: `api` (what users call), `tower` (the accelerated forward), `metadata` and
+`planning` (grid to arrays to plans), `backends` (attention), `fusion` and `kernels` (the other operations), `families`
+(what differs between models), `structure` (what stands against the fast path), `registration` (load-time names).
 
 Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers. It initialises no CUDA.
 """

@@ -11,10 +11,10 @@ from torch import nn
 
 from hf_vit_accel.backends import Kind, backend_named, require, resolve
 from hf_vit_accel.families import FAMILIES, find_towers
+from hf_vit_accel.fusion import PARTS, fuse_tower
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.structure import Structure
 from hf_vit_accel.tower import (
-    PARTS,
     FallbackError,
     Family,
     Settings,
@@ -50,7 +50,7 @@ def patch(
     require(settings.attention)
     if settings.strict:
         for path, tower, _ in towers:
-            _check_strict(path, Structure(tower), settings)
+            _check_strict(path, tower, settings)
     for _, tower, family in towers:
         before = state_of(tower)
         former_name = tower.config._attn_implementation if before is None else before.former_name
@@ -172,19 +172,24 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
         request = request_for(tower, tower.patch_embed.proj.weight.device)
         choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
-    fused = structure.fusable(state.settings.fuse)
+    against = structure.reasons()
+    weight = tower.patch_embed.proj.weight
+    fusion = None if against else state.fusion(tower, weight.device, weight.dtype)
+    backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
+    if family.full_layers and "window" not in backends:
+        backends["window"] = "fused kernel"
     return TowerStatus(
         path=path,
         family=family.name,
         patched=True,
         attention=state.settings.attention,
-        backends={kind: choice.backend.name for kind, choice in choices.items()},
+        backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
-        fused=tuple(part for part in PARTS if part in fused),
-        unfused={part: structure.unfusable.get(part, "not asked for") for part in PARTS if part not in fused},
+        fused=tuple(part for part in PARTS if fusion is not None and part in fusion.fused),
+        unfused=dict(fusion.unfused) if fusion is not None else {},
         calls=state.calls,
         fallbacks=dict(state.fallbacks),
-        against_fast=tuple(structure.reasons()),
+        against_fast=tuple(against),
         layouts=(len(state.prepared), state.prepared.hits, state.prepared.misses),
     )
 
@@ -218,11 +223,12 @@ def _settings(attention: str, fuse: str | bool | Iterable[str], strict: bool) ->
     return Settings(attention=attention, fuse=parts, fuse_named=fuse not in ("auto", False), strict=strict)
 
 
-def _check_strict(path: str, structure: Structure, settings: Settings) -> None:
-    against = structure.reasons()
-    if settings.fuse_named:
-        against += [f"{part}: {why}" for part, why in structure.unfusable.items() if part in settings.fuse]
+def _check_strict(path: str, tower: Any, settings: Settings) -> None:
+    against = Structure(tower).reasons()
+    if not against and settings.fuse_named:
+        weight = tower.patch_embed.proj.weight
+        fusion = fuse_tower(tower, settings.fuse, weight.device, weight.dtype)
+        against = [f"{part} is not fused: {why}" for part, why in fusion.unfused.items() if part in settings.fuse]
     if against:
-        raise FallbackError(
-            f"strict=True and the tower {path or '(the model itself)'} cannot be served as asked: " + "; ".join(against)
-        )
+        where = path or "(the model itself)"
+        raise FallbackError(f"strict=True and the tower {where} cannot be served as asked: " + "; ".join(against))

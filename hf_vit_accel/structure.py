@@ -1,7 +1,7 @@
 """What stands inside a tower right now: hooks, replaced modules, foreign forwards, dtypes.
 
-The fast path calls blocks' and attention modules' children itself, so anything that hangs on a block or an attention
-module would be skipped. `Structure` reads the tower once and then tells, in some ten microseconds per forward, whether
+The fast path computes what blocks and attention modules compute without calling them, so whatever hangs on a module
+would be skipped. `Structure` reads the tower once and then tells, in some ten microseconds per forward, whether
 anything changed and what stands against the fast path.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["Structure"]
+__all__ = ["Structure", "is_plain"]
 
 _BLOCK_PARAMETERS = {"self", "hidden_states", "cu_seqlens", "position_embeddings", "kwargs"}
 _ATTENTION_PARAMETERS = _BLOCK_PARAMETERS | {"max_seqlen"}
@@ -24,27 +24,44 @@ _GLOBAL_HOOKS = tuple(
 )
 
 
+def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
+    """None if a module does what its class in torch (`kind`) or transformers was written to do, else why not."""
+    name = type(module).__name__
+    if kind is not None and type(module) is not kind:
+        return f"a {name} stands where a plain {kind.__name__} was"
+    if "forward" in vars(module):
+        return f"a {name} has a forward of its own"
+    home = type(module).forward.__module__ or ""
+    if not home.startswith(("torch.nn.", "transformers.")):
+        return f"the forward of {name} was replaced by one from {home}"
+    return None
+
+
 class Structure:
-    """One reading of a tower. `current()` is False once a module was added, removed or replaced."""
+    """One reading of a tower. `current()` is False once a module or a forward was added, removed or replaced."""
 
     def __init__(self, tower: nn.Module) -> None:
         modules = dict(tower.named_modules())
         below = {name: module for name, module in modules.items() if name}
         self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values()]
-        self._hooks = [(name, vars(m)[kind]) for name, m in below.items() for kind in _HOOKS if kind in vars(m)]
-        self._hook_dicts = [hooks for _, hooks in self._hooks]
+        self._instances = [vars(module) for module in below.values()]
+        self._own = self._own_forwards()
+        self._classes = [(kind, kind.forward) for kind in {type(module) for module in below.values()}]
+        hooks = [(name, vars(m)[kind]) for name, m in below.items() for kind in _HOOKS if kind in vars(m)]
+        self._hooks, self._hook_dicts = hooks, [of_module for _, of_module in hooks]
         self._parameters = [module._parameters for module in modules.values() if module._parameters]
-        self._instances = [(name, vars(module)) for name, module in below.items()]
-        self._contract = tuple(_against_contract(tower))
-        self.unfusable = dict(_unfusable(tower)) if not self._contract else {}
+        self._against = [*_against_contract(tower), *_against_instances(below)]
+
+    def _own_forwards(self) -> list[Any]:
+        return [instance.get("forward") for instance in self._instances if "forward" in instance]
 
     def current(self) -> bool:
-        """Whether the tower still holds the very modules that were read."""
-        return all(tuple(children.values()) == held for children, held in self._children)
-
-    def fusable(self, parts: frozenset[str]) -> frozenset[str]:
-        """Those of the parts that can be fused here."""
-        return parts - self.unfusable.keys()
+        """Whether the tower still holds the very modules and forwards that were read."""
+        return (
+            all(tuple(children.values()) == held for children, held in self._children)
+            and all(kind.forward is forward for kind, forward in self._classes)
+            and self._own_forwards() == self._own
+        )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The tower's parameters as they are now, whatever replaced them."""
@@ -55,40 +72,40 @@ class Structure:
 
     def reasons(self) -> list[str]:
         """Why the fast path would not do what the stock tower does; empty if it would."""
-        reasons = list(self._contract)
+        reasons = list(self._against)
         if any(self._hook_dicts):
             hooked = next((name for name, hooks in self._hooks if any(not _inert(h) for h in hooks.values())), None)
             if hooked is not None:
                 reasons.append(f"hooks on {hooked}")
         if any(_GLOBAL_HOOKS):
             reasons.append("global module hooks")
-        for name, instance in self._instances:
-            if "_hf_hook" in instance:
-                reasons.append(f"accelerate hooks on {name}")
-                break
-            if "forward" in instance and not name.endswith(("norm1", "norm2", "mlp", "qkv", "attn.proj")):
-                reasons.append(f"{name} has a forward of its own")
-                break
         dtypes = {parameter.dtype for parameter in self.parameters()}
         if len(dtypes) > 1:
             reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
+        classes = {type(parameter) for parameter in self.parameters()} - {nn.Parameter}
+        if classes:
+            reasons.append(f"parameters of a class of their own ({', '.join(sorted(c.__name__ for c in classes))})")
         return reasons
-
-
-def _unfusable(tower: Any) -> Iterator[tuple[str, str]]:
-    """Parts that must run as the tower's own modules, with the reason."""
-    convolution = tower.patch_embed.proj
-    if type(convolution) is not nn.Conv3d:
-        yield "patch_embed", f"patch_embed.proj is a {type(convolution).__name__}, not a plain Conv3d"
-    elif convolution.stride != convolution.kernel_size or convolution.groups != 1 or any(convolution.padding):
-        yield "patch_embed", "patch_embed.proj is not a convolution whose stride is its kernel"
-    elif not type(tower.patch_embed).forward.__module__.startswith("transformers.models."):
-        yield "patch_embed", f"the forward of {type(tower.patch_embed).__name__} was replaced"
 
 
 def _inert(hook: Callable[..., Any]) -> bool:
     """transformers' output-capturing hooks stay on after one use and do nothing until outputs are asked for again."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def _against_instances(modules: dict[str, nn.Module]) -> Iterator[str]:
+    """Forwards set on instances that the fast path never calls: on blocks and attention modules, or by accelerate."""
+    for name, module in modules.items():
+        if "_hf_hook" in vars(module):
+            yield f"accelerate hooks on {name}"
+            return
+        if (
+            "forward" in vars(module)
+            and name.startswith("blocks.")
+            and (name.count(".") == 1 or name.endswith(".attn"))
+        ):
+            yield f"{name} has a forward of its own"
+            return
 
 
 def _against_contract(tower: nn.Module) -> Iterator[str]:
@@ -99,12 +116,12 @@ def _against_contract(tower: nn.Module) -> Iterator[str]:
     for name in ("rotary_pos_emb", "merger"):
         if not isinstance(getattr(tower, name, None), nn.Module):
             yield f"the tower has no module {name}"
-    interpolation = (
+    mode, corners = (
         getattr(tower, "interpolation_mode", "bilinear"),
         getattr(tower, "interpolation_align_corners", True),
     )
-    if interpolation != ("bilinear", True):
-        yield f"positions are interpolated as {interpolation}, known is ('bilinear', True)"
+    if (mode, corners) != ("bilinear", True):
+        yield f"positions are interpolated in mode {mode!r} with align_corners={corners}, known is 'bilinear' with True"
     blocks = getattr(tower, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         yield "the tower has no list of blocks"
@@ -116,11 +133,14 @@ def _against_contract(tower: nn.Module) -> Iterator[str]:
         if not all(isinstance(part, nn.Module) for part in parts):
             yield f"blocks.{index} is not norm1, attn (qkv, proj), norm2, mlp"
             return
-    for module, known in ((blocks[0], _BLOCK_PARAMETERS), (blocks[0].attn, _ATTENTION_PARAMETERS)):
-        kind: Any = type(module)
-        if len({type(block if module is blocks[0] else block.attn) for block in blocks}) > 1:
-            yield f"blocks of several classes beside {kind.__name__}"
-        if not kind.forward.__module__.startswith("transformers.models."):
+    for modules, known in (
+        (list(blocks), _BLOCK_PARAMETERS),
+        ([block.attn for block in blocks], _ATTENTION_PARAMETERS),
+    ):
+        kind: Any = type(modules[0])
+        if len({type(module) for module in modules}) > 1:
+            yield f"blocks hold several classes beside {kind.__name__}"
+        if not (kind.forward.__module__ or "").startswith("transformers.models."):
             yield f"{kind.__name__}.forward was replaced by one from {kind.forward.__module__}"
         elif (found := set(inspect.signature(kind.forward).parameters)) != known:
             yield f"{kind.__name__}.forward takes {sorted(found)}, known is {sorted(known)}"

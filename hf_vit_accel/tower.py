@@ -14,25 +14,23 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import Choice, Kind, Plan, Request, resolve
-from hf_vit_accel.kernels.patch_embed import patch_embed
-from hf_vit_accel.kernels.rope import rope_
-from hf_vit_accel.metadata import LRU, Geometry, Grid, VisionMetadata, build, read_grid, to_device
+from hf_vit_accel.backends import Choice, Kind, Plan, Request
+from hf_vit_accel.fusion import PARTS, Fusion, fuse_tower
+from hf_vit_accel.kernels import window_attention
+from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
+from hf_vit_accel.planning import POPPED, Prepared, prepare
 from hf_vit_accel.structure import Structure
 
 __all__ = [
-    "PARTS",
-    "PLANS",
     "FallbackError",
     "Family",
-    "Prepared",
     "Settings",
     "TowerState",
     "install",
@@ -41,18 +39,7 @@ __all__ = [
     "uninstall",
 ]
 
-PLANS = "vision_plans"
-"""The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
-
-PARTS: Mapping[str, str] = {
-    "patch_embed": "the convolution as one matrix product over the flattened weight",
-    "rope": "rotation of q and k together, in place on the packed projection",
-}
-"""What `fuse` may name."""
-
 _STATE = "_hf_vit_accel"
-_INJECTED = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights")
-_POPPED = (*_INJECTED, "max_seqlen", "max_window_seqlen")
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -95,33 +82,6 @@ class Settings:
     strict: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
-    """One layout's metadata on the device and its plans, shared by all layers and by later calls of equal layout."""
-
-    metadata: VisionMetadata
-    tensors: Mapping[str, torch.Tensor]
-    plans: Mapping[Kind, Plan]
-    choices: Mapping[Kind, Choice]
-
-    def plan_for(self, cu_seqlens: torch.Tensor) -> Plan | None:
-        """The plan made for these very offsets; None for any others (equal sizes do not make equal layouts)."""
-        if cu_seqlens is self.tensors["cu_seqlens"]:
-            return self.plans["full"]
-        if cu_seqlens is self.tensors.get("cu_window_seqlens"):
-            return self.plans["window"]
-        return None
-
-    def injected(self) -> dict[str, Any]:
-        """The keyword arguments that a stock tower pops instead of computing them, and the plans."""
-        kwargs: dict[str, Any] = {name: self.tensors[name] for name in _INJECTED if name in self.tensors}
-        kwargs["max_seqlen"] = self.metadata.full.max_length
-        if self.metadata.window is not None:
-            kwargs["max_window_seqlen"] = self.metadata.window.max_length
-        kwargs[PLANS] = self
-        return kwargs
-
-
 class TowerState:
     """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
 
@@ -137,6 +97,7 @@ class TowerState:
         self.choices: Mapping[Kind, Choice] = {}
         self.prepared: LRU[Prepared] = LRU(entries=64, cost=64 << 20)
         self._structure: Structure | None = None
+        self._fusion: tuple[Structure, torch.device, torch.dtype, Fusion] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("family", "settings", "former_name", "former_forward")
@@ -153,34 +114,34 @@ class TowerState:
             self._structure = Structure(tower)
         return self._structure
 
-    def close(self) -> None:
-        """Drop everything that was cached, device memory included."""
-        self.prepared.clear()
-        self._structure = None
+    def fusion(self, tower: nn.Module, device: torch.device, dtype: torch.dtype) -> Fusion:
+        """The tower's fused operations, chosen again if its structure, device or dtype changed."""
+        key = self.structure(tower), device, dtype
+        if self._fusion is None or self._fusion[:3] != key:
+            if self._fusion is not None:
+                self._fusion[3].close()
+            self._fusion = *key, fuse_tower(tower, self.settings.fuse, device, dtype)
+        return self._fusion[3]
 
-    def prepare(self, tower: nn.Module, grid: Grid, request: Request) -> Prepared:
-        """Metadata and plans for a grid: from the cache, or computed on the host and sent in one copy."""
+    def close(self) -> None:
+        """Drop everything that was cached, device memory included, and undo what was derived from weights."""
+        self.prepared.clear()
+        if self._fusion is not None:
+            self._fusion[3].close()
+        self._structure = self._fusion = None
+
+    def prepare(self, tower: nn.Module, grid: Grid, request: Request, *, fused_windows: bool) -> Prepared:
+        """Metadata and plans for a grid: from the cache, or computed on the host and sent in one copy.
+
+        fused_windows: window layers need no plan where a kernel of ours attends them.
+        """
         geometry = self.family.geometry(tower)
         # The copy is queued on one stream; another stream must not read it before it arrived.
         stream = torch.cuda.current_stream(request.device).cuda_stream if request.device.type == "cuda" else 0
         return self.prepared.get(
-            (grid, geometry, request, self.settings.attention, stream),
-            lambda: _prepare(grid, geometry, request, self.settings.attention),
+            (grid, geometry, request, self.settings.attention, stream, fused_windows),
+            lambda: prepare(grid, geometry, request, self.settings.attention, fused_windows),
         )
-
-
-def _prepare(grid: Grid, geometry: Geometry, request: Request, attention: str) -> tuple[Prepared, int]:
-    metadata = build(grid, geometry)
-    arrays, plans, choices = metadata.arrays(), {}, {}
-    for kind, segments in metadata.segments().items():
-        wanted = replace(request, kind=kind)
-        choices[kind] = resolve(attention, wanted)
-        plans[kind] = choices[kind].backend.plan(segments, wanted)
-        arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
-    tensors = to_device(arrays, request.device)
-    bound = {kind: plan.bind({n: tensors[f"{kind}/{n}"] for n in plan.arrays}) for kind, plan in plans.items()}
-    prepared = Prepared(metadata=metadata, tensors=tensors, plans=bound, choices=choices)
-    return prepared, sum(array.nbytes for array in arrays.values())
 
 
 def state_of(tower: nn.Module) -> TowerState | None:
@@ -243,11 +204,13 @@ def accelerated_forward(tower: Any, hidden_states: torch.Tensor, grid_thw: torch
     reasons = structure.reasons()
     _check_pixels(tower, hidden_states, reasons)
     reasons += _against_call(tower, kwargs, hidden_states.device, grad)
-    if any(name in kwargs for name in _POPPED):
+    if any(name in kwargs for name in POPPED):
         _fall_back(state, [*reasons, "the caller supplies sequence metadata"])
         return original(hidden_states, grid_thw, **kwargs)
     request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
-    prepared = state.prepare(tower, grid, request)
+    fusion = None if reasons else state.fusion(tower, request.device, request.dtype)
+    fused_windows = fusion is not None and "window_attention" in fusion.fused
+    prepared = state.prepare(tower, grid, request, fused_windows=fused_windows)
     state.choices = prepared.choices
     named = state.settings.attention
     if named != "auto":
@@ -255,11 +218,12 @@ def accelerated_forward(tower: Any, hidden_states: torch.Tensor, grid_thw: torch
         reasons_against_named = list(dict.fromkeys(why for rejection in rejections for why in rejection))
         if reasons_against_named:
             _fall_back(state, [f"{named} cannot serve the call: {why}" for why in reasons_against_named])
-    if reasons:
+    if fusion is None:
         _fall_back(state, reasons)
         return original(hidden_states, grid_thw, **kwargs, **prepared.injected())
     state.calls += 1
-    output = _run(tower, state, prepared, hidden_states)
+    fusion.derive()
+    output = _run(tower, state, fusion, prepared, hidden_states)
     return output.to_tuple() if kwargs.get("return_dict", tower.config.return_dict) is False else output
 
 
@@ -320,31 +284,31 @@ def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed:
     )
 
 
-def _run(tower: Any, state: TowerState, prepared: Prepared, pixels_TP: torch.Tensor) -> Any:
+def _run(tower: Any, state: TowerState, fusion: Fusion, prepared: Prepared, pixels_TP: torch.Tensor) -> Any:
     """The fast path. Everything was decided before; the layers only compute."""
-    family, fuse, tensors = state.family, state.structure(tower).fusable(state.settings.fuse), prepared.tensors
-    convolution = tower.patch_embed.proj
-    if "patch_embed" in fuse:
-        x_TE = patch_embed(pixels_TP, convolution.weight, convolution.bias)
-    else:
-        x_TE = tower.patch_embed(pixels_TP)
-    positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
+    family, tensors = state.family, prepared.tensors
+    x_TE = fusion.embed(pixels_TP)
     if "interp_indices" in tensors:
-        taps_T4E = tower.pos_embed(tensors["interp_indices"]) * tensors["interp_weights"][:, :, None]
-        x_TE = x_TE + taps_T4E.sum(1).to(x_TE.dtype)
+        x_TE = fusion.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
+    positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
     if window_index_M is not None:
         x_TE, positions_T2 = (_permute(rows, window_index_M) for rows in (x_TE, positions_T2))
     cos_TD, sin_TD = _rotary_tables(tower.rotary_pos_emb, x_TE, positions_T2)
 
-    plans = _plans_by_layer(tower, family, prepared)
+    attends = _attends_by_layer(tower, family, fusion, prepared)
     deepstack = list(tower.deepstack_visual_indexes) if family.deepstack else []
     merged_by_layer: list[torch.Tensor] = []
-    rotate = rope_ if "rope" in fuse else _rope_apart
-    for layer, (block, plan) in enumerate(zip(tower.blocks, plans, strict=True)):
-        x_TE = x_TE + _attention(block.attn, block.norm1(x_TE), cos_TD, sin_TD, plan, rotate)
-        x_TE = x_TE + block.mlp(block.norm2(x_TE))
-        if layer in deepstack:
-            merged_by_layer.append(tower.deepstack_merger_list[deepstack.index(layer)](x_TE))
+    delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
+    for index, (layer, attend) in enumerate(zip(fusion.layers, attends, strict=True)):
+        x_TE, normed_TE = layer.norm1(x_TE, delta_TE)
+        attention = layer.attention
+        qkv_T3HD = attention.qkv(normed_TE).unflatten(-1, (3, attention.num_heads, attention.head_dim))
+        x_TE, normed_TE = layer.norm2(x_TE, attention.proj(attend(qkv_T3HD, cos_TD, sin_TD).flatten(1)))
+        delta_TE = layer.mlp(normed_TE)
+        if index in deepstack:
+            x_TE, delta_TE = x_TE + delta_TE, None
+            merged_by_layer.append(tower.deepstack_merger_list[deepstack.index(index)](x_TE))
+    x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     merged = tower.merger(x_TE)
     if window_index_M is not None:
         merged = merged[tensors["inverse_index"]]
@@ -356,25 +320,25 @@ def _run(tower: Any, state: TowerState, prepared: Prepared, pixels_TP: torch.Ten
     return output_class(last_hidden_state=x_TE, pooler_output=merged, **extra)
 
 
-def _attention(
-    attention: Any,
-    x_TE: torch.Tensor,
-    cos_TD: torch.Tensor,
-    sin_TD: torch.Tensor,
-    plan: Plan,
-    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    qkv_T3HD = attention.qkv(x_TE).unflatten(-1, (3, attention.num_heads, attention.head_dim))
-    q_THD, k_THD, v_THD = rotate(qkv_T3HD, cos_TD, sin_TD).unbind(1)
-    projected: torch.Tensor = attention.proj(plan.attend(q_THD, k_THD, v_THD).flatten(1))
-    return projected
+def _attends_by_layer(tower: Any, family: Family, fusion: Fusion, prepared: Prepared) -> list[Callable[..., Any]]:
+    """Per layer: packed projection, cos and sin to the attended rows (T, H, D)."""
 
+    def planned(plan: Plan) -> Callable[..., Any]:
+        return lambda qkv_T3HD, cos_TD, sin_TD: plan.attend(*fusion.rotate(qkv_T3HD, cos_TD, sin_TD).unbind(1))
 
-def _plans_by_layer(tower: Any, family: Family, prepared: Prepared) -> list[Plan]:
+    full = planned(prepared.plans["full"])
     if family.full_layers is None:
-        return [prepared.plans["full"]] * len(tower.blocks)
-    full = frozenset(family.full_layers(tower))
-    return [prepared.plans["full" if layer in full else "window"] for layer in range(len(tower.blocks))]
+        return [full] * len(fusion.layers)
+    if "window" in prepared.plans:
+        window = planned(prepared.plans["window"])
+    else:
+        offsets_S1, scale = prepared.tensors["cu_window_seqlens"], prepared.plans["full"].request.scale
+
+        def window(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+            return window_attention.window_attention(qkv_T3HD, cos_TD, sin_TD, offsets_S1, scale)
+
+    full_layers = frozenset(family.full_layers(tower))
+    return [full if index in full_layers else window for index in range(len(fusion.layers))]
 
 
 def _permute(rows: torch.Tensor, window_index_M: torch.Tensor) -> torch.Tensor:
@@ -392,8 +356,3 @@ def _rotary_tables(rotary: Any, x_TE: torch.Tensor, positions_T2: torch.Tensor) 
     half_TD = rotary(positions_T2)  # transformers before 5.17 returned the angles of one half
     angles_TD = torch.cat((half_TD, half_TD), dim=-1)
     return angles_TD.cos(), angles_TD.sin()
-
-
-def _rope_apart(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """The rotation without its fused part: out of place, into a new packed tensor."""
-    return rope_(qkv_T3HD.clone(), cos_TD, sin_TD)

@@ -5,6 +5,9 @@ Legend: T rows, S segments, H heads, D head dim.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +16,10 @@ from torch import nn
 
 from hf_vit_accel import backends, env
 from hf_vit_accel.backends import ORDER, Backend, BackendUnavailableError, Request, backend_named, plan_alone, resolve
+from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends.base import Needs
+from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, _chunks, round_max_length, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.metadata import Segments
@@ -256,6 +261,7 @@ def fake_machine(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = 
     monkeypatch.setattr(env, "cuda_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(env, "why_missing", lambda package: "missing" if package.module in missing else None)
     monkeypatch.setattr(cudnn_backend, "_probe", lambda: ())
+    monkeypatch.setattr(fa3_backend, "_probe", lambda: ())
 
 
 @pytest.mark.parametrize(
@@ -309,6 +315,18 @@ def test_importing_flashinfer_is_guarded(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         cudnn_backend._probe.cache_clear()
     assert "libcudnn is gone" in reason and "pip install" in reason
+
+
+def test_importing_flash_attention_3_is_guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text("raise OSError('kernels are gone')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    fa3_backend._probe.cache_clear()
+    try:
+        (reason,) = FlashAttention3().probe()
+    finally:
+        fa3_backend._probe.cache_clear()
+    assert "kernels are gone" in reason and "build FlashAttention-3" in reason
 
 
 @pytest.mark.parametrize("name", ["cudnn_attention", "flash_attention_3"])

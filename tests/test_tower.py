@@ -18,7 +18,8 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError
 from hf_vit_accel.backends import ORDER
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
-from hf_vit_accel.tower import PARTS, state_of
+from hf_vit_accel.fusion import PARTS
+from hf_vit_accel.tower import state_of
 
 FAMILIES = list(TINY)
 

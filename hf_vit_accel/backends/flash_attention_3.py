@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from hf_vit_accel import env
@@ -27,6 +29,9 @@ class FlashAttention3(Backend):
         head_dim_max=256,
     )
 
+    def probe(self) -> list[str]:
+        return list(_probe())
+
     def plan(self, segments: Segments, request: Request) -> Plan:
         return Plan(
             backend=self,
@@ -38,6 +43,15 @@ class FlashAttention3(Backend):
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_length"], plan.request.scale)
+
+
+@cache
+def _probe() -> tuple[str, ...]:
+    try:
+        from flash_attn_interface import flash_attn_varlen_func  # noqa: F401
+    except Exception as error:
+        return (f"importing flash_attn_interface failed: {type(error).__name__}: {error} ({PACKAGE.install})",)
+    return ()
 
 
 def _attend_cuda(

@@ -5,15 +5,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["rope_"]
+from hf_vit_accel.kernels.launch import jit, next_power_of_2
+
+try:
+    import triton.language as tl
+except ImportError:  # pragma: no cover
+    tl: Any = None  # type: ignore[no-redef]
+
+__all__ = ["rope_", "rope_reference_"]
 
 
-def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+def rope_reference_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """Rotate q and k in place, in fp32 and rounded once, as stock does (x * cos + rotate_half(x) * sin).
 
-    cos_TD, sin_TD: fp32, both halves of D filled. Rotating on the packed projection leaves q, k and v as views of it.
+    cos_TD, sin_TD: both halves of D filled alike. Rotating on the packed projection leaves q, k and v as views of it.
     Returns qkv_T3HD.
     """
     cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
@@ -21,4 +30,56 @@ def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) ->
     half = qk.shape[-1] // 2
     turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
     qkv_T3HD[:, :2] = qk * cos + turned * sin
+    return qkv_T3HD
+
+
+@jit
+def _rope_kernel(
+    qkv,
+    cos,
+    sin,
+    rows,
+    row_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    half: tl.constexpr = DIM // 2
+    in_table = (t < rows)[:, None] & (d < half)[None, :]
+    in_table_at = t.to(tl.int64)[:, None] * table_stride + d[None, :]
+    c = tl.load(cos + in_table_at, mask=in_table, other=0.0).to(tl.float32)[:, None, :]
+    s = tl.load(sin + in_table_at, mask=in_table, other=0.0).to(tl.float32)[:, None, :]
+    inside = in_table[:, None, :] & (h < HEADS)[None, :, None]
+    at = t.to(tl.int64)[:, None, None] * row_stride + (h * DIM)[None, :, None] + d[None, None, :]
+    first = qkv + tl.program_id(1) * (HEADS * DIM) + at
+    x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(first, (x1 * c - x2 * s).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(first + half, (x2 * c + x1 * s).to(qkv.dtype.element_ty), mask=inside)
+
+
+def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """`rope_reference_` as one kernel: q and k are read and written once. Bit-equal to it (products are not fused)."""
+    rows, _, heads, dim = qkv_T3HD.shape
+    block_t = 2
+    _rope_kernel[(-(-rows // block_t), 2)](
+        qkv_T3HD,
+        cos_TD,
+        sin_TD,
+        rows,
+        qkv_T3HD.stride(0),
+        cos_TD.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_T=block_t,
+        BLOCK_H=next_power_of_2(heads),
+        BLOCK_D=next_power_of_2(dim // 2),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return qkv_T3HD

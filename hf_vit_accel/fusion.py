@@ -1,0 +1,268 @@
+"""Which operations of a tower run fused, decided ahead of time, and the callables that the fast path is made of.
+
+`fuse_tower` looks at every module once and chooses for each a fused operation or the module itself, so that nothing is
+chosen in a layer. Weights are read from their modules at every call: what changes there is seen.
+
+`T` packed patch rows, `P` pixels of a patch, `E` width, `F` width of the MLP, `D` head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_vit_accel.kernels.activation import linear_gelu_tanh, quick_gelu_, swiglu
+from hf_vit_accel.kernels.launch import why_not_triton
+from hf_vit_accel.kernels.norm import add_norm_
+from hf_vit_accel.kernels.patch_embed import patch_embed
+from hf_vit_accel.kernels.positions import add_positions_
+from hf_vit_accel.kernels.rope import rope_, rope_reference_
+from hf_vit_accel.structure import is_plain
+
+__all__ = ["PARTS", "AlignedSwiglu", "Fusion", "Layer", "fuse_tower"]
+
+PARTS: Mapping[str, str] = {
+    "patch_embed": "the convolution as one matrix product over the flattened weight",
+    "positions": "interpolated position embeddings gathered, weighted and added in one kernel",
+    "norms": "residual addition and normalisation in one kernel",
+    "rope": "rotation of q and k in one kernel, in place on the packed projection",
+    "mlp": "the activation in the product's epilogue or one kernel; gate and up as one product of aligned width",
+    "window_attention": "short windows attended by one kernel, rotation included",
+}
+"""What `fuse` may name."""
+
+NormOp = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+TensorOp = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One block. norm1, norm2: (x, delta) -> (x + delta, norm of it), x possibly in place. mlp: rows to their delta."""
+
+    norm1: NormOp
+    attention: Any
+    norm2: NormOp
+    mlp: TensorOp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why."""
+
+    layers: tuple[Layer, ...]
+    embed: TensorOp
+    add_positions: Callable[..., torch.Tensor]
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    fused: frozenset[str]
+    unfused: Mapping[str, str]
+    aligned: tuple[AlignedSwiglu, ...]
+
+    def derive(self) -> None:
+        """Lay out again what was derived from weights that have been moved, cast or replaced since."""
+        for mlp in self.aligned:
+            mlp.derive()
+
+    def close(self) -> None:
+        """Give every weight its own storage back."""
+        for mlp in self.aligned:
+            mlp.close()
+
+
+def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: torch.dtype) -> Fusion:
+    """Choose the operations for a tower: those of `parts` that fit fused, everything else as its modules do it."""
+    no_kernels, unfused = why_not_triton(device, dtype), {part: "not asked for" for part in PARTS if part not in parts}
+
+    def wanted(part: str, why_not: str | None) -> bool:
+        if part not in unfused and why_not is not None:
+            unfused[part] = why_not
+        return part not in unfused
+
+    blocks = list(tower.blocks)
+    embedding, convolution = tower.patch_embed, tower.patch_embed.proj
+    if wanted("patch_embed", _against_embed(embedding, convolution)):
+        embedding = _fused_embed(convolution)
+    table = getattr(tower, "pos_embed", None)
+    no_table = "the tower has no position table" if table is None else no_kernels or is_plain(table, nn.Embedding)
+    norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
+    fused_norms = wanted("norms", no_kernels or next(filter(None, map(_against_norm, norms)), None))
+    fused_mlp = wanted("mlp", no_kernels or next(filter(None, (_against_mlp(block.mlp) for block in blocks)), None))
+    fused_rope = wanted("rope", no_kernels)
+    wanted("window_attention", no_kernels if hasattr(tower, "window_size") else "the tower has no windows")
+    mlps = [_mlp(block.mlp) if fused_mlp else block.mlp for block in blocks]
+    norm_of = _fused_norm if fused_norms else _norm
+    return Fusion(
+        layers=tuple(
+            Layer(norm1=norm_of(block.norm1), attention=block.attn, norm2=norm_of(block.norm2), mlp=mlp)
+            for block, mlp in zip(blocks, mlps, strict=True)
+        ),
+        embed=embedding,
+        add_positions=_positions(table, fused=wanted("positions", no_table)),
+        rotate=rope_ if fused_rope else rope_reference_,
+        fused=frozenset(PARTS) - unfused.keys(),
+        unfused=unfused,
+        aligned=tuple(mlp for mlp in mlps if isinstance(mlp, AlignedSwiglu)),
+    )
+
+
+def _fused_embed(convolution: Any) -> TensorOp:
+    return lambda x_TP: patch_embed(x_TP, convolution.weight, convolution.bias)
+
+
+def _positions(table: Any, *, fused: bool) -> Callable[..., torch.Tensor]:
+    if fused:
+        return lambda x_TE, indices_T4, weights_T4: add_positions_(x_TE, table.weight, indices_T4, weights_T4)
+
+    def add(x_TE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor) -> torch.Tensor:
+        taps_T4E: torch.Tensor = table(indices_T4) * weights_T4[:, :, None]
+        return x_TE + taps_T4E.sum(1).to(x_TE.dtype)
+
+    return add
+
+
+def _against_embed(embedding: Any, convolution: Any) -> str | None:
+    if why := is_plain(convolution, nn.Conv3d):
+        return why
+    if convolution.stride != convolution.kernel_size or convolution.groups != 1 or any(convolution.padding):
+        return "patch_embed.proj is not a convolution whose stride is its kernel"
+    return is_plain(embedding)
+
+
+def _is_rms(norm: Any) -> bool:
+    return hasattr(norm, "variance_epsilon")
+
+
+def _against_norm(norm: Any) -> str | None:
+    if _is_rms(norm):
+        return is_plain(norm)
+    if why := is_plain(norm, nn.LayerNorm):
+        return why
+    if norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1:
+        return "a LayerNorm without weight or bias, or over several dimensions"
+    return None
+
+
+def _norm(norm: nn.Module) -> NormOp:
+    def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        return x_TE, norm(x_TE)
+
+    return add_norm
+
+
+def _fused_norm(norm: Any) -> NormOp:
+    rms = _is_rms(norm)
+    eps = norm.variance_epsilon if rms else norm.eps
+
+    def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        bias_E = None if rms else norm.bias
+        return x_TE, add_norm_(x_TE, delta_TE, norm.weight, bias_E, eps, rms=rms)
+
+    return add_norm
+
+
+_ACTIVATIONS = {"GELUTanh": "gelu_tanh", "QuickGELUActivation": "quick_gelu", "SiLUActivation": "silu"}
+
+
+def _parts_of_mlp(mlp: Any) -> tuple[list[Any], Any, Any]:
+    """(products before the activation, activation, product after it), by the names that the families use."""
+    if hasattr(mlp, "gate_proj"):
+        return [mlp.gate_proj, mlp.up_proj], mlp.act_fn, mlp.down_proj
+    if hasattr(mlp, "linear_fc1"):
+        return [mlp.linear_fc1], mlp.act_fn, mlp.linear_fc2
+    return [mlp.fc1], mlp.act, mlp.fc2
+
+
+def _against_mlp(mlp: Any) -> str | None:
+    if why := is_plain(mlp):
+        return why
+    before, activation, after = _parts_of_mlp(mlp)
+    for linear in (*before, after):
+        if why := is_plain(linear, nn.Linear):
+            return why
+        if linear.bias is None:
+            return "a Linear of the MLP has no bias"
+    name = type(activation).__name__
+    if why := is_plain(activation):
+        return why
+    if (_ACTIVATIONS.get(name) == "silu") != (len(before) == 2) or name not in _ACTIVATIONS:
+        return f"the activation {name} is not one that the kernels know for this MLP"
+    return None
+
+
+def _mlp(mlp: Any) -> TensorOp:
+    before, activation, after = _parts_of_mlp(mlp)
+    kind = _ACTIVATIONS[type(activation).__name__]
+    if kind == "silu":
+        gate, up = before
+        return AlignedSwiglu(gate, up, after)
+    first = before[0]
+    if kind == "gelu_tanh":
+        return lambda x_TE: F.linear(linear_gelu_tanh(x_TE, first.weight, first.bias), after.weight, after.bias)
+    return lambda x_TE: F.linear(quick_gelu_(F.linear(x_TE, first.weight, first.bias)), after.weight, after.bias)
+
+
+class AlignedSwiglu:
+    """A SwiGLU MLP whose gate and up are one product, of a width padded to a multiple of 8.
+
+    Qwen2.5-VL's 3420 sends cuBLAS to kernels of a third of the speed (H200, 16384 rows: 616-650 us a product against
+    203 at 3424). The parameters are re-pointed to views of padded storage, so there is one copy of the weights and it
+    is live: loading, in-place updates, saving and `state_dict` see 3420. Zero rows and columns change nothing. What
+    re-points a parameter itself (`.to()`, deepcopy, `load_state_dict(assign=True)`) is noticed by its address.
+    """
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+        self.linears = gate, up, down
+        self.width = gate.out_features
+        self.padded = -(-self.width // 8) * 8
+        self.gate_up_weight: torch.Tensor | None = None
+        self.addresses: tuple[int, ...] = ()
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """(T, E) to (T, E)."""
+        assert self.gate_up_weight is not None
+        hidden_TF = swiglu(F.linear(x_TE, self.gate_up_weight, self.gate_up_bias))
+        return F.linear(hidden_TF, self.down_weight, self.linears[2].bias)
+
+    def _views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert self.gate_up_weight is not None
+        gate, up, down = self.linears
+        first, second = slice(0, self.width), slice(self.padded, self.padded + self.width)
+        return [
+            (gate.weight, self.gate_up_weight[first]),
+            (up.weight, self.gate_up_weight[second]),
+            (gate.bias, self.gate_up_bias[first]),
+            (up.bias, self.gate_up_bias[second]),
+            (down.weight, self.down_weight[:, : self.width]),
+        ]
+
+    def derive(self) -> None:
+        """Lay the parameters out in padded storage, unless they stand there already."""
+        gate, up, down = self.linears
+        parameters = gate.weight, up.weight, gate.bias, up.bias, down.weight
+        if self.addresses == tuple(parameter.data_ptr() for parameter in parameters):
+            return
+        # Not as inference tensors, whatever mode the call is in: the parameters must stay updatable.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = gate.weight
+            self.gate_up_weight = weight.new_zeros(2 * self.padded, gate.in_features)
+            self.gate_up_bias = weight.new_zeros(2 * self.padded)
+            self.down_weight = weight.new_zeros(down.out_features, self.padded)
+            for parameter, view in self._views():
+                view.copy_(parameter.data)
+                parameter.data = view
+        self.addresses = tuple(parameter.data_ptr() for parameter in parameters)
+
+    def close(self) -> None:
+        """Give the parameters that still stand in the padded storage storage of their own."""
+        if self.gate_up_weight is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, view in self._views():
+                if parameter.data_ptr() == view.data_ptr():
+                    parameter.data = view.clone(memory_format=torch.contiguous_format)
+        self.gate_up_weight, self.addresses = None, ()

@@ -1,0 +1,42 @@
+"""Where Triton kernels can run, and the decorator under which they are written.
+
+Without Triton (a CPU build of torch brings none) the kernels' modules still import; their plain-torch references serve.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+except ImportError:  # pragma: no cover
+    triton = None
+
+__all__ = ["DTYPES", "jit", "next_power_of_2", "why_not_triton"]
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit` where Triton is installed; without it the function stays as it is and is never launched."""
+    return function if triton is None else triton.jit(function)
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is not below a positive value."""
+    return 1 << (value - 1).bit_length()
+
+
+def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why kernels cannot run on tensors of a device and dtype; None if they can (on CPU: by Triton's interpreter)."""
+    if triton is None:
+        return "Triton is not installed (it comes with CUDA builds of torch)"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {device.type}, the kernel runs on cuda"
+    if dtype not in DTYPES:
+        return f"the dtype is {str(dtype).removeprefix('torch.')}, the kernel is for bfloat16 and float16"
+    return None

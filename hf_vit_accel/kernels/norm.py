@@ -1,0 +1,118 @@
+"""Residual addition and normalisation in one pass over the rows.
+
+`T` rows, `E` width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hf_vit_accel.kernels.launch import jit, next_power_of_2
+
+try:
+    import triton.language as tl
+except ImportError:  # pragma: no cover
+    tl: Any = None  # type: ignore[no-redef]
+
+__all__ = ["add_norm_", "add_norm_reference_"]
+
+
+def add_norm_reference_(
+    x_TE: torch.Tensor,
+    delta_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+) -> torch.Tensor:
+    """Add delta to the residual stream x in place and return norm(x), (T, E): LayerNorm, or RMSNorm as Qwen2.5-VL's.
+
+    The sum is rounded to x's dtype before it is normalised. RMSNorm rounds the normalised row to x's dtype before the
+    weight, LayerNorm only its result; statistics are fp32. So stock's modules round.
+    """
+    if delta_TE is not None:
+        x_TE += delta_TE
+    if not rms:
+        return F.layer_norm(x_TE, x_TE.shape[1:], weight_E, bias_E, eps)
+    wide_TE = x_TE.float()
+    wide_TE = wide_TE * torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
+    return weight_E * wide_TE.to(x_TE.dtype)
+
+
+@jit
+def _add_norm_kernel(
+    x,
+    delta,
+    weight,
+    bias,
+    out,
+    eps,
+    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    RMS: tl.constexpr,
+):
+    # A row in two pieces, the largest power of two and the rest: 1152 and 1280 leave no lane idle.
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    e1, e2 = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
+    in2 = e2 < WIDTH
+    x1 = tl.load(x + row + e1).to(tl.float32)
+    x2 = tl.load(x + row + e2, mask=in2, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
+    if HAS_DELTA:
+        s1 = (x1 + tl.load(delta + row + e1).to(tl.float32)).to(dtype)
+        s2 = (x2 + tl.load(delta + row + e2, mask=in2, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(x + row + e1, s1)
+        tl.store(x + row + e2, s2, mask=in2)
+        x1, x2 = s1.to(tl.float32), s2.to(tl.float32)
+    w1 = tl.load(weight + e1).to(tl.float32)
+    w2 = tl.load(weight + e2, mask=in2, other=0.0).to(tl.float32)
+    if RMS:
+        scale = tl.rsqrt((tl.sum(x1 * x1) + tl.sum(x2 * x2)) / WIDTH + eps)
+        y1 = w1 * (x1 * scale).to(dtype).to(tl.float32)
+        y2 = w2 * (x2 * scale).to(dtype).to(tl.float32)
+    else:
+        mean = (tl.sum(x1) + tl.sum(x2)) / WIDTH
+        x1 -= mean
+        x2 = tl.where(in2, x2 - mean, 0.0)
+        scale = tl.rsqrt((tl.sum(x1 * x1) + tl.sum(x2 * x2)) / WIDTH + eps)
+        y1 = x1 * scale * w1 + tl.load(bias + e1).to(tl.float32)
+        y2 = x2 * scale * w2 + tl.load(bias + e2, mask=in2, other=0.0).to(tl.float32)
+    tl.store(out + row + e1, y1.to(dtype))
+    tl.store(out + row + e2, y2.to(dtype), mask=in2)
+
+
+def add_norm_(
+    x_TE: torch.Tensor,
+    delta_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+) -> torch.Tensor:
+    """`add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
+    rows, width = x_TE.shape
+    assert x_TE.is_contiguous() and (delta_TE is None or delta_TE.is_contiguous())
+    out_TE = torch.empty_like(x_TE)
+    main = next_power_of_2(width + 1) // 2
+    _add_norm_kernel[(rows,)](
+        x_TE,
+        x_TE if delta_TE is None else delta_TE,
+        weight_E,
+        weight_E if bias_E is None else bias_E,
+        out_TE,
+        eps,
+        WIDTH=width,
+        MAIN=main,
+        TAIL=next_power_of_2(max(width - main, 1)),
+        HAS_DELTA=delta_TE is not None,
+        RMS=rms,
+        num_warps=4,
+    )
+    return out_TE

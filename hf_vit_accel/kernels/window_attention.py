@@ -1,0 +1,106 @@
+"""Attention within short windows, rotation included, straight from the packed projection.
+
+`T` rows, `S` windows, `H` heads, `D` head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_vit_accel.kernels.launch import jit, next_power_of_2
+from hf_vit_accel.kernels.rope import rope_reference_
+
+try:
+    import triton.language as tl
+except ImportError:  # pragma: no cover
+    tl: Any = None  # type: ignore[no-redef]
+
+__all__ = ["LONGEST", "window_attention", "window_attention_reference"]
+
+LONGEST = 64
+"""Rows of the longest window that one program holds."""
+
+
+def window_attention_reference(
+    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, offsets_S1: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Rotate q and k, then softmax(scale * q k^T) v within each window; (T, H, D). The projection is not changed."""
+    q_THD, k_THD, v_THD = rope_reference_(qkv_T3HD.clone(), cos_TD, sin_TD).unbind(1)
+    outs = []
+    for start, stop in zip(offsets_S1.tolist()[:-1], offsets_S1.tolist()[1:], strict=True):
+        q, k, v = (x_THD[start:stop].transpose(0, 1).float() for x_THD in (q_THD, k_THD, v_THD))
+        outs.append(((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).transpose(0, 1).to(qkv_T3HD.dtype))
+    return torch.cat(outs)
+
+
+@jit
+def _window_attention_kernel(
+    qkv,
+    cos,
+    sin,
+    offsets,
+    out,
+    scale_log2,
+    table_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # The head dim in its two rotary halves: each is loaded once, rotated in registers and fed to the matrix unit.
+    half: tl.constexpr = DIM // 2
+    start = tl.load(offsets + tl.program_id(0)).to(tl.int64)
+    length = (tl.load(offsets + tl.program_id(0) + 1) - start).to(tl.int32)
+    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    inside = (t < length)[:, None] & (d < half)[None, :]
+    row = start + t
+    c = tl.load(cos + row[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + row[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    head = tl.program_id(1) * DIM
+    q = qkv + row[:, None] * (3 * HEADS * DIM) + head + d[None, :]
+    k, v = q + HEADS * DIM, q + 2 * HEADS * DIM
+    q1 = tl.load(q, mask=inside, other=0.0).to(tl.float32)
+    q2 = tl.load(q + half, mask=inside, other=0.0).to(tl.float32)
+    k1 = tl.load(k, mask=inside, other=0.0).to(tl.float32)
+    k2 = tl.load(k + half, mask=inside, other=0.0).to(tl.float32)
+    scores = tl.dot((q1 * c - q2 * s).to(dtype), tl.trans((k1 * c - k2 * s).to(dtype)))
+    scores = tl.dot((q2 * c + q1 * s).to(dtype), tl.trans((k2 * c + k1 * s).to(dtype)), acc=scores) * scale_log2
+    scores = tl.where((t < length)[None, :], scores, float("-inf"))
+    weights = tl.exp2(scores - tl.max(scores, axis=1)[:, None])
+    total = tl.sum(weights, axis=1)[:, None]
+    weights = weights.to(dtype)
+    o = out + row[:, None] * (HEADS * DIM) + head + d[None, :]
+    v1 = tl.load(v, mask=inside, other=0.0)
+    tl.store(o, (tl.dot(weights, v1) / total).to(dtype), mask=inside)
+    v2 = tl.load(v + half, mask=inside, other=0.0)
+    tl.store(o + half, (tl.dot(weights, v2) / total).to(dtype), mask=inside)
+
+
+def window_attention(
+    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, offsets_S1: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
+
+    offsets_S1: int32, windows of at most `LONGEST` rows, together all rows.
+    """
+    rows, _, heads, dim = qkv_T3HD.shape
+    assert qkv_T3HD.is_contiguous()
+    out_THD = qkv_T3HD.new_empty(rows, heads, dim)
+    _window_attention_kernel[(offsets_S1.shape[0] - 1, heads)](
+        qkv_T3HD,
+        cos_TD,
+        sin_TD,
+        offsets_S1,
+        out_THD,
+        scale * 1.4426950408889634,
+        cos_TD.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_T=LONGEST,
+        BLOCK_D=max(next_power_of_2(dim // 2), 16),
+        num_warps=4,
+    )
+    return out_THD

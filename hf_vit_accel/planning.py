@@ -1,0 +1,71 @@
+"""What is made once per forward and shared by its layers: metadata on the device, and a plan per kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hf_vit_accel.backends import Choice, Kind, Plan, Request, resolve
+from hf_vit_accel.kernels.window_attention import LONGEST
+from hf_vit_accel.metadata import Geometry, Grid, VisionMetadata, build, to_device
+
+__all__ = ["PLANS", "POPPED", "Prepared", "prepare"]
+
+PLANS = "vision_plans"
+"""The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
+
+_INJECTED = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights")
+POPPED = (*_INJECTED, "max_seqlen", "max_window_seqlen")
+"""The keyword arguments that stock towers pop instead of computing what they hold."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """One layout's metadata on the device and its plans, shared by all layers and by later calls of equal layout."""
+
+    metadata: VisionMetadata
+    tensors: Mapping[str, torch.Tensor]
+    plans: Mapping[Kind, Plan]
+    choices: Mapping[Kind, Choice]
+
+    def plan_for(self, cu_seqlens: torch.Tensor) -> Plan | None:
+        """The plan made for these very offsets; None for any others (equal sizes do not make equal layouts)."""
+        if cu_seqlens is self.tensors["cu_seqlens"]:
+            return self.plans["full"]
+        if cu_seqlens is self.tensors.get("cu_window_seqlens"):
+            return self.plans["window"]
+        return None
+
+    def injected(self) -> dict[str, Any]:
+        """The keyword arguments that a stock tower pops instead of computing them, and the plans."""
+        kwargs: dict[str, Any] = {name: self.tensors[name] for name in _INJECTED if name in self.tensors}
+        kwargs["max_seqlen"] = self.metadata.full.max_length
+        if self.metadata.window is not None:
+            kwargs["max_window_seqlen"] = self.metadata.window.max_length
+        kwargs[PLANS] = self
+        return kwargs
+
+
+def prepare(
+    grid: Grid, geometry: Geometry, request: Request, attention: str, fused_windows: bool
+) -> tuple[Prepared, int]:
+    """Compute a grid's metadata and plans on the host and send them in one copy; also the bytes they hold.
+
+    fused_windows: window layers need no plan, a kernel of ours attends them, unless their windows are too long for it.
+    """
+    metadata = build(grid, geometry)
+    arrays, plans, choices = metadata.arrays(), {}, {}
+    for kind, segments in metadata.segments().items():
+        if kind == "window" and fused_windows and segments.max_length <= LONGEST:
+            continue
+        wanted = replace(request, kind=kind)
+        choices[kind] = resolve(attention, wanted)
+        plans[kind] = choices[kind].backend.plan(segments, wanted)
+        arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
+    tensors = to_device(arrays, request.device)
+    bound = {kind: plan.bind({n: tensors[f"{kind}/{n}"] for n in plan.arrays}) for kind, plan in plans.items()}
+    prepared = Prepared(metadata=metadata, tensors=tensors, plans=bound, choices=choices)
+    return prepared, sum(array.nbytes for array in arrays.values())

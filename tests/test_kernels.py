@@ -1,0 +1,193 @@
+"""Every kernel against its plain-torch reference: on CPU by Triton's interpreter, on a GPU compiled, at real shapes.
+
+The interpreter truncates to bf16 where hardware rounds, so on CPU kernels are held to equality in fp16.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import relative_error
+
+from hf_vit_accel.kernels.activation import (
+    linear_gelu_tanh,
+    quick_gelu_,
+    quick_gelu_reference_,
+    swiglu,
+    swiglu_reference,
+)
+from hf_vit_accel.kernels.launch import next_power_of_2, triton, why_not_triton
+from hf_vit_accel.kernels.norm import add_norm_, add_norm_reference_
+from hf_vit_accel.kernels.patch_embed import patch_embed
+from hf_vit_accel.kernels.positions import add_positions_, add_positions_reference_
+from hf_vit_accel.kernels.rope import rope_, rope_reference_
+from hf_vit_accel.kernels.window_attention import window_attention, window_attention_reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
+LARGE = dict(device="cuda", rows=2053, heads=16)
+
+
+def where(test: Any) -> Any:
+    """Run a kernel's test interpreted at small shapes (in the subprocess below) and compiled at large ones."""
+    cases = [
+        pytest.param(
+            SMALL, id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="runs interpreted below")
+        ),
+        *(
+            pytest.param(LARGE | {"dtype": dtype}, id=f"gpu-{dtype}", marks=pytest.mark.gpu)
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+    ]
+    return pytest.mark.parametrize("at", cases)(test)
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
+def test_kernels_by_the_interpreter() -> None:
+    """TRITON_INTERPRET is read when kernels are defined, so the interpreted tests have a process of their own."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout
+
+
+def draw(*shape: int, at: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype or at["dtype"]).to(at["device"])
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
+    """As near to exact arithmetic as the reference is (which rounds as stock does), element for element nearly all."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    bound = max(1.05 * relative_error(expected, exact), 0.02 * torch.finfo(found.dtype).eps)
+    assert relative_error(found, exact) <= bound
+    assert float((found != expected).float().mean()) < 0.01
+
+
+def tables(rows: int, dim: int, at: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    half = 50 * draw(rows, dim // 2, at=at, dtype=torch.float32)
+    angles = torch.cat([half, half], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+@where
+@pytest.mark.parametrize("dim", [64, 72, 80])
+def test_rope(at: dict[str, Any], dim: int) -> None:
+    qkv = draw(at["rows"], 3, at["heads"], dim, at=at)
+    cos, sin = tables(at["rows"], dim, at)
+    expected, found = rope_reference_(qkv.clone(), cos, sin), qkv.clone()
+    assert rope_(found, cos, sin) is found
+    assert torch.equal(found, expected), "bit for bit"
+    assert torch.equal(found[:, 2], qkv[:, 2])
+
+
+@where
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("rms", [True, False])
+@pytest.mark.parametrize("width", [1280, 1152, 1024, 144, 100])
+def test_add_norm(at: dict[str, Any], width: int, rms: bool, with_delta: bool) -> None:
+    x, weight = 3 + draw(at["rows"], width, at=at), draw(width, at=at)
+    delta = draw(at["rows"], width, at=at, seed=1) if with_delta else None
+    bias = None if rms else draw(width, at=at, seed=2)
+    expected_x, found_x, exact_x = x.clone(), x.clone(), x.clone().double()
+    expected = add_norm_reference_(expected_x, delta, weight, bias, 1e-6, rms=rms)
+    found = add_norm_(found_x, delta, weight, bias, 1e-6, rms=rms)
+    exact_x = expected_x.double()
+    wide = None if bias is None else bias.double()
+    if rms:
+        exact = exact_x * (exact_x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    else:
+        exact = torch.nn.functional.layer_norm(exact_x, (width,), weight.double(), wide, 1e-6)
+    assert torch.equal(found_x, expected_x)
+    check(found, expected, exact)
+
+
+@where
+@pytest.mark.parametrize("width", [3424, 200, 1024])
+def test_swiglu(at: dict[str, Any], width: int) -> None:
+    x = 3 * draw(at["rows"], 2 * width, at=at)
+    check(swiglu(x), swiglu_reference(x), swiglu_reference(x.double()))
+
+
+@where
+@pytest.mark.parametrize("width", [5120, 4097, 320])
+def test_quick_gelu(at: dict[str, Any], width: int) -> None:
+    x = 3 * draw(at["rows"], width, at=at)
+    expected, exact, found = quick_gelu_reference_(x), quick_gelu_reference_(x.double()), x.clone()
+    assert quick_gelu_(found) is found
+    check(found, expected, exact)
+
+
+@where
+@pytest.mark.parametrize("width", [1152, 1024, 144])
+def test_add_positions(at: dict[str, Any], width: int) -> None:
+    x, table = draw(at["rows"], width, at=at), draw(36, width, at=at, seed=3)
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, 36, (at["rows"], 4), generator=generator, dtype=torch.int32).to(at["device"])
+    weights = torch.rand(at["rows"], 4, generator=generator).to(at["device"])
+    expected = add_positions_reference_(x.clone(), table, indices, weights)
+    found = x.clone()
+    assert add_positions_(found, table, indices, weights) is found
+    exact = x.double() + (table.double()[indices] * weights.double()[:, :, None]).sum(1)
+    check(found, expected, exact)
+
+
+@where
+@pytest.mark.parametrize("dim", [64, 72, 80])
+@pytest.mark.parametrize("lengths", [[64, 64], [64, 16, 1, 37, 48], [3]], ids=str)
+def test_window_attention(at: dict[str, Any], lengths: list[int], dim: int) -> None:
+    lengths = lengths * (20 if at["device"] == "cuda" else 1)
+    rows, scale = sum(lengths), dim**-0.5
+    qkv = draw(rows, 3, at["heads"], dim, at=at)
+    cos, sin = tables(rows, dim, at)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
+    kept = qkv.clone()
+    exact = window_attention_reference(qkv.double(), cos, sin, offsets, scale)
+    expected = window_attention_reference(qkv, cos, sin, offsets, scale)
+    poison = torch.full((rows, at["heads"], dim), float("nan"), dtype=qkv.dtype, device=at["device"])
+    del poison
+    found = window_attention(qkv, cos, sin, offsets, scale)
+    assert torch.equal(qkv, kept)
+    assert relative_error(found, exact) <= max(1.3 * relative_error(expected, exact), torch.finfo(found.dtype).eps)
+
+
+def test_patch_embed_is_the_convolution_and_copies_no_weight() -> None:
+    convolution = torch.nn.Conv3d(3, 10, (2, 4, 4), (2, 4, 4)).double()
+    pixels = torch.randn(6, 96).double()
+    expected = convolution(pixels.view(-1, 3, 2, 4, 4)).view(-1, 10)
+    torch.testing.assert_close(patch_embed(pixels, convolution.weight, convolution.bias), expected)
+    assert patch_embed(pixels.float(), convolution.weight, None).dtype == torch.float64
+    assert convolution.weight.flatten(1).data_ptr() == convolution.weight.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gelu_epilogue(dtype: torch.dtype) -> None:
+    at = LARGE | {"dtype": dtype}
+    x, weight, bias = draw(2053, 1152, at=at), draw(4304, 1152, at=at) / 34, draw(4304, at=at)
+    steps = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias), approximate="tanh")
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    exact = torch.nn.functional.gelu(exact, approximate="tanh")
+    assert relative_error(linear_gelu_tanh(x, weight, bias), exact) <= 1.05 * relative_error(steps, exact)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1, 1), (2, 2), (3, 4), (36, 64), (64, 64), (65, 128)])
+def test_next_power_of_2(value: int, expected: int) -> None:
+    assert next_power_of_2(value) == expected
+
+
+def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert "runs on cuda" in (why_not_triton(cpu, torch.bfloat16) or "")
+    assert "float32" in (why_not_triton(cuda, torch.float32) or "")
+    assert why_not_triton(cuda, torch.bfloat16) is None
+    monkeypatch.setattr("hf_vit_accel.kernels.launch.triton", None)
+    assert "not installed" in (why_not_triton(cuda, torch.bfloat16) or "")
