@@ -80,11 +80,11 @@ def patched(
     try:
         yield model
     finally:
-        for (_, tower, family), (state, name) in zip(towers, before, strict=True):
+        for (_, tower, _), (state, name) in zip(towers, before, strict=True):
             if state is None:
                 uninstall(tower)
             else:
-                install(tower, TowerState(family, state.settings, former_name=state.former_name))
+                install(tower, state)
             tower.config._attn_implementation_internal = name
 
 
@@ -94,8 +94,9 @@ class TowerStatus:
 
     backends: backend per kind of layer, of the last call or, before any, as it would be chosen now. rejected: per kind,
     why backends that come first did not serve it. fused: parts that run fused. unfused: parts that do not, with the
-    reason. calls: forwards on the fast path. fallbacks: reason -> count of calls that went another way. against_fast:
-    what currently keeps every call off the fast path. layouts: (held, hits, misses) of the cache of layouts.
+    reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
+    that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
+    fast path. layouts: (held, hits, misses) of the cache of layouts.
     """
 
     path: str
@@ -107,6 +108,7 @@ class TowerStatus:
     fused: tuple[str, ...]
     unfused: Mapping[str, str]
     calls: int
+    stock_calls: int
     fallbacks: Mapping[str, int]
     against_fast: tuple[str, ...]
     layouts: tuple[int, int, int]
@@ -120,7 +122,7 @@ class TowerStatus:
             f"{where}: {self.family}, patched",
             f"  attention  {self.attention} -> {backends}",
             f"  fused      {', '.join(self.fused) or 'nothing'}",
-            f"  calls      {self.calls} fast, {sum(self.fallbacks.values())} fallbacks",
+            f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
         lines += [f"  not fused  {part}: {why}" for part, why in self.unfused.items()]
@@ -163,20 +165,23 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
             fused=(),
             unfused={},
             calls=0,
+            stock_calls=0,
             fallbacks={},
             against_fast=(),
             layouts=(0, 0, 0),
         )
     structure, choices = state.structure(tower), state.choices
-    if not choices:
+    against = structure.reasons()
+    if not choices and not structure.broken:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
         request = request_for(tower, tower.patch_embed.proj.weight.device)
         choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
-    against = structure.reasons()
-    weight = tower.patch_embed.proj.weight
-    fusion = None if against else state.fusion(tower, weight.device, weight.dtype)
+    fusion = None
+    if not against:
+        weight = tower.patch_embed.proj.weight
+        fusion = state.fusion(tower, weight.device, weight.dtype)
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
-    if family.full_layers and "window" not in backends:
+    if backends and family.full_layers and "window" not in backends:
         backends["window"] = "fused kernel"
     return TowerStatus(
         path=path,
@@ -188,6 +193,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         fused=tuple(part for part in PARTS if fusion is not None and part in fusion.fused),
         unfused=dict(fusion.unfused) if fusion is not None else {},
         calls=state.calls,
+        stock_calls=state.stock_calls,
         fallbacks=dict(state.fallbacks),
         against_fast=tuple(against),
         layouts=(len(state.prepared), state.prepared.hits, state.prepared.misses),

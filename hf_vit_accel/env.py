@@ -9,12 +9,24 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Package", "cuda_capability", "cuda_device_name", "has_cuda", "reset", "versions", "why_missing"]
+__all__ = ["Package", "cuda_capability", "cuda_device_name", "has_cuda", "probe", "reset", "versions", "why_missing"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_PROBES: list[Any] = []
+
+
+def probe(function: Function) -> Function:
+    """Cache a probe's answers until `reset`."""
+    cached = cache(function)
+    _PROBES.append(cached)
+    return cached  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +46,7 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-@cache
+@probe
 def why_missing(package: Package) -> str | None:
     """None where the package can be found, else one sentence with the remedy. The package is not imported."""
     if package.module in sys.modules:
@@ -48,25 +60,25 @@ def why_missing(package: Package) -> str | None:
     return None
 
 
-@cache
+@probe
 def has_cuda() -> bool:
     """Whether torch can use a CUDA device here."""
     return torch.cuda.is_available()
 
 
-@cache
+@probe
 def cuda_capability(index: int | None = None) -> tuple[int, int]:
     """(major, minor) of a CUDA device; the current one when no index is given."""
     return torch.cuda.get_device_capability(index)
 
 
-@cache
+@probe
 def cuda_device_name(index: int | None = None) -> str:
     """The name of a CUDA device as its driver gives it."""
     return torch.cuda.get_device_name(index)
 
 
-@cache
+@probe
 def versions() -> dict[str, str | None]:
     """Versions of everything that decides what runs here; None for what is not installed."""
     found: dict[str, str | None] = {"python": sys.version.split()[0]}
@@ -80,5 +92,5 @@ def versions() -> dict[str, str | None]:
 
 def reset() -> None:
     """Forget every cached answer (after installing a package, or between tests)."""
-    for probe in (why_missing, has_cuda, cuda_capability, cuda_device_name, versions):
-        probe.cache_clear()
+    for cached in _PROBES:
+        cached.cache_clear()

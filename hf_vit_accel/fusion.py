@@ -8,6 +8,7 @@ chosen in a layer. Weights are read from their modules at every call: what chang
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,11 +53,15 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why."""
+    """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why.
+
+    tables: rows and positions (T, 2) to cos and sin (T, D).
+    """
 
     layers: tuple[Layer, ...]
     embed: TensorOp
     add_positions: Callable[..., torch.Tensor]
+    tables: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     fused: frozenset[str]
     unfused: Mapping[str, str]
@@ -91,7 +96,9 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
     norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
     fused_norms = wanted("norms", no_kernels or next(filter(None, map(_against_norm, norms)), None))
     fused_mlp = wanted("mlp", no_kernels or next(filter(None, (_against_mlp(block.mlp) for block in blocks)), None))
-    fused_rope = wanted("rope", no_kernels)
+    # In place only on what a plain Linear has just made: another module might keep its output.
+    qkv = next(filter(None, (is_plain(block.attn.qkv, nn.Linear) for block in blocks)), None)
+    fused_rope = wanted("rope", no_kernels or qkv)
     wanted("window_attention", no_kernels if hasattr(tower, "window_size") else "the tower has no windows")
     mlps = [_mlp(block.mlp) if fused_mlp else block.mlp for block in blocks]
     norm_of = _fused_norm if fused_norms else _norm
@@ -102,11 +109,29 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
         ),
         embed=embedding,
         add_positions=_positions(table, fused=wanted("positions", no_table)),
-        rotate=rope_ if fused_rope else rope_reference_,
+        tables=_tables(tower.rotary_pos_emb),
+        rotate=rope_ if fused_rope else _rope_apart,
         fused=frozenset(PARTS) - unfused.keys(),
         unfused=unfused,
         aligned=tuple(mlp for mlp in mlps if isinstance(mlp, AlignedSwiglu)),
     )
+
+
+def _tables(rotary: Any) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """cos and sin by the tower's own module, whatever its frequencies."""
+    if "x" in inspect.signature(rotary.forward).parameters:
+        return rotary  # type: ignore[no-any-return]
+
+    def tables(x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half_TD = rotary(positions_T2)  # transformers before 5.17 returned the angles of one half
+        angles_TD = torch.cat((half_TD, half_TD), dim=-1)
+        return angles_TD.cos(), angles_TD.sin()
+
+    return tables
+
+
+def _rope_apart(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    return rope_reference_(qkv_T3HD.clone(), cos_TD, sin_TD)
 
 
 def _fused_embed(convolution: Any) -> TensorOp:

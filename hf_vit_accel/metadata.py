@@ -238,7 +238,7 @@ def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, to
     for name, array in arrays.items():
         starts[name] = total
         total += -(-array.nbytes // _ALIGN) * _ALIGN
-    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     host = packed.numpy()
     for name, array in arrays.items():
         host[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

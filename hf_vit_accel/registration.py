@@ -8,6 +8,8 @@ each model of a composite learns its attention: a known tower is patched, a text
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
@@ -78,8 +80,9 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
         assert requested_attention is not None
         family = family_of(self)
         if family is None:
-            if not self.config.sub_configs:
-                return original(self, None, *args, **kwargs)
+            if _is_text(self):
+                current = self.config._attn_implementation
+                return original(self, None if is_ours(current) else current, *args, **kwargs)
             _check_composite(self.config, requested_attention)
             return requested_attention
         attention = NAMES[requested_attention]
@@ -96,8 +99,16 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_correct_attn_implementation
 
 
+def _is_text(model: Any) -> bool:
+    """Whether a model without sub-configs is one that transformers builds beside one of our towers."""
+    homes = {module.rpartition(".")[0] for family in FAMILIES for module, _ in family.towers}
+    return not model.config.sub_configs and any(
+        kind.__module__.rpartition(".")[0] in homes for kind in type(model).__mro__
+    )
+
+
 def _check_composite(config: Any, name: str) -> None:
-    """Raise if a composite that is given one of our names has no supported tower, or the machine cannot run it."""
+    """Raise if a model that is given one of our names holds no supported tower, or the machine cannot run it."""
     known = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
     if not any(kind.__module__ in known for sub in _sub_configs(config) for kind in type(sub).__mro__):
         supported = ", ".join(family.name for family in FAMILIES)
@@ -120,7 +131,9 @@ def restore_name(model: nn.Module, former_name: str | None) -> None:
     """Give a model's config its former attention name, or stock's default, if it has one of ours now."""
     config: Any = getattr(model, "config", None)
     if isinstance(model, modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
-        config._attn_implementation_internal = former_name or model.get_correct_attn_implementation(None)
+        text = config.get_text_config()._attn_implementation
+        default = model.get_correct_attn_implementation(None if is_ours(text) else text)
+        config._attn_implementation_internal = former_name or default
 
 
 def vision_attention(
@@ -146,13 +159,14 @@ def vision_attention(
         )
         return out, None
     if dropout:
-        raise ValueError("vision attention with dropout is not supported; set attention_dropout to 0.0")
+        return _attend_with_dropout(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     prepared = kwargs.get(PLANS)
     plan: Plan | None = prepared.plan_for(cu_seq_lens_q) if prepared is not None else None
-    if plan is None:
-        plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if plan is None or (needs_grad and not plan.request.grad):
+        plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad)
     elif plan.request.scale != scale:
         plan = replace(plan, request=replace(plan.request, scale=scale))
     dtype = q_THD.dtype
@@ -161,7 +175,44 @@ def vision_attention(
     return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0), None
 
 
-def _plan_without_tower(module: Any, q_THD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float) -> Plan:
+def _attend_with_dropout(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_S1: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """As stock attends without varlen kernels: segment by segment, so that weights can be dropped."""
+    lengths = cu_seqlens_S1.diff().tolist()
+    segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    outs = [
+        sdpa_attention_forward(module, q, k, v, None, dropout=dropout, scaling=scaling, is_causal=False)[0]
+        for q, k, v in segments
+    ]
+    return torch.cat(outs, dim=1)
+
+
+def _plan_without_tower(
+    module: Any, q_THD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float, *, grad: bool
+) -> Plan:
+    """A plan for offsets that came without one, kept for the other layers that get the very same tensor."""
+    key = q_THD.shape[1:], q_THD.device, q_THD.dtype, scale, grad, module.config._attn_implementation
+    # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
+    version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
+    offsets, kept_version, kept_key, plan = getattr(_LAST, "plan", (lambda: None, None, None, None))
+    if plan is None or offsets() is not cu_seqlens_S1 or version is None or (kept_version, kept_key) != (version, key):
+        plan = _plan_offsets(module, q_THD, cu_seqlens_S1, scale, grad)
+        _LAST.plan = weakref.ref(cu_seqlens_S1), version, key, plan
+    assert isinstance(plan, Plan)
+    return plan
+
+
+_LAST = threading.local()
+
+
+def _plan_offsets(module: Any, q_THD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float, grad: bool) -> Plan:
     offsets_S1 = cu_seqlens_S1.detach().cpu().numpy()
     lengths_S = np.diff(offsets_S1)
     if offsets_S1[0] != 0 or offsets_S1[-1] != q_THD.shape[0] or (lengths_S < 0).any():
@@ -175,7 +226,7 @@ def _plan_without_tower(module: Any, q_THD: torch.Tensor, cu_seqlens_S1: torch.T
         heads=q_THD.shape[1],
         head_dim=q_THD.shape[2],
         scale=scale,
-        grad=torch.is_grad_enabled() and q_THD.requires_grad,
+        grad=grad,
     )
     name = NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
     segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))

@@ -10,8 +10,8 @@ with the metadata injected through the keyword arguments that it pops.
 
 from __future__ import annotations
 
-import inspect
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import Choice, Kind, Plan, Request
+from hf_vit_accel.backends import ORDER, Choice, Kind, Plan, Request
 from hf_vit_accel.fusion import PARTS, Fusion, fuse_tower
 from hf_vit_accel.kernels import window_attention
 from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
@@ -92,10 +92,11 @@ class TowerState:
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
         self.family, self.settings, self.former_name = family, settings, former_name
         self.former_forward: Callable[..., Any] | None = None
-        self.calls = 0
+        self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.choices: Mapping[Kind, Choice] = {}
-        self.prepared: LRU[Prepared] = LRU(entries=64, cost=64 << 20)
+        self.prepared: LRU[Prepared] = LRU(entries=64, cost=1 << 20)  # cost: bytes, at most 2% of the weights
+        self._device: torch.device | None = None
         self._structure: Structure | None = None
         self._fusion: tuple[Structure, torch.device, torch.dtype, Fusion] | None = None
 
@@ -112,6 +113,7 @@ class TowerState:
         """The tower's structure, read again if it changed."""
         if self._structure is None or not self._structure.current():
             self._structure = Structure(tower)
+            self.prepared.cost = max(1 << 20, self._structure.nbytes // 50)
         return self._structure
 
     def fusion(self, tower: nn.Module, device: torch.device, dtype: torch.dtype) -> Fusion:
@@ -130,12 +132,14 @@ class TowerState:
             self._fusion[3].close()
         self._structure = self._fusion = None
 
-    def prepare(self, tower: nn.Module, grid: Grid, request: Request, *, fused_windows: bool) -> Prepared:
+    def prepare(self, geometry: Geometry, grid: Grid, request: Request, *, fused_windows: bool) -> Prepared:
         """Metadata and plans for a grid: from the cache, or computed on the host and sent in one copy.
 
         fused_windows: window layers need no plan where a kernel of ours attends them.
         """
-        geometry = self.family.geometry(tower)
+        if request.device != self._device:
+            self.prepared.clear()
+            self._device = request.device
         # The copy is queued on one stream; another stream must not read it before it arrived.
         stream = torch.cuda.current_stream(request.device).cuda_stream if request.device.type == "cuda" else 0
         return self.prepared.get(
@@ -159,9 +163,7 @@ def install(tower: nn.Module, state: TowerState) -> None:
         return
     slot = _forward_slot(tower)
     state.former_forward = vars(tower).get(slot)
-    # A partial, not a bound method: unpickling a bound method asks the instance for `forward` before that attribute
-    # is restored and silently gets the class's.
-    vars(tower)[slot] = partial(accelerated_forward, tower)
+    vars(tower)[slot] = AcceleratedForward(tower)
 
 
 def uninstall(tower: nn.Module) -> TowerState | None:
@@ -170,8 +172,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
     if state is None:
         return None
     for slot in ("forward", "_old_forward"):
-        forward = vars(tower).get(slot)
-        if isinstance(forward, partial) and forward.func is accelerated_forward:
+        if isinstance(vars(tower).get(slot), AcceleratedForward):
             if state.former_forward is not None:
                 vars(tower)[slot] = state.former_forward
             elif slot == "forward":
@@ -179,6 +180,8 @@ def uninstall(tower: nn.Module) -> TowerState | None:
             else:  # accelerate's hook calls what it holds: give it the class's forward, as it would have found
                 vars(tower)[slot] = type(tower).forward.__get__(tower)
     state.close()
+    for backend in ORDER:
+        backend.close()
     return state
 
 
@@ -187,43 +190,64 @@ def _forward_slot(tower: nn.Module) -> str:
     return "_old_forward" if "_old_forward" in vars(tower) else "forward"
 
 
-def accelerated_forward(tower: Any, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
-    """A tower's forward: pixels (T, P) and grid (images and videos, 3) to the stock tower's output.
+class AcceleratedForward:
+    """What stands in a tower's `forward`: pixels (T, P) and grid (images and videos, 3) to the stock tower's output.
 
-    Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`.
+    Holds its tower weakly, so that a deleted model is freed at once. Not a bound method: unpickling one asks the
+    instance for `forward` before that attribute is restored, and silently gets the class's.
     """
-    state = state_of(tower)
-    if state is None:  # unpatched while someone (a hook) still holds this forward
-        return type(tower).forward(tower, hidden_states, grid_thw, **kwargs)
+
+    def __init__(self, tower: nn.Module) -> None:
+        self._tower = weakref.ref(tower)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._tower(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedForward:
+        tower: Any = self._tower()
+        return type(self)(memo.get(id(tower), tower))
+
+    def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
+        """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`."""
+        tower = self._tower()
+        assert tower is not None
+        state = state_of(tower)
+        if state is None:  # unpatched while someone (a hook) still holds this forward
+            return type(tower).forward(tower, hidden_states, grid_thw, **kwargs)
+        return _forward(tower, state, hidden_states, grid_thw, kwargs)
+
+
+def _forward(
+    tower: Any, state: TowerState, hidden_states: torch.Tensor, grid_thw: torch.Tensor, kwargs: dict[str, Any]
+) -> Any:
+    """The boundary: check the call, decide its way once, go it."""
     original = state.former_forward or partial(type(tower).forward, tower)
-    grid = read_grid(hidden_states, grid_thw, state.family.geometry(tower))
-    structure = state.structure(tower)
+    geometry, structure = state.family.geometry(tower), state.structure(tower)
+    grid = read_grid(hidden_states, grid_thw, geometry)
+    unknown = structure.broken + _against_injection(tower, state, geometry, kwargs)
+    if unknown:
+        _fall_back(state, unknown)
+        state.stock_calls += 1
+        return original(hidden_states, grid_thw, **kwargs)
+    _check_pixels(tower, hidden_states, offloaded=structure.offloaded)
     grad = torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(parameter.requires_grad for parameter in structure.parameters())
     )
-    reasons = structure.reasons()
-    _check_pixels(tower, hidden_states, reasons)
-    reasons += _against_call(tower, kwargs, hidden_states.device, grad)
-    if any(name in kwargs for name in POPPED):
-        _fall_back(state, [*reasons, "the caller supplies sequence metadata"])
-        return original(hidden_states, grid_thw, **kwargs)
+    reasons = structure.reasons() + _against_call(tower, kwargs, hidden_states.device, grad)
     request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
     fusion = None if reasons else state.fusion(tower, request.device, request.dtype)
     fused_windows = fusion is not None and "window_attention" in fusion.fused
-    prepared = state.prepare(tower, grid, request, fused_windows=fused_windows)
+    prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
     state.choices = prepared.choices
-    named = state.settings.attention
-    if named != "auto":
-        rejections = [choice.rejected.get(named, ()) for choice in prepared.choices.values()]
-        reasons_against_named = list(dict.fromkeys(why for rejection in rejections for why in rejection))
-        if reasons_against_named:
-            _fall_back(state, [f"{named} cannot serve the call: {why}" for why in reasons_against_named])
+    unserved = _unserved(state.settings, fusion, prepared)
+    if reasons or unserved:
+        _fall_back(state, reasons + unserved)
     if fusion is None:
-        _fall_back(state, reasons)
+        state.stock_calls += 1
         return original(hidden_states, grid_thw, **kwargs, **prepared.injected())
-    state.calls += 1
     fusion.derive()
     output = _run(tower, state, fusion, prepared, hidden_states)
+    state.calls += 1
     return output.to_tuple() if kwargs.get("return_dict", tower.config.return_dict) is False else output
 
 
@@ -231,6 +255,19 @@ def _fall_back(state: TowerState, reasons: list[str]) -> None:
     if state.settings.strict:
         raise FallbackError("strict=True and this call cannot be served as asked: " + "; ".join(reasons))
     state.fallbacks.update(reasons)
+
+
+def _against_injection(tower: Any, state: TowerState, geometry: Geometry, kwargs: Mapping[str, Any]) -> list[str]:
+    """Why a call must reach the stock forward as it is, without metadata of ours."""
+    reasons = []
+    # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
+    if getattr(state.former_forward, "__func__", None) is not type(tower).forward and state.former_forward is not None:
+        reasons.append("the tower has a forward of its own")
+    if geometry.table is None and hasattr(tower, "pos_embed"):
+        reasons.append("positions are interpolated in a way that is not known")
+    if any(name in kwargs for name in POPPED):
+        reasons.append("the caller supplies sequence metadata")
+    return reasons
 
 
 def _against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, grad: bool) -> list[str]:
@@ -243,14 +280,28 @@ def _against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, g
         reasons.append("gradients are required")
     if _autocast(device):
         reasons.append("autocast is on")
+    if tower.training and getattr(tower.blocks[0].attn, "attention_dropout", 0.0):
+        reasons.append("attention weights are dropped out")
     return reasons
+
+
+def _unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared) -> list[str]:
+    """What the user named and this call does not get: a backend, or parts to fuse."""
+    reasons = []
+    if settings.attention != "auto":
+        for choice in prepared.choices.values():
+            for why in choice.rejected.get(settings.attention, ()):
+                reasons.append(f"{settings.attention} cannot serve the call: {why}")
+    if settings.fuse_named and fusion is not None:
+        reasons += [f"{part} is not fused: {why}" for part, why in fusion.unfused.items() if part in settings.fuse]
+    return list(dict.fromkeys(reasons))
 
 
 def _autocast(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
-def _check_pixels(tower: Any, pixels_TP: torch.Tensor, reasons: list[str]) -> None:
+def _check_pixels(tower: Any, pixels_TP: torch.Tensor, *, offloaded: bool) -> None:
     """Raise ValueError for pixels that do not fit the tower's weights (stock would reinterpret another width)."""
     weight = tower.patch_embed.proj.weight
     if weight.dim() == 5 and pixels_TP.shape[1] != (width := weight[0].numel()):
@@ -258,20 +309,20 @@ def _check_pixels(tower: Any, pixels_TP: torch.Tensor, reasons: list[str]) -> No
             f"expected {width} values per patch (channels * temporal * patch * patch), got {pixels_TP.shape[1]}; "
             "use the processor of this very model"
         )
-    if weight.device in (pixels_TP.device, torch.device("meta")) or any("accelerate" in why for why in reasons):
-        return  # accelerate's hooks move weights and inputs themselves
-    raise ValueError(
-        f"expected the pixel values on the tower's device {weight.device}, got them on {pixels_TP.device}; "
-        f"move them with .to({str(weight.device)!r})"
-    )
+    if not offloaded and weight.device not in (pixels_TP.device, torch.device("meta")):
+        raise ValueError(
+            f"expected the pixel values on the tower's device {weight.device}, got them on {pixels_TP.device}; "
+            f"move them with .to({str(weight.device)!r})"
+        )
 
 
 def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True) -> Request:
     """What a tower's layers ask of a backend: its heads, and the dtype that its attention computes in."""
-    attention, dtype = tower.blocks[0].attn, tower.patch_embed.proj.weight.dtype
+    attention = tower.blocks[0].attn
+    dtype = getattr(getattr(attention.qkv, "weight", None), "dtype", None)
     if _autocast(device):
         dtype = torch.get_autocast_dtype(device.type)
-    elif dtype not in _COMPUTE_DTYPES:  # quantised weights: the norms keep the dtype that activations have
+    elif dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
         dtype = tower.blocks[0].norm1.weight.dtype
     return Request(
         device=device,
@@ -293,7 +344,7 @@ def _run(tower: Any, state: TowerState, fusion: Fusion, prepared: Prepared, pixe
     positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
     if window_index_M is not None:
         x_TE, positions_T2 = (_permute(rows, window_index_M) for rows in (x_TE, positions_T2))
-    cos_TD, sin_TD = _rotary_tables(tower.rotary_pos_emb, x_TE, positions_T2)
+    cos_TD, sin_TD = fusion.tables(x_TE, positions_T2)
 
     attends = _attends_by_layer(tower, family, fusion, prepared)
     deepstack = list(tower.deepstack_visual_indexes) if family.deepstack else []
@@ -346,13 +397,3 @@ def _permute(rows: torch.Tensor, window_index_M: torch.Tensor) -> torch.Tensor:
     blocks = rows.unflatten(0, (window_index_M.shape[0], -1))
     moved: torch.Tensor = blocks[window_index_M].flatten(0, 1)
     return moved
-
-
-def _rotary_tables(rotary: Any, x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, (T, D), by the tower's own module, whatever its frequencies."""
-    if "x" in inspect.signature(rotary.forward).parameters:
-        cos_TD, sin_TD = rotary(x_TE, positions_T2)
-        return cos_TD, sin_TD
-    half_TD = rotary(positions_T2)  # transformers before 5.17 returned the angles of one half
-    angles_TD = torch.cat((half_TD, half_TD), dim=-1)
-    return angles_TD.cos(), angles_TD.sin()

@@ -136,6 +136,9 @@ class Backend(ABC):
         bounds = f"at least {low[0]}.{low[1]} and below {above[0]}.{above[1]}"
         return [f"the GPU's compute capability is {found[0]}.{found[1]}, it needs {bounds}"]
 
+    def close(self) -> None:  # noqa: B027  (most backends hold no memory between calls)
+        """Give back memory that is held between calls."""
+
     @abstractmethod
     def plan(self, segments: Segments, request: Request) -> Plan:
         """Decide everything about a layout on the host; no device work."""

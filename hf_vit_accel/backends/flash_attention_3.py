@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from hf_vit_accel import env
@@ -45,7 +43,7 @@ class FlashAttention3(Backend):
         return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_length"], plan.request.scale)
 
 
-@cache
+@env.probe
 def _probe() -> tuple[str, ...]:
     try:
         from flash_attn_interface import flash_attn_varlen_func  # noqa: F401

@@ -8,7 +8,6 @@ it is decided.
 
 from __future__ import annotations
 
-from functools import cache
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -61,6 +60,9 @@ class FlashinferCudnn(Backend):
 
     def probe(self) -> list[str]:
         return list(_probe())
+
+    def close(self) -> None:
+        WORKSPACES.close()
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         width = request.heads * request.head_dim
@@ -130,7 +132,7 @@ def _sequences(plan: Plan, index: int, packed: tuple[bool, ...]) -> Tensors:
     return plan.tensors[f"lengths_{index}"], *(offsets[layout] for layout in packed), offsets[False]
 
 
-@cache
+@env.probe
 def _probe() -> tuple[str, ...]:
     try:
         prefill = _prefill_module()
@@ -146,7 +148,7 @@ def _probe() -> tuple[str, ...]:
     return ()
 
 
-@cache
+@env.probe
 def _prefill_module() -> ModuleType:
     import flashinfer.cudnn.prefill as prefill  # 3 to 4 s, so only when used
 
@@ -213,7 +215,7 @@ def _graph(qkv: Tensors, sequences: Tensors, max_length: int, scale: float) -> t
     return prepared, metadata, nbytes
 
 
-@cache
+@env.probe
 def _can_prepare() -> bool:
     """Whether this FlashInfer has the semi-private pieces (0.7.2); else its slower public call is used."""
     prefill = _prefill_module()

@@ -67,6 +67,8 @@ def _add_norm_kernel(
     if HAS_DELTA:
         s1 = (x1 + tl.load(delta + row + e1).to(tl.float32)).to(dtype)
         s2 = (x2 + tl.load(delta + row + e2, mask=in2, other=0.0).to(tl.float32)).to(dtype)
+        # A piece of fewer elements than threads is held by several warps: none may load what another has stored.
+        tl.debug_barrier()
         tl.store(x + row + e1, s1)
         tl.store(x + row + e2, s2, mask=in2)
         x1, x2 = s1.to(tl.float32), s2.to(tl.float32)

@@ -59,6 +59,7 @@ def _rope_kernel(
     first = qkv + tl.program_id(1) * (HEADS * DIM) + at
     x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # a tile of fewer elements than threads is held by several warps; all load before one stores
     tl.store(first, (x1 * c - x2 * s).to(qkv.dtype.element_ty), mask=inside)
     tl.store(first + half, (x2 * c + x1 * s).to(qkv.dtype.element_ty), mask=inside)
 
