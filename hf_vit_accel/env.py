@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Package", "cuda_capability", "cuda_device_name", "has_cuda", "probe", "reset", "versions", "why_missing"]
+__all__ = [
+    "Package",
+    "cuda_capability",
+    "cuda_device_name",
+    "has_cuda",
+    "multiprocessors",
+    "probe",
+    "reset",
+    "versions",
+    "why_missing",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _PROBES: list[Any] = []
@@ -76,6 +86,12 @@ def cuda_capability(index: int | None = None) -> tuple[int, int]:
 def cuda_device_name(index: int | None = None) -> str:
     """The name of a CUDA device as its driver gives it."""
     return torch.cuda.get_device_name(index)
+
+
+@probe
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 1 for any other device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @probe

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT = {
     "env": set(),
-    "kernels": set(),
+    "kernels": {"env", ""},
     "metadata": set(),
     "structure": set(),
     "backends": {"metadata", "kernels", "env"},

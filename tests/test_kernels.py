@@ -27,7 +27,7 @@ from hf_vit_accel.kernels.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.kernels.patch_embed import patch_embed
 from hf_vit_accel.kernels.positions import add_positions_, add_positions_reference_
 from hf_vit_accel.kernels.rope import rope_, rope_reference_
-from hf_vit_accel.kernels.window_attention import window_attention, window_attention_reference
+from hf_vit_accel.kernels.window_attention import heads_each, window_attention, window_attention_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
@@ -156,6 +156,12 @@ def test_window_attention(at: dict[str, Any], lengths: list[int], dim: int) -> N
     found = window_attention(qkv, cos, sin, offsets, scale)
     assert torch.equal(qkv, kept)
     assert relative_error(found, exact) <= max(1.3 * relative_error(expected, exact), torch.finfo(found.dtype).eps)
+
+
+@pytest.mark.parametrize(("windows", "expected"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (288, 4), (2000, 16)])
+def test_heads_of_a_program(windows: int, expected: int) -> None:
+    """On 132 multiprocessors with two programs each."""
+    assert heads_each(windows, 16, 264) == expected
 
 
 def test_patch_embed_is_the_convolution_and_copies_no_weight() -> None:
