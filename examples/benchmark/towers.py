@@ -81,11 +81,14 @@ def relative_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> f
 
 @contextmanager
 def contender(tower: Any, attention: str) -> Iterator[None]:
-    """The tower stock with an attention of transformers' own, or patched with a backend."""
+    """The tower stock with an attention of transformers' own ("stock sdpa"), or patched with a backend."""
     if attention.startswith("stock "):
-        tower.config._attn_implementation_internal = attention.removeprefix("stock ")
-        yield
-        tower.config._attn_implementation_internal = "sdpa"
+        former = tower.config._attn_implementation
+        tower.config._attn_implementation = attention.removeprefix("stock ")
+        try:
+            yield
+        finally:
+            tower.config._attn_implementation = former
     else:
         with hf_vit_accel.patched(tower, attention=attention, strict=True):
             yield
@@ -154,12 +157,44 @@ def measure(
     return rows
 
 
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw milliseconds per contender, a panel per model, as a PNG; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = result["rows"]
+    models, sizes, contenders = (
+        list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "size", "contender")
+    )
+    figure, panels = plt.subplots(1, len(models), figsize=(5 * len(models), 4.2), squeeze=False)
+    for panel, model in zip(panels[0], models, strict=True):
+        times = {(row["size"], row["contender"]): row["ms"] for row in rows if row["model"] == model}
+        for index, name in enumerate(contenders):
+            height = 0.8 / len(contenders)
+            at = [place + index * height for place in range(len(sizes))]
+            bars = panel.barh(at, [times[size, name] for size in sizes], height=height, label=name)
+            speedups = [f"{times[size, contenders[0]] / times[size, name]:.1f}x" for size in sizes]
+            panel.bar_label(bars, speedups, fontsize=7, padding=2)
+        panel.set_yticks([place + 0.4 - height / 2 for place in range(len(sizes))], sizes)
+        panel.set_title(model)
+        panel.set_xlabel("ms, tower forward (lower is better)")
+        panel.margins(x=0.12)
+        panel.invert_yaxis()
+    panels[0][0].legend(fontsize=8)
+    figure.suptitle(f"{result['device']}, {result['dtype']}, torch {result['versions']['torch']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main(
     output: Annotated[Path | None, typer.Option(help="where to write the JSON")] = None,
+    figure: Annotated[Path | None, typer.Option(help="where to draw it (PNG)")] = None,
     models: Annotated[str, typer.Option(help="comma-separated")] = ",".join(MODELS),
     sizes: Annotated[str, typer.Option(help="comma-separated; all by default")] = ",".join(SIZES),
     attentions: Annotated[str, typer.Option(help="comma-separated; the first is the baseline")] = (
-        "stock sdpa,auto,flashinfer_cudnn,torch_varlen,sdpa"
+        "stock sdpa,auto,flashinfer_cudnn,torch_varlen"
     ),
     rounds: Annotated[int, typer.Option(help="interleaved rounds of four forwards each")] = 5,
 ) -> None:
@@ -172,6 +207,8 @@ def main(
     result = dict(versions=env.versions(), device=env.cuda_device_name(), dtype="bfloat16", rows=rows)
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
+    if figure is not None:
+        plot(result, figure)
 
 
 if __name__ == "__main__":
