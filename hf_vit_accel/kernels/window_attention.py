@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ def _window_attention_kernel(
         tl.store(o + half, (tl.dot(weights, v2) / total).to(dtype), mask=inside)
 
 
+@lru_cache(maxsize=256)
 def heads_each(windows: int, heads: int, slots: int) -> int:
     """How many heads one program takes in turn, cos and sin kept in registers.
 
