@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = ["Structure", "is_plain"]
 _BLOCK_PARAMETERS = {"self", "hidden_states", "cu_seqlens", "position_embeddings", "kwargs"}
 _ATTENTION_PARAMETERS = _BLOCK_PARAMETERS | {"max_seqlen"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DTYPE = attrgetter("dtype")
 _UPSTREAM = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
@@ -80,12 +82,9 @@ class Structure:
             and self._own_forwards() == self._own
         )
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         """The tower's parameters as they are now, whatever replaced them."""
-        for parameters in self._parameters:
-            for parameter in parameters.values():
-                if parameter is not None:
-                    yield parameter
+        return [p for parameters in self._parameters for p in parameters.values() if p is not None]
 
     def reasons(self) -> list[str]:
         """Why the fast path would not do what the stock tower does; empty if it would."""
@@ -96,10 +95,10 @@ class Structure:
                 reasons.append(f"hooks on {hooked}")
         if any(_GLOBAL_HOOKS):
             reasons.append("global module hooks")
-        dtypes = {parameter.dtype for parameter in self.parameters()}
+        parameters = self.parameters()
+        dtypes, classes = set(map(_DTYPE, parameters)), set(map(type, parameters)) - {nn.Parameter}
         if len(dtypes) > 1:
             reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
-        classes = {type(parameter) for parameter in self.parameters()} - {nn.Parameter}
         if classes:
             reasons.append(f"parameters of a class of their own ({', '.join(sorted(c.__name__ for c in classes))})")
         return reasons

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,15 +139,34 @@ def test_cudnn_plans_are_built_once_per_class_of_layouts() -> None:
 
 @pytest.mark.gpu
 def test_cudnn_workspace_is_one_per_stream() -> None:
-    device = torch.device("cuda", 0)
+    current, other = torch.cuda.current_stream(), torch.cuda.Stream()
     spaces = cudnn_backend.Workspaces()
-    first = spaces.get(device, 1000)
-    assert spaces.get(device, 10).data_ptr() == first.data_ptr()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert spaces.get(device, 10).data_ptr() != first.data_ptr()
-    assert spaces.get(device, 2 << 20).numel() >= 2 << 20
+    first = spaces.get(current, 1000)
+    assert spaces.get(current, 10).data_ptr() == first.data_ptr()
+    assert spaces.get(other, 10).data_ptr() != first.data_ptr()
+    assert spaces.get(current, 2 << 20).numel() >= 2 << 20
     spaces.close()
     assert not spaces._buffers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["by name", "public call"])
+def test_cudnn_other_ways_to_call_it(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Frontends without ordered binding, and FlashInfers without the semi-private pieces."""
+    backend = backend_named("flashinfer_cudnn")
+    if reasons := backend.reasons_against_machine():
+        pytest.skip("; ".join(reasons))
+    if way == "public call":
+        monkeypatch.setattr(cudnn_backend, "_can_prepare", lambda: False)
+    else:
+        real = cudnn_backend._Graph.run
+
+        def run(self: Any, *args: Any) -> None:
+            monkeypatch.setattr(self, "_ordered", False)
+            real(self, *args)
+
+        monkeypatch.setattr(cudnn_backend._Graph, "run", run)
+    check(backend, LAYOUTS["ragged"], 72, torch.bfloat16, "cuda", True)
 
 
 def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ it is decided.
 
 from __future__ import annotations
 
+import inspect
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,10 @@ CUDNN_FRONTEND = env.Package(module="cudnn", distribution="nvidia-cudnn-frontend
 _OLDEST_CUDNN = 91900  # the oldest release that this backend was run with
 _INT32_END = 2**31
 _OFFSETS = ("batch_offsets_q", "batch_offsets_k", "batch_offsets_v", "batch_offsets_o")
+_UIDS = (
+    *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
+    *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
+)
 _SPARE_WORKSPACE = 128 << 20  # bytes; FlashInfer's own advice, where the plan's need cannot be asked
 
 
@@ -90,23 +95,21 @@ class FlashinferCudnn(Backend):
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         heads, head_dim = q_THD.shape[1:]
-        width = heads * head_dim
-        layouts = []
-        tensors = []
-        for x_THD in (q_THD, k_THD, v_THD):
-            packed = x_THD.stride() == (3 * width, head_dim, 1)
-            tensors.append(x_THD if packed else x_THD.contiguous())
-            layouts.append(packed)
-        outputs = [
-            _attend(
-                *(x_THD[start:stop] for x_THD in tensors),
-                *_sequences(plan, index, tuple(layouts)),
-                max_length,
-                plan.request.scale,
-            )
-            for index, (start, stop, max_length) in enumerate(plan.host["chunks"])
+        packed_strides = 3 * heads * head_dim, head_dim, 1
+        packed = tuple(x_THD.stride() == packed_strides for x_THD in (q_THD, k_THD, v_THD))
+        qkv = [
+            x_THD if is_packed else x_THD.contiguous()
+            for x_THD, is_packed in zip((q_THD, k_THD, v_THD), packed, strict=True)
         ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        chunks, scale = plan.host["chunks"], plan.request.scale
+        if len(chunks) == 1:
+            return _attend(*qkv, *_sequences(plan, 0, packed), chunks[0][2], scale)
+        return torch.cat(
+            [
+                _attend(*(x_THD[start:stop] for x_THD in qkv), *_sequences(plan, index, packed), max_length, scale)
+                for index, (start, stop, max_length) in enumerate(chunks)
+            ]
+        )
 
 
 def _chunks(segments: Segments, row_elements: int) -> list[tuple[int, int]]:
@@ -166,13 +169,13 @@ class Workspaces:
         self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._lock = Lock()
 
-    def get(self, device: torch.device, nbytes: int) -> torch.Tensor:
-        """At least nbytes of uint8 on the device, for its current stream."""
-        key = device, torch.cuda.current_stream(device).cuda_stream
+    def get(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
+        """At least nbytes of uint8 on the stream's device, for calls on that stream."""
+        key = stream.device, stream.cuda_stream
         with self._lock:
             buffer = self._buffers.get(key)
             if buffer is None or buffer.numel() < nbytes:
-                buffer = self._buffers[key] = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=device)
+                buffer = self._buffers[key] = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=stream.device)
         return buffer
 
     def close(self) -> None:
@@ -182,57 +185,74 @@ class Workspaces:
 
 
 WORKSPACES = Workspaces()
-GRAPHS: LRU[tuple[Any, int]] = LRU(entries=256, cost=256)
-"""cuDNN plans built so far (a plan and the workspace it needs); `GRAPHS.misses` counts builds."""
 
 
-def _graph(qkv: Tensors, sequences: Tensors, max_length: int, scale: float) -> tuple[Any, Any, int]:
-    """FlashInfer's prepared graph for these shapes and strides, the call's metadata, and the workspace bytes.
+class _Graph:
+    """One built cuDNN plan: its graph, the tensors that it takes in order, and the workspace that it needs."""
 
-    qkv: three (T, H, D). sequences: lengths, and the offsets of q, k, v and of the output.
-    """
-    prefill, (lengths_S, *offsets) = _prefill_module(), sequences
-    metadata = prefill._PrefillMetadata(
-        max_token_per_sequence=max_length,
-        max_sequence_kv=max_length,
-        causal=False,
-        return_lse=False,
-        o_data_type=qkv[0].dtype,
-        actual_seq_lens_q=lengths_S,
-        actual_seq_lens_kv=lengths_S,
-        **dict(zip(_OFFSETS, offsets, strict=True)),
-    )
+    def __init__(self, qkv: Tensors, sequences: Tensors, max_length: int, scale: float) -> None:
+        prefill, (lengths_S, *offsets) = _prefill_module(), sequences
+        metadata = prefill._PrefillMetadata(
+            max_token_per_sequence=max_length,
+            max_sequence_kv=max_length,
+            causal=False,
+            return_lse=False,
+            o_data_type=qkv[0].dtype,
+            actual_seq_lens_q=lengths_S,
+            actual_seq_lens_kv=lengths_S,
+            **dict(zip(_OFFSETS, offsets, strict=True)),
+        )
+        self._graph = prefill.prepare_cudnn_batch_prefill(*qkv, scale, lengths_S, metadata=metadata).graph
+        self._uids = tuple(getattr(prefill.UIDs, name).value for name in _UIDS)
+        self._ordered = "tensor_uids" in inspect.signature(self._graph.execute).parameters
+        self._workspace_bytes = int(self._graph.get_workspace_size())
+
+    def run(self, qkv: Tensors, sequences: Tensors, out_THD: torch.Tensor) -> None:
+        """Launch on the current stream; pointers are bound for this call only."""
+        stream = torch.cuda.current_stream(out_THD.device)
+        options: dict[str, Any] = {"workspace": WORKSPACES.get(stream, self._workspace_bytes)}
+        options["handle"] = _prefill_module()._create_cudnn_handle(stream)
+        tensors = *qkv, out_THD, sequences[0], *sequences
+        if self._ordered:
+            self._graph.execute(tensors, tensor_uids=self._uids, **options)
+        else:
+            self._graph.execute(dict(zip(self._uids, tensors, strict=True)), **options)
+
+
+GRAPHS: LRU[_Graph] = LRU(entries=256, cost=256)
+"""The cuDNN plans built so far; `GRAPHS.misses` counts builds."""
+
+
+def _graph(qkv: Tensors, sequences: Tensors, max_length: int, scale: float) -> _Graph:
+    """The plan for these shapes and strides. qkv: (T, H, D) each. sequences: lengths, offsets of q, k, v, out."""
     shape, strides = qkv[0].shape[1:], tuple(x_THD.stride() for x_THD in qkv)
-    key = qkv[0].device, qkv[0].dtype, shape, strides, lengths_S.shape[0], max_length, scale
+    key = qkv[0].device, qkv[0].dtype, shape, strides, sequences[0].shape[0], max_length, scale
 
-    def make() -> tuple[tuple[Any, int], int]:
+    def make() -> tuple[_Graph, int]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a cuDNN plan must be built before a CUDA graph is captured; run the same sizes once")
-        prepared = prefill.prepare_cudnn_batch_prefill(*qkv, scale, lengths_S, metadata=metadata)
-        return (prepared, int(prepared.graph.get_workspace_size())), 1
+        return _Graph(qkv, sequences, max_length, scale), 1
 
-    prepared, nbytes = GRAPHS.get(key, make)
-    return prepared, metadata, nbytes
+    return GRAPHS.get(key, make)
 
 
 @env.probe
 def _can_prepare() -> bool:
     """Whether this FlashInfer has the semi-private pieces (0.7.2); else its slower public call is used."""
-    prefill = _prefill_module()
-    return hasattr(prefill, "prepare_cudnn_batch_prefill") and hasattr(prefill, "_PrefillMetadata")
+    names = ("prepare_cudnn_batch_prefill", "_PrefillMetadata", "UIDs", "_create_cudnn_handle")
+    return all(hasattr(_prefill_module(), name) for name in names)
 
 
 def _attend_cuda(*arguments: Any) -> torch.Tensor:
     qkv, sequences, (max_length, scale) = arguments[:3], arguments[3:8], arguments[8:]
     out_THD = torch.empty(qkv[0].shape, dtype=qkv[0].dtype, device=qkv[0].device)
     if _can_prepare():
-        prepared, metadata, nbytes = _graph(qkv, sequences, max_length, scale)
-        prepared.run(*qkv, out_THD, None, WORKSPACES.get(out_THD.device, nbytes), metadata=metadata)
+        _graph(qkv, sequences, max_length, scale).run(qkv, sequences, out_THD)
         return out_THD
     _prefill_module().cudnn_batch_prefill_with_kv_cache(
         *qkv,
         scale,
-        WORKSPACES.get(out_THD.device, _SPARE_WORKSPACE),
+        WORKSPACES.get(torch.cuda.current_stream(out_THD.device), _SPARE_WORKSPACE),
         max_token_per_sequence=max_length,
         max_sequence_kv=max_length,
         actual_seq_lens_q=sequences[0],
