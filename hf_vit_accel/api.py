@@ -179,7 +179,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
     fusion = None
     if not against:
         weight = tower.patch_embed.proj.weight
-        fusion = state.fusion(tower, weight.device, weight.dtype)
+        fusion = state.fusion(tower, structure, weight.device, weight.dtype)
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
     if backends and family.full_layers and "window" not in backends:
         backends["window"] = "fused kernel"

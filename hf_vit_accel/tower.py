@@ -116,9 +116,9 @@ class TowerState:
             self.prepared.cost = max(1 << 20, self._structure.nbytes // 50)
         return self._structure
 
-    def fusion(self, tower: nn.Module, device: torch.device, dtype: torch.dtype) -> Fusion:
+    def fusion(self, tower: nn.Module, structure: Structure, device: torch.device, dtype: torch.dtype) -> Fusion:
         """The tower's fused operations, chosen again if its structure, device or dtype changed."""
-        key = self.structure(tower), device, dtype
+        key = structure, device, dtype
         if self._fusion is None or self._fusion[:3] != key:
             if self._fusion is not None:
                 self._fusion[3].close()
@@ -235,7 +235,7 @@ def _forward(
     )
     reasons = structure.reasons() + _against_call(tower, kwargs, hidden_states.device, grad)
     request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
-    fusion = None if reasons else state.fusion(tower, request.device, request.dtype)
+    fusion = None if reasons else state.fusion(tower, structure, request.device, request.dtype)
     fused_windows = fusion is not None and "window_attention" in fusion.fused
     prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
     state.choices = prepared.choices
