@@ -9,6 +9,7 @@ chosen in a layer. Weights are read from their modules at every call: what chang
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -244,50 +245,54 @@ class AlignedSwiglu:
         self.linears = gate, up, down
         self.width = gate.out_features
         self.padded = -(-self.width // 8) * 8
-        self.gate_up_weight: torch.Tensor | None = None
+        self.storage: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.addresses: tuple[int, ...] = ()
+        self._lock = threading.Lock()
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         """(T, E) to (T, E)."""
-        assert self.gate_up_weight is not None
-        hidden_TF = swiglu(F.linear(x_TE, self.gate_up_weight, self.gate_up_bias))
-        return F.linear(hidden_TF, self.down_weight, self.linears[2].bias)
+        assert self.storage is not None
+        gate_up_weight, gate_up_bias, down_weight = self.storage
+        hidden_TF = swiglu(F.linear(x_TE, gate_up_weight, gate_up_bias))
+        return F.linear(hidden_TF, down_weight, self.linears[2].bias)
 
-    def _views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        assert self.gate_up_weight is not None
+    def _parameters(self) -> tuple[torch.Tensor, ...]:
         gate, up, down = self.linears
+        return gate.weight, up.weight, gate.bias, up.bias, down.weight
+
+    def _views(self, storage: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The parts of padded storage that the parameters are, in their order."""
+        gate_up_weight, gate_up_bias, down_weight = storage
         first, second = slice(0, self.width), slice(self.padded, self.padded + self.width)
-        return [
-            (gate.weight, self.gate_up_weight[first]),
-            (up.weight, self.gate_up_weight[second]),
-            (gate.bias, self.gate_up_bias[first]),
-            (up.bias, self.gate_up_bias[second]),
-            (down.weight, self.down_weight[:, : self.width]),
-        ]
+        gate_up = gate_up_weight[first], gate_up_weight[second], gate_up_bias[first], gate_up_bias[second]
+        return *gate_up, down_weight[:, : self.width]
 
     def derive(self) -> None:
         """Lay the parameters out in padded storage, unless they stand there already."""
-        gate, up, down = self.linears
-        parameters = gate.weight, up.weight, gate.bias, up.bias, down.weight
-        if self.addresses == tuple(parameter.data_ptr() for parameter in parameters):
+        if self.addresses == tuple(parameter.data_ptr() for parameter in self._parameters()):
             return
         # Not as inference tensors, whatever mode the call is in: the parameters must stay updatable.
-        with torch.inference_mode(False), torch.no_grad():
-            weight = gate.weight
-            self.gate_up_weight = weight.new_zeros(2 * self.padded, gate.in_features)
-            self.gate_up_bias = weight.new_zeros(2 * self.padded)
-            self.down_weight = weight.new_zeros(down.out_features, self.padded)
-            for parameter, view in self._views():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            parameters = self._parameters()
+            gate, _, down = self.linears
+            storage = (
+                gate.weight.new_zeros(2 * self.padded, gate.in_features),
+                gate.weight.new_zeros(2 * self.padded),
+                gate.weight.new_zeros(down.out_features, self.padded),
+            )
+            for parameter, view in zip(parameters, self._views(storage), strict=True):
                 view.copy_(parameter.data)
+            self.storage = storage  # complete before anyone sees it: another thread may be computing
+            for parameter, view in zip(parameters, self._views(storage), strict=True):
                 parameter.data = view
-        self.addresses = tuple(parameter.data_ptr() for parameter in parameters)
+            self.addresses = tuple(parameter.data_ptr() for parameter in parameters)
 
     def close(self) -> None:
         """Give the parameters that still stand in the padded storage storage of their own."""
-        if self.gate_up_weight is None:
+        if self.storage is None:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            for parameter, view in self._views():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            for parameter, view in zip(self._parameters(), self._views(self.storage), strict=True):
                 if parameter.data_ptr() == view.data_ptr():
                     parameter.data = view.clone(memory_format=torch.contiguous_format)
-        self.gate_up_weight, self.addresses = None, ()
+        self.addresses = ()

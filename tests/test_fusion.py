@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -261,6 +262,27 @@ def test_aligned_widths_are_not_padded(references: list[str]) -> None:
     x = torch.randn(5, 16)
     expected = linears[2](nn.functional.silu(linears[0](x)) * linears[1](x))
     torch.testing.assert_close(mlp(x), expected)
+
+
+def test_threads_that_lay_out_at_once_agree(references: list[str]) -> None:
+    model = swiglu_model()
+    expected = run_tower(tower_of(model), GRIDS["mixed"])
+    hf_vit_accel.patch(model)
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            for _ in range(3):
+                assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not failures
+    hf_vit_accel.unpatch(model)
+    assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected, 0.0)
 
 
 def test_patching_again_does_not_stack_paddings(references: list[str]) -> None:
