@@ -238,11 +238,11 @@ def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, to
     for name, array in arrays.items():
         starts[name] = total
         total += -(-array.nbytes // _ALIGN) * _ALIGN
-    packed = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    host = packed.numpy()
+    host = np.empty(total, dtype=np.uint8)
     for name, array in arrays.items():
         host[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    sent = packed.to(device, non_blocking=True)
+    packed = torch.from_numpy(host)
+    sent = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
     return {
         name: sent[starts[name] : starts[name] + array.nbytes]
         .view(torch.from_numpy(array[:0].copy()).dtype)

@@ -36,12 +36,19 @@ def _is_upstream(function: Any) -> bool:
     return code is not None and code.co_filename.startswith(_UPSTREAM)
 
 
+def _own_forward(module: nn.Module) -> Any:
+    """A forward that was set on an instance; None for none, or the class's (which removed accelerate hooks leave)."""
+    forward = vars(module).get("forward")
+    bound = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
+    return None if bound else forward
+
+
 def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
     """None if a module does what its class in torch (`kind`) or transformers was written to do, else why not."""
     name = type(module).__name__
     if kind is not None and type(module) is not kind:
         return f"a {name} stands where a plain {kind.__name__} was"
-    if "forward" in vars(module):
+    if _own_forward(module) is not None:
         return f"a {name} has a forward of its own"
     if not _is_upstream(type(module).forward):
         return f"the forward of {name} was replaced by another"
@@ -59,20 +66,20 @@ class Structure:
         modules = dict(tower.named_modules())
         below = {name: module for name, module in modules.items() if name}
         self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values()]
-        self._instances = [vars(module) for module in below.values()]
+        self._below = list(below.values())
         self._own = self._own_forwards()
         self._classes: list[Any] = [(kind, kind.forward) for kind in {type(module) for module in below.values()}]
         hooks = [(name, vars(m)[kind]) for name, m in below.items() for kind in _HOOKS if kind in vars(m)]
         self._hooks, self._hook_dicts = hooks, [of_module for _, of_module in hooks]
         self._parameters = [module._parameters for module in modules.values() if module._parameters]
         self.broken = [*_against_tower(tower), *_against_blocks(tower)]
-        self.offloaded = any("_hf_hook" in instance for instance in self._instances)
+        self.offloaded = any("_hf_hook" in vars(module) for module in self._below)
         self._own_reasons = list(_against_instances(below))
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters())
         self._classes.append((type(tower), type(tower).forward))
 
     def _own_forwards(self) -> list[Any]:
-        return [instance.get("forward") for instance in self._instances if "forward" in instance]
+        return [_own_forward(module) for module in self._below if "forward" in vars(module)]
 
     def current(self) -> bool:
         """Whether the tower still holds the very modules and forwards that were read."""
@@ -115,11 +122,8 @@ def _against_instances(modules: dict[str, nn.Module]) -> Iterator[str]:
         if "_hf_hook" in vars(module):
             yield f"accelerate hooks on {name}"
             return
-        if (
-            "forward" in vars(module)
-            and name.startswith("blocks.")
-            and (name.count(".") == 1 or name.endswith(".attn"))
-        ):
+        skipped = name.startswith("blocks.") and (name.count(".") == 1 or name.endswith(".attn"))
+        if skipped and _own_forward(module) is not None:
             yield f"{name} has a forward of its own"
             return
 
