@@ -1,29 +1,22 @@
-"""The command line: `hf-vit-accel doctor` says what runs on this machine, and whether it computes the right thing.
-
-`T` packed rows, `S` segments, `L` rows of one segment, `H` heads, `D` head dim.
-"""
+"""The command line: `hf-vit-accel doctor` says what runs here and if it is right, `hf-vit-accel bench` how fast."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
-from itertools import groupby
-from typing import Annotated, Literal, get_args
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
-import numpy as np
-import torch
 import typer
 
 import hf_vit_accel
-from hf_vit_accel import backends, env
-from hf_vit_accel.backends import Backend, Kind, Request
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel import bench as benchmark
+from hf_vit_accel import doctor as examination
 
-__all__ = ["Auto", "Check", "Gpu", "Report", "Verdict", "app", "examine", "reference_attention"]
+__all__ = ["app"]
 
 app = typer.Typer(
     help="Fast, exact vision towers for Hugging Face vision-language models.",
@@ -32,81 +25,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-LENGTHS = (1, 64, 64, 37, 200)
-"""Rows of the segments: a single one, two equal ones that stand together, and ones that fill no tile of a kernel."""
-HEADS = 4
-HEAD_DIMS = (64, 72, 80)
-DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
-    "cpu": (torch.float32, torch.bfloat16),
-    "cuda": (torch.bfloat16, torch.float16, torch.float32),
-}
-BOUNDS: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Largest relative L2 error: a few times what rounding the weights and the result to the dtype costs."""
-SEED = 20240229
-
-Status = Literal["usable", "unusable", "wrong", "unchecked"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """One CUDA device. capability: "major.minor". memory: bytes."""
-
-    index: int
-    name: str
-    capability: str
-    memory: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One run of a backend. error: relative L2, None without a finite one. problem: None where it passed."""
-
-    device: str
-    dtype: str
-    head_dim: int
-    packed: bool
-    bound: float
-    error: float | None
-    problem: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What came out for one backend. reasons: everything that stands against running or checking it."""
-
-    name: str
-    status: Status
-    reasons: tuple[str, ...]
-    checks: tuple[Check, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Auto:
-    """What attention="auto" takes for each kind of layer; problem: why that could not be told, or None."""
-
-    device: str
-    dtype: str
-    head_dim: int
-    layers: Mapping[str, str]
-    problem: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Everything that doctor found; its fields are the keys of `doctor --json`."""
-
-    ok: bool
-    versions: Mapping[str, str | None]
-    gpus: tuple[Gpu, ...]
-    gpu_problem: str | None
-    segments: tuple[int, ...]
-    heads: int
-    head_dims: tuple[int, ...]
-    devices: Mapping[str, tuple[str, ...]]
-    bounds: Mapping[str, float]
-    backends: tuple[Verdict, ...]
-    auto: Auto
 
 
 def _print_version(wanted: bool) -> None:
@@ -143,248 +61,117 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
       checks: list of {device, dtype, head_dim, packed (q, k, v as views of one projection), bound, error, problem}.
     - auto: {device, dtype, head_dim, layers ({"full": name, "window": name}), problem}.
     """
-    with redirect_stdout(sys.stderr), _one_thread():  # libraries may print when they are first used
-        report = examine()
+    with redirect_stdout(sys.stderr):  # libraries may print when they are first used
+        report = examination.examine()
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2, allow_nan=False))
     else:
-        for line in _lines(report):
+        for line in examination.lines(report):
             typer.echo(line)
     if not report.ok:
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: a built-in shape ("
+            + ", ".join(benchmark.SHAPES)
+            + "), a checkpoint's folder or hub id, or a config.json."
+        ),
+    ] = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: names out of those of the default, or frames x height x width in patches such as "
+            "1x64x64*16+8x36x64 (*n repeats, + joins)."
+        ),
+    ] = ",".join(benchmark.SIZES),
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            help='Comma-separated attention backends and "auto"; by default "auto" and every one that can run.'
+        ),
+    ] = None,
+    baselines: Annotated[
+        str,
+        typer.Option(help=f"Comma-separated stock set-ups out of {', '.join(benchmark.BASELINES)}."),
+    ] = "sdpa",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds of four timed forwards each.")] = 5,
+    peak: Annotated[
+        float, typer.Option(min=0.001, help="TFLOP/s that the floor assumes; the default is an H200's in bf16.")
+    ] = benchmark.PEAK,
+    weights: Annotated[bool, typer.Option("--weights", help="Load the checkpoint's weights, not random ones.")] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Break one forward of the first backend down into parts, per model and size."),
+    ] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the times into this PNG (needs matplotlib).")
+    ] = None,
+) -> None:
+    """Verify a vision tower with every backend against an fp32 run of stock transformers, then time it beside stock.
+
+    Exits with 1 if a contender computes something wrong or a backend crashes; it is not timed.
+    \f
+    The keys of the JSON object; null stands for "none":
+
+    - versions: name to version or null. device, dtype: text. rounds: int. peak_tflops: what floor_ms assumes.
+    - rows: list of {model, size, patches, contender, status, floor_ms, bound, ms, ms_low, ms_high, ratio (ms over
+      floor_ms), speedup (over the first contender), error, problem, parts}.
+      status: "timed"; "wrong" (the error is above the bound, or it crashed); "skipped" (it cannot run here).
+      parts: list of {part, us, share (0 to 1), kernels, per_layer}, for the row that was profiled.
+    """
+    with _usage_errors():
+        if plot_path is not None:
+            benchmark.require_matplotlib()
+        if dtype is not None and dtype not in benchmark.DTYPES:
+            raise ValueError(f"expected a dtype out of {', '.join(benchmark.DTYPES)}, got {dtype}")
+        chosen = benchmark.DTYPES[dtype] if dtype else benchmark.default_dtype(benchmark.device_of_choice())
+        blocks = benchmark.bench(
+            _listed(model),
+            dict(benchmark.parse_size(size) for size in _listed(sizes)),
+            attentions=None if backends is None else _listed(backends),
+            baselines=_listed(baselines),
+            dtype=chosen,
+            rounds=rounds,
+            peak=peak,
+            weights=weights,
+            with_profile=profile,
+        )
+    typer.echo(f"{str(chosen).removeprefix('torch.')}; floor: all matrix FLOPs at {peak:g} TFLOP/s")
+    rows: list[benchmark.Row] = []
+    output = sys.stdout
+    with redirect_stdout(sys.stderr):  # libraries may print when they are first used
+        for block in blocks:
+            known_model = bool(rows) and rows[-1].model == block[0].model
+            rows += block
+            for line in benchmark.lines(block, skipped=not known_model):
+                typer.echo(line, file=output)
+    result = benchmark.document(rows, dtype=chosen, rounds=rounds, peak=peak)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if plot_path is not None and any(row.ms is not None for row in rows):
+        benchmark.plot(result, plot_path)
+    if any(row.status == "wrong" for row in rows):
+        raise typer.Exit(1)
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch to one CPU thread: for work this small, several on busy cores took 4.2 s instead of 0.08 s."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _usage_errors() -> Iterator[None]:
+    """The user's mistakes as typer reports them."""
     try:
         yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def examine() -> Report:
-    """Ask the machine, run every backend of `backends.ORDER` that is usable on it, and resolve "auto"."""
-    gpus, gpu_problem, best = _gpus()
-    devices = [torch.device("cpu")] + ([best] if best.type == "cuda" else [])
-    lost: dict[torch.device, str] = {}
-    verdicts = tuple(_examine_backend(backend, devices, lost) for backend in backends.ORDER)
-    return Report(
-        ok=all(verdict.status != "wrong" for verdict in verdicts),
-        versions={**env.versions(), "hf-vit-accel": hf_vit_accel.__version__},
-        gpus=gpus,
-        gpu_problem=gpu_problem,
-        segments=LENGTHS,
-        heads=HEADS,
-        head_dims=HEAD_DIMS,
-        devices={str(device): tuple(_name(dtype) for dtype in DTYPES[device.type]) for device in devices},
-        bounds={_name(dtype): bound for dtype, bound in BOUNDS.items()},
-        backends=verdicts,
-        auto=_resolve_auto(best),
-    )
-
-
-def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
-    """The CUDA devices, why they cannot be used although torch sees them, and the device to run on."""
-    if not env.has_cuda():
-        return (), None, torch.device("cpu")
-    try:
-        gpus = tuple(
-            Gpu(
-                index=index,
-                name=env.cuda_device_name(index),
-                capability="{}.{}".format(*env.cuda_capability(index)),
-                memory=torch.cuda.get_device_properties(index).total_memory,
-            )
-            for index in range(torch.cuda.device_count())
-        )
-        return gpus, None, torch.device("cuda", torch.cuda.current_device())
-    except Exception as error:  # a GPU that is full or taken exclusively: the rest can still be told
-        return (), _describe(error), torch.device("cpu")
-
-
-def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: dict[torch.device, str]) -> Verdict:
-    """Run one backend on every device, dtype, head dim and layout that it takes.
-
-    lost: devices that no longer work and why; one on which this backend breaks everything is added.
-    """
-    try:
-        against = backend.reasons_against_machine()
-    except Exception as error:
-        return Verdict(name=backend.name, status="wrong", reasons=(_describe(error),), checks=())
-    if against:
-        return Verdict(name=backend.name, status="unusable", reasons=tuple(against), checks=())
-    checks: list[Check] = []
-    reasons: dict[str, None] = {}  # in order, each once
-    for device, dtype, head_dim, packed in _cases(devices):
-        request = _request(device, dtype, head_dim, packed=packed)
-        if backend.reasons_against(request):
-            continue
-        if device in lost:
-            reasons[lost[device]] = None
-            continue
-        checks.append(_check(backend, request))
-        if checks[-1].problem is not None and not _still_works(device):
-            lost[device] = f"{device} stopped working while {backend.name} ran; nothing more was run on it"
-    if any(check.problem is not None for check in checks):
-        return Verdict(name=backend.name, status="wrong", reasons=tuple(reasons), checks=tuple(checks))
-    if not checks and not reasons:
-        reasons["it takes none of the devices, dtypes and head dims that are checked"] = None
-    status: Status = "usable" if checks else "unchecked"
-    return Verdict(name=backend.name, status=status, reasons=tuple(reasons), checks=tuple(checks))
-
-
-def _cases(devices: Sequence[torch.device]) -> Iterator[tuple[torch.device, torch.dtype, int, bool]]:
-    for device in devices:
-        for dtype in DTYPES[device.type]:
-            for head_dim in HEAD_DIMS:
-                for packed in (False, True):
-                    yield device, dtype, head_dim, packed
-
-
-def _request(device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: Kind = "full") -> Request:
-    return Request(
-        device=device, dtype=dtype, heads=HEADS, head_dim=head_dim, scale=head_dim**-0.5, kind=kind, packed=packed
-    )
-
-
-def _check(backend: Backend, request: Request) -> Check:
-    """Run a backend once on random rows and compare; whatever it raises becomes the check's problem."""
-    bound, error, problem = BOUNDS[request.dtype], None, None
-    try:
-        found = _relative_error(backend, request)
-        if not math.isfinite(found):
-            problem = "the result holds NaN or infinity"
-        else:
-            error = found
-            if error > bound:
-                problem = f"relative error {error:.1e}, at most {bound:.0e} is allowed"
-    except Exception as raised:
-        problem = _describe(raised)
-    return Check(
-        device=str(request.device),
-        dtype=_name(request.dtype),
-        head_dim=request.head_dim,
-        packed=request.packed,
-        bound=bound,
-        error=error,
-        problem=problem,
-    )
-
-
-@torch.no_grad()
-def _relative_error(backend: Backend, request: Request) -> float:
-    """|out - reference| / |reference| in L2; inputs are rounded to the dtype first, the reference is float64 on CPU."""
-    generator = torch.Generator("cpu").manual_seed(SEED)
-    shape = sum(LENGTHS), 3, request.heads, request.head_dim
-    host_T3HD = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(request.dtype)
-    qkv = host_T3HD.to(request.device).unbind(1)
-    q_THD, k_THD, v_THD = qkv if request.packed else (x_THD.contiguous() for x_THD in qkv)
-
-    segments = Segments(np.array(LENGTHS, dtype=np.int32))
-    out_THD = backends.plan_alone(backend, segments, request).attend(q_THD, k_THD, v_THD)
-    if out_THD.shape != q_THD.shape or out_THD.dtype != q_THD.dtype:
-        raise ValueError(
-            f"expected {_name(q_THD.dtype)} of shape {tuple(q_THD.shape)}, "
-            f"got {_name(out_THD.dtype)} of shape {tuple(out_THD.shape)}"
-        )
-    expected_THD = reference_attention(host_T3HD, LENGTHS, request.scale)
-    difference_THD = out_THD.cpu().double() - expected_THD
-    return float(difference_THD.norm() / expected_THD.norm())
-
-
-def reference_attention(qkv_T3HD: torch.Tensor, lengths_S: Sequence[int], scale: float) -> torch.Tensor:
-    """Attention within segments by its definition, softmax(scale * q k^T) v, in float64; returns (T, H, D)."""
-    outputs = []
-    for segment_L3HD in qkv_T3HD.double().split(list(lengths_S)):
-        q_HLD, k_HLD, v_HLD = segment_L3HD.permute(1, 2, 0, 3)
-        weights_HLL = torch.softmax(scale * (q_HLD @ k_HLD.mT), dim=-1)
-        outputs.append((weights_HLL @ v_HLD).transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def _still_works(device: torch.device) -> bool:
-    """Whether a device survived a failed check: after a fault in a kernel every later CUDA call fails too."""
-    try:
-        return bool(torch.ones(1, device=device).item() == 1)
-    except Exception:
-        return False
-
-
-def _resolve_auto(device: torch.device) -> Auto:
-    """What "auto" takes on the device, in bf16 on CUDA and fp32 on CPU, without gradients."""
-    dtype, head_dim = torch.bfloat16 if device.type == "cuda" else torch.float32, HEAD_DIMS[-1]
-    layers, problem = {}, None
-    try:
-        for kind in get_args(Kind):
-            request = _request(device, dtype, head_dim, packed=True, kind=kind)
-            layers[kind] = backends.resolve("auto", request).backend.name
-    except Exception as error:
-        problem = _describe(error)
-    return Auto(device=str(device), dtype=_name(dtype), head_dim=head_dim, layers=layers, problem=problem)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _lines(report: Report) -> Iterator[str]:
-    """The report as plain text."""
-    yield "Versions"
-    width = max(map(len, report.versions))
-    for name, version in report.versions.items():
-        yield f"  {name:{width}}  {version or 'none'}"
-
-    yield "GPU"
-    if report.gpu_problem is not None:
-        yield f"  not usable: {report.gpu_problem}"
-    elif not report.gpus:
-        yield "  none (torch finds no CUDA device)"
-    for gpu in report.gpus:
-        memory = f"{gpu.memory / 2**30:.1f} GiB"
-        yield f"  cuda:{gpu.index}  {gpu.name}, compute capability {gpu.capability}, {memory}"
-
-    yield "Checked (each backend in what it takes; the largest relative L2 error allowed in parentheses)"
-    for device, dtypes in report.devices.items():
-        yield f"  {device:9}  " + ", ".join(f"{dtype} ({report.bounds[dtype]:.0e})" for dtype in dtypes)
-    yield f"  segments   {', '.join(map(str, report.segments))} rows"
-    yield f"  head dims  {', '.join(map(str, report.head_dims))}; {report.heads} heads; q, k, v separate and packed"
-
-    yield "Backends"
-    width = max(len(verdict.name) for verdict in report.backends)
-    for verdict in report.backends:
-        yield f"  {verdict.name:{width}}  {'WRONG' if verdict.status == 'wrong' else verdict.status}"
-        yield from (f"    - {reason}" for reason in verdict.reasons)
-        for (device, dtype), group in groupby(verdict.checks, key=lambda check: (check.device, check.dtype)):
-            yield from (f"    {device:6}  {dtype:8}  {outcome}" for outcome in _outcomes(list(group)))
-
-    auto, wrong = report.auto, [verdict.name for verdict in report.backends if verdict.status == "wrong"]
-    yield f'attention="auto" takes on {auto.device} in {auto.dtype}'
-    if auto.problem is not None:
-        yield f"  unknown: {auto.problem}"
-    for kind, name in auto.layers.items():
-        yield f"  {kind + ' layers':13}  {name}{' (WRONG here, name another)' if name in wrong else ''}"
-
-    yield "Result"
-    if wrong:
-        yield f"  wrong or crashed: {', '.join(wrong)}"
-    else:
-        yield "  every backend that was run agrees with the reference"
-
-
-def _outcomes(checks: Sequence[Check]) -> Iterator[str]:
-    """One line for all checks that passed, and one for each distinct problem with where it arose."""
-    errors = [check.error for check in checks if check.problem is None and check.error is not None]
-    if errors:
-        yield f"{len(errors)} of {len(checks)} passed, largest error {max(errors):.1e}"
-    where: dict[str, list[str]] = {}
-    for check in checks:
-        if check.problem is not None:
-            where.setdefault(check.problem, []).append(f"{check.head_dim} {'packed' if check.packed else 'separate'}")
-    yield from (f"{problem} [head dim {', '.join(places)}]" for problem, places in where.items())
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error

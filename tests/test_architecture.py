@@ -24,7 +24,9 @@ MAY_IMPORT = {
     "families": {"tower", "metadata"},
     "registration": {"families", "metadata", "backends", "planning", "tower"},
     "api": {"registration", "families", "tower", "fusion", "structure", "backends", "metadata", "env"},
-    "cli": {"api", "registration", "families", "tower", "backends", "metadata", "env", ""},
+    "doctor": {"backends", "metadata", "env", ""},
+    "bench": {"api", "backends", "env", "families", "metadata", "planning", "tower"},
+    "cli": {"doctor", "bench", ""},
     "__init__": {"api", "backends", "registration", "tower"},
 }
 

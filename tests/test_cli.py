@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import hf_vit_accel
 from hf_vit_accel import backends, cli, env
+from hf_vit_accel import doctor as doctor_logic
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
 
@@ -91,7 +92,7 @@ def test_json_agrees(no_gpu: None) -> None:
     result = doctor("--json")
     assert result.exit_code == 0, result.output
     report, text = read(result), doctor().stdout
-    assert set(report) == set(cli.Report.__dataclass_fields__)
+    assert set(report) == set(doctor_logic.Report.__dataclass_fields__)
     assert report["ok"] is True and report["gpus"] == [] and report["gpu_problem"] is None
     assert report["versions"] == {**env.versions(), "hf-vit-accel": hf_vit_accel.__version__}
     assert report["devices"] == {"cpu": ["float32", "bfloat16"]}
@@ -115,7 +116,7 @@ def test_json_agrees(no_gpu: None) -> None:
 
 def test_every_key_is_documented() -> None:
     document = cli.doctor.__doc__ or ""
-    for kind in (cli.Report, cli.Gpu, cli.Check, cli.Verdict, cli.Auto):
+    for kind in (doctor_logic.Report, doctor_logic.Gpu, doctor_logic.Check, doctor_logic.Verdict, doctor_logic.Auto):
         for key in kind.__dataclass_fields__:
             assert key in document
 
@@ -211,7 +212,7 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_that_is_lost_is_not_held_against_the_next(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     use(monkeypatch, raises)
-    monkeypatch.setattr(cli, "_still_works", lambda device: False)
+    monkeypatch.setattr(doctor_logic, "_still_works", lambda device: False)
     result = doctor("--json")
     assert result.exit_code == 1
     entries = by_name(read(result))
@@ -238,7 +239,7 @@ def test_reference_attention() -> None:
     q, k, v = (x_THD.transpose(0, 1) for x_THD in qkv_T3HD.unbind(1))
     mask_TT = segment_T[:, None] == segment_T
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT, scale=scale).transpose(0, 1)
-    torch.testing.assert_close(cli.reference_attention(qkv_T3HD, lengths_S, scale), expected)
+    torch.testing.assert_close(doctor_logic.reference_attention(qkv_T3HD, lengths_S, scale), expected)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,35 @@
+"""Verify, then time whole vision towers: this machine, real shapes, every backend, stock transformers for comparison.
+
+`towers` (what is timed: shapes, sizes, matrix FLOPs), `contenders` (who runs), `measure` (verify, time), `profile`
+(where a forward's time goes), `report` (table, JSON, figure). The command line is `hf-vit-accel bench`.
+"""
+
+from hf_vit_accel.bench.contenders import BASELINES, Contender, choose
+from hf_vit_accel.bench.measure import DTYPES, Row, bench, default_dtype, device_of_choice, measure
+from hf_vit_accel.bench.profile import Part, profile
+from hf_vit_accel.bench.report import document, lines, plot, require_matplotlib
+from hf_vit_accel.bench.towers import PEAK, SHAPES, SIZES, build_tower, matrix_flops, parse_size
+
+__all__ = [
+    "BASELINES",
+    "DTYPES",
+    "PEAK",
+    "SHAPES",
+    "SIZES",
+    "Contender",
+    "Part",
+    "Row",
+    "bench",
+    "build_tower",
+    "choose",
+    "default_dtype",
+    "device_of_choice",
+    "document",
+    "lines",
+    "matrix_flops",
+    "measure",
+    "parse_size",
+    "plot",
+    "profile",
+    "require_matplotlib",
+]

@@ -1,0 +1,106 @@
+"""What a benchmark found, as a table, as one JSON object and as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_vit_accel import env
+from hf_vit_accel.bench.measure import Row, device_of_choice
+
+__all__ = ["document", "lines", "plot", "require_matplotlib"]
+
+
+def document(rows: Sequence[Row], *, dtype: torch.dtype, rounds: int, peak: float) -> dict[str, Any]:
+    """Everything as plain dicts, lists, strings and numbers: what --json writes and `plot` reads."""
+    device = env.cuda_device_name() if device_of_choice().type == "cuda" else "cpu"
+    return {
+        "versions": env.versions(),
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "rounds": rounds,
+        "peak_tflops": peak,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def lines(rows: Sequence[Row], *, skipped: bool = True) -> Iterator[str]:
+    """The table of one model and size, and the profile of the row that has one.
+
+    skipped: say also what could not run and why; it is the same for every size of a model.
+    """
+    head = rows[0]
+    yield f"{head.model}, {head.size}: {head.patches} patches, floor {head.floor_ms:.3g} ms, error <= {head.bound:.1e}"
+    width = max(len(row.contender) for row in rows)
+    yield f"  {'':{width}}  {'ms':>9}  {'low - high':>19}  {'x floor':>8}  {'speed-up':>8}  {'error':>8}"
+    for row in rows:
+        start = f"  {row.contender:{width}}  "
+        if row.status == "wrong":
+            yield f"{start}WRONG: {row.problem}"
+        if row.ms is None:
+            continue
+        speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
+        spread = f"{row.ms_low:.2f} - {row.ms_high:.2f}"
+        yield f"{start}{row.ms:9.2f}  {spread:>19}  {row.ratio:8.2f}  {speedup:>8}  {row.error:8.1e}"
+    reasons: dict[str | None, list[str]] = {}
+    for row in rows:
+        if skipped and row.status == "skipped":
+            reasons.setdefault(row.problem, []).append(row.contender)
+    yield from (f"  skipped {', '.join(names)}: {problem}" for problem, names in reasons.items())
+    for row in rows:
+        if row.parts is not None:
+            total, kernels = sum(part.us for part in row.parts), sum(part.per_layer for part in row.parts)
+            yield f"  parts of one forward of {row.contender}: {total:.0f} us, {kernels:.1f} kernels per layer"
+            for part in row.parts:
+                yield f"    {part.part:10}  {part.us:9.0f} us  {part.share:5.1%}  {part.per_layer:6.1f} per layer"
+
+
+def require_matplotlib() -> None:
+    """Raise ImportError with the remedy where no figure can be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("a figure needs matplotlib: pip install matplotlib") from error
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draw the milliseconds of a `document` as bars, a panel per model, into a PNG; the labels are speed-ups.
+
+    Contenders that were not timed leave a gap. Raises ImportError without matplotlib, ValueError without times.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in result["rows"] if row["ms"] is not None]
+    if not rows:
+        raise ValueError("expected at least one contender that was timed, got none; there is nothing to draw")
+    models, sizes, contenders = (
+        list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "size", "contender")
+    )
+    figure = Figure(figsize=(5 * len(models), 1.5 + 0.45 * len(sizes)))
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    height = 0.8 / len(contenders)
+    for panel, model in zip(panels, models, strict=True):
+        times = {(row["size"], row["contender"]): row["ms"] for row in rows if row["model"] == model}
+        for index, name in enumerate(contenders):
+            places = [place for place, size in enumerate(sizes) if (size, name) in times]
+            lengths = [times[sizes[place], name] for place in places]
+            bars = panel.barh([place + index * height for place in places], lengths, height=height, label=name)
+            firsts = [times.get((sizes[place], contenders[0])) for place in places]
+            labels = [f"{first / ms:.1f}x" if first else "" for first, ms in zip(firsts, lengths, strict=True)]
+            panel.bar_label(bars, labels, fontsize=7, padding=2)
+        panel.set_yticks([place + 0.4 - height / 2 for place in range(len(sizes))], sizes)
+        panel.set_title(model)
+        panel.set_xlabel("ms, tower forward (lower is better)")
+        panel.margins(x=0.12)
+        panel.invert_yaxis()
+    panels[0].legend(fontsize=8)
+    figure.suptitle(f"{result['device']}, {result['dtype']}, torch {result['versions']['torch']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

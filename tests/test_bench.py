@@ -1,0 +1,372 @@
+"""The benchmark: its floor, what it verifies, what it prints, writes and draws, and that stock is stock."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from click.testing import Result
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from hf_vit_accel import backends, bench, cli, env
+from hf_vit_accel.backends.base import Needs
+from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.bench import contenders, towers
+from hf_vit_accel.bench.profile import part_of
+from hf_vit_accel.families import FAMILIES
+
+GRID = ((1, 4, 6), (3, 8, 4))
+SIZE = "1x4x6+3x8x4"
+FAMILY_NAMES = sorted(tiny.TINY)
+MEASURED = Path(__file__).parent.parent / "examples" / "benchmark" / "towers.json"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a CUDA device, whatever this one has."""
+    monkeypatch.setattr(env, "has_cuda", lambda: False)
+
+
+@pytest.fixture(params=FAMILY_NAMES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with a tiny model's config.json and nothing else."""
+    return write_config(request.param, tmp_path)
+
+
+def write_config(name: str, folder: Path) -> Path:
+    model = tiny.TINY[name]
+    config = getattr(transformers, model.config)(vision_config=model.vision, text_config=model.text, **tiny._TOKENS)
+    config.save_pretrained(folder / name)
+    return folder / name
+
+
+def command(*options: object) -> Result:
+    return CliRunner().invoke(cli.app, ["bench", *map(str, options)])
+
+
+def in_words(result: Result) -> str:
+    """What was written to standard error, without the box that is drawn around it."""
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Put a backend in front of ORDER that is sdpa, its results changed."""
+
+    class Spoiled(Sdpa):
+        name = "spoiled"
+        needs = Needs(cuda=False)
+
+        def attend(self, *arguments: Any) -> Any:
+            return change(super().attend(*arguments))
+
+    monkeypatch.setattr(backends, "ORDER", (Spoiled(), *backends.ORDER))
+
+
+@pytest.mark.parametrize(
+    ("model", "floors"),
+    [
+        ("qwen3-vl-8b", (0.99, 7.32, 49.2, 21.4)),
+        ("qwen2.5-vl-7b", (1.30, 7.13, 29.0, 27.2)),
+        ("qwen2-vl-7b", (1.40, 10.1, 66.5, 30.0)),
+    ],
+)
+def test_floor(model: str, floors: tuple[float, ...]) -> None:
+    """Milliseconds at 790 TFLOP/s of 784, 4096, 14416 and 16384 patches, counted independently."""
+    tower = bench.build_tower(model, torch.device("meta"), torch.bfloat16)
+    sizes = ("one 448²", "one 1024²", "one page", "16 x 512²")
+    found = [bench.matrix_flops(tower, bench.SIZES[size]) / (bench.PEAK * 1e9) for size in sizes]
+    assert found == pytest.approx(floors, rel=0.03)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_matrix_flops_are_those_that_torch_counts(name: str) -> None:
+    tower = tiny.tower_of(tiny.TINY[name].build())
+    tower.set_attn_implementation("eager")
+    pixels = tiny.pixels_for(tower, list(GRID))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tower(pixels, grid_thw=torch.tensor(GRID))
+    rope = counter.get_total_flops() - bench.matrix_flops(tower, GRID)
+    assert 0 <= rope <= 0.01 * counter.get_total_flops()  # the angles are a small product too in some families
+
+
+def test_every_built_in_shape_builds() -> None:
+    heads = {}
+    for model in bench.SHAPES:
+        tower = bench.build_tower(model, torch.device("meta"), torch.bfloat16)
+        heads[model] = (len(tower.blocks), tower.blocks[0].attn.num_heads, tower.blocks[0].attn.head_dim)
+    qwen3 = {"qwen3-vl-2b": (24, 16, 64), "qwen3-vl-4b": (24, 16, 64), "qwen3-vl-8b": (27, 16, 72)}
+    assert heads == {model: qwen3.get(model, (32, 16, 80)) for model in bench.SHAPES}
+
+
+def test_sizes() -> None:
+    assert bench.parse_size("1x64x64*2+8x36x64") == ("1x64x64*2+8x36x64", ((1, 64, 64), (1, 64, 64), (8, 36, 64)))
+    assert bench.parse_size(" 16 x 512^2") == ("16 x 512²", ((1, 32, 32),) * 16)
+    for wrong in ("", "64x64", "1x64x0", "1x64x64*0", "one 512²", "1x4x4+"):
+        with pytest.raises(ValueError, match="expected a size"):
+            bench.parse_size(wrong)
+
+
+def test_command(checkpoint: Path, tmp_path: Path) -> None:
+    result = command("--model", checkpoint, "--sizes", f"{SIZE},1x2x2", "--rounds", 1, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["device"], report["dtype"], report["peak_tflops"]) == ("cpu", "float32", bench.PEAK)
+    assert report["versions"] == env.versions()
+    rows = report["rows"]
+    assert [(row["size"], row["contender"]) for row in rows] == [
+        (size, contender) for size in (SIZE, "1x2x2") for contender in ("stock sdpa", "auto", "sdpa")
+    ]
+    for row in rows:
+        assert set(row) == set(bench.Row.__dataclass_fields__)
+        assert row["status"] == "timed" and row["problem"] is None and row["parts"] is None
+        assert 0 < row["ms_low"] <= row["ms"] <= row["ms_high"]
+        assert 0 <= row["error"] <= row["bound"]
+        assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
+    assert [row["patches"] for row in rows] == [120] * 3 + [4] * 3
+    assert rows[0]["speedup"] == 1 and rows[1]["speedup"] == pytest.approx(rows[0]["ms"] / rows[1]["ms"])
+    printed = result.stdout.splitlines()
+    assert printed[0] == "float32; floor: all matrix FLOPs at 790 TFLOP/s"
+    assert printed[1].startswith(f"{checkpoint}, {SIZE}: 120 patches, floor ")
+    assert [line.split()[0] for line in printed[3:6]] == ["stock", "auto", "sdpa"]
+    assert f"{rows[1]['ms']:.2f}" in printed[4]
+
+
+def test_every_key_is_documented() -> None:
+    document = cli.bench.__doc__ or ""
+    result = bench.document([], dtype=torch.float32, rounds=1, peak=1.0)
+    for key in (*result, *bench.Row.__dataclass_fields__, *bench.Part.__dataclass_fields__):
+        assert key in document
+
+
+def test_a_config_file_and_half_precision(tmp_path: Path) -> None:
+    path = write_config("qwen3_vl", tmp_path) / "config.json"
+    options = ("--model", path, "--sizes", SIZE, "--rounds", 1, "--dtype", "bf16", "--backends", "sdpa")
+    result = command(*options, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == ["stock sdpa", "sdpa"]
+    assert all(1e-4 < row["error"] <= row["bound"] < 0.1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda out: out * 1.05, "relative error"),
+        (lambda out: out.index_fill(0, torch.tensor([7]), float("nan")), "relative error inf"),
+        (lambda out: out.no_such_method(), "AttributeError"),
+    ],
+    ids=["scaled", "nan", "raises"],
+)
+def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Any, said: str) -> None:
+    spoil(monkeypatch, change)
+    checkpoint = write_config("qwen2_vl", tmp_path)
+    options = ("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "spoiled,sdpa")
+    result = command(*options, "--json", tmp_path / "r.json")
+    assert result.exit_code == 1
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "stock sdpa": "timed",
+        "spoiled": "wrong",
+        "sdpa": "timed",
+    }
+    assert rows["spoiled"]["ms"] is None and said in rows["spoiled"]["problem"]
+    assert any(line.split()[:2] == ["spoiled", "WRONG:"] for line in result.stdout.splitlines())
+
+
+def test_a_second_call_is_verified_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+
+    def stale(out: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return out if len(calls) <= tiny.TINY["qwen2_vl"].vision["depth"] else out * 2
+
+    spoil(monkeypatch, stale)
+    checkpoint = write_config("qwen2_vl", tmp_path)
+    assert command("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "spoiled").exit_code == 1
+
+
+def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
+    checkpoint = write_config("qwen2_5_vl", tmp_path)
+    baselines = ",".join(bench.BASELINES)
+    options = ("--model", checkpoint, "--sizes", f"{SIZE},1x2x2", "--rounds", 1, "--baselines", baselines)
+    result = command(*options, "--backends", "flashinfer_cudnn,sdpa", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    timed = {row["contender"] for row in rows if row["status"] == "timed"}
+    assert timed == {"stock sdpa", "sdpa"}
+    assert all(row["problem"] for row in rows if row["status"] == "skipped")
+    problems = {row["contender"]: row["problem"] for row in rows}
+    assert set(problems) == {f"stock {name}" for name in bench.BASELINES} | {"flashinfer_cudnn", "sdpa"}
+    assert "flash_attention_2: " in problems["stock compile+graph"]
+    assert result.stdout.count("skipped stock compile, stock compile+graph, stock graph: ") == 1  # not at every size
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model", "no-such-model"), "expected a built-in shape"),
+        (("--sizes", "big"), "expected a size"),
+        (("--sizes", "1x3x4"), "multiples of the merge size"),
+        (("--backends", "fast"), "expected attention to be one of"),
+        (("--baselines", "slow"), "expected baselines out of"),
+        (("--dtype", "int8"), "expected a dtype"),
+        (("--backends", "", "--baselines", ""), "nothing to time"),
+    ],
+)
+def test_mistakes_are_explained_before_anything_runs(options: tuple[str, ...], said: str) -> None:
+    result = command("--model", "qwen3-vl-2b", "--sizes", "1x2x2", *options)
+    assert result.exit_code == 2
+    assert said in in_words(result)
+
+
+def test_profile(checkpoint: Path, tmp_path: Path) -> None:
+    options = ("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--profile", "--json", tmp_path / "r.json")
+    result = command(*options)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["parts"]]
+    assert row["contender"] == "auto"
+    assert {"GEMM", "attention", "other"} <= {part["part"] for part in row["parts"]}
+    assert sum(part["share"] for part in row["parts"]) == pytest.approx(1)
+    assert "parts of one forward of auto" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128", "attention"),
+        ("_window_attention_kernel", "attention"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNT", "GEMM"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_bias_gelu_TNT", "GEMM"),
+        ("ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_32x3_tn", "GEMM"),
+        ("implicit_convolveNd_sgemm", "GEMM"),
+        ("_add_norm_kernel", "norm"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<...>", "norm"),
+        ("_rope_kernel", "rope"),
+        ("_swiglu_kernel", "activation"),
+        ("_quick_gelu_kernel", "activation"),
+        ("_add_positions_kernel", "positions"),
+        ("aten::mm", "GEMM"),
+        ("aten::mul", "other"),
+        ("void at::native::elementwise_kernel<128, 4, property>", "other"),
+    ],
+)
+def test_parts(kernel: str, part: str) -> None:
+    assert part_of(kernel) == part
+
+
+def test_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checkpoint = write_config("qwen3_vl", tmp_path)
+    options = ("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--plot", tmp_path / "r.png")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        result = command(*options)
+        assert result.exit_code == 2 and "pip install matplotlib" in in_words(result)
+    pytest.importorskip("matplotlib")
+    assert command(*options).exit_code == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_published_measurements_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bench.plot(json.loads(MEASURED.read_text()), tmp_path / "towers.png")
+    assert (tmp_path / "towers.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="at least one contender"):
+        bench.plot({"rows": []}, tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_stock_given_its_metadata_is_the_same(name: str) -> None:
+    tower = tiny.tower_of(tiny.TINY[name].build())
+    pixels = tiny.pixels_for(tower, list(GRID))
+    expected = tiny.run_tower(tower, list(GRID))
+    with torch.no_grad(), contenders._stock_without_syncs("sdpa", False, tower, GRID) as run:
+        tiny.assert_close(tiny.outputs_of(run(pixels)), expected, bound=0)
+
+
+def test_flash_attention_3_as_a_module_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function under a private name: one call a layer with all segments, through the operator."""
+    calls = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, scale: float) -> Any:
+        calls.append(longest)
+        parts = zip(*(x.split(cu.diff().tolist()) for x in (q, k, v)), strict=True)
+        heads_first = [[x.transpose(0, 1) for x in part] for part in parts]
+        outs = [nn.functional.scaled_dot_product_attention(*part, scale=scale) for part in heads_first]
+        return torch.cat([out.transpose(0, 1) for out in outs])
+
+    library = torch.library.Library("hf_vit_accel", "IMPL")
+    library.impl("flash_attention_3", attend, "CPU")
+    try:
+        tower = tiny.tower_of(tiny.TINY["qwen2_5_vl"].build())
+        expected = tiny.run_tower(tower, list(GRID))
+        monkeypatch.setattr(contenders, "is_flash_attn_3_available", lambda: False)
+        with torch.no_grad(), contenders.stock("flash_attention_3", tower, GRID) as run:
+            tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
+    finally:
+        library._destroy()
+    assert len(calls) == len(tower.blocks)
+
+
+def test_liger_is_applied_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, which replaces a function and a class of the modeling module as the real one does."""
+    tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build())
+    module = sys.modules[type(tower).__module__]
+    before = dict(vars(module))
+    rotated = []
+
+    def rotate(*arguments: Any) -> Any:
+        rotated.append(None)
+        return before["apply_rotary_pos_emb_vision"](*arguments)
+
+    def apply(*, fused_linear_cross_entropy: bool) -> None:
+        vars(module).update(apply_rotary_pos_emb_vision=rotate, a_new_name=1)
+
+    liger = ModuleType("liger_kernel.transformers")
+    vars(liger)["apply_liger_kernel_to_qwen3_vl"] = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    expected = tiny.run_tower(tower, list(GRID))
+    with torch.no_grad(), contenders._liger("sdpa", tower, GRID) as run:
+        assert vars(module) == before
+        tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
+        assert len(rotated) == len(tower.blocks) and vars(module) == before
+    vars(liger)["apply_liger_kernel_to_qwen3_vl"] = lambda **_: None
+    with pytest.raises(RuntimeError, match="replaces nothing"), contenders._liger("sdpa", tower, GRID):
+        pass
+
+
+def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model = tiny.TINY["qwen3_vl"].build(seed=3)
+    model.save_pretrained(tmp_path)
+    tower = bench.build_tower(str(tmp_path), torch.device("cpu"), torch.float32, weights=True)
+    loaded, saved = tower.state_dict(), tiny.tower_of(model).state_dict()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    with pytest.raises(ValueError, match="for its weights"):
+        bench.build_tower("qwen3-vl-8b", torch.device("cpu"), torch.float32, weights=True)
+
+
+def test_every_family_has_a_built_in_shape() -> None:
+    kinds = {towers.tower_class(towers.vision_config(model)).__name__ for model in bench.SHAPES}
+    assert all(kinds & {name for _, name in family.towers} for family in FAMILIES)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(env, "has_cuda", torch.cuda.is_available)
+    options = ("--model", "qwen2.5-vl-3b,qwen3-vl-2b", "--sizes", "1x16x16+2x8x12", "--rounds", 1, "--profile")
+    result = command(*options, "--baselines", "sdpa,graph", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["device"], report["dtype"]) == (torch.cuda.get_device_name(), "bfloat16")
+    assert {"stock sdpa", "auto"} <= {row["contender"] for row in report["rows"] if row["status"] == "timed"}
