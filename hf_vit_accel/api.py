@@ -12,6 +12,7 @@ from torch import nn
 from hf_vit_accel.backends import Kind, backend_named, require, resolve
 from hf_vit_accel.families import FAMILIES, find_towers
 from hf_vit_accel.fusion import PARTS, fuse_tower
+from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.structure import Structure
 from hf_vit_accel.tower import (
@@ -181,7 +182,10 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         weight = tower.patch_embed.proj.weight
         fusion = state.fusion(tower, structure, weight.device, weight.dtype)
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
-    if backends and family.full_layers and "window" not in backends:
+    window = family.geometry(tower).window
+    kernel_fits = not state.choices and fusion is not None and "window_attention" in fusion.fused
+    kernel_fits = kernel_fits and window is not None and (window * tower.spatial_merge_size) ** 2 <= LONGEST
+    if backends and family.full_layers and ("window" not in backends or kernel_fits):
         backends["window"] = "fused kernel"
     return TowerStatus(
         path=path,
@@ -226,7 +230,7 @@ def _settings(attention: str, fuse: str | bool | Iterable[str], strict: bool) ->
         parts = frozenset({str(fuse)})
     if unknown := sorted(parts - PARTS.keys()):
         raise ValueError(f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}, got {unknown}")
-    return Settings(attention=attention, fuse=parts, fuse_named=fuse not in ("auto", False), strict=strict)
+    return Settings(attention=attention, fuse=parts, fuse_named=fuse not in ("auto", True, False), strict=strict)
 
 
 def _check_strict(path: str, tower: Any, settings: Settings) -> None:

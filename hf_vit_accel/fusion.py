@@ -9,7 +9,6 @@ chosen in a layer. Weights are read from their modules at every call: what chang
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_vit_accel.kernels.activation import linear_gelu_tanh, quick_gelu_, swiglu
+from hf_vit_accel.kernels.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
 from hf_vit_accel.kernels.launch import why_not_triton
 from hf_vit_accel.kernels.norm import add_norm_
 from hf_vit_accel.kernels.patch_embed import patch_embed
@@ -26,7 +25,7 @@ from hf_vit_accel.kernels.positions import add_positions_
 from hf_vit_accel.kernels.rope import rope_, rope_reference_
 from hf_vit_accel.structure import is_plain
 
-__all__ = ["PARTS", "AlignedSwiglu", "Fusion", "Layer", "fuse_tower"]
+__all__ = ["PARTS", "Fusion", "Layer", "fuse_tower"]
 
 PARTS: Mapping[str, str] = {
     "patch_embed": "the convolution as one matrix product over the flattened weight",
@@ -66,17 +65,6 @@ class Fusion:
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     fused: frozenset[str]
     unfused: Mapping[str, str]
-    aligned: tuple[AlignedSwiglu, ...]
-
-    def derive(self) -> None:
-        """Lay out again what was derived from weights that have been moved, cast or replaced since."""
-        for mlp in self.aligned:
-            mlp.derive()
-
-    def close(self) -> None:
-        """Give every weight its own storage back."""
-        for mlp in self.aligned:
-            mlp.close()
 
 
 def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: torch.dtype) -> Fusion:
@@ -90,8 +78,8 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
 
     blocks = list(tower.blocks)
     embedding, convolution = tower.patch_embed, tower.patch_embed.proj
-    if wanted("patch_embed", _against_embed(embedding, convolution)):
-        embedding = _fused_embed(convolution)
+    fused_embed = wanted("patch_embed", _against_embed(embedding, convolution))
+    embedding = _fused_embed(convolution) if fused_embed else _owned(embedding)
     table = getattr(tower, "pos_embed", None)
     no_table = "the tower has no position table" if table is None else no_kernels or is_plain(table, nn.Embedding)
     norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
@@ -99,8 +87,10 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
     fused_mlp = wanted("mlp", no_kernels or next(filter(None, (_against_mlp(block.mlp) for block in blocks)), None))
     # In place only on what a plain Linear has just made: another module might keep its output.
     qkv = next(filter(None, (is_plain(block.attn.qkv, nn.Linear) for block in blocks)), None)
-    fused_rope = wanted("rope", no_kernels or qkv)
-    wanted("window_attention", no_kernels if hasattr(tower, "window_size") else "the tower has no windows")
+    rotary = is_plain(tower.rotary_pos_emb)
+    fused_rope = wanted("rope", no_kernels or qkv or rotary)
+    no_windows = None if hasattr(tower, "window_size") else "the tower has no windows"
+    wanted("window_attention", no_windows or no_kernels or qkv or rotary)
     mlps = [_mlp(block.mlp) if fused_mlp else block.mlp for block in blocks]
     norm_of = _fused_norm if fused_norms else _norm
     return Fusion(
@@ -114,7 +104,6 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
         rotate=rope_ if fused_rope else _rope_apart,
         fused=frozenset(PARTS) - unfused.keys(),
         unfused=unfused,
-        aligned=tuple(mlp for mlp in mlps if isinstance(mlp, AlignedSwiglu)),
     )
 
 
@@ -133,6 +122,11 @@ def _tables(rotary: Any) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.T
 
 def _rope_apart(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     return rope_reference_(qkv_T3HD.clone(), cos_TD, sin_TD)
+
+
+def _owned(embedding: nn.Module) -> TensorOp:
+    """The module's own result, copied: the residual stream is written in place, and a module may keep what it made."""
+    return lambda x_TP: embedding(x_TP).clone()
 
 
 def _fused_embed(convolution: Any) -> TensorOp:
@@ -182,11 +176,11 @@ def _norm(norm: nn.Module) -> NormOp:
 
 def _fused_norm(norm: Any) -> NormOp:
     rms = _is_rms(norm)
-    eps = norm.variance_epsilon if rms else norm.eps
 
     def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        bias_E = None if rms else norm.bias
-        return x_TE, add_norm_(x_TE, delta_TE, norm.weight, bias_E, eps, rms=rms)
+        if rms:
+            return x_TE, add_norm_(x_TE, delta_TE, norm.weight, None, norm.variance_epsilon, rms=True)
+        return x_TE, add_norm_(x_TE, delta_TE, norm.weight, norm.bias, norm.eps, rms=False)
 
     return add_norm
 
@@ -225,74 +219,28 @@ def _mlp(mlp: Any) -> TensorOp:
     kind = _ACTIVATIONS[type(activation).__name__]
     if kind == "silu":
         gate, up = before
-        return AlignedSwiglu(gate, up, after)
+        return _swiglu_of(gate, up, after)
     first = before[0]
     if kind == "gelu_tanh":
         return lambda x_TE: F.linear(linear_gelu_tanh(x_TE, first.weight, first.bias), after.weight, after.bias)
     return lambda x_TE: F.linear(quick_gelu_(F.linear(x_TE, first.weight, first.bias)), after.weight, after.bias)
 
 
-class AlignedSwiglu:
-    """A SwiGLU MLP whose gate and up are one product, of a width padded to a multiple of 8.
+def _swiglu_of(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> TensorOp:
+    """A SwiGLU MLP whose products are of a width that is a multiple of 8.
 
     Qwen2.5-VL's 3420 sends cuBLAS to kernels of a third of the speed (H200, 16384 rows: 616-650 us a product against
-    203 at 3424). The parameters are re-pointed to views of padded storage, so there is one copy of the weights and it
-    is live: loading, in-place updates, saving and `state_dict` see 3420. Zero rows and columns change nothing. What
-    re-points a parameter itself (`.to()`, deepcopy, `load_state_dict(assign=True)`) is noticed by its address.
+    203 at 3424), so the weights are padded with zeros, which change nothing, into scratch memory that lives for this
+    layer: 26 MB moved twice are 12 us. Nothing of it is kept, so there is nothing to go stale, and the parameters stay
+    as they are for optimizers and checkpoints. (Views of padded storage cost nothing, but safetensors, fused
+    optimizers and whoever looks for shared storage take such parameters for something else.)
     """
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
-        self.linears = gate, up, down
-        self.width = gate.out_features
-        self.padded = -(-self.width // 8) * 8
-        self.storage: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self.addresses: tuple[int, ...] = ()
-        self._lock = threading.Lock()
+    def swiglu_mlp(x_TE: torch.Tensor) -> torch.Tensor:
+        if gate.weight.shape[0] % 8 == 0:
+            gate_TF, up_TF = F.linear(x_TE, gate.weight, gate.bias), F.linear(x_TE, up.weight, up.bias)
+            return F.linear(swiglu(gate_TF, up_TF), down.weight, down.bias)
+        weight, bias, down_weight = pad_swiglu(gate.weight, up.weight, gate.bias, up.bias, down.weight)
+        return F.linear(swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1)), down_weight, down.bias)
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """(T, E) to (T, E)."""
-        assert self.storage is not None
-        gate_up_weight, gate_up_bias, down_weight = self.storage
-        hidden_TF = swiglu(F.linear(x_TE, gate_up_weight, gate_up_bias))
-        return F.linear(hidden_TF, down_weight, self.linears[2].bias)
-
-    def _parameters(self) -> tuple[torch.Tensor, ...]:
-        gate, up, down = self.linears
-        return gate.weight, up.weight, gate.bias, up.bias, down.weight
-
-    def _views(self, storage: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The parts of padded storage that the parameters are, in their order."""
-        gate_up_weight, gate_up_bias, down_weight = storage
-        first, second = slice(0, self.width), slice(self.padded, self.padded + self.width)
-        gate_up = gate_up_weight[first], gate_up_weight[second], gate_up_bias[first], gate_up_bias[second]
-        return *gate_up, down_weight[:, : self.width]
-
-    def derive(self) -> None:
-        """Lay the parameters out in padded storage, unless they stand there already."""
-        if self.addresses == tuple(parameter.data_ptr() for parameter in self._parameters()):
-            return
-        # Not as inference tensors, whatever mode the call is in: the parameters must stay updatable.
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            parameters = self._parameters()
-            gate, _, down = self.linears
-            storage = (
-                gate.weight.new_zeros(2 * self.padded, gate.in_features),
-                gate.weight.new_zeros(2 * self.padded),
-                gate.weight.new_zeros(down.out_features, self.padded),
-            )
-            for parameter, view in zip(parameters, self._views(storage), strict=True):
-                view.copy_(parameter.data)
-            self.storage = storage  # complete before anyone sees it: another thread may be computing
-            for parameter, view in zip(parameters, self._views(storage), strict=True):
-                parameter.data = view
-            self.addresses = tuple(parameter.data_ptr() for parameter in parameters)
-
-    def close(self) -> None:
-        """Give the parameters that still stand in the padded storage storage of their own."""
-        if self.storage is None:
-            return
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            for parameter, view in zip(self._parameters(), self._views(self.storage), strict=True):
-                if parameter.data_ptr() == view.data_ptr():
-                    parameter.data = view.clone(memory_format=torch.contiguous_format)
-        self.addresses = ()
+    return swiglu_mlp

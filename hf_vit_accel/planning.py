@@ -12,7 +12,7 @@ from hf_vit_accel.backends import Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Geometry, Grid, VisionMetadata, build, to_device
 
-__all__ = ["PLANS", "POPPED", "Prepared", "prepare"]
+__all__ = ["PLANS", "POPPED", "Prepared", "check_pixels", "prepare"]
 
 PLANS = "vision_plans"
 """The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
@@ -69,3 +69,20 @@ def prepare(
     bound = {kind: plan.bind({n: tensors[f"{kind}/{n}"] for n in plan.arrays}) for kind, plan in plans.items()}
     prepared = Prepared(metadata=metadata, tensors=tensors, plans=bound, choices=choices)
     return prepared, sum(array.nbytes for array in arrays.values())
+
+
+def check_pixels(pixels_TP: torch.Tensor, weight: torch.Tensor, *, offloaded: bool) -> None:
+    """Raise ValueError for pixels that do not fit the convolution's weight (stock would reinterpret another width).
+
+    offloaded: weights and inputs are moved by hooks, so that devices may differ.
+    """
+    if weight.dim() == 5 and pixels_TP.shape[1] != (width := weight[0].numel()):
+        raise ValueError(
+            f"expected {width} values per patch (channels * temporal * patch * patch), got {pixels_TP.shape[1]}; "
+            "use the processor of this very model"
+        )
+    if not offloaded and weight.device not in (pixels_TP.device, torch.device("meta")):
+        raise ValueError(
+            f"expected the pixel values on the tower's device {weight.device}, got them on {pixels_TP.device}; "
+            f"move them with .to({str(weight.device)!r})"
+        )

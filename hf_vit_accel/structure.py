@@ -8,6 +8,7 @@ whether anything changed and what stands against the fast path.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -24,16 +25,20 @@ _BLOCK_PARAMETERS = {"self", "hidden_states", "cu_seqlens", "position_embeddings
 _ATTENTION_PARAMETERS = _BLOCK_PARAMETERS | {"max_seqlen"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DTYPE = attrgetter("dtype")
-_UPSTREAM = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
+_UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
 
 
 def _is_upstream(function: Any) -> bool:
-    """Whether a function's own code, not only its name, comes from transformers or torch."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(_UPSTREAM)
+    """Whether a function's own code, and that of all it wraps, comes from transformers or torch, whatever its name."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_UPSTREAM):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _own_forward(module: nn.Module) -> Any:
@@ -67,6 +72,7 @@ class Structure:
         below = {name: module for name, module in modules.items() if name}
         self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values()]
         self._below = list(below.values())
+        self._types = list(map(type, self._below))
         self._own = self._own_forwards()
         self._classes: list[Any] = [(kind, kind.forward) for kind in {type(module) for module in below.values()}]
         hooks = [(name, vars(m)[kind]) for name, m in below.items() for kind in _HOOKS if kind in vars(m)]
@@ -75,6 +81,7 @@ class Structure:
         self.broken = [*_against_tower(tower), *_against_blocks(tower)]
         self.offloaded = any("_hf_hook" in vars(module) for module in self._below)
         self._own_reasons = list(_against_instances(below))
+        self._count = len(self.parameters())
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters())
         self._classes.append((type(tower), type(tower).forward))
 
@@ -84,7 +91,9 @@ class Structure:
     def current(self) -> bool:
         """Whether the tower still holds the very modules and forwards that were read."""
         return (
-            all(tuple(children.values()) == held for children, held in self._children)
+            list(map(type, self._below)) == self._types
+            and len(self.parameters()) == self._count
+            and all(tuple(children.values()) == held for children, held in self._children)
             and all(kind.forward is forward for kind, forward in self._classes)
             and self._own_forwards() == self._own
         )
@@ -130,7 +139,7 @@ def _against_instances(modules: dict[str, nn.Module]) -> Iterator[str]:
 
 def _against_tower(tower: Any) -> Iterator[str]:
     """What of the tower itself is not what the fast path was written against."""
-    if not _is_upstream(inspect.unwrap(type(tower).forward)) or not _is_upstream(type(tower).forward):
+    if not _is_upstream(type(tower).forward):
         yield f"the forward of {type(tower).__name__} is not transformers' own"
     if getattr(getattr(getattr(tower, "patch_embed", None), "proj", None), "weight", None) is None:
         yield "the tower has no patch_embed.proj with a weight"

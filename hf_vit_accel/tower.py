@@ -10,10 +10,12 @@ with the metadata injected through the keyword arguments that it pops.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ from hf_vit_accel.backends import ORDER, Choice, Kind, Plan, Request
 from hf_vit_accel.fusion import PARTS, Fusion, fuse_tower
 from hf_vit_accel.kernels import window_attention
 from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
-from hf_vit_accel.planning import POPPED, Prepared, prepare
+from hf_vit_accel.planning import POPPED, Prepared, check_pixels, prepare
 from hf_vit_accel.structure import Structure
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _STATE = "_hf_vit_accel"
+_SLOTS = ("forward", "_old_forward")
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -111,25 +114,22 @@ class TowerState:
 
     def structure(self, tower: nn.Module) -> Structure:
         """The tower's structure, read again if it changed."""
-        if self._structure is None or not self._structure.current():
-            self._structure = Structure(tower)
-            self.prepared.cost = max(1 << 20, self._structure.nbytes // 50)
-        return self._structure
+        structure = self._structure
+        if structure is None or not structure.current():
+            self._structure = structure = Structure(tower)
+            self.prepared.cost = max(1 << 20, structure.nbytes // 50)
+        return structure
 
     def fusion(self, tower: nn.Module, structure: Structure, device: torch.device, dtype: torch.dtype) -> Fusion:
         """The tower's fused operations, chosen again if its structure, device or dtype changed."""
-        key = structure, device, dtype
-        if self._fusion is None or self._fusion[:3] != key:
-            if self._fusion is not None:
-                self._fusion[3].close()
-            self._fusion = *key, fuse_tower(tower, self.settings.fuse, device, dtype)
-        return self._fusion[3]
+        key, held = (structure, device, dtype), self._fusion
+        if held is None or held[:3] != key:
+            self._fusion = held = *key, fuse_tower(tower, self.settings.fuse, device, dtype)
+        return held[3]
 
     def close(self) -> None:
-        """Drop everything that was cached, device memory included, and undo what was derived from weights."""
+        """Drop everything that was cached, device memory included."""
         self.prepared.clear()
-        if self._fusion is not None:
-            self._fusion[3].close()
         self._structure = self._fusion = None
 
     def prepare(self, geometry: Geometry, grid: Grid, request: Request, *, fused_windows: bool) -> Prepared:
@@ -157,13 +157,15 @@ def install(tower: nn.Module, state: TowerState) -> None:
     """Give a tower its state and, on the instance, the accelerated forward. Replaces the state of a patched one."""
     patched = state_of(tower)
     vars(tower)[_STATE] = state
-    if patched is not None:
-        state.former_forward = patched.former_forward
-        patched.close()
-        return
     slot = _forward_slot(tower)
-    state.former_forward = vars(tower).get(slot)
-    vars(tower)[slot] = AcceleratedForward(tower)
+    if patched is None:
+        state.former_forward = vars(tower).get(slot)
+    else:
+        state.former_forward = patched.former_forward
+        slot = next((s for s in _SLOTS if isinstance(vars(tower).get(s), AcceleratedForward)), slot)
+        if patched is not state:
+            patched.close()
+    vars(tower)[slot] = AcceleratedForward(tower, state)
 
 
 def uninstall(tower: nn.Module) -> TowerState | None:
@@ -171,7 +173,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
     state: TowerState | None = vars(tower).pop(_STATE, None)
     if state is None:
         return None
-    for slot in ("forward", "_old_forward"):
+    for slot in _SLOTS:
         if isinstance(vars(tower).get(slot), AcceleratedForward):
             if state.former_forward is not None:
                 vars(tower)[slot] = state.former_forward
@@ -197,24 +199,27 @@ class AcceleratedForward:
     instance for `forward` before that attribute is restored, and silently gets the class's.
     """
 
-    def __init__(self, tower: nn.Module) -> None:
-        self._tower = weakref.ref(tower)
+    def __init__(self, tower: nn.Module, state: TowerState) -> None:
+        self._tower, self._state = weakref.ref(tower), state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._tower(),)
+        return type(self), (self._tower(), self._state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedForward:
         tower: Any = self._tower()
-        return type(self)(memo.get(id(tower), tower))
+        return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo))
 
     def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
         """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`."""
-        tower = self._tower()
-        assert tower is not None
-        state = state_of(tower)
-        if state is None:  # unpatched while someone (a hook) still holds this forward
-            return type(tower).forward(tower, hidden_states, grid_thw, **kwargs)
-        return _forward(tower, state, hidden_states, grid_thw, kwargs)
+        tower: Any = self._tower()
+        if tower is None:
+            raise ReferenceError("the tower of this forward was deleted; keep the model while its forward is used")
+        if state_of(tower) is not self._state:  # unpatched, or patched anew, while someone (a hook) holds this one
+            original = self._state.former_forward or partial(type(tower).forward, tower)
+            return original(hidden_states, grid_thw, **kwargs)
+        on_cuda = isinstance(hidden_states, torch.Tensor) and hidden_states.is_cuda
+        with torch.cuda.device(hidden_states.device) if on_cuda else nullcontext():
+            return _forward(tower, self._state, hidden_states, grid_thw, kwargs)
 
 
 def _forward(
@@ -229,7 +234,7 @@ def _forward(
         _fall_back(state, unknown)
         state.stock_calls += 1
         return original(hidden_states, grid_thw, **kwargs)
-    _check_pixels(tower, hidden_states, offloaded=structure.offloaded)
+    check_pixels(hidden_states, tower.patch_embed.proj.weight, offloaded=structure.offloaded)
     grad = torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(parameter.requires_grad for parameter in structure.parameters())
     )
@@ -245,7 +250,6 @@ def _forward(
     if fusion is None:
         state.stock_calls += 1
         return original(hidden_states, grid_thw, **kwargs, **prepared.injected())
-    fusion.derive()
     output = _run(tower, state, fusion, prepared, hidden_states)
     state.calls += 1
     return output.to_tuple() if kwargs.get("return_dict", tower.config.return_dict) is False else output
@@ -280,8 +284,11 @@ def _against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, g
         reasons.append("gradients are required")
     if _autocast(device):
         reasons.append("autocast is on")
-    if tower.training and getattr(tower.blocks[0].attn, "attention_dropout", 0.0):
+    attentions = [block.attn for block in tower.blocks]
+    if any(attention.training and getattr(attention, "attention_dropout", 0.0) for attention in attentions):
         reasons.append("attention weights are dropped out")
+    if len({attention.scaling for attention in attentions}) > 1:
+        reasons.append("layers scale attention differently")
     return reasons
 
 
@@ -294,26 +301,13 @@ def _unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared) -> 
                 reasons.append(f"{settings.attention} cannot serve the call: {why}")
     if settings.fuse_named and fusion is not None:
         reasons += [f"{part} is not fused: {why}" for part, why in fusion.unfused.items() if part in settings.fuse]
+        if "window_attention" in settings.fuse & fusion.fused and "window" in prepared.plans:
+            reasons.append("window_attention is not fused: the windows are longer than the kernel's")
     return list(dict.fromkeys(reasons))
 
 
 def _autocast(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
-def _check_pixels(tower: Any, pixels_TP: torch.Tensor, *, offloaded: bool) -> None:
-    """Raise ValueError for pixels that do not fit the tower's weights (stock would reinterpret another width)."""
-    weight = tower.patch_embed.proj.weight
-    if weight.dim() == 5 and pixels_TP.shape[1] != (width := weight[0].numel()):
-        raise ValueError(
-            f"expected {width} values per patch (channels * temporal * patch * patch), got {pixels_TP.shape[1]}; "
-            "use the processor of this very model"
-        )
-    if not offloaded and weight.device not in (pixels_TP.device, torch.device("meta")):
-        raise ValueError(
-            f"expected the pixel values on the tower's device {weight.device}, got them on {pixels_TP.device}; "
-            f"move them with .to({str(weight.device)!r})"
-        )
 
 
 def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True) -> Request:
@@ -344,7 +338,7 @@ def _run(tower: Any, state: TowerState, fusion: Fusion, prepared: Prepared, pixe
     positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
     if window_index_M is not None:
         x_TE, positions_T2 = (_permute(rows, window_index_M) for rows in (x_TE, positions_T2))
-    cos_TD, sin_TD = fusion.tables(x_TE, positions_T2)
+    cos_TD, sin_TD = (table_TD.contiguous() for table_TD in fusion.tables(x_TE, positions_T2))
 
     attends = _attends_by_layer(tower, family, fusion, prepared)
     deepstack = list(tower.deepstack_visual_indexes) if family.deepstack else []
@@ -358,7 +352,10 @@ def _run(tower: Any, state: TowerState, fusion: Fusion, prepared: Prepared, pixe
         delta_TE = layer.mlp(normed_TE)
         if index in deepstack:
             x_TE, delta_TE = x_TE + delta_TE, None
-            merged_by_layer.append(tower.deepstack_merger_list[deepstack.index(index)](x_TE))
+            merged = tower.deepstack_merger_list[deepstack.index(index)](x_TE)
+            if merged.untyped_storage().data_ptr() == x_TE.untyped_storage().data_ptr():
+                x_TE = x_TE.clone()  # handed out, and the next norm writes in place
+            merged_by_layer.append(merged)
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     merged = tower.merger(x_TE)
     if window_index_M is not None:

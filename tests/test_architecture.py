@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "tower": {"metadata", "backends", "kernels", "planning", "structure", "fusion"},
     "families": {"tower", "metadata"},
     "registration": {"families", "metadata", "backends", "planning", "tower"},
-    "api": {"registration", "families", "tower", "fusion", "structure", "backends", "metadata", "env"},
+    "api": {"kernels", "registration", "families", "tower", "fusion", "structure", "backends", "metadata", "env"},
     "doctor": {"backends", "metadata", "env", ""},
     "bench": {"api", "backends", "env", "families", "metadata", "planning", "tower"},
     "cli": {"doctor", "bench", ""},

@@ -17,6 +17,8 @@ from tiny import relative_error
 
 from hf_vit_accel.kernels.activation import (
     linear_gelu_tanh,
+    pad_swiglu,
+    pad_swiglu_reference,
     quick_gelu_,
     quick_gelu_reference_,
     swiglu,
@@ -110,10 +112,29 @@ def test_add_norm(at: dict[str, Any], width: int, rms: bool, with_delta: bool) -
 
 
 @where
+@pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("width", [3424, 200, 1024])
-def test_swiglu(at: dict[str, Any], width: int) -> None:
-    x = 3 * draw(at["rows"], 2 * width, at=at)
-    check(swiglu(x), swiglu_reference(x), swiglu_reference(x.double()))
+def test_swiglu(at: dict[str, Any], width: int, halves: bool) -> None:
+    gate, up = (3 * draw(at["rows"], 2 * width, at=at)).chunk(2, dim=-1)
+    if not halves:
+        gate, up = gate.contiguous(), up.contiguous()
+    check(swiglu(gate, up), swiglu_reference(gate, up), swiglu_reference(gate.double(), up.double()))
+
+
+@where
+@pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (212, 160), (7, 9)])
+def test_pad_swiglu(at: dict[str, Any], width: int, inner: int) -> None:
+    if at["device"] == "cpu" and width > 1000:
+        width, inner = 61, 1100  # more than one block of columns
+    weights = [draw(width, inner, at=at, seed=seed) for seed in range(2)]
+    biases = [draw(width, at=at, seed=seed) for seed in range(2)]
+    down = draw(inner, width, at=at)
+    for found, expected in zip(
+        pad_swiglu(*weights, *biases, down), pad_swiglu_reference(*weights, *biases, down), strict=True
+    ):
+        assert torch.equal(found, expected) and found.is_contiguous()
+    strided = draw(inner, 2 * width, at=at)[:, ::2]
+    assert torch.equal(pad_swiglu(*weights, *biases, strided)[2], pad_swiglu_reference(*weights, *biases, strided)[2])
 
 
 @where

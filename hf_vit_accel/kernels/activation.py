@@ -1,6 +1,6 @@
 """The MLPs' activations between their two matrix products.
 
-`T` rows, `F` width of the MLP.
+`T` rows, `E` width, `F` width of the MLP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["linear_gelu_tanh", "quick_gelu_", "quick_gelu_reference_", "swiglu", "swiglu_reference"]
+__all__ = [
+    "linear_gelu_tanh",
+    "pad_swiglu",
+    "pad_swiglu_reference",
+    "quick_gelu_",
+    "quick_gelu_reference_",
+    "swiglu",
+    "swiglu_reference",
+]
 
 _BLOCK = 1024
 
@@ -31,32 +39,108 @@ def linear_gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.
     return torch._addmm_activation(bias_F, x_TE, weight_FE.t(), use_gelu=True)
 
 
-def swiglu_reference(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of a packed (T, 2F), rounded after silu and after the product as stock does; (T, F)."""
-    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+def swiglu_reference(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, rounded after silu and after the product as stock does; (T, F)."""
     return F.silu(gate_TF) * up_TF
 
 
 @jit
-def _swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < WIDTH
-    gate = tl.load(gate_up + row * (2 * WIDTH) + f, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + f, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(gate + row * gate_stride + f, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(up + row * up_stride + f, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * WIDTH + f, (silu * up).to(dtype), mask=inside)
+    silu = (x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
+    tl.store(out + row * WIDTH + f, (silu * y).to(dtype), mask=inside)
 
 
-def swiglu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """`swiglu_reference` as one kernel."""
-    rows, double = gate_up_T2F.shape
-    assert gate_up_T2F.is_contiguous()
-    out_TF = gate_up_T2F.new_empty(rows, double // 2)
-    grid = rows, -(-double // 2 // _BLOCK)
-    _swiglu_kernel[grid](gate_up_T2F, out_TF, WIDTH=double // 2, BLOCK=_BLOCK, num_warps=4)
+def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
+    """`swiglu_reference` as one kernel; gate and up may be halves of one product."""
+    rows, width = gate_TF.shape
+    assert gate_TF.stride(1) == up_TF.stride(1) == 1
+    out_TF = gate_TF.new_empty(rows, width)
+    grid = rows, -(-width // _BLOCK)
+    _swiglu_kernel[grid](
+        gate_TF, up_TF, out_TF, gate_TF.stride(0), up_TF.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=4
+    )
     return out_TF
+
+
+def pad_swiglu_reference(
+    gate_FE: torch.Tensor, up_FE: torch.Tensor, gate_F: torch.Tensor, up_F: torch.Tensor, down_EF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights and biases of a SwiGLU MLP with F padded by zeros to `G`, a multiple of 8: (2G, E), (2G,), (E, G)."""
+    spare = -gate_FE.shape[0] % 8
+    weight = torch.cat([F.pad(weight_FE, (0, 0, 0, spare)) for weight_FE in (gate_FE, up_FE)])
+    return weight, torch.cat([F.pad(bias_F, (0, spare)) for bias_F in (gate_F, up_F)]), F.pad(down_EF, (0, spare))
+
+
+@jit
+def _pad_swiglu_kernel(
+    gate,
+    up,
+    gate_bias,
+    up_bias,
+    down,
+    out_weight,
+    out_bias,
+    out_down,
+    gate_stride,
+    up_stride,
+    down_stride,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if row < 2 * PADDED:
+        second = row >= PADDED
+        source = row - PADDED * second
+        inside = (at < INNER) & (source < WIDTH)
+        x = tl.load(gate + source.to(tl.int64) * gate_stride + at, mask=inside & (second == 0), other=0.0)
+        y = tl.load(up + source.to(tl.int64) * up_stride + at, mask=inside & second, other=0.0)
+        tl.store(out_weight + row.to(tl.int64) * INNER + at, x + y, mask=at < INNER)
+        bias = tl.load(gate_bias + source, mask=(source < WIDTH) & (second == 0), other=0.0)
+        bias += tl.load(up_bias + source, mask=(source < WIDTH) & second, other=0.0)
+        tl.store(out_bias + row, bias, mask=tl.program_id(1) == 0)
+    else:
+        source = (row - 2 * PADDED).to(tl.int64)
+        x = tl.load(down + source * down_stride + at, mask=at < WIDTH, other=0.0)
+        tl.store(out_down + source * PADDED + at, x, mask=at < PADDED)
+
+
+def pad_swiglu(
+    gate_FE: torch.Tensor, up_FE: torch.Tensor, gate_F: torch.Tensor, up_F: torch.Tensor, down_EF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`pad_swiglu_reference` as one kernel."""
+    gate_FE, up_FE, gate_F, up_F, down_EF = (x.contiguous() for x in (gate_FE, up_FE, gate_F, up_F, down_EF))
+    (width, inner), outer = gate_FE.shape, down_EF.shape[0]
+    padded = -(-width // 8) * 8
+    weight, bias, down = (gate_FE.new_empty(shape) for shape in ((2 * padded, inner), (2 * padded,), (outer, padded)))
+    grid = 2 * padded + outer, -(-max(inner, padded) // _BLOCK)
+    _pad_swiglu_kernel[grid](
+        gate_FE,
+        up_FE,
+        gate_F,
+        up_F,
+        down_EF,
+        weight,
+        bias,
+        down,
+        gate_FE.stride(0),
+        up_FE.stride(0),
+        down_EF.stride(0),
+        INNER=inner,
+        WIDTH=width,
+        PADDED=padded,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return weight, bias, down
 
 
 def quick_gelu_reference_(x_TF: torch.Tensor) -> torch.Tensor:

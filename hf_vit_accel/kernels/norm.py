@@ -100,7 +100,9 @@ def add_norm_(
 ) -> torch.Tensor:
     """`add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
     rows, width = x_TE.shape
-    assert x_TE.is_contiguous() and (delta_TE is None or delta_TE.is_contiguous())
+    assert x_TE.is_contiguous() and (rms or bias_E is not None)
+    delta_TE, weight_E = None if delta_TE is None else delta_TE.contiguous(), weight_E.contiguous()
+    bias_E = None if bias_E is None else bias_E.contiguous()
     out_TE = torch.empty_like(x_TE)
     main = next_power_of_2(width + 1) // 2
     _add_norm_kernel[(rows,)](

@@ -47,7 +47,8 @@ def add_positions_(
 ) -> torch.Tensor:
     """`add_positions_reference_` as one kernel: nothing of size (T, 4, E) is written."""
     rows, width = x_TE.shape
-    assert x_TE.is_contiguous() and table_NE.is_contiguous() and indices_T4.is_contiguous()
+    assert x_TE.is_contiguous() and indices_T4.is_contiguous() and weights_T4.is_contiguous()
+    table_NE = table_NE.contiguous()
     block = 256
     _add_positions_kernel[(rows, -(-width // block))](
         x_TE, table_NE, indices_T4, weights_T4, WIDTH=width, BLOCK=block, num_warps=1, enable_fp_fusion=False
