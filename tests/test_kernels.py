@@ -5,6 +5,7 @@ The interpreter truncates to bf16 where hardware rounds, so on CPU kernels are h
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -218,3 +219,61 @@ def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_triton(cuda, torch.bfloat16) is None
     monkeypatch.setattr("hf_vit_accel.kernels.launch.triton", None)
     assert "not installed" in (why_not_triton(cuda, torch.bfloat16) or "")
+
+
+COMPILED = {
+    "rope": (
+        "rope",
+        "_rope_kernel",
+        "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
+        dict(HEADS=16, DIM=80, BLOCK_T=2, BLOCK_H=16, BLOCK_D=64),
+    ),
+    "norm": (
+        "norm",
+        "_add_norm_kernel",
+        "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 out:*bf16 eps:fp32",
+        dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False),
+    ),
+    "swiglu": (
+        "activation",
+        "_swiglu_kernel",
+        "gate:*bf16 up:*bf16 out:*bf16 gate_stride:i32 up_stride:i32",
+        dict(WIDTH=3424, BLOCK=1024),
+    ),
+    "pad_swiglu": (
+        "activation",
+        "_pad_swiglu_kernel",
+        "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 "
+        "out_down:*bf16 gate_stride:i32 up_stride:i32 down_stride:i32",
+        dict(INNER=1280, WIDTH=3420, PADDED=3424, BLOCK=1024),
+    ),
+    "quick_gelu": ("activation", "_quick_gelu_kernel", "x:*bf16 total:i32", dict(BLOCK=4096)),
+    "positions": (
+        "positions",
+        "_add_positions_kernel",
+        "x:*bf16 table:*bf16 indices:*i32 weights:*fp32",
+        dict(WIDTH=1152, BLOCK=256),
+    ),
+    "window_attention": (
+        "window_attention",
+        "_window_attention_kernel",
+        "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 out:*bf16 scale_log2:fp32 table_stride:i32",
+        dict(HEADS=16, HEADS_EACH=4, DIM=80, BLOCK_T=64, BLOCK_D=64),
+    ),
+}
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_compile_for_hopper(name: str) -> None:
+    """The interpreter takes Python that the compiler refuses; compiling needs no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, kernel, arguments, constants = COMPILED[name]
+    function = getattr(importlib.import_module(f"hf_vit_accel.kernels.{module}"), kernel)
+    types = dict(argument.split(":") for argument in arguments.split()) | dict.fromkeys(constants, "constexpr")
+    assert list(types) == list(function.arg_names)
+    values = {(list(types).index(constant),): value for constant, value in constants.items()}
+    source = ASTSource(fn=function, signature=types, constexprs=values)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

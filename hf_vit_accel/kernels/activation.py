@@ -98,19 +98,20 @@ def _pad_swiglu_kernel(
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if row < 2 * PADDED:
-        second = row >= PADDED
-        source = row - PADDED * second
-        inside = (at < INNER) & (source < WIDTH)
-        x = tl.load(gate + source.to(tl.int64) * gate_stride + at, mask=inside & (second == 0), other=0.0)
-        y = tl.load(up + source.to(tl.int64) * up_stride + at, mask=inside & second, other=0.0)
+        source = row % PADDED
+        is_gate = row < PADDED
+        is_real = source < WIDTH
+        inside = (at < INNER) & is_real
+        x = tl.load(gate + source.to(tl.int64) * gate_stride + at, mask=inside & is_gate, other=0.0)
+        y = tl.load(up + source.to(tl.int64) * up_stride + at, mask=inside & (row >= PADDED), other=0.0)
         tl.store(out_weight + row.to(tl.int64) * INNER + at, x + y, mask=at < INNER)
-        bias = tl.load(gate_bias + source, mask=(source < WIDTH) & (second == 0), other=0.0)
-        bias += tl.load(up_bias + source, mask=(source < WIDTH) & second, other=0.0)
+        bias = tl.load(gate_bias + source, mask=is_real & is_gate, other=0.0)
+        bias += tl.load(up_bias + source, mask=is_real & (row >= PADDED), other=0.0)
         tl.store(out_bias + row, bias, mask=tl.program_id(1) == 0)
     else:
-        source = (row - 2 * PADDED).to(tl.int64)
-        x = tl.load(down + source * down_stride + at, mask=at < WIDTH, other=0.0)
-        tl.store(out_down + source * PADDED + at, x, mask=at < PADDED)
+        outer = (row - 2 * PADDED).to(tl.int64)
+        x = tl.load(down + outer * down_stride + at, mask=at < WIDTH, other=0.0)
+        tl.store(out_down + outer * PADDED + at, x, mask=at < PADDED)
 
 
 def pad_swiglu(
