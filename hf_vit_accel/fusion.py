@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_vit_accel.kernels.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
-from hf_vit_accel.kernels.launch import why_not_triton
+from hf_vit_accel.kernels.launch import why_not_descriptors, why_not_triton
+from hf_vit_accel.kernels.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.kernels.norm import add_norm_
 from hf_vit_accel.kernels.patch_embed import patch_embed
 from hf_vit_accel.kernels.positions import add_positions_
@@ -32,7 +33,8 @@ PARTS: Mapping[str, str] = {
     "positions": "interpolated position embeddings gathered, weighted and added in one kernel",
     "norms": "residual addition and normalisation in one kernel",
     "rope": "rotation of q and k in one kernel, in place on the packed projection",
-    "mlp": "the activation in the product's epilogue or one kernel; gate and up as one product of aligned width",
+    "mergers": "the residual addition before a merger and its normalisation in one kernel",
+    "mlp": "the activation in its product's kernel, or as one of its own",
     "window_attention": "short windows attended by one kernel, rotation included",
 }
 """What `fuse` may name."""
@@ -55,7 +57,8 @@ class Layer:
 class Fusion:
     """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why.
 
-    tables: rows and positions (T, 2) to cos and sin (T, D).
+    tables: rows and positions (T, 2) to cos and sin (T, D). merge, deepstack: (x, delta) -> (x + delta, what the merger
+    makes of it), x possibly in place.
     """
 
     layers: tuple[Layer, ...]
@@ -63,6 +66,8 @@ class Fusion:
     add_positions: Callable[..., torch.Tensor]
     tables: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    merge: NormOp
+    deepstack: tuple[NormOp, ...]
     fused: frozenset[str]
     unfused: Mapping[str, str]
 
@@ -91,8 +96,11 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
     fused_rope = wanted("rope", no_kernels or qkv or rotary)
     no_windows = None if hasattr(tower, "window_size") else "the tower has no windows"
     wanted("window_attention", no_windows or no_kernels or qkv or rotary)
-    mlps = [_mlp(block.mlp) if fused_mlp else block.mlp for block in blocks]
+    mlps = [_mlp(block.mlp, device) if fused_mlp else block.mlp for block in blocks]
     norm_of = _fused_norm if fused_norms else _norm
+    mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", ())]
+    fused_mergers = wanted("mergers", no_kernels or next(filter(None, map(_against_merger, mergers)), None))
+    merge, *deepstack = map(_fused_merge if fused_mergers else _merge, mergers)
     return Fusion(
         layers=tuple(
             Layer(norm1=norm_of(block.norm1), attention=block.attn, norm2=norm_of(block.norm2), mlp=mlp)
@@ -102,6 +110,8 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
         add_positions=_positions(table, fused=wanted("positions", no_table)),
         tables=_tables(tower.rotary_pos_emb),
         rotate=rope_ if fused_rope else _rope_apart,
+        merge=merge,
+        deepstack=tuple(deepstack),
         fused=frozenset(PARTS) - unfused.keys(),
         unfused=unfused,
     )
@@ -185,6 +195,45 @@ def _fused_norm(norm: Any) -> NormOp:
     return add_norm
 
 
+def _rest_of_merger(merger: Any) -> tuple[Any, TensorOp]:
+    """(norm, what follows it), by the names that the families use."""
+    if hasattr(merger, "ln_q"):
+        return merger.ln_q, merger.mlp
+    return merger.norm, lambda x_ME: merger.linear_fc2(merger.act_fn(merger.linear_fc1(x_ME)))
+
+
+_MERGERS = ("PatchMerger", "Qwen2_5_VLPatchMerger", "Qwen3VLVisionPatchMerger", "Qwen3VLMoeVisionPatchMerger")
+
+
+def _against_merger(merger: Any) -> str | None:
+    if type(merger).__name__ not in _MERGERS:
+        return f"{type(merger).__name__} is not a merger that is known"
+    return is_plain(merger) or _against_norm(_rest_of_merger(merger)[0])
+
+
+def _merge(merger: Any) -> NormOp:
+    def merge(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        merged = merger(x_TE)
+        if merged.untyped_storage().data_ptr() == x_TE.untyped_storage().data_ptr():
+            x_TE = x_TE.clone()  # handed out, and the next norm writes in place
+        return x_TE, merged
+
+    return merge
+
+
+def _fused_merge(merger: Any) -> NormOp:
+    norm, rest = _rest_of_merger(merger)
+    add_norm, merged_width = _fused_norm(norm), merger.hidden_size
+
+    def merge(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = -1, norm.weight.shape[0]  # deepstack mergers normalise merged tokens, the others patches
+        _, normed = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
+        return x_TE, rest(normed.view(-1, merged_width))
+
+    return merge
+
+
 _ACTIVATIONS = {"GELUTanh": "gelu_tanh", "QuickGELUActivation": "quick_gelu", "SiLUActivation": "silu"}
 
 
@@ -214,33 +263,40 @@ def _against_mlp(mlp: Any) -> str | None:
     return None
 
 
-def _mlp(mlp: Any) -> TensorOp:
+def _mlp(mlp: Any, device: torch.device) -> TensorOp:
     before, activation, after = _parts_of_mlp(mlp)
-    kind = _ACTIVATIONS[type(activation).__name__]
+    kind, first = _ACTIVATIONS[type(activation).__name__], before[0]
+    in_one = why_not_descriptors(device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
-        gate, up = before
-        return _swiglu_of(gate, up, after)
-    first = before[0]
+        return (_linear_swiglu if in_one else _swiglu)(first, before[1], after)
     if kind == "gelu_tanh":
         return lambda x_TE: F.linear(linear_gelu_tanh(x_TE, first.weight, first.bias), after.weight, after.bias)
+    if in_one and first.weight.shape[0] % 8 == 0:
+        return lambda x_TE: F.linear(linear_quick_gelu(x_TE, first.weight, first.bias), after.weight, after.bias)
     return lambda x_TE: F.linear(quick_gelu_(F.linear(x_TE, first.weight, first.bias)), after.weight, after.bias)
 
 
-def _swiglu_of(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> TensorOp:
-    """A SwiGLU MLP whose products are of a width that is a multiple of 8.
+# Qwen2.5-VL's width of 3420 sends cuBLAS to kernels of a third of the speed (H200, 16384 rows: 616-650 us a product
+# against 203 at 3424). So the weights are read where alignment does not matter, or padded with zeros, which change
+# nothing, into scratch memory that lives for this layer. Nothing of it is kept, so there is nothing to go stale, and
+# the parameters stay as they are for optimizers and checkpoints. (Views of padded storage cost nothing, but
+# safetensors, fused optimizers and whoever looks for shared storage take such parameters for something else.)
 
-    Qwen2.5-VL's 3420 sends cuBLAS to kernels of a third of the speed (H200, 16384 rows: 616-650 us a product against
-    203 at 3424), so the weights are padded with zeros, which change nothing, into scratch memory that lives for this
-    layer: 26 MB moved twice are 12 us. Nothing of it is kept, so there is nothing to go stale, and the parameters stay
-    as they are for optimizers and checkpoints. (Views of padded storage cost nothing, but safetensors, fused
-    optimizers and whoever looks for shared storage take such parameters for something else.)
-    """
 
-    def swiglu_mlp(x_TE: torch.Tensor) -> torch.Tensor:
+def _linear_swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> TensorOp:
+    def mlp(x_TE: torch.Tensor) -> torch.Tensor:
+        h_TG, down_EG = linear_swiglu(x_TE, gate.weight, up.weight, gate.bias, up.bias, down.weight)
+        return F.linear(h_TG, down_EG, down.bias)
+
+    return mlp
+
+
+def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> TensorOp:
+    def mlp(x_TE: torch.Tensor) -> torch.Tensor:
         if gate.weight.shape[0] % 8 == 0:
             gate_TF, up_TF = F.linear(x_TE, gate.weight, gate.bias), F.linear(x_TE, up.weight, up.bias)
             return F.linear(swiglu(gate_TF, up_TF), down.weight, down.bias)
         weight, bias, down_weight = pad_swiglu(gate.weight, up.weight, gate.bias, up.bias, down.weight)
         return F.linear(swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1)), down_weight, down.bias)
 
-    return swiglu_mlp
+    return mlp

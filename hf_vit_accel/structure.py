@@ -70,9 +70,11 @@ class Structure:
     def __init__(self, tower: nn.Module) -> None:
         modules = dict(tower.named_modules())
         below = {name: module for name, module in modules.items() if name}
-        self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values()]
+        # A leaf that gains a child computes nothing else until its class or forward changes, which is seen.
+        self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values() if m._modules]
         self._below = list(below.values())
         self._types = list(map(type, self._below))
+        self._attributes = [vars(module) for module in self._below]
         self._own = self._own_forwards()
         self._classes: list[Any] = [(kind, kind.forward) for kind in {type(module) for module in below.values()}]
         hooks = [(name, vars(m)[kind]) for name, m in below.items() for kind in _HOOKS if kind in vars(m)]
@@ -86,7 +88,8 @@ class Structure:
         self._classes.append((type(tower), type(tower).forward))
 
     def _own_forwards(self) -> list[Any]:
-        return [_own_forward(module) for module in self._below if "forward" in vars(module)]
+        found = [index for index, attributes in enumerate(self._attributes) if "forward" in attributes]
+        return [_own_forward(self._below[index]) for index in found]
 
     def current(self) -> bool:
         """Whether the tower still holds the very modules and forwards that were read."""

@@ -351,13 +351,10 @@ def _run(tower: Any, state: TowerState, fusion: Fusion, prepared: Prepared, pixe
         x_TE, normed_TE = layer.norm2(x_TE, attention.proj(attend(qkv_T3HD, cos_TD, sin_TD).flatten(1)))
         delta_TE = layer.mlp(normed_TE)
         if index in deepstack:
-            x_TE, delta_TE = x_TE + delta_TE, None
-            merged = tower.deepstack_merger_list[deepstack.index(index)](x_TE)
-            if merged.untyped_storage().data_ptr() == x_TE.untyped_storage().data_ptr():
-                x_TE = x_TE.clone()  # handed out, and the next norm writes in place
+            x_TE, merged = fusion.deepstack[deepstack.index(index)](x_TE, delta_TE)
             merged_by_layer.append(merged)
-    x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-    merged = tower.merger(x_TE)
+            delta_TE = None
+    x_TE, merged = fusion.merge(x_TE, delta_TE)
     if window_index_M is not None:
         merged = merged[tensors["inverse_index"]]
 

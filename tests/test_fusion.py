@@ -16,7 +16,8 @@ from hf_vit_accel import FallbackError, fusion
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.fusion import PARTS
 from hf_vit_accel.kernels import window_attention
-from hf_vit_accel.kernels.activation import pad_swiglu_reference, quick_gelu_reference_, swiglu_reference
+from hf_vit_accel.kernels.activation import pad_swiglu_reference, quick_gelu_reference, swiglu_reference
+from hf_vit_accel.kernels.linear_activation import linear_quick_gelu_reference, linear_swiglu_reference
 from hf_vit_accel.kernels.norm import add_norm_reference_
 from hf_vit_accel.kernels.positions import add_positions_reference_
 from hf_vit_accel.kernels.rope import rope_reference_
@@ -24,10 +25,10 @@ from hf_vit_accel.kernels.window_attention import window_attention_reference
 from hf_vit_accel.tower import state_of
 
 APPLIES = {
-    "qwen2_vl": {"patch_embed", "norms", "rope", "mlp"},
-    "qwen2_5_vl": {"patch_embed", "norms", "rope", "mlp", "window_attention"},
-    "qwen3_vl": {"patch_embed", "positions", "norms", "rope", "mlp"},
-    "qwen3_vl_moe": {"patch_embed", "positions", "norms", "rope", "mlp"},
+    "qwen2_vl": {"patch_embed", "mergers", "norms", "rope", "mlp"},
+    "qwen2_5_vl": {"patch_embed", "mergers", "norms", "rope", "mlp", "window_attention"},
+    "qwen3_vl": {"patch_embed", "mergers", "positions", "norms", "rope", "mlp"},
+    "qwen3_vl_moe": {"patch_embed", "mergers", "positions", "norms", "rope", "mlp"},
 }
 
 
@@ -47,12 +48,15 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
 
     monkeypatch.setattr(fusion, "why_not_triton", lambda device, dtype: None)
+    monkeypatch.setattr(fusion, "why_not_descriptors", lambda device: None)
     put(fusion, "rope_", rope_reference_)
     put(fusion, "add_norm_", add_norm_reference_)
     put(fusion, "add_positions_", add_positions_reference_)
     put(fusion, "swiglu", swiglu_reference)
     put(fusion, "pad_swiglu", pad_swiglu_reference)
-    put(fusion, "quick_gelu_", quick_gelu_reference_)
+    put(fusion, "linear_swiglu", linear_swiglu_reference)
+    put(fusion, "linear_quick_gelu", linear_quick_gelu_reference)
+    put(fusion, "quick_gelu_", quick_gelu_reference)
     put(fusion, "linear_gelu_tanh", gelu)
     put(window_attention, "window_attention", window_attention_reference)
     return called
@@ -84,10 +88,11 @@ def test_fused_parts_are_what_runs(references: list[str], model: Any) -> None:
     depth = len(tower_of(model).blocks)
     name = family_of(model)
     windows = depth - 2 if name == "qwen2_5_vl" else 0
-    expected = {"add_norm_": 2 * depth, "rope_": depth - windows}
+    mergers = 1 + len(getattr(tower_of(model), "deepstack_merger_list", ()))
+    expected = {"add_norm_": 2 * depth + mergers, "rope_": depth - windows}
     expected |= {
-        "qwen2_vl": {"quick_gelu_": depth},
-        "qwen2_5_vl": {"pad_swiglu": depth, "swiglu": depth, "window_attention": windows},
+        "qwen2_vl": {"linear_quick_gelu": depth},
+        "qwen2_5_vl": {"linear_swiglu": depth, "window_attention": windows},
     }.get(name, {"linear_gelu_tanh": depth, "add_positions_": 1})
     assert {kernel: references.count(kernel) for kernel in set(references)} == expected
 
@@ -245,7 +250,21 @@ def test_checkpoints_of_others_are_complete(references: list[str], model: Any, t
     assert len(tower_names) > 20 and all(torch.equal(saved[name], before[name]) for name in tower_names)
 
 
-def test_widths_are_padded_only_where_they_need_it(references: list[str]) -> None:
+def test_without_descriptors_qwen2_vl_activates_in_place(
+    references: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "why_not_descriptors", lambda device: "not this GPU")
+    model = TINY["qwen2_vl"].build()
+    expected = run_tower(tower_of(model), GRIDS["mixed"])
+    hf_vit_accel.patch(model)
+    assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected)
+    assert "quick_gelu_" in references and "linear_quick_gelu" not in references
+
+
+def test_without_descriptors_widths_are_padded_only_where_they_need_it(
+    references: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "why_not_descriptors", lambda device: "not this GPU")
     for width, padded in ((212, True), (216, False)):
         tiny = copy.deepcopy(TINY["qwen2_5_vl"])
         tiny.vision["intermediate_size"] = width
@@ -254,7 +273,8 @@ def test_widths_are_padded_only_where_they_need_it(references: list[str]) -> Non
         references.clear()
         hf_vit_accel.patch(model)
         assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected)
-        assert ("pad_swiglu" in references) == padded
+        assert ("pad_swiglu" in references) == padded and "swiglu" in references
+        assert "linear_swiglu" not in references
 
 
 @pytest.mark.parametrize("name", ["patch_embed", "deepstack_merger_list.0"])
@@ -421,7 +441,9 @@ def test_gpu_at_most_nine_kernels_per_layer(name: str) -> None:
     counts = []
     for depth in (2, 4):
         tiny = copy.deepcopy(TINY[name])
-        tiny.vision.update(WIDE[name], depth=depth, **({"fullatt_block_indexes": [1]} if name == "qwen2_5_vl" else {}))
+        tiny.vision.update(
+            WIDE[name], depth=depth, **({"fullatt_block_indexes": [1, 3]} if name == "qwen2_5_vl" else {})
+        )
         tower_ = tower_of(tiny.build()).to("cuda", torch.bfloat16)
         hf_vit_accel.patch(tower_, attention="flashinfer_cudnn", strict=True)
         grid = [(1, 32, 32)] * 8
@@ -431,6 +453,4 @@ def test_gpu_at_most_nine_kernels_per_layer(name: str) -> None:
             torch.cuda.synchronize()
         kernels = [e.name for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         counts.append(len([kernel for kernel in kernels if "Memcpy" not in kernel and "Memset" not in kernel]))
-    # cuDNN launches a small kernel before its own; Qwen2-VL's activation is no epilogue that cuBLAS has; Qwen2.5-VL's
-    # weights are padded, once a layer.
-    assert 2 * 7 <= counts[1] - counts[0] <= 2 * (9 if name == "qwen3_vl" else 10), counts
+    assert 2 * 7 <= counts[1] - counts[0] <= 2 * 9, counts  # of them one that cuDNN launches before its own

@@ -21,11 +21,17 @@ from hf_vit_accel.kernels.activation import (
     pad_swiglu,
     pad_swiglu_reference,
     quick_gelu_,
-    quick_gelu_reference_,
+    quick_gelu_reference,
     swiglu,
     swiglu_reference,
 )
-from hf_vit_accel.kernels.launch import next_power_of_2, triton, why_not_triton
+from hf_vit_accel.kernels.launch import next_power_of_2, triton, why_not_descriptors, why_not_triton
+from hf_vit_accel.kernels.linear_activation import (
+    linear_quick_gelu,
+    linear_quick_gelu_reference,
+    linear_swiglu,
+    linear_swiglu_reference,
+)
 from hf_vit_accel.kernels.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.kernels.patch_embed import patch_embed
 from hf_vit_accel.kernels.positions import add_positions_, add_positions_reference_
@@ -123,6 +129,45 @@ def test_swiglu(at: dict[str, Any], width: int, halves: bool) -> None:
 
 
 @where
+@pytest.mark.parametrize("rows", [1, 130, None])
+@pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3456, 1280), (100, 96), (72, 56), (7, 8)])
+def test_linear_swiglu(at: dict[str, Any], width: int, inner: int, rows: int | None) -> None:
+    if at["device"] == "cpu":
+        rows, width, inner = rows or at["rows"], min(width, 108), min(inner, 136)
+    x = draw(rows or at["rows"], inner, at=at)
+    gate, up = (draw(width, inner, at=at, seed=seed) * inner**-0.5 for seed in range(2))
+    biases = [draw(width, at=at, seed=seed) for seed in range(2)]
+    down = draw(inner, width, at=at)
+    exact, _ = linear_swiglu_reference(*(t.double() for t in (x, gate, up, *biases, down)))
+    expected, expected_down = linear_swiglu_reference(x, gate, up, *biases, down)
+    # Nothing may be read beyond a tensor, or left unwritten: what memory held before is poison.
+    torch.full((4 * (expected.numel() + expected_down.numel()),), float("nan"), dtype=x.dtype, device=x.device)
+    found, found_down = linear_swiglu(x, gate, up, *biases, down)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert relative_error(found, exact) <= 1.05 * relative_error(expected, exact)
+    assert torch.equal(found_down, expected_down)
+    assert (found_down is down) == (width % 8 == 0)
+    off = torch.cat([gate.flatten()[:1], gate.flatten()])[1:].view_as(gate)  # from two bytes off a multiple of 16
+    assert torch.equal(linear_swiglu(x, off, up.t().contiguous().t(), *biases, down)[0], found)
+
+
+@where
+@pytest.mark.parametrize("rows", [1, 130, None])
+@pytest.mark.parametrize(("width", "inner"), [(5120, 1280), (136, 96), (72, 56), (8, 8)])
+def test_linear_quick_gelu(at: dict[str, Any], width: int, inner: int, rows: int | None) -> None:
+    if at["device"] == "cpu":
+        rows, width, inner = rows or at["rows"], min(width, 136), min(inner, 136)
+    x, bias = draw(rows or at["rows"], inner, at=at), draw(width, at=at)
+    weight = 2 * draw(width, inner, at=at, seed=1) * inner**-0.5
+    exact = linear_quick_gelu_reference(*(t.double() for t in (x, weight, bias)))
+    expected, found = linear_quick_gelu_reference(x, weight, bias), linear_quick_gelu(x, weight, bias)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert relative_error(found, exact) <= 1.05 * relative_error(expected, exact)
+    extreme = torch.full_like(x, 300.0)
+    assert torch.isfinite(linear_quick_gelu(extreme, weight, bias)).all()
+
+
+@where
 @pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (212, 160), (7, 9)])
 def test_pad_swiglu(at: dict[str, Any], width: int, inner: int) -> None:
     if at["device"] == "cpu" and width > 1000:
@@ -142,7 +187,7 @@ def test_pad_swiglu(at: dict[str, Any], width: int, inner: int) -> None:
 @pytest.mark.parametrize("width", [5120, 4097, 320])
 def test_quick_gelu(at: dict[str, Any], width: int) -> None:
     x = 3 * draw(at["rows"], width, at=at)
-    expected, exact, found = quick_gelu_reference_(x), quick_gelu_reference_(x.double()), x.clone()
+    expected, exact, found = quick_gelu_reference(x), quick_gelu_reference(x.double()), x.clone()
     assert quick_gelu_(found) is found
     check(found, expected, exact)
 
@@ -180,7 +225,7 @@ def test_window_attention(at: dict[str, Any], lengths: list[int], dim: int) -> N
     assert relative_error(found, exact) <= max(1.3 * relative_error(expected, exact), torch.finfo(found.dtype).eps)
 
 
-@pytest.mark.parametrize(("windows", "expected"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (288, 4), (2000, 16)])
+@pytest.mark.parametrize(("windows", "expected"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (288, 2), (2000, 16)])
 def test_heads_of_a_program(windows: int, expected: int) -> None:
     """On 132 multiprocessors with two programs each."""
     assert heads_each(windows, 16, 264) == expected
@@ -221,12 +266,36 @@ def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not installed" in (why_not_triton(cuda, torch.bfloat16) or "")
 
 
+def test_reasons_against_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert why_not_descriptors(torch.device("cpu"))
+    for capability, fits in (((8, 0), False), ((9, 0), True), ((10, 0), False)):
+        monkeypatch.setattr("hf_vit_accel.env.cuda_capability", lambda index, found=capability: found)
+        assert (why_not_descriptors(torch.device("cuda", 0)) is None) == fits
+
+
 COMPILED = {
     "rope": (
         "rope",
         "_rope_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
-        dict(HEADS=16, DIM=80, BLOCK_T=2, BLOCK_H=16, BLOCK_D=64),
+        dict(HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
+    ),
+    "linear_quick_gelu": (
+        "linear_activation",
+        "_linear_activation_kernel",
+        "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[128,64]> up:tensordesc<bf16[128,64]> bias:*bf16 "
+        "up_bias:*bf16 out:tensordesc<bf16[128,128]> down:*bf16 out_down:*bf16 rows:i32",
+        dict(GATED=False, INNER=1280, WIDTH=5120, PADDED=5120, OUTER=5120)
+        | dict(BLOCK_T=128, BLOCK_F=128, BLOCK_E=64, STAGES=3, GROUP=4, COPY_ROWS=4, COPY_BLOCK=8192),
+    ),
+    "linear_swiglu": (
+        "linear_activation",
+        "_linear_activation_kernel",
+        "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
+        "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32",
+        dict(GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
+        | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=3, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "norm": (
         "norm",

@@ -262,13 +262,16 @@ def _verify(
 
 
 def _time(runs: Mapping[str, Run], pixels_TP: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every timed forward: each round gives each contender its turn, warmed up anew."""
+    """Milliseconds of every timed forward: each round gives each contender its turn, warmed up anew.
+
+    Every other round goes backwards: a GPU near its power limit is slower after a neighbour that heats it more.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
+    for index in range(rounds):
+        for name in list(runs)[:: -1 if index % 2 else 1]:
             for _ in range(WARM_UPS):
-                run(pixels_TP)
-            times[name] += [_milliseconds(run, pixels_TP) for _ in range(TIMED)]
+                runs[name](pixels_TP)
+            times[name] += [_milliseconds(runs[name], pixels_TP) for _ in range(TIMED)]
     return times
 
 

@@ -1,6 +1,6 @@
-"""The MLPs' activations between their two matrix products.
+"""The activations of MLPs beside their products, and the aligned weights that the products need.
 
-`T` rows, `E` width, `F` width of the MLP.
+`T` rows, `E` width, `F` width of the MLP, `G` that width rounded up to a multiple of 8.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
     "pad_swiglu",
     "pad_swiglu_reference",
     "quick_gelu_",
-    "quick_gelu_reference_",
+    "quick_gelu_reference",
     "swiglu",
     "swiglu_reference",
 ]
@@ -37,6 +37,29 @@ def linear_gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.
     there, with these arguments, since 1.12. For CUDA only: on CPU it takes the erf form of GELU.
     """
     return torch._addmm_activation(bias_F, x_TE, weight_FE.t(), use_gelu=True)
+
+
+def quick_gelu_reference(x_TF: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x), rounded after each of the three operations as stock does."""
+    return x_TF * torch.sigmoid(1.702 * x_TF)
+
+
+@jit
+def _quick_gelu_kernel(x, total, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    dtype: tl.constexpr = x.dtype.element_ty
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scaled = (value * 1.702).to(dtype).to(tl.float32)
+    gate = (1.0 / (1.0 + tl.exp(-scaled))).to(dtype).to(tl.float32)
+    tl.store(x + at, (value * gate).to(dtype), mask=inside)
+
+
+def quick_gelu_(x_TF: torch.Tensor) -> torch.Tensor:
+    """`quick_gelu_reference` as one kernel, in place."""
+    assert x_TF.is_contiguous()
+    _quick_gelu_kernel[(-(-x_TF.numel() // 4096),)](x_TF, x_TF.numel(), BLOCK=4096, num_warps=8)
+    return x_TF
 
 
 def swiglu_reference(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
@@ -142,26 +165,3 @@ def pad_swiglu(
         num_warps=4,
     )
     return weight, bias, down
-
-
-def quick_gelu_reference_(x_TF: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 x), rounded after each of the three operations as stock does; the result is new."""
-    return x_TF * torch.sigmoid(1.702 * x_TF)
-
-
-@jit
-def _quick_gelu_kernel(x, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    dtype: tl.constexpr = x.dtype.element_ty
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    scaled = (value * 1.702).to(dtype).to(tl.float32)
-    gate = (1.0 / (1.0 + tl.exp(-scaled))).to(dtype).to(tl.float32)
-    tl.store(x + at, (value * gate).to(dtype), mask=inside)
-
-
-def quick_gelu_(x_TF: torch.Tensor) -> torch.Tensor:
-    """`quick_gelu_reference_` as one kernel, in place."""
-    assert x_TF.is_contiguous()
-    _quick_gelu_kernel[(-(-x_TF.numel() // 4096),)](x_TF, x_TF.numel(), BLOCK=4096, num_warps=8)
-    return x_TF

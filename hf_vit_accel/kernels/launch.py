@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from hf_vit_accel import env
+
 try:
     import triton
 except ImportError:  # pragma: no cover
     triton = None
 
-__all__ = ["DTYPES", "jit", "next_power_of_2", "why_not_triton"]
+__all__ = ["DTYPES", "jit", "next_power_of_2", "why_not_descriptors", "why_not_triton"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -39,4 +41,16 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the tensors are on {device.type}, the kernel runs on cuda"
     if dtype not in DTYPES:
         return f"the dtype is {str(dtype).removeprefix('torch.')}, the kernel is for bfloat16 and float16"
+    return None
+
+
+def why_not_descriptors(device: torch.device) -> str | None:
+    """Why matrix products over tensor descriptors (Hopper's copy engine) are no gain on a device; None if they are.
+
+    Measured on Hopper only: elsewhere the products are the library's.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda" or env.cuda_capability(device.index)[0] != 9:
+        return "the kernel was measured on GPUs of compute capability 9 only"
     return None

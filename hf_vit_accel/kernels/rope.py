@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.kernels.launch import jit, next_power_of_2
+from hf_vit_accel.kernels.launch import jit
 
 try:
     import triton.language as tl
@@ -44,22 +44,21 @@ def _rope_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    # q and k of a row as one run of pairs (d, d + DIM / 2): half of 72 or 80 is no power of two, all of them together
+    # fill every lane. A tile has at least as many pairs as threads, so that none is held twice.
     half: tl.constexpr = DIM // 2
-    in_table = (t < rows)[:, None] & (d < half)[None, :]
-    in_table_at = t.to(tl.int64)[:, None] * table_stride + d[None, :]
-    c = tl.load(cos + in_table_at, mask=in_table, other=0.0).to(tl.float32)[:, None, :]
-    s = tl.load(sin + in_table_at, mask=in_table, other=0.0).to(tl.float32)[:, None, :]
-    inside = in_table[:, None, :] & (h < HEADS)[None, :, None]
-    at = t.to(tl.int64)[:, None, None] * row_stride + (h * DIM)[None, :, None] + d[None, None, :]
-    first = qkv + tl.program_id(1) * (HEADS * DIM) + at
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    pair = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
+    inside = (t < rows) & (pair < 2 * HEADS * half)
+    d = pair % half
+    table = t.to(tl.int64) * table_stride + d
+    c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
+    first = qkv + t.to(tl.int64) * row_stride + (pair // half * DIM + d)
     x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # a tile of fewer elements than threads is held by several warps; all load before one stores
     tl.store(first, (x1 * c - x2 * s).to(qkv.dtype.element_ty), mask=inside)
     tl.store(first + half, (x2 * c + x1 * s).to(qkv.dtype.element_ty), mask=inside)
 
@@ -67,8 +66,8 @@ def _rope_kernel(
 def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """`rope_reference_` as one kernel: q and k are read and written once. Bit-equal to it (products are not fused)."""
     rows, _, heads, dim = qkv_T3HD.shape
-    block_t = 2
-    _rope_kernel[(-(-rows // block_t), 2)](
+    block_t, block_p = 8, 128
+    _rope_kernel[(-(-rows // block_t), -(-heads * dim // block_p))](
         qkv_T3HD,
         cos_TD,
         sin_TD,
@@ -78,9 +77,8 @@ def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) ->
         HEADS=heads,
         DIM=dim,
         BLOCK_T=block_t,
-        BLOCK_H=next_power_of_2(heads),
-        BLOCK_D=next_power_of_2(dim // 2),
-        num_warps=4,
+        BLOCK_P=block_p,
+        num_warps=4 if dim % 16 == 0 else 8,  # vectors of 8 where half a head holds whole ones, else of 4
         enable_fp_fusion=False,
     )
     return qkv_T3HD
