@@ -710,7 +710,8 @@ def test_gpu_fp32_equals_stock(shared: Any, monkeypatch: pytest.MonkeyPatch) -> 
             assert_close(run_tower(tower_of(twin), grid), expected)
 
 
-def count_syncs(run: Any) -> int:
+def syncs_of(run: Any) -> list[str]:
+    """Where a run made the host wait for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -718,7 +719,7 @@ def count_syncs(run: Any) -> int:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in caught)
+    return [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "synchronizing" in str(w.message)]
 
 
 @pytest.mark.gpu
@@ -734,13 +735,13 @@ def test_gpu_one_host_sync_per_forward(shared: Any, attention: str) -> None:
         with torch.no_grad():
             tower(pixels, grid_thw=on_gpu)
             hf_vit_accel.patch(tower, attention=attention, strict=True)  # a cold cache of layouts
-            assert count_syncs(lambda: tower(pixels, grid_thw=on_gpu)) == 1, name  # noqa: B023
-            assert count_syncs(lambda: tower(pixels, grid_thw=on_gpu)) == 1, name  # noqa: B023
-            assert count_syncs(lambda: tower(pixels, grid_thw=on_cpu)) == 0, name  # noqa: B023
+            assert len(syncs := syncs_of(lambda: tower(pixels, grid_thw=on_gpu))) == 1, (name, syncs)  # noqa: B023
+            assert len(syncs := syncs_of(lambda: tower(pixels, grid_thw=on_gpu))) == 1, (name, syncs)  # noqa: B023
+            assert len(syncs := syncs_of(lambda: tower(pixels, grid_thw=on_cpu))) == 0, (name, syncs)  # noqa: B023
             hf_vit_accel.patch(tower, attention=attention)
             tower(pixels, grid_thw=on_gpu, output_hidden_states=True)
-            stock_way = count_syncs(lambda: tower(pixels, grid_thw=on_gpu, output_hidden_states=True))  # noqa: B023
-            assert stock_way == 1, name
+            syncs = syncs_of(lambda: tower(pixels, grid_thw=on_gpu, output_hidden_states=True))  # noqa: B023
+            assert len(syncs) == 1, (name, syncs)
         hf_vit_accel.unpatch(tower)
 
 
