@@ -1,14 +1,16 @@
 """Fast, exact vision towers for Qwen-VL models in plain transformers.
 
 Reading order, the way of the data: `api` (what users call), `tower` (the accelerated forward), `metadata` and
-`planning` (grid to arrays to plans), `backends` (attention), `fusion` and `kernels` (the other operations), `families`
+`planning` (grid to arrays to plans), `encoder` (the loop over the layers), `backends` (attention), `fusion` and
+`kernels` (the other operations), `graphs` (the whole encoder replayed), `config` (its settings), `families`
 (what differs between models), `structure` (what stands against the fast path), `registration` (load-time names).
 
 Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers. It initialises no CUDA.
 """
 
-from hf_vit_accel.api import Status, TowerStatus, patch, patched, status, unpatch
+from hf_vit_accel.api import Status, TowerStatus, patch, patched, status, unpatch, warmup
 from hf_vit_accel.backends import BackendUnavailableError
+from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.registration import register
 from hf_vit_accel.tower import FallbackError
 
@@ -17,12 +19,14 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "BackendUnavailableError",
     "FallbackError",
+    "GraphConfig",
     "Status",
     "TowerStatus",
     "patch",
     "patched",
     "status",
     "unpatch",
+    "warmup",
 ]
 
 register()

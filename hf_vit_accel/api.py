@@ -1,4 +1,4 @@
-"""What users call: `patch`, `unpatch`, `patched`, `status`."""
+"""What users call: `patch`, `unpatch`, `patched`, `warmup`, `status`."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from tqdm.auto import tqdm
 
 from hf_vit_accel.backends import Kind, backend_named, require, resolve
+from hf_vit_accel.boundary import Settings, request_for
+from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.families import FAMILIES, find_towers
 from hf_vit_accel.fusion import PARTS, fuse_tower
+from hf_vit_accel.graphs.runner import GraphStatus
 from hf_vit_accel.kernels.window_attention import LONGEST
+from hf_vit_accel.metadata import Grid
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.structure import Structure
-from hf_vit_accel.tower import (
-    FallbackError,
-    Family,
-    Settings,
-    TowerState,
-    install,
-    request_for,
-    state_of,
-    uninstall,
-)
+from hf_vit_accel.tower import FallbackError, Family, TowerState, install, state_of, uninstall
 
-__all__ = ["Status", "TowerStatus", "patch", "patched", "status", "unpatch"]
+__all__ = ["Status", "TowerStatus", "patch", "patched", "status", "unpatch", "warmup"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(
-    model: Model, *, attention: str = "auto", fuse: str | bool | Iterable[str] = "auto", strict: bool = False
+    model: Model,
+    *,
+    attention: str = "auto",
+    fuse: str | bool | Iterable[str] = "auto",
+    cuda_graphs: bool | GraphConfig = False,
+    strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
 
@@ -40,13 +42,15 @@ def patch(
 
     attention: "auto" for the fastest backend that can serve each call, or a backend's name.
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
+    cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
+    Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
     strict: raise where a call would fall back to another backend or to the stock forward, instead of counting it.
 
     Raises ValueError for a model without a supported tower, an unknown backend or part; BackendUnavailableError for a
     named backend that cannot run on this machine; FallbackError under `strict` for named parts that cannot be fused
     and for a tower that the fast path cannot serve. After an error nothing is patched.
     """
-    settings = _settings(attention, fuse, strict)
+    settings = _settings(attention, fuse, cuda_graphs, strict)
     towers = _towers(model)
     require(settings.attention)
     if settings.strict:
@@ -72,12 +76,17 @@ def unpatch(model: Model) -> Model:
 
 @contextmanager
 def patched(
-    model: Model, *, attention: str = "auto", fuse: str | bool | Iterable[str] = "auto", strict: bool = False
+    model: Model,
+    *,
+    attention: str = "auto",
+    fuse: str | bool | Iterable[str] = "auto",
+    cuda_graphs: bool | GraphConfig = False,
+    strict: bool = False,
 ) -> Iterator[Model]:
     """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all."""
     towers = _towers(model)
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
-    patch(model, attention=attention, fuse=fuse, strict=strict)
+    patch(model, attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, strict=strict)
     try:
         yield model
     finally:
@@ -89,6 +98,36 @@ def patched(
             tower.config._attn_implementation_internal = name
 
 
+def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: bool = True) -> Status:
+    """Capture CUDA graphs ahead of time, for a model patched with `cuda_graphs`; returns the status.
+
+    sizes: calls to capture in their exact shapes, each the (frames, height, width) in patches of its images; by default
+    every budget once. progress: show a bar, and print what each graph holds.
+
+    Raises ValueError for a model that is not patched with `cuda_graphs`.
+    """
+    towers = [(path, tower, state_of(tower)) for path, tower, _ in _towers(model)]
+    if not any(state is not None and state.runner is not None for _, _, state in towers):
+        raise ValueError("expected a model patched with cuda_graphs; call hf_vit_accel.patch(model, cuda_graphs=True)")
+    for _, tower, state in towers:
+        if state is None or state.runner is None:
+            continue
+        repeats = 1 if sizes is None else max(state.runner.config.exact_after, 1)
+        merge, weight = tower.spatial_merge_size, tower.patch_embed.proj.weight
+        budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(state.runner.budgets)]
+        grids = budgets if sizes is None else [tuple(grid) for grid in sizes]
+        for grid in tqdm(grids, desc="CUDA graphs", disable=not progress):
+            rows = sum(t * h * w for t, h, w in grid)
+            pixels_TP = torch.zeros(rows, weight[0].numel(), dtype=weight.dtype, device=weight.device)
+            with torch.no_grad():
+                for _ in range(repeats):
+                    tower(pixels_TP, grid_thw=torch.tensor(grid))
+        if progress:
+            for label, nbytes, _ in state.runner.status().graphs:
+                tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")
+    return status(model)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TowerStatus:
     """One tower's state: what was asked for, what runs, and what did not and why.
@@ -97,7 +136,7 @@ class TowerStatus:
     why backends that come first did not serve it. fused: parts that run fused. unfused: parts that do not, with the
     reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
-    fast path. layouts: (held, hits, misses) of the cache of layouts.
+    fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
     """
 
     path: str
@@ -113,6 +152,7 @@ class TowerStatus:
     fallbacks: Mapping[str, int]
     against_fast: tuple[str, ...]
     layouts: tuple[int, int, int]
+    graphs: GraphStatus | None = None
 
     def __str__(self) -> str:
         where = self.path or "(the model itself)"
@@ -126,6 +166,7 @@ class TowerStatus:
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
+        lines += [str(self.graphs)] if self.graphs is not None else []
         lines += [f"  not fused  {part}: {why}" for part, why in self.unfused.items()]
         lines += [f"  not fast   {why}" for why in self.against_fast]
         lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
@@ -201,6 +242,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         fallbacks=dict(state.fallbacks),
         against_fast=tuple(against),
         layouts=(len(state.prepared), state.prepared.hits, state.prepared.misses),
+        graphs=None if state.runner is None else state.runner.status(),
     )
 
 
@@ -217,7 +259,12 @@ def _towers(model: nn.Module) -> list[tuple[str, Any, Family]]:
     return towers
 
 
-def _settings(attention: str, fuse: str | bool | Iterable[str], strict: bool) -> Settings:
+def _settings(
+    attention: str, fuse: str | bool | Iterable[str], cuda_graphs: bool | GraphConfig, strict: bool
+) -> Settings:
+    if not isinstance(cuda_graphs, bool | GraphConfig):
+        raise ValueError(f"expected cuda_graphs to be True, False or a GraphConfig, got {cuda_graphs!r}")
+    graphs = GraphConfig() if cuda_graphs is True else cuda_graphs or None
     if attention != "auto":
         backend_named(attention)
     if fuse is False:
@@ -230,7 +277,8 @@ def _settings(attention: str, fuse: str | bool | Iterable[str], strict: bool) ->
         parts = frozenset({str(fuse)})
     if unknown := sorted(parts - PARTS.keys()):
         raise ValueError(f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}, got {unknown}")
-    return Settings(attention=attention, fuse=parts, fuse_named=fuse not in ("auto", True, False), strict=strict)
+    named = fuse not in ("auto", True, False)
+    return Settings(attention=attention, fuse=parts, fuse_named=named, graphs=graphs, strict=strict)
 
 
 def _check_strict(path: str, tower: Any, settings: Settings) -> None:

@@ -53,7 +53,7 @@ class Layer:
     mlp: TensorOp
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Fusion:
     """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why.
 

@@ -18,7 +18,19 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 import torch
 
-__all__ = ["LRU", "Geometry", "Grid", "Segments", "VisionMetadata", "build", "read_grid", "to_device"]
+__all__ = [
+    "LRU",
+    "Geometry",
+    "Grid",
+    "Segments",
+    "VisionMetadata",
+    "build",
+    "pack",
+    "read_grid",
+    "send",
+    "to_device",
+    "unpack",
+]
 
 Grid = tuple[tuple[int, int, int], ...]
 Array = np.ndarray[Any, Any]
@@ -40,9 +52,14 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Segments:
-    """Consecutive runs of rows that attend within themselves. lengths_S: int32 rows of each, all positive."""
+    """Consecutive runs of rows that attend within themselves.
+
+    lengths_S: int32 rows of each, positive; zero only at the end, where fewer segments stand in for more. longest: the
+    length to declare where it must not depend on the layout (at least the longest).
+    """
 
     lengths_S: Array
+    longest: int | None = None
 
     @cached_property
     def offsets_S1(self) -> Array:
@@ -51,8 +68,8 @@ class Segments:
 
     @cached_property
     def max_length(self) -> int:
-        """Rows of the longest segment."""
-        return int(self.lengths_S.max())
+        """Rows of the longest segment, or what is declared for it."""
+        return self.longest or int(self.lengths_S.max())
 
     @property
     def count(self) -> int:
@@ -229,26 +246,40 @@ def _interpolation(positions_T2: Array, h: int, w: int, side: int) -> tuple[Arra
 _ALIGN = 16
 
 
-def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
-    """Send all arrays in one packed copy; each result is a view into one buffer on the device.
+def pack(arrays: Mapping[str, Array]) -> Array:
+    """All arrays in one run of bytes, each from a multiple of 16 on, in their order."""
+    starts, total = _starts(arrays)
+    packed = np.empty(total, dtype=np.uint8)
+    for array, start in zip(arrays.values(), starts, strict=True):
+        packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return packed
 
-    On CUDA the copy goes from pinned memory on the current stream and does not wait.
-    """
-    starts, total = {}, 0
-    for name, array in arrays.items():
-        starts[name] = total
-        total += -(-array.nbytes // _ALIGN) * _ALIGN
-    host = np.empty(total, dtype=np.uint8)
-    for name, array in arrays.items():
-        host[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    packed = torch.from_numpy(host)
-    sent = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
+
+def unpack(packed: torch.Tensor, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Views into packed bytes, wherever those are; the arrays give names, dtypes and shapes."""
     return {
-        name: sent[starts[name] : starts[name] + array.nbytes]
-        .view(torch.from_numpy(array[:0].copy()).dtype)
-        .view(array.shape)
-        for name, array in arrays.items()
+        name: packed[start : start + array.nbytes].view(torch.from_numpy(array[:0].copy()).dtype).view(array.shape)
+        for (name, array), start in zip(arrays.items(), _starts(arrays)[0], strict=True)
     }
+
+
+def _starts(arrays: Mapping[str, Array]) -> tuple[list[int], int]:
+    starts, total = [], 0
+    for array in arrays.values():
+        starts.append(total)
+        total += -(-array.nbytes // _ALIGN) * _ALIGN
+    return starts, total
+
+
+def send(packed: Array, device: torch.device) -> torch.Tensor:
+    """Packed bytes on a device. To CUDA they go from pinned memory, on the current stream, without waiting."""
+    host = torch.from_numpy(packed)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
+    """Send all arrays in one packed copy; each result is a view into one buffer on the device."""
+    return unpack(send(pack(arrays), device), arrays)
 
 
 class LRU(Generic[V]):

@@ -10,9 +10,9 @@ import torch
 
 from hf_vit_accel.backends import Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.kernels.window_attention import LONGEST
-from hf_vit_accel.metadata import Geometry, Grid, VisionMetadata, build, to_device
+from hf_vit_accel.metadata import Array, Geometry, Grid, VisionMetadata, build, to_device
 
-__all__ = ["PLANS", "POPPED", "Prepared", "check_pixels", "prepare"]
+__all__ = ["PLANS", "POPPED", "Layout", "Prepared", "check_pixels", "lay_out", "prepare"]
 
 PLANS = "vision_plans"
 """The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
@@ -49,14 +49,34 @@ class Prepared:
         return kwargs
 
 
-def prepare(
-    grid: Grid, geometry: Geometry, request: Request, attention: str, fused_windows: bool
-) -> tuple[Prepared, int]:
-    """Compute a grid's metadata and plans on the host and send them in one copy; also the bytes they hold.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """The same on the host, before its arrays are sent."""
+
+    metadata: VisionMetadata
+    arrays: Mapping[str, Array]
+    plans: Mapping[Kind, Plan]
+    choices: Mapping[Kind, Choice]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        """With the arrays on the device, by the same names."""
+        bound = {
+            kind: plan.bind({name: tensors[f"{kind}/{name}"] for name in plan.arrays})
+            for kind, plan in self.plans.items()
+        }
+        return Prepared(metadata=self.metadata, tensors=tensors, plans=bound, choices=self.choices)
+
+
+def lay_out(metadata: VisionMetadata, request: Request, attention: str, fused_windows: bool) -> Layout:
+    """Choose a backend per kind of layer and let it plan.
 
     fused_windows: window layers need no plan, a kernel of ours attends them, unless their windows are too long for it.
     """
-    metadata = build(grid, geometry)
     arrays, plans, choices = metadata.arrays(), {}, {}
     for kind, segments in metadata.segments().items():
         if kind == "window" and fused_windows and segments.max_length <= LONGEST:
@@ -65,10 +85,15 @@ def prepare(
         choices[kind] = resolve(attention, wanted)
         plans[kind] = choices[kind].backend.plan(segments, wanted)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
-    tensors = to_device(arrays, request.device)
-    bound = {kind: plan.bind({n: tensors[f"{kind}/{n}"] for n in plan.arrays}) for kind, plan in plans.items()}
-    prepared = Prepared(metadata=metadata, tensors=tensors, plans=bound, choices=choices)
-    return prepared, sum(array.nbytes for array in arrays.values())
+    return Layout(metadata=metadata, arrays=arrays, plans=plans, choices=choices)
+
+
+def prepare(
+    grid: Grid, geometry: Geometry, request: Request, attention: str, fused_windows: bool
+) -> tuple[Prepared, int]:
+    """Lay out a grid and send everything in one copy; also the bytes that it holds."""
+    layout = lay_out(build(grid, geometry), request, attention, fused_windows)
+    return layout.bind(to_device(layout.arrays, request.device)), layout.nbytes
 
 
 def check_pixels(pixels_TP: torch.Tensor, weight: torch.Tensor, *, offloaded: bool) -> None:

@@ -23,10 +23,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import ORDER, Plan, Request, plan_alone, require, resolve
+from hf_vit_accel.boundary import Settings
 from hf_vit_accel.families import FAMILIES, family_of
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.planning import PLANS
-from hf_vit_accel.tower import Settings, TowerState, install, state_of, uninstall
+from hf_vit_accel.tower import TowerState, install, state_of, uninstall
 
 __all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ __all__ = ["Structure", "is_plain"]
 _BLOCK_PARAMETERS = {"self", "hidden_states", "cu_seqlens", "position_embeddings", "kwargs"}
 _ATTENTION_PARAMETERS = _BLOCK_PARAMETERS | {"max_seqlen"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DTYPE = attrgetter("dtype")
+_DTYPE, _POINTER = attrgetter("dtype"), methodcaller("data_ptr")
 _UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
@@ -63,6 +63,7 @@ def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
 class Structure:
     """One reading of a tower. `current()` is False once a module or a forward was added, removed or replaced.
 
+    foreign: a module inside whose code is not torch's or transformers', and which might act otherwise at every call.
     broken: what of the tower is not built as the fast path (and the injection of metadata) knows it. offloaded:
     accelerate's hooks stand on modules inside and move weights and inputs themselves.
     """
@@ -80,6 +81,8 @@ class Structure:
         hooks = [(name, vars(m)[kind]) for name, m in below.items() for kind in _HOOKS if kind in vars(m)]
         self._hooks, self._hook_dicts = hooks, [of_module for _, of_module in hooks]
         self._parameters = [module._parameters for module in modules.values() if module._parameters]
+        self._buffers = [module._buffers for module in modules.values() if module._buffers]
+        self.foreign = next(filter(None, map(is_plain, self._below)), None)
         self.broken = [*_against_tower(tower), *_against_blocks(tower)]
         self.offloaded = any("_hf_hook" in vars(module) for module in self._below)
         self._own_reasons = list(_against_instances(below))
@@ -104,6 +107,11 @@ class Structure:
     def parameters(self) -> list[nn.Parameter]:
         """The tower's parameters as they are now, whatever replaced them."""
         return [p for parameters in self._parameters for p in parameters.values() if p is not None]
+
+    def pointers(self) -> list[int]:
+        """Where every parameter and buffer lies now: what a captured graph reads."""
+        buffers = [b.data_ptr() for buffers in self._buffers for b in buffers.values() if b is not None]
+        return buffers + list(map(_POINTER, self.parameters()))
 
     def reasons(self) -> list[str]:
         """Why the fast path would not do what the stock tower does; empty if it would."""

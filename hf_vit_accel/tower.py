@@ -2,8 +2,8 @@
 
 The way of the data: pixels and `grid_thw` -> metadata on the host (once) -> a plan per kind of layer (once) -> blocks.
 Only a tower's `forward` is patched, on the instance. At its boundary, once per forward, it is decided whether this
-call takes the fast path (`_run`, an own loop over the blocks' modules) or goes the stock way: the original forward,
-with the metadata injected through the keyword arguments that it pops.
+call takes the fast path (`encoder`, an own loop over the blocks' modules, perhaps replayed from a CUDA graph) or goes
+the stock way: the original forward, with the metadata injected through the keyword arguments that it pops.
 
 `T` packed patch rows, `M` merged tokens, `P` pixels of a patch, `E` width, `H` heads, `D` head dim.
 """
@@ -23,27 +23,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import ORDER, Choice, Kind, Plan, Request
-from hf_vit_accel.fusion import PARTS, Fusion, fuse_tower
-from hf_vit_accel.kernels import window_attention
+from hf_vit_accel.backends import ORDER, Choice, Kind, Request
+from hf_vit_accel.boundary import Settings, against_call, against_injection, request_for, unserved
+from hf_vit_accel.encoder import encode
+from hf_vit_accel.fusion import Fusion, fuse_tower
+from hf_vit_accel.graphs.recorder import why_not_graphs
+from hf_vit_accel.graphs.runner import Call, Eager, Runner
 from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
-from hf_vit_accel.planning import POPPED, Prepared, check_pixels, prepare
+from hf_vit_accel.planning import Prepared, check_pixels, lay_out, prepare
 from hf_vit_accel.structure import Structure
 
 __all__ = [
     "FallbackError",
     "Family",
-    "Settings",
     "TowerState",
     "install",
-    "request_for",
     "state_of",
     "uninstall",
 ]
 
 _STATE = "_hf_vit_accel"
 _SLOTS = ("forward", "_old_forward")
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class FallbackError(RuntimeError):
@@ -75,16 +75,6 @@ class Family:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the user asked for; see `hf_vit_accel.patch`. fuse: the parts, named one by one or not."""
-
-    attention: str = "auto"
-    fuse: frozenset[str] = frozenset(PARTS)
-    fuse_named: bool = False
-    strict: bool = False
-
-
 class TowerState:
     """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
 
@@ -99,6 +89,7 @@ class TowerState:
         self.fallbacks: Counter[str] = Counter()
         self.choices: Mapping[Kind, Choice] = {}
         self.prepared: LRU[Prepared] = LRU(entries=64, cost=1 << 20)  # cost: bytes, at most 2% of the weights
+        self.runner = None if settings.graphs is None else Runner(settings.graphs)
         self._device: torch.device | None = None
         self._structure: Structure | None = None
         self._fusion: tuple[Structure, torch.device, torch.dtype, Fusion] | None = None
@@ -129,6 +120,8 @@ class TowerState:
 
     def close(self) -> None:
         """Drop everything that was cached, device memory included."""
+        if self.runner is not None:
+            self.runner.close()
         self.prepared.clear()
         self._structure = self._fusion = None
 
@@ -229,7 +222,7 @@ def _forward(
     original = state.former_forward or partial(type(tower).forward, tower)
     geometry, structure = state.family.geometry(tower), state.structure(tower)
     grid = read_grid(hidden_states, grid_thw, geometry)
-    unknown = structure.broken + _against_injection(tower, state, geometry, kwargs)
+    unknown = structure.broken + against_injection(tower, state.former_forward, geometry, kwargs)
     if unknown:
         _fall_back(state, unknown)
         state.stock_calls += 1
@@ -238,156 +231,91 @@ def _forward(
     grad = torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(parameter.requires_grad for parameter in structure.parameters())
     )
-    reasons = structure.reasons() + _against_call(tower, kwargs, hidden_states.device, grad)
+    reasons = structure.reasons() + against_call(tower, kwargs, hidden_states.device, grad)
     request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
     fusion = None if reasons else state.fusion(tower, structure, request.device, request.dtype)
     fused_windows = fusion is not None and "window_attention" in fusion.fused
+
+    def served(prepared: Prepared) -> None:
+        state.choices = prepared.choices
+        if unmet := reasons + unserved(state.settings, fusion, prepared):
+            _fall_back(state, unmet)
+
+    if fusion is not None and state.runner is not None:
+        outputs = _replay(tower, state, structure, fusion, grid, request, hidden_states, served)
+        if outputs is not None:
+            return _output(tower, state, outputs, kwargs)
     prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
-    state.choices = prepared.choices
-    unserved = _unserved(state.settings, fusion, prepared)
-    if reasons or unserved:
-        _fall_back(state, reasons + unserved)
+    served(prepared)
     if fusion is None:
         state.stock_calls += 1
         return original(hidden_states, grid_thw, **kwargs, **prepared.injected())
-    output = _run(tower, state, fusion, prepared, hidden_states)
+    return _output(tower, state, encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states), kwargs)
+
+
+def _full_layers(tower: Any, state: TowerState) -> frozenset[int] | None:
+    return None if state.family.full_layers is None else frozenset(state.family.full_layers(tower))
+
+
+def _output(tower: Any, state: TowerState, outputs: list[torch.Tensor], kwargs: Mapping[str, Any]) -> Any:
+    """The stock tower's output, of its class, or as the tuple that was asked for."""
+    known = state.family.tower_class(tower)
+    assert known is not None
+    output_class = getattr(sys.modules[known.__module__], state.family.output)
+    extra = {"deepstack_features": outputs[2:]} if state.family.deepstack else {}
+    output = output_class(last_hidden_state=outputs[0], pooler_output=outputs[1], **extra)
     state.calls += 1
     return output.to_tuple() if kwargs.get("return_dict", tower.config.return_dict) is False else output
+
+
+def _replay(
+    tower: Any,
+    state: TowerState,
+    structure: Structure,
+    fusion: Fusion,
+    grid: Grid,
+    request: Request,
+    pixels_TP: torch.Tensor,
+    served: Callable[[Prepared], None],
+) -> list[torch.Tensor] | None:
+    """The encoder's outputs from CUDA graphs; None where it is to run eagerly. Under `strict`, raises where it must."""
+    runner, settings = state.runner, state.settings
+    assert runner is not None
+    fused_windows, full_layers = "window_attention" in fusion.fused, _full_layers(tower, state)
+    against = why_not_graphs(request.device)
+    # A module of someone else's may act on state that Python holds (an adapter that is switched off, a counter).
+    against = against or (structure.foreign and f"{structure.foreign}, and might act otherwise at a later call")
+    if against:
+        result: list[torch.Tensor] | Eager = runner.eager(against)
+    else:
+        weight = tower.patch_embed.proj.weight
+        norms = [norm for layer in tower.blocks for norm in (layer.norm1, layer.norm2)]
+        call = Call(
+            grid=grid,
+            geometry=state.family.geometry(tower),
+            request=request,
+            dtype=weight.dtype,
+            width=pixels_TP.shape[1],
+            identity=(
+                *(fusion, structure.pointers(), request, state.family.geometry(tower), full_layers),
+                *(tuple(getattr(tower, "deepstack_visual_indexes", ())), list(map(_eps, norms))),
+            ),
+            lay_out=lambda metadata: lay_out(metadata, request, settings.attention, fused_windows),
+            encode=partial(encode, tower, full_layers, fusion),
+        )
+        result = runner.run(call, pixels_TP, served)
+    if isinstance(result, Eager):
+        if settings.strict and not result.by_choice:
+            raise FallbackError(f"strict=True and this call cannot be replayed: {result.why}")
+        return None
+    return result
+
+
+def _eps(norm: Any) -> Any:
+    return getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
 
 
 def _fall_back(state: TowerState, reasons: list[str]) -> None:
     if state.settings.strict:
         raise FallbackError("strict=True and this call cannot be served as asked: " + "; ".join(reasons))
     state.fallbacks.update(reasons)
-
-
-def _against_injection(tower: Any, state: TowerState, geometry: Geometry, kwargs: Mapping[str, Any]) -> list[str]:
-    """Why a call must reach the stock forward as it is, without metadata of ours."""
-    reasons = []
-    # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
-    if getattr(state.former_forward, "__func__", None) is not type(tower).forward and state.former_forward is not None:
-        reasons.append("the tower has a forward of its own")
-    if geometry.table is None and hasattr(tower, "pos_embed"):
-        reasons.append("positions are interpolated in a way that is not known")
-    if any(name in kwargs for name in POPPED):
-        reasons.append("the caller supplies sequence metadata")
-    return reasons
-
-
-def _against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, grad: bool) -> list[str]:
-    """Why this call wants more than the fast path gives."""
-    reasons = []
-    for name in ("output_hidden_states", "output_attentions"):
-        if kwargs.get(name, getattr(tower.config, name, False)):
-            reasons.append(f"{name} is requested")
-    if grad:
-        reasons.append("gradients are required")
-    if _autocast(device):
-        reasons.append("autocast is on")
-    attentions = [block.attn for block in tower.blocks]
-    if any(attention.training and getattr(attention, "attention_dropout", 0.0) for attention in attentions):
-        reasons.append("attention weights are dropped out")
-    if len({attention.scaling for attention in attentions}) > 1:
-        reasons.append("layers scale attention differently")
-    return reasons
-
-
-def _unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared) -> list[str]:
-    """What the user named and this call does not get: a backend, or parts to fuse."""
-    reasons = []
-    if settings.attention != "auto":
-        for choice in prepared.choices.values():
-            for why in choice.rejected.get(settings.attention, ()):
-                reasons.append(f"{settings.attention} cannot serve the call: {why}")
-    if settings.fuse_named and fusion is not None:
-        reasons += [f"{part} is not fused: {why}" for part, why in fusion.unfused.items() if part in settings.fuse]
-        if "window_attention" in settings.fuse & fusion.fused and "window" in prepared.plans:
-            reasons.append("window_attention is not fused: the windows are longer than the kernel's")
-    return list(dict.fromkeys(reasons))
-
-
-def _autocast(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
-def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True) -> Request:
-    """What a tower's layers ask of a backend: its heads, and the dtype that its attention computes in."""
-    attention = tower.blocks[0].attn
-    dtype = getattr(getattr(attention.qkv, "weight", None), "dtype", None)
-    if _autocast(device):
-        dtype = torch.get_autocast_dtype(device.type)
-    elif dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
-        dtype = tower.blocks[0].norm1.weight.dtype
-    return Request(
-        device=device,
-        dtype=dtype,
-        heads=attention.num_heads,
-        head_dim=attention.head_dim,
-        scale=attention.scaling,
-        packed=packed,
-        grad=grad,
-    )
-
-
-def _run(tower: Any, state: TowerState, fusion: Fusion, prepared: Prepared, pixels_TP: torch.Tensor) -> Any:
-    """The fast path. Everything was decided before; the layers only compute."""
-    family, tensors = state.family, prepared.tensors
-    x_TE = fusion.embed(pixels_TP)
-    if "interp_indices" in tensors:
-        x_TE = fusion.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
-    positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
-    if window_index_M is not None:
-        x_TE, positions_T2 = (_permute(rows, window_index_M) for rows in (x_TE, positions_T2))
-    cos_TD, sin_TD = (table_TD.contiguous() for table_TD in fusion.tables(x_TE, positions_T2))
-
-    attends = _attends_by_layer(tower, family, fusion, prepared)
-    deepstack = list(tower.deepstack_visual_indexes) if family.deepstack else []
-    merged_by_layer: list[torch.Tensor] = []
-    delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
-    for index, (layer, attend) in enumerate(zip(fusion.layers, attends, strict=True)):
-        x_TE, normed_TE = layer.norm1(x_TE, delta_TE)
-        attention = layer.attention
-        qkv_T3HD = attention.qkv(normed_TE).unflatten(-1, (3, attention.num_heads, attention.head_dim))
-        x_TE, normed_TE = layer.norm2(x_TE, attention.proj(attend(qkv_T3HD, cos_TD, sin_TD).flatten(1)))
-        delta_TE = layer.mlp(normed_TE)
-        if index in deepstack:
-            x_TE, merged = fusion.deepstack[deepstack.index(index)](x_TE, delta_TE)
-            merged_by_layer.append(merged)
-            delta_TE = None
-    x_TE, merged = fusion.merge(x_TE, delta_TE)
-    if window_index_M is not None:
-        merged = merged[tensors["inverse_index"]]
-
-    known = family.tower_class(tower)
-    assert known is not None
-    output_class = getattr(sys.modules[known.__module__], family.output)
-    extra = {"deepstack_features": merged_by_layer} if family.deepstack else {}
-    return output_class(last_hidden_state=x_TE, pooler_output=merged, **extra)
-
-
-def _attends_by_layer(tower: Any, family: Family, fusion: Fusion, prepared: Prepared) -> list[Callable[..., Any]]:
-    """Per layer: packed projection, cos and sin to the attended rows (T, H, D)."""
-
-    def planned(plan: Plan) -> Callable[..., Any]:
-        return lambda qkv_T3HD, cos_TD, sin_TD: plan.attend(*fusion.rotate(qkv_T3HD, cos_TD, sin_TD).unbind(1))
-
-    full = planned(prepared.plans["full"])
-    if family.full_layers is None:
-        return [full] * len(fusion.layers)
-    if "window" in prepared.plans:
-        window = planned(prepared.plans["window"])
-    else:
-        offsets_S1, scale = prepared.tensors["cu_window_seqlens"], prepared.plans["full"].request.scale
-
-        def window(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-            return window_attention.window_attention(qkv_T3HD, cos_TD, sin_TD, offsets_S1, scale)
-
-    full_layers = frozenset(family.full_layers(tower))
-    return [full if index in full_layers else window for index in range(len(fusion.layers))]
-
-
-def _permute(rows: torch.Tensor, window_index_M: torch.Tensor) -> torch.Tensor:
-    """Move whole merge blocks of rows, (T, anything), to the order of the windows."""
-    blocks = rows.unflatten(0, (window_index_M.shape[0], -1))
-    moved: torch.Tensor = blocks[window_index_M].flatten(0, 1)
-    return moved

@@ -92,6 +92,15 @@ class Backend(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
+    capturable: ClassVar[bool] = True
+    """Whether a CUDA graph of `attend` serves every layout whose plan has the same shapes and the same `host`."""
+
+    def declare(self, segments: int, longest: int, rows: int) -> tuple[int, int]:
+        """What a graph of so many rows declares so that it serves many layouts: (segments, longest), at least those.
+
+        By default empty segments and a longest that is too long cost nothing worth a graph of its own.
+        """
+        return max(4, 1 << (segments - 1).bit_length()), rows
 
     def reasons_against_machine(self) -> list[str]:
         """Why this backend cannot run on this machine at all, whatever the call; empty if it can."""

@@ -33,6 +33,7 @@ _UIDS = (
     *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
+_GRAPH_LONGEST = 8192  # declared in every graph up to it: one cuDNN plan (50 ms) per segment count serves all budgets
 _SPARE_WORKSPACE = 128 << 20  # bytes; FlashInfer's own advice, where the plan's need cannot be asked
 
 
@@ -68,6 +69,9 @@ class FlashinferCudnn(Backend):
 
     def close(self) -> None:
         WORKSPACES.close()
+
+    def declare(self, segments: int, longest: int, rows: int) -> tuple[int, int]:
+        return round_segments(segments), max(rows, _GRAPH_LONGEST)
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         width = request.heads * request.head_dim
@@ -171,6 +175,8 @@ class Workspaces:
 
     def get(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
         """At least nbytes of uint8 on the stream's device, for calls on that stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)  # of the graph's own pool
         key = stream.device, stream.cuda_stream
         with self._lock:
             buffer = self._buffers.get(key)

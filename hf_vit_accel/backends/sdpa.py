@@ -19,6 +19,7 @@ class Sdpa(Backend):
 
     name = "sdpa"
     needs = Needs(cuda=False, differentiable=True)
+    capturable = False
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         lengths, counts = np.unique(segments.lengths_S, return_counts=True)

@@ -20,6 +20,10 @@ class TorchVarlen(Backend):
         differentiable=True,
     )
 
+    def declare(self, segments: int, longest: int, rows: int) -> tuple[int, int]:
+        # FlashAttention-2 launches blocks for the longest length in every segment.
+        return super().declare(segments, longest, rows)[0], min(rows, max(64, 1 << (longest - 1).bit_length()))
+
     def plan(self, segments: Segments, request: Request) -> Plan:
         return Plan(
             backend=self,

@@ -21,10 +21,10 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from hf_vit_accel import backends, env
 from hf_vit_accel.api import patched
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
+from hf_vit_accel.boundary import request_for
 from hf_vit_accel.families import family_of
 from hf_vit_accel.metadata import Grid, build, to_device
 from hf_vit_accel.planning import POPPED
-from hf_vit_accel.tower import request_for
 
 __all__ = ["BASELINES", "Contender", "Open", "Run", "check_names", "choose", "stock"]
 

@@ -56,6 +56,8 @@ def _window_attention_kernel(
     half: tl.constexpr = DIM // 2
     start = tl.load(offsets + tl.program_id(0)).to(tl.int64)
     length = (tl.load(offsets + tl.program_id(0) + 1) - start).to(tl.int32)
+    if length == 0:
+        return
     t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     inside = (t < length)[:, None] & (d < half)[None, :]
     row = start + t
@@ -103,13 +105,14 @@ def window_attention(
 ) -> torch.Tensor:
     """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
 
-    offsets_S1: int32, windows of at most `LONGEST` rows, together all rows.
+    offsets_S1: int32, windows of at most `LONGEST` rows, together all rows; empty ones cost nothing.
     """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.is_contiguous()
     out_THD = qkv_T3HD.new_empty(rows, heads, dim)
     windows = offsets_S1.shape[0] - 1
-    each = heads_each(windows, heads, 2 * env.multiprocessors(qkv_T3HD.device))
+    # Of the windows some may be empty, in a CUDA graph most: as many as full ones hold the rows is the better guess.
+    each = heads_each(min(windows, -(-rows // LONGEST)), heads, 2 * env.multiprocessors(qkv_T3HD.device))
     _window_attention_kernel[(windows, heads // each)](
         qkv_T3HD,
         cos_TD,

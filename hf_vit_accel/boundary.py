@@ -1,0 +1,101 @@
+"""What is decided about a call at the tower's boundary: what it asks of a backend, and what stands against serving it.
+
+Verdicts are lists of sentences, empty where nothing stands against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_vit_accel.backends import Request
+from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.fusion import PARTS, Fusion
+from hf_vit_accel.metadata import Geometry
+from hf_vit_accel.planning import POPPED, Prepared
+
+__all__ = ["Settings", "against_call", "against_injection", "request_for", "unserved"]
+
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for; see `hf_vit_accel.patch`. fuse: the parts, named one by one or not. graphs: or None."""
+
+    attention: str = "auto"
+    fuse: frozenset[str] = frozenset(PARTS)
+    fuse_named: bool = False
+    graphs: GraphConfig | None = None
+    strict: bool = False
+
+
+def against_injection(tower: Any, former_forward: Any, geometry: Geometry, kwargs: Mapping[str, Any]) -> list[str]:
+    """Why a call must reach the stock forward as it is, without metadata of ours."""
+    reasons = []
+    # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
+    if getattr(former_forward, "__func__", None) is not type(tower).forward and former_forward is not None:
+        reasons.append("the tower has a forward of its own")
+    if geometry.table is None and hasattr(tower, "pos_embed"):
+        reasons.append("positions are interpolated in a way that is not known")
+    if any(name in kwargs for name in POPPED):
+        reasons.append("the caller supplies sequence metadata")
+    return reasons
+
+
+def against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, grad: bool) -> list[str]:
+    """Why this call wants more than the fast path gives."""
+    reasons = []
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(tower.config, name, False)):
+            reasons.append(f"{name} is requested")
+    if grad:
+        reasons.append("gradients are required")
+    if _autocast(device):
+        reasons.append("autocast is on")
+    attentions = [block.attn for block in tower.blocks]
+    if any(attention.training and getattr(attention, "attention_dropout", 0.0) for attention in attentions):
+        reasons.append("attention weights are dropped out")
+    if len({attention.scaling for attention in attentions}) > 1:
+        reasons.append("layers scale attention differently")
+    return reasons
+
+
+def unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared) -> list[str]:
+    """What the user named and this call does not get: a backend, or parts to fuse."""
+    reasons = []
+    if settings.attention != "auto":
+        for choice in prepared.choices.values():
+            for why in choice.rejected.get(settings.attention, ()):
+                reasons.append(f"{settings.attention} cannot serve the call: {why}")
+    if settings.fuse_named and fusion is not None:
+        reasons += [f"{part} is not fused: {why}" for part, why in fusion.unfused.items() if part in settings.fuse]
+        if "window_attention" in settings.fuse & fusion.fused and "window" in prepared.plans:
+            reasons.append("window_attention is not fused: the windows are longer than the kernel's")
+    return list(dict.fromkeys(reasons))
+
+
+def _autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True) -> Request:
+    """What a tower's layers ask of a backend: its heads, and the dtype that its attention computes in."""
+    attention = tower.blocks[0].attn
+    dtype = getattr(getattr(attention.qkv, "weight", None), "dtype", None)
+    if _autocast(device):
+        dtype = torch.get_autocast_dtype(device.type)
+    elif dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
+        dtype = tower.blocks[0].norm1.weight.dtype
+    return Request(
+        device=device,
+        dtype=dtype,
+        heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+        packed=packed,
+        grad=grad,
+    )

@@ -1,0 +1,85 @@
+"""The static buffers of a graph, and what stands in the tail of each where a layout is smaller than the graph.
+
+Sequence metadata is padded as if the spare rows were images of their own, attended by nobody else: a backend then plans
+the padded segments as it plans any, so that its buffers need no rules here.
+`T` packed patch rows, `M` merged tokens, `S` segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hf_vit_accel.metadata import Array, Segments, VisionMetadata
+
+__all__ = ["TAILS", "Shape", "pad", "pad_segments"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a padded layout is padded to. segments, longest: of full layers; windows, window_longest: of window layers.
+
+    rows and tokens are those of the budget.
+    """
+
+    rows: int
+    tokens: int
+    segments: int
+    longest: int
+    windows: int = 0
+    window_longest: int = 0
+
+
+def _zeros(array: Array, count: int) -> Array:
+    return np.concatenate([array, np.zeros((count - len(array), *array.shape[1:]), dtype=array.dtype)])
+
+
+def _identity(array: Array, count: int) -> Array:
+    return np.concatenate([array, np.arange(len(array), count, dtype=array.dtype)])
+
+
+TAILS: Mapping[str, tuple[str, Callable[[Array, int], Array]]] = {
+    "position_ids_T2": ("rows", _zeros),
+    "window_index_M": ("tokens", _identity),
+    "inverse_index_M": ("tokens", _identity),
+    "interp_indices_T4": ("rows", _zeros),
+    "interp_weights_T4": ("rows", _zeros),
+}
+"""Buffer -> what it is as long as, and the rule for its tail. The pixels' tail is cleared by the runner; segments are
+padded by `pad_segments`."""
+
+
+def pad_segments(segments: Segments, rows: int, count: int, longest: int) -> Segments:
+    """`count` segments over `rows` rows: the given ones, the spare rows as even segments, then empty ones.
+
+    Spare rows need at least one spare segment; none of them may be longer than `longest`.
+    """
+    spare_rows, spare = rows - segments.rows, count - segments.count
+    used = min(spare, -(-spare_rows // min(longest, 64)))  # several short segments attend faster than one long one
+    if spare_rows:
+        assert used, (segments.count, count)
+    lengths_S = np.zeros(count, dtype=np.int32)
+    lengths_S[: segments.count] = segments.lengths_S
+    if used:
+        shares = np.full(used, spare_rows // used, dtype=np.int32)
+        shares[: spare_rows % used] += 1
+        lengths_S[segments.count : segments.count + used] = shares
+    assert lengths_S.max() <= longest, (int(lengths_S.max()), longest)
+    return Segments(lengths_S, longest)
+
+
+def pad(metadata: VisionMetadata, shape: Shape) -> VisionMetadata:
+    """A layout's metadata in the shape of a graph."""
+    padded: dict[str, Any] = {
+        name: rule(array, getattr(shape, extent))
+        for name, (extent, rule) in TAILS.items()
+        if (array := getattr(metadata, name)) is not None
+    }
+    window = metadata.window
+    if window is not None:
+        window = pad_segments(window, shape.rows, shape.windows, shape.window_longest)
+    full = pad_segments(metadata.full, shape.rows, shape.segments, shape.longest)
+    return replace(metadata, rows=shape.rows, merged=shape.tokens, full=full, window=window, **padded)

@@ -1,0 +1,103 @@
+"""How work is captured and ordered on a device: what `runner` needs of CUDA, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+__all__ = ["CudaRecorder", "Recorder", "why_not_graphs"]
+
+
+def why_not_graphs(device: torch.device) -> str | None:
+    """Why nothing can be captured on a device; None if it can."""
+    return None if device.type == "cuda" else f"the tensors are on {device}, CUDA graphs need cuda"
+
+
+class Recorder(Protocol):
+    """What captures and orders work on a device."""
+
+    def against(self) -> str | None:
+        """Why nothing can be captured or replayed just now."""
+
+    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
+        """Run once to warm up, capture, and return what replays it and the device memory that it took in bytes."""
+
+    def wait(self) -> None:
+        """Let work queued from now on begin after the last `done`."""
+
+    def done(self) -> None:
+        """The static buffers are free for whoever waits."""
+
+    def settle(self) -> None:
+        """Let the host wait until nothing that was replayed is running."""
+
+
+class CudaRecorder:
+    """CUDA graphs on one device, in one private memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._event = torch.cuda.Event()
+        self._last: torch.cuda.Stream | None = None
+
+    def against(self) -> str | None:
+        """Why nothing can be captured or replayed just now."""
+        if torch.compiler.is_compiling():
+            return "torch.compile is tracing the call"
+        if torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured around the call"
+        return None
+
+    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
+        """Run once to warm up, capture, and return what replays it and the device memory that it took in bytes."""
+        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        free = torch.cuda.mem_get_info(self._device)[0]
+        self._stream.wait_stream(current)
+        collecting = gc.isenabled()
+        with torch.cuda.stream(self._stream):
+            run()  # kernels are compiled, library plans built
+            # cuBLAS keeps its scratch memory per stream: inside the capture it must come from the graphs' own pool, or
+            # graphs of two towers (and whoever is handed the same stream) would share it.
+            torch._C._cuda_clearCublasWorkspaces()
+            gc.disable()  # nothing may be freed by the way while the stream is captured
+            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                except BaseException:
+                    self._abandon(graph)
+                    raise
+                graph.capture_end()
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
+                if collecting:
+                    gc.enable()
+        current.wait_stream(self._stream)
+        return graph.replay, max(free - torch.cuda.mem_get_info(self._device)[0], 0)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture in which something failed; the allocator must not take it for one that goes on."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+
+    def wait(self) -> None:
+        """Let work queued from now on begin after the last `done`."""
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None and self._last != stream:
+            stream.wait_event(self._event)
+
+    def done(self) -> None:
+        """The static buffers are free for whoever waits."""
+        self._last = torch.cuda.current_stream(self._device)
+        self._event.record(self._last)
+
+    def settle(self) -> None:
+        """Let the host wait until nothing that was replayed is running."""
+        self._event.synchronize()
+        self._stream.synchronize()

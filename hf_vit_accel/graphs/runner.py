@@ -1,0 +1,370 @@
+"""Captures the encoder in CUDA graphs and replays them; knows neither models nor kernels.
+
+A call is cut into bins (`budgets`), each bin's layout padded to a shape (`buffers`), and the graph of that very
+signature (array shapes and host decisions) replayed on static buffers. Everything that a graph reads is written before
+each replay; what it wrote is copied out, so that no output is ever overwritten. All graphs of a tower share one memory
+pool and one set of input and output buffers: replays follow one another, whatever threads and streams they come from.
+
+`T` packed patch rows, `M` merged tokens, `P` pixels of a patch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from threading import RLock
+
+import torch
+
+from hf_vit_accel.backends import Request
+from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.graphs import budgets
+from hf_vit_accel.graphs.buffers import Shape, pad
+from hf_vit_accel.graphs.recorder import CudaRecorder, Recorder
+from hf_vit_accel.metadata import LRU, Geometry, Grid, VisionMetadata, build, pack, send, unpack
+from hf_vit_accel.planning import Layout, Prepared
+
+__all__ = ["Call", "Eager", "GraphStatus", "Runner"]
+
+_FAILURES, _REMEMBERED = 3, 4096
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A call that runs without graphs, and why. by_choice: it could be replayed, but that would not pay."""
+
+    why: str
+    by_choice: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One forward. identity: all that a graph bakes in beside its layout; another one makes every graph stale.
+
+    lay_out: metadata to layout. encode: prepared layout and pixels to output tensors, the first of T rows, the others
+    of M. dtype, width: of the static pixels (T, P), which are what `encode` would convert them to.
+    """
+
+    grid: Grid
+    geometry: Geometry
+    request: Request
+    dtype: torch.dtype
+    width: int
+    identity: Hashable
+    lay_out: Callable[[VisionMetadata], Layout]
+    encode: Callable[[Prepared, torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Entry:
+    """A layout in the shape of a graph, on the host, and its packed arrays on the device once it was replayed."""
+
+    layout: Layout
+    signature: Hashable
+    packed: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Graph:
+    label: str
+    prepared: Prepared
+    packed: torch.Tensor
+    pixels_TP: torch.Tensor
+    outputs: list[torch.Tensor]
+    replay: Callable[[], None]
+    nbytes: int
+    replays: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphStatus:
+    """What a tower's graphs did. budgets: merged tokens. graphs: (what it serves, bytes, replays) of each one held.
+
+    replays: graph launches. captures: graphs made. eager: reason -> calls that ran without. padding: rows replayed per
+    row asked for. nbytes: device memory of all graphs. off: why graphs are no longer tried.
+    """
+
+    budgets: tuple[int, ...]
+    graphs: tuple[tuple[str, int, int], ...] = ()
+    replays: int = 0
+    captures: int = 0
+    eager: Mapping[str, int] = field(default_factory=dict)
+    padding: float = 1.0
+    nbytes: int = 0
+    off: str | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"  graphs     {len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured, "
+            f"{self.replays} replays, {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
+        ]
+        lines += [f"  graphs off {self.off}"] if self.off else []
+        return "\n".join(lines + [f"  eager      {count} x {why}" for why, count in self.eager.items()])
+
+
+class Runner:
+    """The graphs of one tower: which there are, which serves a call, and the one place where they are replayed."""
+
+    def __init__(self, config: GraphConfig) -> None:
+        self.config = config
+        self.budgets = config.budgets or budgets.ladder(config.max_tokens)
+        self._lock = RLock()
+        self._replays = self._captures = self._asked = self._replayed = 0
+        self._eager: Counter[str] = Counter()
+        self._off: str | None = None
+        self._failures = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._identity: Hashable = None
+        self._recorder: Recorder | None = None
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()
+        self._refused: dict[Hashable, str] = {}
+        self._entries: LRU[_Entry] = LRU(entries=1024, cost=64 << 20)
+        self._arena: list[torch.Tensor] = []
+        self._retired: list[_Graph] = []  # a replay may still be running: they go once it is known to be over
+
+    def close(self) -> None:
+        """Give back every graph and buffer."""
+        with self._lock:
+            if self._recorder is not None:
+                self._recorder.settle()
+            self._reset()
+
+    def status(self) -> GraphStatus:
+        """What happened so far."""
+        with self._lock:
+            return GraphStatus(
+                budgets=self.budgets,
+                graphs=tuple((graph.label, graph.nbytes, graph.replays) for graph in self._graphs.values()),
+                replays=self._replays,
+                captures=self._captures,
+                eager=dict(self._eager),
+                padding=self._replayed / self._asked if self._asked else 1.0,
+                nbytes=sum(graph.nbytes for graph in self._graphs.values()),
+                off=self._off,
+            )
+
+    def eager(self, why: str, *, by_choice: bool = False) -> Eager:
+        """Count a call that runs without graphs."""
+        with self._lock:
+            self._eager[why] += 1
+        return Eager(why, by_choice)
+
+    def run(self, call: Call, pixels_TP: torch.Tensor, check: Callable[[Prepared], None]) -> list[torch.Tensor] | Eager:
+        """The call's outputs, fresh tensors; or why it should run eagerly (counted).
+
+        check: is shown what will run before it does, and may raise.
+        """
+        with self._lock:
+            if call.identity != self._identity:
+                self.close()
+                self._identity, self._recorder = call.identity, CudaRecorder(call.request.device)
+            assert self._recorder is not None
+            if why := self._off or self._recorder.against():
+                return self.eager(why)
+            bins = self._bins(call)
+            if isinstance(bins, Eager):
+                return bins
+            try:
+                chosen = [self._graph(call, bin_) for bin_ in bins]
+            except _CaptureError as error:
+                return self.eager(str(error))
+            check(chosen[0][0].prepared)
+            return self._replay(call, pixels_TP, bins, chosen)
+
+    def _bins(self, call: Call) -> list[budgets.Bin] | Eager:
+        """The call's own shape if it came often enough, else bins of budgets; or why it runs eagerly."""
+        merge = call.geometry.merge
+        whole = budgets.whole(call.grid, merge)
+        entry = self._entry(call, whole)
+        for choice in entry.layout.choices.values():
+            if not choice.backend.capturable:
+                return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
+        count = self._seen[entry.signature] = self._seen.pop(entry.signature, 0) + 1
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        often = 0 < self.config.exact_after <= count
+        if entry.signature in self._graphs or (often and entry.signature not in self._refused):
+            return [whole]
+        bins = budgets.pack(call.grid, merge, self.budgets)
+        if isinstance(bins, str):
+            return self.eager(bins, by_choice=True)
+        if not budgets.pays(bins, merge):
+            return self.eager("padding would cost more than the replay saves", by_choice=True)
+        return bins
+
+    def _entry(self, call: Call, bin_: budgets.Bin) -> _Entry:
+        """The layout of a bin, padded to the shape of its graph; remembered by its grid."""
+        grid = call.grid[bin_.first : bin_.last]
+
+        def make() -> tuple[_Entry, int]:
+            if bin_.budget is None:
+                metadata = build(grid, call.geometry)
+            else:
+                plain = self._entry(call, replace(bin_, budget=None)).layout
+                metadata = pad(plain.metadata, self._shape(call, bin_, plain))
+            layout = call.lay_out(metadata)
+            return _Entry(layout=layout, signature=_signature(layout)), layout.nbytes
+
+        return self._entries.get((grid, bin_.budget), make)
+
+    def _shape(self, call: Call, bin_: budgets.Bin, plain: Layout) -> Shape:
+        """The shape that a bin is padded to: what its budget and its backend leave open, as coarse as costs nothing."""
+        assert bin_.budget is not None
+        tokens, side, merge = bin_.budget, call.geometry.window, call.geometry.merge
+        rows, full = tokens * merge**2, plain.metadata.full
+        # One segment is always to spare, so that calls that fill their budget share graphs with those that do not.
+        segments, longest = plain.choices["full"].backend.declare(full.count + 1, full.max_length, rows)
+        windows = 0 if side is None else budgets.most_windows(tokens, segments, side)
+        window_longest = 0 if side is None else (side * merge) ** 2
+        return Shape(
+            rows=rows,
+            tokens=tokens,
+            segments=segments,
+            longest=longest,
+            windows=windows,
+            window_longest=window_longest,
+        )
+
+    def _graph(self, call: Call, bin_: budgets.Bin) -> tuple[_Graph, _Entry]:
+        """The graph that serves a bin, captured if it is not there."""
+        entry = self._entry(call, bin_)
+        if entry.signature in self._refused:
+            raise _CaptureError(self._refused[entry.signature])
+        graph = self._graphs.get(entry.signature)
+        if graph is None:
+            graph = self._capture(call, bin_, entry)
+            self._graphs[entry.signature] = graph
+            self._make_room()
+        self._graphs.move_to_end(entry.signature)
+        return graph, entry
+
+    def _capture(self, call: Call, bin_: budgets.Bin, entry: _Entry) -> _Graph:
+        metadata, device, recorder = entry.layout.metadata, call.request.device, self._recorder
+        assert recorder is not None
+        outputs: list[torch.Tensor] = []
+
+        def run() -> None:
+            found = call.encode(prepared, pixels_TP)
+            if not outputs:
+                outputs.extend(self._output_buffers(found, metadata, call))
+            for static, fresh in zip(outputs, found, strict=True):
+                static.copy_(fresh)
+
+        try:
+            recorder.wait()
+            # Buffers made under inference_mode could not be written outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                packed = send(pack(entry.layout.arrays), device)
+                prepared = entry.layout.bind(unpack(packed, entry.layout.arrays))
+                pixels_TP = self._pixel_buffer(metadata, call).zero_()
+                replay, nbytes = recorder.record(run)
+        except Exception as error:
+            self._failures += 1
+            why = self._refused[entry.signature] = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
+            if self._failures >= _FAILURES:
+                self._off = f"{self._failures} captures failed, the last: {why}"
+            raise _CaptureError(why) from error
+        finally:
+            recorder.done()
+        self._captures += 1
+        what = f"{metadata.rows} patches exactly" if bin_.budget is None else f"up to {metadata.rows} patches"
+        return _Graph(
+            label=f"{what} in {metadata.full.count} segments",
+            prepared=prepared,
+            packed=packed,
+            pixels_TP=pixels_TP,
+            outputs=outputs,
+            replay=replay,
+            nbytes=nbytes,
+        )
+
+    def _pixel_buffer(self, metadata: VisionMetadata, call: Call) -> torch.Tensor:
+        """(T, P), a slice of the one that all budgets share; a layout beyond the largest budget has its own."""
+        most = self.budgets[-1] * call.geometry.merge**2
+        own = metadata.rows > most
+        if own or not self._arena:
+            fresh = torch.empty(
+                metadata.rows if own else most, call.width, dtype=call.dtype, device=call.request.device
+            )
+            if own:
+                return fresh
+            self._arena.append(fresh)
+        return self._arena[0][: metadata.rows]
+
+    def _output_buffers(self, found: list[torch.Tensor], metadata: VisionMetadata, call: Call) -> list[torch.Tensor]:
+        """A buffer for each output, shared and sliced in the same way."""
+        tokens = self.budgets[-1]
+        most = tokens * call.geometry.merge**2
+        if metadata.rows > most:
+            return [torch.empty_like(fresh) for fresh in found]
+        if len(self._arena) == 1:
+            longest = [most, *[tokens] * (len(found) - 1)]
+            self._arena += [fresh.new_empty(rows, *fresh.shape[1:]) for rows, fresh in zip(longest, found, strict=True)]
+        return [buffer[: len(fresh)] for buffer, fresh in zip(self._arena[1:], found, strict=True)]
+
+    def _make_room(self) -> None:
+        """The least recently used graphs go while there are too many or they hold too much."""
+        assert self._recorder is not None
+        most, held = self.config.max_graphs, sum(graph.nbytes for graph in self._graphs.values())
+        while len(self._graphs) > 1 and (len(self._graphs) > most or held > self.config.max_bytes):
+            if self._retired:
+                self._recorder.settle()
+                self._retired.clear()
+            _, graph = self._graphs.popitem(last=False)
+            held -= graph.nbytes
+            self._retired.append(graph)
+
+    def _replay(
+        self,
+        call: Call,
+        pixels_TP: torch.Tensor,
+        bins: list[budgets.Bin],
+        chosen: list[tuple[_Graph, _Entry]],
+    ) -> list[torch.Tensor]:
+        recorder, per_token = self._recorder, call.geometry.merge**2
+        assert recorder is not None
+        tokens = sum(bin_.tokens for bin_ in bins)
+        results: list[torch.Tensor] = []
+        start = 0
+        recorder.wait()
+        try:
+            for bin_, (graph, entry) in zip(bins, chosen, strict=True):
+                if not entry.packed:
+                    entry.packed.append(send(pack(entry.layout.arrays), call.request.device))
+                stop = start + bin_.tokens
+                rows = bin_.tokens * per_token
+                graph.packed.copy_(entry.packed[0])
+                graph.pixels_TP[:rows].copy_(pixels_TP[start * per_token : stop * per_token])
+                graph.pixels_TP[rows:].zero_()
+                graph.replay()
+                for index, static in enumerate(graph.outputs):
+                    each = per_token if index == 0 else 1
+                    if start == 0:
+                        results.append(static.new_empty(tokens * each, *static.shape[1:]))
+                    results[index][start * each : stop * each].copy_(static[: bin_.tokens * each])
+                graph.replays += 1
+                self._replays += 1
+                self._asked += rows
+                self._replayed += len(graph.pixels_TP)
+                start = stop
+        finally:
+            recorder.done()
+        return results
+
+
+class _CaptureError(RuntimeError):
+    """A capture that failed, now or before."""
+
+
+def _signature(layout: Layout) -> Hashable:
+    """What two layouts must share for one graph to serve both: shapes, dtypes and everything decided on the host."""
+    arrays = tuple((name, array.shape, array.dtype.str) for name, array in layout.arrays.items())
+    plans = tuple(
+        (kind, plan.backend.name, tuple(sorted(plan.host.items(), key=lambda item: item[0])))
+        for kind, plan in layout.plans.items()
+    )
+    return layout.metadata.rows, arrays, plans

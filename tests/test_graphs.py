@@ -1,0 +1,718 @@
+"""The graph runner without a GPU: packing, padding, eviction, staleness; its recorder replays by running again.
+
+Before each replay every static buffer is poisoned, so that whatever a graph reads must have been written for it. On a
+GPU: the same with real captures.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import FallbackError, GraphConfig, backends
+from hf_vit_accel import tower as tower_module
+from hf_vit_accel.backends import ORDER, Plan, Request
+from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.graphs import budgets, runner
+from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
+from hf_vit_accel.metadata import Geometry, Segments, build
+from hf_vit_accel.tower import state_of
+
+Grid = list[tuple[int, int, int]]
+SMALL = GraphConfig(max_tokens=128, exact_after=0)
+
+
+class Masked(Sdpa):
+    """Attends by the offsets that are on the device when it runs, as the kernels of the real backends do."""
+
+    capturable = True
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        host, arrays = {"max_length": segments.max_length}, {"cu_seqlens_S1": segments.offsets_S1}
+        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        offsets = plan.tensors["cu_seqlens_S1"]
+        assert offsets[-1] == len(q_THD), "every row belongs to a segment"
+        assert int(offsets.diff().max()) <= plan.host["max_length"]
+        segment = torch.searchsorted(
+            offsets[1:].contiguous(), torch.arange(len(q_THD), dtype=offsets.dtype), right=True
+        )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        mask = segment[:, None] == segment[None, :]
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=plan.request.scale)
+        return out[0].transpose(0, 1)
+
+
+class Recorder:
+    """Replays by running again. `fail`: what to raise instead of capturing. `poisoned`: buffers to spoil before use."""
+
+    fail: Exception | None = None
+    nbytes = 1000
+    poisoned: Callable[[], list[torch.Tensor]] | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.settled = 0
+
+    def against(self) -> str | None:
+        return None
+
+    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
+        run()
+        if self.fail is not None:
+            raise self.fail
+        return run, self.nbytes
+
+    def wait(self) -> None:
+        for buffer in self.poisoned() if self.poisoned else ():
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
+
+    def done(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    class Fresh(Recorder):
+        pass
+
+    monkeypatch.setattr(runner, "CudaRecorder", Fresh)
+    monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
+    masked = Masked()
+    monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
+    return Fresh
+
+
+@pytest.fixture(params=list(TINY))
+def model(request: Any) -> Any:
+    return TINY[request.param].build()
+
+
+def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
+    """Patch with graphs, and poison all their buffers before every use."""
+    hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
+    graphs = state_of(tower_of(model)).runner
+    make = runner.CudaRecorder
+
+    def recorder(device: torch.device) -> Any:
+        made = make(device)
+        made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
+        return made
+
+    graphs_module = runner
+    graphs_module.CudaRecorder = recorder  # put back by the fixture
+    return graphs
+
+
+def status_of(model: Any) -> Any:
+    return hf_vit_accel.status(model).towers[0].graphs
+
+
+def draw_grid(rng: np.random.Generator, most: int = 128) -> Grid:
+    """Images and videos of random sizes, together at most so many merged tokens."""
+    grid: Grid = []
+    left = int(rng.integers(1, most + 1))
+    while left > 0 and len(grid) < 6:
+        t = int(rng.integers(1, 4)) if rng.random() < 0.3 else 1
+        h = int(rng.integers(1, 9))
+        w = int(rng.integers(1, 9))
+        if t * h * w > left:
+            if grid:
+                break
+            t, h, w = 1, 1, left
+        grid.append((t, 2 * h, 2 * w))
+        left -= t * h * w
+    return grid
+
+
+# --- pure parts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 4, 5, 64, 1280, 4096])
+def test_the_ladder(most: int) -> None:
+    steps = budgets.ladder(most)
+    assert steps[-1] == most and list(steps) == sorted(set(steps))
+    tokens = np.arange(16, most + 1)
+    if len(tokens):
+        padded = np.array(steps)[np.searchsorted(steps, tokens)]
+        assert (padded / tokens).max() < 1.25 and (padded / tokens).mean() < 1.12
+        assert (padded - tokens)[tokens > 512].max(initial=0) < 64
+
+
+sizes = st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 20))
+
+
+@given(st.lists(sizes, min_size=1, max_size=6), st.integers(1, 5))
+def test_the_bound_on_windows_is_never_exceeded_and_reached(items: Any, side: int) -> None:
+    grid = tuple((t, 2 * h, 2 * w) for t, h, w in items)
+    metadata = build(grid, Geometry(merge=2, window=side))
+    assert metadata.window is not None
+    assert metadata.window.count <= budgets.most_windows(metadata.merged, metadata.full.count, side)
+    thin = build(tuple((1, 2, 2 * (side * k + 1)) for k in range(1, 5)), Geometry(merge=2, window=side))
+    assert thin.window is not None
+    assert thin.window.count == budgets.most_windows(thin.merged, 4, side)
+
+
+@given(st.lists(sizes, min_size=1, max_size=6), st.integers(0, 200), st.integers(1, 3), st.sampled_from([None, 2, 4]))
+def test_padded_layouts(items: Any, spare: int, spare_segments: int, side: int | None) -> None:
+    grid = tuple((t, 2 * h, 2 * w) for t, h, w in items)
+    plain = build(grid, Geometry(merge=2, window=side, table=None if side else 6))
+    tokens, segments = plain.merged + spare, plain.full.count + spare_segments
+    shape = Shape(
+        rows=4 * tokens,
+        tokens=tokens,
+        segments=segments,
+        longest=4 * tokens,
+        windows=budgets.most_windows(tokens, segments, side) if side else 0,
+        window_longest=4 * side**2 if side else 0,
+    )
+    padded = pad(plain, shape)
+    assert padded.rows == padded.full.rows == 4 * tokens and padded.full.count == segments
+    assert (padded.full.lengths_S[: plain.full.count] == plain.full.lengths_S).all()
+    assert (np.diff(padded.full.offsets_S1) >= 0).all() and padded.full.max_length == 4 * tokens
+    for name, array in padded.arrays().items():
+        real = plain.arrays()[name]
+        assert array.dtype == real.dtype and (array[: len(real)] == real).all(), name
+    if side:
+        assert padded.window is not None and padded.window.rows == 4 * tokens
+        assert padded.window.lengths_S.max() <= 4 * side**2 and padded.window.count == shape.windows
+        assert (np.sort(padded.window_index_M) == np.arange(tokens)).all()
+        assert (padded.window_index_M[padded.inverse_index_M] == np.arange(tokens)).all()
+        assert (padded.window_index_M[plain.merged :] == np.arange(plain.merged, tokens)).all()
+
+
+def test_spare_rows_need_a_segment_of_their_own() -> None:
+    with pytest.raises(AssertionError):
+        pad_segments(Segments(np.array([4], np.int32)), 8, 1, 8)
+    assert pad_segments(Segments(np.array([4], np.int32)), 4, 3, 8).lengths_S.tolist() == [4, 0, 0]
+    spread = pad_segments(Segments(np.array([4], np.int32)), 4 + 200, 9, 500).lengths_S
+    assert spread.tolist() == [4, 50, 50, 50, 50, 0, 0, 0, 0]
+
+
+@given(st.lists(sizes, min_size=1, max_size=40), st.integers(20, 1600))
+def test_packing_loses_nothing(items: Any, most: int) -> None:
+    grid = tuple((t, 2 * h, 2 * w) for t, h, w in items)
+    tokens = [t * h * w for t, h, w in items]
+    bins = budgets.pack(grid, 2, budgets.ladder(most))
+    if isinstance(bins, str):
+        assert max(tokens) > most and "exceeds the largest budget" in bins
+        return
+    assert [b.first for b in bins] == [0, *(b.last for b in bins[:-1])] and bins[-1].last == len(grid)
+    for b in bins:
+        assert b.tokens == sum(tokens[b.first : b.last]) and b.frames == sum(t for t, _, _ in items[b.first : b.last])
+        assert b.budget is not None and b.tokens <= b.budget <= most and b.frames < budgets.FRAMES
+        assert all(smaller < b.tokens for smaller in budgets.ladder(most) if smaller < b.budget)
+
+
+def test_packing_counts_frames() -> None:
+    bins = budgets.pack(((100, 2, 2),) * 5, 2, (1280,))
+    assert [(b.first, b.last) for b in bins] == [(0, 2), (2, 4), (4, 5)]  # type: ignore[union-attr]
+    assert "a video of 400 frames" in budgets.pack(((400, 2, 2),), 2, (1280,))
+
+
+def test_replays_that_do_not_pay() -> None:
+    def one(tokens: int, budget: int) -> budgets.Bin:
+        return budgets.Bin(first=0, last=1, tokens=tokens, frames=1, budget=budget)
+
+    assert budgets.pays([one(16, 512)], 2), "launches alone take longer"
+    assert budgets.pays([one(1000, 1024)], 2) and not budgets.pays([one(1000, 1280)], 2)
+    assert budgets.pays([one(1000, 1024)] * 2, 2) and not budgets.pays([one(1000, 1024)] * 12, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(max_tokens=0),
+        dict(max_tokens=1.5),
+        dict(exact_after=-1),
+        dict(max_graphs=0),
+        dict(max_bytes=True),
+        dict(budgets=()),
+        dict(budgets=(4, 4)),
+        dict(budgets=(8, 4)),
+        dict(budgets=(0, 4)),
+    ],
+    ids=str,
+)
+def test_settings_are_checked(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="expected "):
+        GraphConfig(**wrong)
+
+
+def test_patch_wants_a_config() -> None:
+    with pytest.raises(ValueError, match="expected cuda_graphs to be"):
+        hf_vit_accel.patch(TINY["qwen3_vl"].build(), cuda_graphs=3)  # type: ignore[arg-type]
+
+
+# --- whole towers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_of_layouts_equals_eager(on_cpu: Any, model: Any) -> None:
+    rng = np.random.default_rng(0)
+    grids = [draw_grid(rng) for _ in range(25)]
+    grids += [[(1, 4, 12), (1, 4, 4)], [(1, 8, 8)], [(4, 4, 4)], [(1, 2, 32)], [(2, 4, 8)]]  # 16 tokens, five layouts
+    expected = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
+    patch(model)
+    found = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
+    for one, other in zip(found, expected, strict=True):  # all at once: no replay may have changed what another gave
+        assert_close(one, other)
+    status = status_of(model)
+    assert status.replays >= len(grids) and not status.eager and status.captures == len(status.graphs)
+    assert status.captures < len(grids) and 1 < status.padding < 1.4
+    assert hf_vit_accel.status(model).towers[0].calls == len(grids)
+    assert "replays" in str(hf_vit_accel.status(model))
+
+
+def test_a_call_beyond_the_largest_budget_is_cut_between_images(on_cpu: Any, model: Any) -> None:
+    grid: Grid = [(1, 10, 12), (2, 8, 8), (1, 14, 14), (1, 2, 2), (1, 16, 12)]
+    expected = run_tower(tower_of(model), grid)
+    patch(model)
+    assert_close(run_tower(tower_of(model), grid), expected)
+    assert status_of(model).replays == 2
+
+
+def test_what_is_too_large_runs_eagerly_and_is_counted(on_cpu: Any, model: Any) -> None:
+    expected = run_tower(tower_of(model), [(1, 32, 32)])
+    patch(model, strict=True)
+    for _ in range(2):
+        assert_close(run_tower(tower_of(model), [(1, 32, 32)]), expected)
+    status = status_of(model)
+    assert status.eager == {"an image or video of 256 merged tokens exceeds the largest budget of 128": 2}
+    assert status.replays == 0
+
+
+def test_shapes_that_come_often_are_captured_exactly(on_cpu: Any, model: Any) -> None:
+    graphs = patch(model, GraphConfig(max_tokens=128, exact_after=3))
+    for grid in ([(1, 10, 12)], [(1, 36, 30)]):  # one within the budgets, one beyond them
+        expected = run_tower(tower_of(model), grid)
+        for _ in range(4):
+            assert_close(run_tower(tower_of(model), grid), expected)
+    other = run_tower(tower_of(model), [(1, 30, 36)], seed=5)
+    exact = [label for label, _, _ in status_of(model).graphs if "exactly" in label]
+    assert len(exact) >= 2 and status_of(model).captures <= 5
+    hf_vit_accel.unpatch(model)
+    assert_close(other, run_tower(tower_of(model), [(1, 30, 36)], seed=5))
+    assert not graphs._graphs and not graphs._arena
+
+
+def test_weights_updated_in_place_are_seen(on_cpu: Any, model: Any) -> None:
+    patch(model)
+    grid: Grid = [(1, 6, 8)]
+    run_tower(tower_of(model), grid)
+    with torch.no_grad():
+        for parameter in tower_of(model).parameters():
+            parameter.mul_(1.1)
+    found, captures = run_tower(tower_of(model), grid), status_of(model).captures
+    assert captures == 1
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower_of(model), grid))
+
+
+def _assign(model: Any) -> None:
+    model.load_state_dict({name: value * 1.2 for name, value in model.state_dict().items()}, assign=True)
+
+
+def _move_data(model: Any) -> None:
+    for parameter in tower_of(model).parameters():
+        parameter.data = parameter.data * 1.2
+
+
+def _replace_frequencies(model: Any) -> None:
+    rotary = tower_of(model).rotary_pos_emb
+    rotary.inv_freq = rotary.inv_freq * 1.5
+
+
+def _loosen_norms(model: Any) -> None:
+    for norm in (norm for block in tower_of(model).blocks for norm in (block.norm1, block.norm2)):
+        setattr(norm, "eps" if hasattr(norm, "eps") else "variance_epsilon", 0.5)
+
+
+def _other_layers(model: Any) -> None:
+    tower = tower_of(model)
+    if hasattr(tower, "fullatt_block_indexes"):
+        tower.fullatt_block_indexes = [0]
+    elif hasattr(tower, "deepstack_visual_indexes"):
+        tower.deepstack_visual_indexes = [1, 3]
+    else:
+        _move_data(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_assign, _move_data, _replace_frequencies, _loosen_norms, _other_layers, lambda model: model.double()],
+    ids=["assign", "move", "frequencies", "eps", "layers", "double"],
+)
+def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: Any) -> None:
+    patch(model)
+    grid: Grid = [(1, 6, 8), (1, 12, 12)]
+    before = run_tower(tower_of(model), grid)
+    change(model)
+    found = run_tower(tower_of(model), grid)
+    assert status_of(model).captures == 2 and len(status_of(model).graphs) == 1
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower_of(model), grid))
+    different = max(relative_error(f, b) for f, b in zip(found, before, strict=True))
+    assert found[1].dtype != before[1].dtype or different > 1e-4
+
+
+@pytest.mark.parametrize("why", ["hook", "gradients", "autocast", "hidden states"])
+def test_calls_that_want_more_go_the_stock_way(on_cpu: Any, model: Any, why: str) -> None:
+    tower = tower_of(model)
+    expected = run_tower(tower, [(1, 6, 8)])
+    patch(model)
+    assert_close(run_tower(tower, [(1, 6, 8)]), expected)
+    pixels, grid = pixels_for(tower, [(1, 6, 8)]), torch.tensor([(1, 6, 8)])
+    if why == "hook":
+        seen: list[Any] = []
+        handle = tower.blocks[1].register_forward_hook(lambda *_: seen.append(1))
+        assert_close(run_tower(tower, [(1, 6, 8)]), expected)
+        handle.remove()
+        assert seen
+    elif why == "gradients":
+        tower(pixels, grid_thw=grid).pooler_output.sum().backward()
+        assert tower.patch_embed.proj.weight.grad is not None
+    elif why == "autocast":
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            tower(pixels, grid_thw=grid)
+    else:
+        with torch.no_grad():
+            assert tower(pixels, grid_thw=grid, output_hidden_states=True).hidden_states
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.stock_calls == 1 and len(status.fallbacks) == 1 and status.graphs.replays == 1
+    assert_close(run_tower(tower, [(1, 6, 8)]), expected)
+    assert status_of(model).replays == 2
+
+
+def test_modules_of_others_run_eagerly(on_cpu: Any, model: Any) -> None:
+    """An adapter that is switched off by a flag changes nothing that could be seen from outside."""
+
+    class Adapter(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.factor = inner, 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.factor
+
+    tower = tower_of(model)
+    patch(model)
+    tower.blocks[0].attn.proj = Adapter(tower.blocks[0].attn.proj)
+    for factor in (2.0, 1.0, 0.5):
+        tower.blocks[0].attn.proj.factor = factor
+        found = run_tower(tower, [(1, 6, 8)])
+        with hf_vit_accel.patched(model, fuse=False):
+            assert_close(found, run_tower(tower, [(1, 6, 8)]))
+    (why,) = status_of(model).eager
+    assert "Adapter" in why and status_of(model).eager[why] == 3
+    hf_vit_accel.patch(model, cuda_graphs=True, strict=True)
+    with pytest.raises(FallbackError, match=r"cannot be replayed: .*Adapter"):
+        run_tower(tower, [(1, 6, 8)])
+
+
+def test_a_failed_capture_leaves_the_model_working(on_cpu: Any, model: Any) -> None:
+    expected = {grid: run_tower(tower_of(model), [grid]) for grid in ((1, 6, 8), (1, 8, 16), (1, 4, 4), (1, 20, 20))}
+    patch(model)
+    on_cpu.fail = RuntimeError("out of luck\nand more")
+    for _ in range(2):
+        for grid, outputs in expected.items():
+            assert_close(run_tower(tower_of(model), [grid]), outputs)
+    status = status_of(model)
+    assert status.replays == status.captures == 0 and "3 captures failed" in (status.off or "")
+    assert "capture failed: RuntimeError: out of luck" in status.eager
+    on_cpu.fail = None
+    hf_vit_accel.patch(model, cuda_graphs=SMALL, strict=True)
+    assert_close(run_tower(tower_of(model), [(1, 6, 8)]), expected[1, 6, 8])
+    assert status_of(model).replays == 1
+    on_cpu.fail = RuntimeError("again")
+    with pytest.raises(FallbackError, match="capture failed"):
+        run_tower(tower_of(model), [(1, 2, 2)])
+
+
+def test_backends_that_cannot_be_captured_say_so(monkeypatch: Any, model: Any) -> None:
+    monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
+    monkeypatch.setattr(runner, "CudaRecorder", Recorder)
+    hf_vit_accel.patch(model, cuda_graphs=True)
+    run_tower(tower_of(model), [(1, 6, 8)])
+    assert status_of(model).eager == {"sdpa cannot be captured: its launches depend on the layout": 1}
+    hf_vit_accel.patch(model, cuda_graphs=True, strict=True)
+    with pytest.raises(FallbackError, match="sdpa cannot be captured"):
+        run_tower(tower_of(model), [(1, 6, 8)])
+
+
+def test_on_cpu_graphs_are_left_out_and_counted(model: Any) -> None:
+    hf_vit_accel.patch(model, cuda_graphs=True)
+    run_tower(tower_of(model), [(1, 6, 8)])
+    assert status_of(model).eager == {"the tensors are on cpu, CUDA graphs need cuda": 1}
+
+
+@pytest.mark.parametrize("bound", [dict(max_graphs=3), dict(max_bytes=3500)], ids=str)
+def test_graphs_are_bounded(on_cpu: Any, model: Any, bound: Any) -> None:
+    graphs = patch(model, GraphConfig(max_tokens=128, exact_after=2, **bound))
+    grids: list[Grid] = [[(1, 2, 2 * tokens)] for tokens in (4, 8, 12, 16, 20, 24)]
+    for grid in [*grids, *grids]:
+        run_tower(tower_of(model), grid)
+    status = status_of(model)
+    assert len(status.graphs) == 3 and status.nbytes <= 3500 and status.captures == 12
+    assert len(graphs._retired) <= 1
+    run_tower(tower_of(model), grids[-1])
+    assert status_of(model).captures == 12, "the latest is still there"
+
+
+def test_memory_of_layouts_is_bounded(on_cpu: Any) -> None:
+    model = TINY["qwen3_vl"].build()
+    graphs = patch(model)
+    run_tower(tower_of(model), [(1, 2, 2)])
+    graphs._entries.entries = 10
+    for height in range(2, 30):
+        run_tower(tower_of(model), [(1, 2 * height, 2)])
+    assert len(graphs._entries) <= 10
+
+
+def test_copies_and_pickles_keep_the_settings_only(on_cpu: Any, model: Any) -> None:
+    expected = run_tower(tower_of(model), [(1, 6, 8)])
+    patch(model)
+    run_tower(tower_of(model), [(1, 6, 8)])
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        graphs = state_of(tower_of(twin)).runner
+        assert graphs.config == SMALL and not graphs._graphs
+        with torch.no_grad():
+            for parameter in tower_of(twin).parameters():
+                parameter.mul_(1.5)
+        run_tower(tower_of(twin), [(1, 6, 8)])
+    assert_close(run_tower(tower_of(model), [(1, 6, 8)]), expected)
+
+
+def test_a_deleted_model_is_freed(on_cpu: Any) -> None:
+    model = TINY["qwen2_vl"].build()
+    on_cpu.record = lambda self, run: (run(), (lambda: None, 0))[1]
+    patch(model)
+    run_tower(tower_of(model), [(1, 6, 8)])
+    seen = weakref.ref(tower_of(model))
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_inference_mode_does_not_spoil_the_buffers(on_cpu: Any, model: Any) -> None:
+    tower = tower_of(model)
+    expected = run_tower(tower, [(1, 6, 8)])
+    patch(model)
+    pixels, grid = pixels_for(tower, [(1, 6, 8)]), torch.tensor([(1, 6, 8)])
+    with torch.inference_mode():
+        assert_close(outputs_of(tower(pixels, grid_thw=grid)), expected)
+    assert_close(run_tower(tower, [(1, 6, 8)]), expected)
+    with torch.inference_mode():
+        assert_close(outputs_of(tower(pixels, grid_thw=grid)), expected)
+    assert status_of(model).captures == 1
+
+
+def test_threads_get_their_own_answers(on_cpu: Any, model: Any) -> None:
+    tower = tower_of(model)
+    rng = np.random.default_rng(1)
+    grids = [draw_grid(rng, 40) for _ in range(12)]
+    expected = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
+    patch(model)
+    wrong: list[Any] = []
+
+    def work(start: int) -> None:
+        for seed in [*range(start, 12), *range(start)]:
+            try:
+                assert_close(run_tower(tower, grids[seed], seed), expected[seed])
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in (0, 3, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_warmup_captures_every_budget(on_cpu: Any, model: Any, capsys: Any) -> None:
+    patch(model)
+    status = hf_vit_accel.warmup(model, progress=False).towers[0].graphs
+    assert status is not None and status.captures == len(status.budgets) == len(status.graphs)
+    for grid in ([(1, 6, 8)], [(1, 4, 18)], [(2, 8, 8)]):
+        run_tower(tower_of(model), grid)
+    assert status_of(model).captures == status.captures, "nothing is left to capture for images of a few frames"
+    hf_vit_accel.patch(model, cuda_graphs=GraphConfig(max_tokens=64))
+    status = hf_vit_accel.warmup(model, [[(1, 6, 8)], ((1, 40, 40), (1, 2, 2))]).towers[0].graphs
+    assert status is not None
+    assert sum("exactly" in label for label, _, _ in status.graphs) == 2
+    assert "1604 patches exactly" in "".join(capsys.readouterr())
+
+
+def test_warmup_wants_graphs() -> None:
+    with pytest.raises(ValueError, match="patched with cuda_graphs"):
+        hf_vit_accel.warmup(hf_vit_accel.patch(TINY["qwen2_vl"].build()))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+CAPTURABLE = [backend.name for backend in ORDER if backend.capturable]
+
+
+def usable(attention: str) -> str:
+    if reasons := backends.backend_named(attention).reasons_against_machine():
+        pytest.skip("; ".join(reasons))
+    return attention
+
+
+def poison(graphs: Any) -> None:
+    for buffer in graphs._arena:
+        buffer.fill_(float("nan"))
+    for graph in graphs._graphs.values():
+        graph.packed.fill_(251)
+        graph.pixels_TP.fill_(float("nan"))
+        for output in graph.outputs:
+            output.fill_(float("nan"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", CAPTURABLE)
+def test_gpu_a_stream_of_layouts(model: Any, attention: str) -> None:
+    """Bit-equal to the eager fused tower at exact shapes, as exact as stock at padded ones."""
+    tower = tower_of(model.to("cuda", torch.bfloat16))
+    exact = copy.deepcopy(tower).float()
+    rng = np.random.default_rng(0)
+    grids = [draw_grid(rng) for _ in range(20)]
+    grids += [[(1, 4, 12), (1, 4, 4)], [(1, 8, 8)], [(4, 4, 4)], [(1, 2, 32)], [(2, 4, 8)]] + [[(1, 40, 42)]] * 3
+    hf_vit_accel.patch(tower, attention=usable(attention))
+    eager = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
+    for exact_after in (0, 1):
+        config = GraphConfig(max_tokens=128, exact_after=exact_after, max_graphs=20)
+        hf_vit_accel.patch(tower, attention=attention, cuda_graphs=config, strict=True)
+        graphs, found = state_of(tower).runner, []
+        for seed, grid in enumerate(grids):
+            poison(graphs)
+            found.append(run_tower(tower, grid, seed))
+        for seed, (outputs, expected) in enumerate(zip(found, eager, strict=True)):
+            if exact_after:
+                assert all(map(torch.equal, outputs, expected)), grids[seed]
+                continue
+            pixels = pixels_for(tower, grids[seed], seed, device="cuda", dtype=torch.bfloat16).float()
+            with torch.no_grad():
+                truth = outputs_of(exact(pixels, grid_thw=torch.tensor(grids[seed], device="cuda")))
+            for one, other, true in zip(outputs, expected, truth, strict=True):
+                bound = max(1.2 * relative_error(other, true), torch.finfo(torch.bfloat16).eps)
+                assert relative_error(one, true) <= bound, grids[seed]
+        assert status_of(tower).replays >= len(grids) - 3 * (not exact_after)
+
+
+@pytest.mark.gpu
+def test_gpu_weights_and_memory(model: Any) -> None:
+    tower = tower_of(model.to("cuda", torch.bfloat16))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    hf_vit_accel.patch(tower, cuda_graphs=SMALL, strict=True)
+    grid: Grid = [(1, 6, 8), (1, 12, 12)]
+    run_tower(tower, grid)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.mul_(1.1)
+    found = run_tower(tower, grid)
+    assert status_of(tower).captures == 1
+    for parameter in tower.parameters():
+        parameter.data = parameter.data * 1.1
+    moved = run_tower(tower, grid)
+    assert status_of(tower).captures == 2
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, grid), moved, 2e-2)
+    assert relative_error(found[1], moved[1]) > 2e-2
+    hf_vit_accel.unpatch(tower)
+    del found, moved
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+
+
+@pytest.mark.gpu
+def test_gpu_streams_and_threads(model: Any) -> None:
+    tower = tower_of(model.to("cuda", torch.bfloat16))
+    rng = np.random.default_rng(1)
+    grids = [draw_grid(rng, 60) for _ in range(10)]
+    hf_vit_accel.patch(tower, cuda_graphs=GraphConfig(max_tokens=64, exact_after=0), strict=True)
+    expected = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
+    inputs = [pixels_for(tower, grid, seed, device="cuda", dtype=torch.bfloat16) for seed, grid in enumerate(grids)]
+    torch.cuda.synchronize()
+    wrong: list[Any] = []
+
+    def work(offset: int) -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                outputs = []
+                for seed in [*range(offset, 10), *range(offset)] * 5:
+                    outputs.append((seed, outputs_of(tower(inputs[seed], grid_thw=torch.tensor(grids[seed])))))
+                torch.cuda.current_stream().synchronize()
+            for seed, found in outputs:
+                assert all(map(torch.equal, found, expected[seed])), seed
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in (0, 4, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+@pytest.mark.gpu
+def test_gpu_a_failed_capture_leaves_the_model_working(model: Any, monkeypatch: Any) -> None:
+    tower = tower_of(model.to("cuda", torch.bfloat16))
+    hf_vit_accel.patch(tower)
+    expected = run_tower(tower, [(1, 6, 8)])
+    hf_vit_accel.patch(tower, cuda_graphs=SMALL)
+    encode = tower_module.encode
+
+    def waits(*args: Any) -> Any:
+        outputs = encode(*args)
+        outputs[0].sum().item()  # not allowed while a stream is captured
+        return outputs
+
+    monkeypatch.setattr(tower_module, "encode", waits)
+    assert_close(run_tower(tower, [(1, 6, 8)]), expected)
+    monkeypatch.setattr(tower_module, "encode", encode)
+    (why,) = status_of(tower).eager
+    assert "capture failed" in why
+    assert_close(run_tower(tower, [(1, 6, 8)]), expected)
+    assert_close(run_tower(tower, [(1, 8, 16)]), run_tower(tower, [(1, 8, 16)]))
+    assert status_of(tower).replays == 2, "other shapes are captured"
+
+
+@pytest.mark.gpu
+def test_gpu_a_replay_waits_for_nothing(model: Any) -> None:
+    tower = tower_of(model.to("cuda", torch.bfloat16))
+    hf_vit_accel.patch(tower, cuda_graphs=SMALL, strict=True)
+    pixels = pixels_for(tower, [(1, 6, 8)], device="cuda", dtype=torch.bfloat16)
+    on_gpu, on_cpu = torch.tensor([(1, 6, 8)], device="cuda"), torch.tensor([(1, 6, 8)])
+    with torch.no_grad():
+        tower(pixels, grid_thw=on_cpu)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tower(pixels, grid_thw=on_cpu)
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                tower(pixels, grid_thw=on_gpu)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
