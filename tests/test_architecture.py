@@ -42,7 +42,7 @@ MAY_IMPORT = {
         "env",
     },
     "doctor": {"backends", "metadata", "env", ""},
-    "bench": {"api", "boundary", "backends", "env", "families", "metadata", "planning", "tower"},
+    "bench": {"api", "boundary", "backends", "config", "env", "graphs", "families", "metadata", "planning", "tower"},
     "cli": {"doctor", "bench", ""},
     "__init__": {"api", "backends", "config", "registration", "tower"},
 }

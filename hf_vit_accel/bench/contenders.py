@@ -22,7 +22,9 @@ from hf_vit_accel import backends, env
 from hf_vit_accel.api import patched
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.boundary import request_for
+from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.families import family_of
+from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.metadata import Grid, build, to_device
 from hf_vit_accel.planning import POPPED
 
@@ -33,6 +35,7 @@ Open: TypeAlias = Callable[[Any, Grid], AbstractContextManager[Run]]
 Baseline: TypeAlias = Callable[[Any], Open | list[str]]
 
 LIGER = env.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
+_GRAPH = "+graph"
 _FLASH_3 = "flash_attention_3_by_module"
 """Our name in transformers for a FlashAttention-3 that it does not recognise; "flash" makes it a varlen attention."""
 
@@ -50,13 +53,16 @@ class Contender:
 def choose(tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str]) -> list[Contender]:
     """The contenders for a tower, baselines first. attentions: None for "auto" and each backend that can serve it.
 
+    A backend's name or "auto" with "+graph" after it is replayed from a CUDA graph of the size's exact shape.
+
     Raises ValueError for unknown names.
     """
     check_names(attentions or (), baselines)
     request = request_for(tower, tower.patch_embed.proj.weight.device)
     against = {backend.name: tuple(backend.reasons_against(request)) for backend in backends.ORDER}
     if attentions is None:
-        attentions = ["auto", *(name for name, reasons in against.items() if not reasons)]
+        graphed = [f"auto{_GRAPH}"] if request.device.type == "cuda" else []
+        attentions = ["auto", *graphed, *(name for name, reasons in against.items() if not reasons)]
     contenders = []
     for name in baselines:
         found = BASELINES[name](tower)
@@ -64,7 +70,9 @@ def choose(tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str
         reasons = tuple(found) if isinstance(found, list) else ()
         contenders.append(Contender(name=f"stock {name}", open=able, against=reasons, baseline=True))
     for name in attentions:
-        reasons = against.get(name, ())
+        reasons = against.get(name.removesuffix(_GRAPH), ())
+        if name.endswith(_GRAPH) and (why := why_not_graphs(request.device)):
+            reasons = (*reasons, why)
         contenders.append(Contender(name=name, open=None if reasons else partial(_patched, name), against=reasons))
     return contenders
 
@@ -72,8 +80,8 @@ def choose(tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str
 def check_names(attentions: Sequence[str], baselines: Sequence[str]) -> None:
     """Raise ValueError for a backend or a baseline that does not exist."""
     for name in attentions:
-        if name != "auto":
-            backends.backend_named(name)
+        if name.removesuffix(_GRAPH) != "auto":
+            backends.backend_named(name.removesuffix(_GRAPH))
     if unknown := [name for name in baselines if name not in BASELINES]:
         raise ValueError(f"expected baselines out of {', '.join(BASELINES)}, got {', '.join(unknown)}")
 
@@ -82,7 +90,8 @@ def check_names(attentions: Sequence[str], baselines: Sequence[str]) -> None:
 def _patched(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
     """Our tower; strict, so that nothing but what is named is ever timed."""
     grid_thw = _tensor(grid, tower)
-    with patched(tower, attention=attention, strict=True):
+    graphs = GraphConfig(exact_after=1) if attention.endswith(_GRAPH) else False
+    with patched(tower, attention=attention.removesuffix(_GRAPH), cuda_graphs=graphs, strict=True):
         yield lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw)
 
 
