@@ -212,8 +212,8 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
             against_fast=(),
             layouts=(0, 0, 0),
         )
-    structure, choices = state.structure(tower), state.choices
-    against = structure.reasons()
+    (structure, parameters), choices = state.structure(tower), state.choices
+    against = structure.reasons(parameters)
     if not choices and not structure.broken:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
         request = request_for(tower, tower.patch_embed.proj.weight.device)
@@ -282,7 +282,8 @@ def _settings(
 
 
 def _check_strict(path: str, tower: Any, settings: Settings) -> None:
-    against = Structure(tower).reasons()
+    structure = Structure(tower)
+    against = structure.reasons(structure.parameters())
     if not against and settings.fuse_named:
         weight = tower.patch_embed.proj.weight
         fusion = fuse_tower(tower, settings.fuse, weight.device, weight.dtype)

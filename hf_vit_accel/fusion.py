@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
     norm_of = _fused_norm if fused_norms else _norm
     mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", ())]
     fused_mergers = wanted("mergers", no_kernels or next(filter(None, map(_against_merger, mergers)), None))
-    merge, *deepstack = map(_fused_merge if fused_mergers else _merge, mergers)
+    # Norms that are not fused have been shown x, and may keep it: then nothing is written to it in place.
+    merge_of = partial(_fused_merge, in_place=fused_norms) if fused_mergers else _merge
+    merge, *deepstack = map(merge_of, mergers)
     return Fusion(
         layers=tuple(
             Layer(norm1=norm_of(block.norm1), attention=block.attn, norm2=norm_of(block.norm2), mlp=mlp)
@@ -136,7 +139,7 @@ def _rope_apart(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tens
 
 def _owned(embedding: nn.Module) -> TensorOp:
     """The module's own result, copied: the residual stream is written in place, and a module may keep what it made."""
-    return lambda x_TP: embedding(x_TP).clone()
+    return lambda x_TP: embedding(x_TP).clone(memory_format=torch.contiguous_format)
 
 
 def _fused_embed(convolution: Any) -> TensorOp:
@@ -214,19 +217,18 @@ def _against_merger(merger: Any) -> str | None:
 def _merge(merger: Any) -> NormOp:
     def merge(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-        merged = merger(x_TE)
-        if merged.untyped_storage().data_ptr() == x_TE.untyped_storage().data_ptr():
-            x_TE = x_TE.clone()  # handed out, and the next norm writes in place
-        return x_TE, merged
+        # The module may keep what it is given or hand it on, and the next norm writes in place.
+        return x_TE.clone(), merger(x_TE)
 
     return merge
 
 
-def _fused_merge(merger: Any) -> NormOp:
+def _fused_merge(merger: Any, *, in_place: bool) -> NormOp:
     norm, rest = _rest_of_merger(merger)
     add_norm, merged_width = _fused_norm(norm), merger.hidden_size
 
     def merge(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TE = x_TE if in_place else x_TE.clone()
         shape = -1, norm.weight.shape[0]  # deepstack mergers normalise merged tokens, the others patches
         _, normed = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
         return x_TE, rest(normed.view(-1, merged_width))

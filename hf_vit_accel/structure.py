@@ -61,7 +61,7 @@ def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
 
 
 class Structure:
-    """One reading of a tower. `current()` is False once a module or a forward was added, removed or replaced.
+    """One reading of a tower. `current` is False once a module or a forward was added, removed or replaced.
 
     foreign: a module inside whose code is not torch's or transformers', and which might act otherwise at every call.
     broken: what of the tower is not built as the fast path (and the injection of metadata) knows it. offloaded:
@@ -71,7 +71,8 @@ class Structure:
     def __init__(self, tower: nn.Module) -> None:
         modules = dict(tower.named_modules())
         below = {name: module for name, module in modules.items() if name}
-        # A leaf that gains a child computes nothing else until its class or forward changes, which is seen.
+        # A leaf that gains a child does nothing else until its class or forward changes, which is seen. (A container
+        # that was empty would, but none of the known towers has one.)
         self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values() if m._modules]
         self._below = list(below.values())
         self._types = list(map(type, self._below))
@@ -94,26 +95,29 @@ class Structure:
         found = [index for index, attributes in enumerate(self._attributes) if "forward" in attributes]
         return [_own_forward(self._below[index]) for index in found]
 
-    def current(self) -> bool:
+    def current(self, parameters: list[nn.Parameter]) -> bool:
         """Whether the tower still holds the very modules and forwards that were read."""
         return (
             list(map(type, self._below)) == self._types
-            and len(self.parameters()) == self._count
+            and len(parameters) == self._count
             and all(tuple(children.values()) == held for children, held in self._children)
             and all(kind.forward is forward for kind, forward in self._classes)
             and self._own_forwards() == self._own
         )
 
     def parameters(self) -> list[nn.Parameter]:
-        """The tower's parameters as they are now, whatever replaced them."""
+        """The tower's parameters as they are now, whatever replaced them. Read once a call, for the other methods.
+
+        (Held between calls they would keep weights alive that the user has replaced.)
+        """
         return [p for parameters in self._parameters for p in parameters.values() if p is not None]
 
-    def pointers(self) -> list[int]:
+    def pointers(self, parameters: list[nn.Parameter]) -> list[int]:
         """Where every parameter and buffer lies now: what a captured graph reads."""
         buffers = [b.data_ptr() for buffers in self._buffers for b in buffers.values() if b is not None]
-        return buffers + list(map(_POINTER, self.parameters()))
+        return buffers + list(map(_POINTER, parameters))
 
-    def reasons(self) -> list[str]:
+    def reasons(self, parameters: list[nn.Parameter]) -> list[str]:
         """Why the fast path would not do what the stock tower does; empty if it would."""
         reasons = [*self.broken, *self._own_reasons]
         if any(self._hook_dicts):
@@ -122,7 +126,6 @@ class Structure:
                 reasons.append(f"hooks on {hooked}")
         if any(_GLOBAL_HOOKS):
             reasons.append("global module hooks")
-        parameters = self.parameters()
         dtypes, classes = set(map(_DTYPE, parameters)), set(map(type, parameters)) - {nn.Parameter}
         if len(dtypes) > 1:
             reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")

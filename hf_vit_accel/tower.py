@@ -103,13 +103,15 @@ class TowerState:
         self.__init__(state.pop("family"), state.pop("settings"), **state)  # type: ignore[misc]
         self.former_forward = former_forward
 
-    def structure(self, tower: nn.Module) -> Structure:
-        """The tower's structure, read again if it changed."""
+    def structure(self, tower: nn.Module) -> tuple[Structure, list[nn.Parameter]]:
+        """The tower's structure, read again if it changed, and its parameters as they are now."""
         structure = self._structure
-        if structure is None or not structure.current():
+        parameters = [] if structure is None else structure.parameters()
+        if structure is None or not structure.current(parameters):
             self._structure = structure = Structure(tower)
+            parameters = structure.parameters()
             self.prepared.cost = max(1 << 20, structure.nbytes // 50)
-        return structure
+        return structure, parameters
 
     def fusion(self, tower: nn.Module, structure: Structure, device: torch.device, dtype: torch.dtype) -> Fusion:
         """The tower's fused operations, chosen again if its structure, device or dtype changed."""
@@ -220,7 +222,7 @@ def _forward(
 ) -> Any:
     """The boundary: check the call, decide its way once, go it."""
     original = state.former_forward or partial(type(tower).forward, tower)
-    geometry, structure = state.family.geometry(tower), state.structure(tower)
+    geometry, (structure, parameters) = state.family.geometry(tower), state.structure(tower)
     grid = read_grid(hidden_states, grid_thw, geometry)
     unknown = structure.broken + against_injection(tower, state.former_forward, geometry, kwargs)
     if unknown:
@@ -229,9 +231,9 @@ def _forward(
         return original(hidden_states, grid_thw, **kwargs)
     check_pixels(hidden_states, tower.patch_embed.proj.weight, offloaded=structure.offloaded)
     grad = torch.is_grad_enabled() and (
-        hidden_states.requires_grad or any(parameter.requires_grad for parameter in structure.parameters())
+        hidden_states.requires_grad or any(parameter.requires_grad for parameter in parameters)
     )
-    reasons = structure.reasons() + against_call(tower, kwargs, hidden_states.device, grad)
+    reasons = structure.reasons(parameters) + against_call(tower, kwargs, hidden_states.device, grad)
     request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
     fusion = None if reasons else state.fusion(tower, structure, request.device, request.dtype)
     fused_windows = fusion is not None and "window_attention" in fusion.fused
@@ -242,7 +244,7 @@ def _forward(
             _fall_back(state, unmet)
 
     if fusion is not None and state.runner is not None:
-        outputs = _replay(tower, state, structure, fusion, grid, request, hidden_states, served)
+        outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, served)
         if outputs is not None:
             return _output(tower, state, outputs, kwargs)
     prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
@@ -272,6 +274,7 @@ def _replay(
     tower: Any,
     state: TowerState,
     structure: Structure,
+    parameters: list[nn.Parameter],
     fusion: Fusion,
     grid: Grid,
     request: Request,
@@ -297,7 +300,7 @@ def _replay(
             dtype=weight.dtype,
             width=pixels_TP.shape[1],
             identity=(
-                *(fusion, structure.pointers(), request, state.family.geometry(tower), full_layers),
+                *(fusion, structure.pointers(parameters), request, state.family.geometry(tower), full_layers),
                 *(tuple(getattr(tower, "deepstack_visual_indexes", ())), list(map(_eps, norms))),
             ),
             lay_out=lambda metadata: lay_out(metadata, request, settings.attention, fused_windows),

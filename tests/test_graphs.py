@@ -623,10 +623,12 @@ def test_gpu_a_stream_of_layouts(model: Any, attention: str) -> None:
 @pytest.mark.gpu
 def test_gpu_weights_and_memory(model: Any) -> None:
     tower = tower_of(model.to("cuda", torch.bfloat16))
+    grid: Grid = [(1, 6, 8), (1, 12, 12)]
+    hf_vit_accel.patch(tower)
+    run_tower(tower, grid)  # libraries take their own workspaces
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     hf_vit_accel.patch(tower, cuda_graphs=SMALL, strict=True)
-    grid: Grid = [(1, 6, 8), (1, 12, 12)]
     run_tower(tower, grid)
     with torch.no_grad():
         for parameter in tower.parameters():
@@ -644,7 +646,7 @@ def test_gpu_weights_and_memory(model: Any) -> None:
     del found, moved
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+    assert torch.cuda.memory_reserved() <= before + (2 << 20)
 
 
 @pytest.mark.gpu

@@ -1,1 +1,1 @@
-"""Operations of a tower's layers that are done in another way than stock does them, each exact to stock's rounding."""
+"""Operations of a tower's layers that are done in another way than stock does them, each as exact as stock."""

@@ -39,6 +39,8 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return "Triton is not installed (it comes with CUDA builds of torch)"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the tensors are on {device.type}, the kernel runs on cuda"
+    if device.type != "cuda" and dtype == torch.bfloat16:
+        return "Triton's interpreter has no products of bfloat16"
     if dtype not in DTYPES:
         return f"the dtype is {str(dtype).removeprefix('torch.')}, the kernel is for bfloat16 and float16"
     return None
