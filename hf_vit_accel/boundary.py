@@ -5,7 +5,7 @@ Verdicts are lists of sentences, empty where nothing stands against.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,10 @@ def against_injection(tower: Any, former_forward: Any, geometry: Geometry, kwarg
     return reasons
 
 
-def against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, grad: bool) -> list[str]:
-    """Why this call wants more than the fast path gives."""
+def against_call(
+    tower: Any, attentions: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], device: torch.device, grad: bool
+) -> list[str]:
+    """Why this call wants more than the fast path gives. attentions: the attributes of every attention module."""
     reasons = []
     for name in ("output_hidden_states", "output_attentions"):
         if kwargs.get(name, getattr(tower.config, name, False)):
@@ -56,10 +58,9 @@ def against_call(tower: Any, kwargs: Mapping[str, Any], device: torch.device, gr
         reasons.append("gradients are required")
     if _autocast(device):
         reasons.append("autocast is on")
-    attentions = [block.attn for block in tower.blocks]
-    if any(attention.training and getattr(attention, "attention_dropout", 0.0) for attention in attentions):
+    if any(attention["training"] and attention.get("attention_dropout", 0.0) for attention in attentions):
         reasons.append("attention weights are dropped out")
-    if len({attention.scaling for attention in attentions}) > 1:
+    if len({attention["scaling"] for attention in attentions}) > 1:
         reasons.append("layers scale attention differently")
     return reasons
 

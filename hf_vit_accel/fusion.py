@@ -59,7 +59,7 @@ class Fusion:
     """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why.
 
     tables: rows and positions (T, 2) to cos and sin (T, D). merge, deepstack: (x, delta) -> (x + delta, what the merger
-    makes of it), x possibly in place.
+    makes of it), x possibly in place. norms: the attributes of every norm module.
     """
 
     layers: tuple[Layer, ...]
@@ -71,6 +71,11 @@ class Fusion:
     deepstack: tuple[NormOp, ...]
     fused: frozenset[str]
     unfused: Mapping[str, str]
+    norms: tuple[dict[str, Any], ...]
+
+    def constants(self) -> list[Any]:
+        """What the operations read from their modules beside weights, as it is now: the norms' epsilons."""
+        return [norm.get("eps", norm.get("variance_epsilon")) for norm in self.norms]
 
 
 def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: torch.dtype) -> Fusion:
@@ -117,6 +122,7 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
         deepstack=tuple(deepstack),
         fused=frozenset(PARTS) - unfused.keys(),
         unfused=unfused,
+        norms=tuple(vars(norm) for norm in (*norms, *map(_norm_of, mergers)) if norm is not None),
     )
 
 
@@ -196,6 +202,10 @@ def _fused_norm(norm: Any) -> NormOp:
         return x_TE, add_norm_(x_TE, delta_TE, norm.weight, norm.bias, norm.eps, rms=False)
 
     return add_norm
+
+
+def _norm_of(merger: Any) -> Any:
+    return getattr(merger, "ln_q", getattr(merger, "norm", None))
 
 
 def _rest_of_merger(merger: Any) -> tuple[Any, TensorOp]:

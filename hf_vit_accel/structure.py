@@ -63,9 +63,10 @@ def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
 class Structure:
     """One reading of a tower. `current` is False once a module or a forward was added, removed or replaced.
 
-    foreign: a module inside whose code is not torch's or transformers', and which might act otherwise at every call.
-    broken: what of the tower is not built as the fast path (and the injection of metadata) knows it. offloaded:
-    accelerate's hooks stand on modules inside and move weights and inputs themselves.
+    attentions: the attributes of every attention module. broken: what of the tower is not built as the fast path (and
+    the injection of metadata) knows it. foreign: a module inside whose code is not torch's or transformers', and which
+    might act otherwise at every call. offloaded: accelerate's hooks stand on modules inside and move weights and inputs
+    themselves.
     """
 
     def __init__(self, tower: nn.Module) -> None:
@@ -83,6 +84,8 @@ class Structure:
         self._hooks, self._hook_dicts = hooks, [of_module for _, of_module in hooks]
         self._parameters = [module._parameters for module in modules.values() if module._parameters]
         self._buffers = [module._buffers for module in modules.values() if module._buffers]
+        attentions = [vars(m) for name, m in below.items() if name.startswith("blocks.") and name.endswith(".attn")]
+        self.attentions = attentions
         self.foreign = next(filter(None, map(is_plain, self._below)), None)
         self.broken = [*_against_tower(tower), *_against_blocks(tower)]
         self.offloaded = any("_hf_hook" in vars(module) for module in self._below)

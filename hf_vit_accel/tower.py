@@ -233,7 +233,9 @@ def _forward(
     grad = torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(parameter.requires_grad for parameter in parameters)
     )
-    reasons = structure.reasons(parameters) + against_call(tower, kwargs, hidden_states.device, grad)
+    reasons = structure.reasons(parameters) + against_call(
+        tower, structure.attentions, kwargs, hidden_states.device, grad
+    )
     request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
     fusion = None if reasons else state.fusion(tower, structure, request.device, request.dtype)
     fused_windows = fusion is not None and "window_attention" in fusion.fused
@@ -292,16 +294,16 @@ def _replay(
         result: list[torch.Tensor] | Eager = runner.eager(against)
     else:
         weight = tower.patch_embed.proj.weight
-        norms = [norm for layer in tower.blocks for norm in (layer.norm1, layer.norm2)]
+        geometry = state.family.geometry(tower)
         call = Call(
             grid=grid,
-            geometry=state.family.geometry(tower),
+            geometry=geometry,
             request=request,
             dtype=weight.dtype,
             width=pixels_TP.shape[1],
             identity=(
-                *(fusion, structure.pointers(parameters), request, state.family.geometry(tower), full_layers),
-                *(tuple(getattr(tower, "deepstack_visual_indexes", ())), list(map(_eps, norms))),
+                *(fusion, structure.pointers(parameters), fusion.constants(), request, geometry, full_layers),
+                tuple(getattr(tower, "deepstack_visual_indexes", ())),
             ),
             lay_out=lambda metadata: lay_out(metadata, request, settings.attention, fused_windows),
             encode=partial(encode, tower, full_layers, fusion),
@@ -312,10 +314,6 @@ def _replay(
             raise FallbackError(f"strict=True and this call cannot be replayed: {result.why}")
         return None
     return result
-
-
-def _eps(norm: Any) -> Any:
-    return getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
 
 
 def _fall_back(state: TowerState, reasons: list[str]) -> None:

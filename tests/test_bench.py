@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from hf_vit_accel import backends, bench, cli, env
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.bench import contenders, measure, towers
+from hf_vit_accel.bench import contenders, towers
+from hf_vit_accel.bench.measure import _time
 from hf_vit_accel.bench.profile import part_of
 from hf_vit_accel.families import FAMILIES
 
@@ -376,6 +377,6 @@ def test_every_other_round_goes_backwards() -> None:
     """So that no contender always runs behind the same, perhaps hotter, neighbour."""
     turns: list[str] = []
     runs = {name: lambda _, name=name: turns.append(name) for name in "abc"}
-    measure._time(runs, torch.zeros(1), 2)
+    _time(runs, torch.zeros(1), 2)
     order = [name for name, before in zip(turns, ["", *turns], strict=False) if name != before]
     assert order == ["a", "b", "c", "b", "a"]

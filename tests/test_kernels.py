@@ -31,6 +31,7 @@ from hf_vit_accel.kernels.linear_activation import (
     linear_quick_gelu_reference,
     linear_swiglu,
     linear_swiglu_reference,
+    tile,
 )
 from hf_vit_accel.kernels.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.kernels.patch_embed import patch_embed
@@ -167,6 +168,15 @@ def test_linear_quick_gelu(at: dict[str, Any], width: int, inner: int, rows: int
     assert torch.isfinite(linear_quick_gelu(extreme, weight, bias)).all()
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [(784, 40, (64, 2)), (784, 54, (128, 2)), (4096, 54, (128, 3)), (16384, 54, (128, 3)), (16384, 40, (128, 3))],
+)
+def test_tiles_of_products(rows: int, columns: int, expected: tuple[int, int]) -> None:
+    """On 132 multiprocessors."""
+    assert tile(rows, columns, 132) == expected
+
+
 @where
 @pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (212, 160), (7, 9)])
 def test_pad_swiglu(at: dict[str, Any], width: int, inner: int) -> None:
@@ -288,6 +298,14 @@ COMPILED = {
         "up_bias:*bf16 out:tensordesc<bf16[128,128]> down:*bf16 out_down:*bf16 rows:i32",
         dict(GATED=False, INNER=1280, WIDTH=5120, PADDED=5120, OUTER=5120)
         | dict(BLOCK_T=128, BLOCK_F=128, BLOCK_E=64, STAGES=3, GROUP=4, COPY_ROWS=4, COPY_BLOCK=8192),
+    ),
+    "linear_swiglu, small": (
+        "linear_activation",
+        "_linear_activation_kernel",
+        "x:tensordesc<bf16[64,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
+        "up_bias:*bf16 out:tensordesc<bf16[64,64]> down:*bf16 out_down:*bf16 rows:i32",
+        dict(GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
+        | dict(BLOCK_T=64, BLOCK_F=64, BLOCK_E=64, STAGES=2, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "linear_swiglu": (
         "linear_activation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -80,11 +81,13 @@ class CudaRecorder:
         return graph.replay, max(free - torch.cuda.mem_get_info(self._device)[0], 0)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture in which something failed; the allocator must not take it for one that goes on."""
+        """End a capture in which something failed; its pool may not be used again."""
         try:
             graph.capture_end()
         except RuntimeError:
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
 
     def wait(self) -> None:
         """Let work queued from now on begin after the last `done`."""

@@ -339,7 +339,8 @@ class Runner:
                 rows = bin_.tokens * per_token
                 graph.packed.copy_(entry.packed[0])
                 graph.pixels_TP[:rows].copy_(pixels_TP[start * per_token : stop * per_token])
-                graph.pixels_TP[rows:].zero_()
+                if rows < len(graph.pixels_TP):
+                    graph.pixels_TP[rows:].zero_()
                 graph.replay()
                 for index, static in enumerate(graph.outputs):
                     each = per_token if index == 0 else 1
