@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ __all__ = ["Structure", "is_plain"]
 _BLOCK_PARAMETERS = {"self", "hidden_states", "cu_seqlens", "position_embeddings", "kwargs"}
 _ATTENTION_PARAMETERS = _BLOCK_PARAMETERS | {"max_seqlen"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DTYPE, _POINTER = attrgetter("dtype"), methodcaller("data_ptr")
+_DTYPE, _POINTER = attrgetter("dtype"), torch.Tensor.data_ptr  # twice as fast as a call by name
 _UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
@@ -74,7 +74,8 @@ class Structure:
         below = {name: module for name, module in modules.items() if name}
         # A leaf that gains a child does nothing else until its class or forward changes, which is seen. (A container
         # that was empty would, but none of the known towers has one.)
-        self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values() if m._modules]
+        self._parents = [module._modules for module in modules.values() if module._modules]
+        self._children = self._read_children()
         self._below = list(below.values())
         self._types = list(map(type, self._below))
         self._attributes = [vars(module) for module in self._below]
@@ -94,6 +95,9 @@ class Structure:
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters())
         self._classes.append((type(tower), type(tower).forward))
 
+    def _read_children(self) -> list[tuple[nn.Module | None, ...]]:
+        return [tuple(children.values()) for children in self._parents]
+
     def _own_forwards(self) -> list[Any]:
         found = [index for index, attributes in enumerate(self._attributes) if "forward" in attributes]
         return [_own_forward(self._below[index]) for index in found]
@@ -103,7 +107,7 @@ class Structure:
         return (
             list(map(type, self._below)) == self._types
             and len(parameters) == self._count
-            and all(tuple(children.values()) == held for children, held in self._children)
+            and self._read_children() == self._children
             and all(kind.forward is forward for kind, forward in self._classes)
             and self._own_forwards() == self._own
         )

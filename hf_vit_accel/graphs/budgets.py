@@ -61,10 +61,10 @@ def pack(grid: Grid, merge: int, budgets: Sequence[int]) -> list[Bin] | str:
     """Neighbouring images into as few replays as hold them by tokens and frames; or why the call runs eagerly."""
     most = budgets[-1]
     sizes = [(t * h * w // merge**2, t) for t, h, w in grid]
-    if (largest := max(tokens for tokens, _ in sizes)) > most:
-        return f"an image or video of {largest} merged tokens exceeds the largest budget of {most}"
-    if (longest := max(frames for _, frames in sizes)) >= FRAMES:
-        return f"a video of {longest} frames exceeds the {FRAMES - 1} of one replay"
+    if max(tokens for tokens, _ in sizes) > most:
+        return f"an image or video exceeds the largest budget of {most} merged tokens"
+    if max(frames for _, frames in sizes) >= FRAMES:
+        return f"a video exceeds the {FRAMES - 1} frames of one replay"
     bins: list[Bin] = []
     first = tokens = frames = 0
     for index, (more_tokens, more_frames) in enumerate([*sizes, (most + 1, 0)]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from threading import RLock
 
 import torch
@@ -61,7 +62,7 @@ class _Entry:
     """A layout in the shape of a graph, on the host, and its packed arrays on the device once it was replayed."""
 
     layout: Layout
-    signature: Hashable
+    signature: object
     packed: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -119,9 +120,9 @@ class Runner:
     def _reset(self) -> None:
         self._identity: Hashable = None
         self._recorder: Recorder | None = None
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._seen: OrderedDict[Hashable, int] = OrderedDict()
-        self._refused: dict[Hashable, str] = {}
+        self._graphs: OrderedDict[object, _Graph] = OrderedDict()
+        self._seen: OrderedDict[object, int] = OrderedDict()
+        self._refused: dict[object, str] = {}
         self._entries: LRU[_Entry] = LRU(entries=1024, cost=64 << 20)
         self._arena: list[torch.Tensor] = []
         self._retired: list[_Graph] = []  # a replay may still be running: they go once it is known to be over
@@ -361,11 +362,14 @@ class _CaptureError(RuntimeError):
     """A capture that failed, now or before."""
 
 
-def _signature(layout: Layout) -> Hashable:
+@lru_cache(maxsize=8192)
+def _number(signature: Hashable) -> object:
+    """One object for equal signatures: comparing and hashing it is free."""
+    return object()
+
+
+def _signature(layout: Layout) -> object:
     """What two layouts must share for one graph to serve both: shapes, dtypes and everything decided on the host."""
     arrays = tuple((name, array.shape, array.dtype.str) for name, array in layout.arrays.items())
-    plans = tuple(
-        (kind, plan.backend.name, tuple(sorted(plan.host.items(), key=lambda item: item[0])))
-        for kind, plan in layout.plans.items()
-    )
-    return layout.metadata.rows, arrays, plans
+    plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in layout.plans.items())
+    return _number((layout.metadata.rows, arrays, plans))

@@ -121,8 +121,8 @@ def tile(rows: int, columns: int, multiprocessors: int) -> tuple[int, int]:
     """Rows of a tile and stages of its pipeline, for so many columns of tiles.
 
     Several programs of four warps share a multiprocessor, one's activation running during another's product: two with
-    three stages, three with two, four with two and half as many rows. Tiles of half the rows take 0.6 of the time. The
-    fewest rounds win, the deepest pipeline among equals (H200, 784 rows of Qwen2-VL: 280 tiles are two rounds of 264).
+    three stages, three with two (5% slower), four with two and half as many rows (which take 0.6 of the time). The
+    fewest rounds win: on an H200, 784 rows of Qwen2-VL would be 280 tiles, two rounds of 264.
     """
     choices = ((128, 3, 2, 1.0), (128, 2, 3, 1.05), (64, 2, 4, 0.6))
 
