@@ -92,7 +92,8 @@ def bench(
     backends: Annotated[
         str | None,
         typer.Option(
-            help='Comma-separated attention backends and "auto"; by default "auto" and every one that can run.'
+            help='Comma-separated attention backends and "auto", each with "+graph" after it replayed from a CUDA '
+            'graph; by default "auto", "auto+graph" and every backend that can run.'
         ),
     ] = None,
     baselines: Annotated[

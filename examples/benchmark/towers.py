@@ -13,7 +13,7 @@ ARGUMENTS = {
     "--model": "qwen2.5-vl-7b,qwen3-vl-8b,qwen2-vl-7b",
     "--rounds": "3",
     "--baselines": "sdpa,flash_attention_3",
-    "--backends": "auto,flashinfer_cudnn,flash_attention_3",
+    "--backends": "auto,auto+graph,flashinfer_cudnn,flash_attention_3",
     "--json": str(HERE / "towers.json"),
     "--plot": str(HERE / "towers.png"),
 }
