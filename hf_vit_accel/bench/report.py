@@ -82,7 +82,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     models, sizes, contenders = (
         list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "size", "contender")
     )
-    figure = Figure(figsize=(5 * len(models), 1.5 + 0.45 * len(sizes)))
+    figure = Figure(figsize=(5 * len(models), 2.0 + 0.12 * len(sizes) * (len(contenders) + 1)))
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(models), squeeze=False)[0]
     height = 0.8 / len(contenders)
@@ -100,7 +100,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         panel.set_xlabel("ms, tower forward (lower is better)")
         panel.margins(x=0.12)
         panel.invert_yaxis()
-    panels[0].legend(fontsize=8)
     figure.suptitle(f"{result['device']}, {result['dtype']}, torch {result['versions']['torch']}")
-    figure.tight_layout()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=len(contenders), fontsize=8)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110)

@@ -1,0 +1,101 @@
+"""Time to the first token of `generate` for one 1024² image, stock and patched, with full-size random weights.
+
+python examples/benchmark/first_token.py [model ...]     needs a CUDA device with 20 GB free
+"""
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+
+import hf_vit_accel
+from hf_vit_accel.bench.towers import SHAPES
+
+IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653
+TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-vl-7b": (
+        "Qwen2_5_VL",
+        dict(
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        ),
+    ),
+    "qwen3-vl-8b": (
+        "Qwen3VL",
+        dict(
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        ),
+    ),
+}
+WAYS: dict[str, dict[str, Any] | None] = {"stock": None, "patched": {}, "patched, graphs": {"cuda_graphs": True}}
+
+
+def build(name: str) -> Any:
+    """The whole model on the GPU, bf16, random weights."""
+    prefix, text = TEXT[name]
+    tokens = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config=dict(SHAPES[name][1]), text_config=text, dtype="bfloat16", **tokens
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def first_token(model: Any, inputs: dict[str, torch.Tensor]) -> float:
+    """Milliseconds of one greedy token, by the clock."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def main() -> None:
+    for name in sys.argv[1:] or TEXT:
+        model = build(name)
+        ids = [100, 101, START, *[IMAGE] * 1024, END, *range(200, 220)]
+        pixels = torch.randn(4096, model.model.visual.patch_embed.proj.weight[0].numel(), device="cuda")
+        inputs = {
+            "input_ids": torch.tensor([ids], device="cuda"),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.long, device="cuda"),
+            "mm_token_type_ids": torch.tensor([[int(token == IMAGE) for token in ids]], device="cuda"),
+            "pixel_values": pixels.bfloat16(),
+            "image_grid_thw": torch.tensor([[1, 64, 64]], device="cuda"),
+        }
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(4):  # interleaved, each way warmed up anew
+            for way, options in WAYS.items():
+                hf_vit_accel.unpatch(model)
+                if options is not None:
+                    hf_vit_accel.patch(model, **options)
+                for _ in range(5):
+                    first_token(model, inputs)
+                times[way] += [first_token(model, inputs) for _ in range(5)]
+        stock = statistics.median(times["stock"])
+        for way, found in times.items():
+            median = statistics.median(found)
+            saved = 100 * (1 - median / stock)
+            print(f"{name}  {way:16} {median:6.1f} ms ({min(found):.1f} - {max(found):.1f}), {saved:.0f}% less")
+        del model
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
