@@ -16,7 +16,7 @@ from hf_vit_accel.boundary import Settings, request_for
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.families import FAMILIES, find_towers
 from hf_vit_accel.fusion import PARTS, fuse_tower
-from hf_vit_accel.graphs.runner import GraphStatus
+from hf_vit_accel.graphs.call import GraphStatus
 from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.registration import name_for, restore_name
@@ -38,13 +38,15 @@ def patch(
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
 
-    Patching again reconfigures. Weights stay where and what they are; `unpatch` undoes everything.
+    Patching again reconfigures, and drops captured graphs. Weights stay where and what they are; `unpatch` undoes
+    everything.
 
     attention: "auto" for the fastest backend that can serve each call, or a backend's name.
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
-    strict: raise where a call would fall back to another backend or to the stock forward, instead of counting it.
+    strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
+    graph, instead of counting it. (What is too large or would not gain from a graph runs eagerly all the same.)
 
     Raises ValueError for a model without a supported tower, an unknown backend or part; BackendUnavailableError for a
     named backend that cannot run on this machine; FallbackError under `strict` for named parts that cannot be fused
@@ -104,28 +106,35 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
     sizes: calls to capture in their exact shapes, each the (frames, height, width) in patches of its images; by default
     every budget once. progress: show a bar, and print what each graph holds.
 
-    Raises ValueError for a model that is not patched with `cuda_graphs`.
+    Raises ValueError for a model that is not patched with `cuda_graphs`, and for sizes that are no grids.
     """
-    towers = [(path, tower, state_of(tower)) for path, tower, _ in _towers(model)]
-    if not any(state is not None and state.runner is not None for _, _, state in towers):
+    towers = [(tower, state.runner) for _, tower, _ in _towers(model) if (state := state_of(tower)) and state.runner]
+    if not towers:
         raise ValueError("expected a model patched with cuda_graphs; call hf_vit_accel.patch(model, cuda_graphs=True)")
-    for _, tower, state in towers:
-        if state is None or state.runner is None:
-            continue
-        repeats = 1 if sizes is None else max(state.runner.config.exact_after, 1)
+    calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
+    for tower, runner in towers:
         merge, weight = tower.spatial_merge_size, tower.patch_embed.proj.weight
-        budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(state.runner.budgets)]
-        grids = budgets if sizes is None else [tuple(grid) for grid in sizes]
-        for grid in tqdm(grids, desc="CUDA graphs", disable=not progress):
+        budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(runner.budgets)]
+        for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
             rows = sum(t * h * w for t, h, w in grid)
             pixels_TP = torch.zeros(rows, weight[0].numel(), dtype=weight.dtype, device=weight.device)
-            with torch.no_grad():
-                for _ in range(repeats):
-                    tower(pixels_TP, grid_thw=torch.tensor(grid))
+            with torch.no_grad(), runner.capturing(exactly=calls is not None):
+                tower(pixels_TP, grid_thw=torch.tensor(grid))
         if progress:
-            for label, nbytes, _ in state.runner.status().graphs:
+            for label, nbytes, _ in runner.status().graphs:
                 tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")
     return status(model)
+
+
+def _checked_grid(grid: Any) -> Grid:
+    rows = grid.tolist() if isinstance(grid, torch.Tensor) else grid
+    try:
+        return tuple((int(t), int(h), int(w)) for t, h, w in rows)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "expected sizes as a list of calls, each a list of (frames, height, width) in patches such as "
+            f"[[(1, 32, 32)], [(1, 64, 64), (8, 36, 64)]], got the call {grid!r}"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

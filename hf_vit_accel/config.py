@@ -26,7 +26,7 @@ class GraphConfig:
     budgets: tuple[int, ...] | None = None
     exact_after: int = 3
     max_graphs: int = 192
-    max_bytes: int = 4 << 30
+    max_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("exact_after", 0), ("max_graphs", 1), ("max_bytes", 1)):
@@ -35,8 +35,8 @@ class GraphConfig:
                 raise ValueError(f"expected {name} to be an integer of at least {least}, got {value!r}")
         if self.budgets is None:
             return
-        if isinstance(self.budgets, Iterable):
-            object.__setattr__(self, "budgets", tuple(self.budgets))
-        positive = all(isinstance(budget, int) and budget > 0 for budget in self.budgets)
-        if not self.budgets or not positive or list(self.budgets) != sorted(set(self.budgets)):
+        budgets = tuple(self.budgets) if isinstance(self.budgets, Iterable) else ()
+        positive = all(isinstance(budget, int) and not isinstance(budget, bool) and budget > 0 for budget in budgets)
+        if not budgets or not positive or list(budgets) != sorted(set(budgets)):
             raise ValueError(f"expected budgets as increasing positive integers (merged tokens), got {self.budgets!r}")
+        object.__setattr__(self, "budgets", budgets)

@@ -9,7 +9,7 @@ chosen in a layer. Weights are read from their modules at every call: what chang
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +59,8 @@ class Fusion:
     """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why.
 
     tables: rows and positions (T, 2) to cos and sin (T, D). merge, deepstack: (x, delta) -> (x + delta, what the merger
-    makes of it), x possibly in place. norms: the attributes of every norm module.
+    makes of it), x possibly in place. norms, modules: the attributes of every norm, and of the
+    other modules that are not only weights.
     """
 
     layers: tuple[Layer, ...]
@@ -72,10 +73,16 @@ class Fusion:
     fused: frozenset[str]
     unfused: Mapping[str, str]
     norms: tuple[dict[str, Any], ...]
+    modules: tuple[dict[str, Any], ...]
 
     def constants(self) -> list[Any]:
-        """What the operations read from their modules beside weights, as it is now: the norms' epsilons."""
-        return [norm.get("eps", norm.get("variance_epsilon")) for norm in self.norms]
+        """What the operations read from their modules beside weights, as it is now."""
+        attentions = [vars(layer.attention) for layer in self.layers]
+        return [
+            [norm.get("eps", norm.get("variance_epsilon")) for norm in self.norms],
+            [(attention["num_heads"], attention["head_dim"]) for attention in attentions],
+            list(map(dict, self.modules)),
+        ]
 
 
 def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: torch.dtype) -> Fusion:
@@ -123,6 +130,7 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
         fused=frozenset(PARTS) - unfused.keys(),
         unfused=unfused,
         norms=tuple(vars(norm) for norm in (*norms, *map(_norm_of, mergers)) if norm is not None),
+        modules=tuple(map(vars, _other_modules(tower, [] if fused_mlp else [block.mlp for block in blocks]))),
     )
 
 
@@ -202,6 +210,12 @@ def _fused_norm(norm: Any) -> NormOp:
         return x_TE, add_norm_(x_TE, delta_TE, norm.weight, norm.bias, norm.eps, rms=False)
 
     return add_norm
+
+
+def _other_modules(tower: Any, mlps: list[Any]) -> Iterator[nn.Module]:
+    yield from (tower.rotary_pos_emb, tower.patch_embed)
+    for module in (tower.merger, *getattr(tower, "deepstack_merger_list", ()), *mlps):
+        yield from (inner for inner in module.modules() if not isinstance(inner, nn.Linear))
 
 
 def _norm_of(merger: Any) -> Any:

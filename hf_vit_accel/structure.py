@@ -85,8 +85,7 @@ class Structure:
         self._hooks, self._hook_dicts = hooks, [of_module for _, of_module in hooks]
         self._parameters = [module._parameters for module in modules.values() if module._parameters]
         self._buffers = [module._buffers for module in modules.values() if module._buffers]
-        attentions = [vars(m) for name, m in below.items() if name.startswith("blocks.") and name.endswith(".attn")]
-        self.attentions = attentions
+        self.attentions = [vars(m) for name, m in below.items() if _is_attention(name)]
         self.foreign = next(filter(None, map(is_plain, self._below)), None)
         self.broken = [*_against_tower(tower), *_against_blocks(tower)]
         self.offloaded = any("_hf_hook" in vars(module) for module in self._below)
@@ -141,6 +140,10 @@ class Structure:
         return reasons
 
 
+def _is_attention(name: str) -> bool:
+    return name.startswith("blocks.") and name.endswith(".attn") and name.count(".") == 2
+
+
 def _inert(hook: Callable[..., Any]) -> bool:
     """transformers' output-capturing hooks stay on after one use and do nothing until outputs are asked for again."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
@@ -152,7 +155,7 @@ def _against_instances(modules: dict[str, nn.Module]) -> Iterator[str]:
         if "_hf_hook" in vars(module):
             yield f"accelerate hooks on {name}"
             return
-        skipped = name.startswith("blocks.") and (name.count(".") == 1 or name.endswith(".attn"))
+        skipped = _is_attention(name) or (name.startswith("blocks.") and name.count(".") == 1)
         if skipped and _own_forward(module) is not None:
             yield f"{name} has a forward of its own"
             return

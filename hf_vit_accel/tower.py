@@ -27,8 +27,9 @@ from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.boundary import Settings, against_call, against_injection, request_for, unserved
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.fusion import Fusion, fuse_tower
+from hf_vit_accel.graphs.call import Call, Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
-from hf_vit_accel.graphs.runner import Call, Eager, Runner
+from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
 from hf_vit_accel.planning import Prepared, check_pixels, lay_out, prepare
 from hf_vit_accel.structure import Structure
@@ -290,6 +291,9 @@ def _replay(
     against = why_not_graphs(request.device)
     # A module of someone else's may act on state that Python holds (an adapter that is switched off, a counter).
     against = against or (structure.foreign and f"{structure.foreign}, and might act otherwise at a later call")
+    # A graph's weights are told by where they lie; other strides over the same memory would not be noticed.
+    if not all(map(torch.Tensor.is_contiguous, parameters)):
+        against = against or "a parameter is not contiguous"
     if against:
         result: list[torch.Tensor] | Eager = runner.eager(against)
     else:
@@ -304,6 +308,8 @@ def _replay(
             identity=(
                 *(fusion, structure.pointers(parameters), fusion.constants(), request, geometry, full_layers),
                 tuple(getattr(tower, "deepstack_visual_indexes", ())),
+                torch.are_deterministic_algorithms_enabled(),
+                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             ),
             lay_out=lambda metadata: lay_out(metadata, request, settings.attention, fused_windows),
             encode=partial(encode, tower, full_layers, fusion),

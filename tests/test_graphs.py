@@ -66,22 +66,33 @@ class Recorder:
     poisoned: Callable[[], list[torch.Tensor]] | None = None
 
     def __init__(self, device: torch.device) -> None:
-        self.settled = 0
+        self.settled, self.waiting, self.reason = 0, False, None
 
     def against(self) -> str | None:
-        return None
+        return self.reason
 
     def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
         run()
         if self.fail is not None:
             raise self.fail
-        return run, self.nbytes
+
+        def replay() -> None:
+            assert self.waiting, "replayed without waiting for the last replay"
+            run()
+
+        return replay, self.nbytes
 
     def wait(self) -> None:
+        assert not self.waiting, "the last use never said that it was done"
+        self.waiting = True
         for buffer in self.poisoned() if self.poisoned else ():
             buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
 
     def done(self) -> None:
+        assert self.waiting
+        self.waiting = False
+
+    def uses(self, tensor: torch.Tensor) -> None:
         pass
 
     def settle(self) -> None:
@@ -248,6 +259,8 @@ def test_replays_that_do_not_pay() -> None:
         dict(budgets=(4, 4)),
         dict(budgets=(8, 4)),
         dict(budgets=(0, 4)),
+        dict(budgets=(True, 4)),
+        dict(budgets=5),
     ],
     ids=str,
 )
@@ -354,11 +367,36 @@ def _other_layers(model: Any) -> None:
         _move_data(model)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [_assign, _move_data, _replace_frequencies, _loosen_norms, _other_layers, lambda model: model.double()],
-    ids=["assign", "move", "frequencies", "eps", "layers", "double"],
-)
+def _scale_rotation(model: Any) -> None:
+    rotary = tower_of(model).rotary_pos_emb
+    forward = type(rotary).forward
+    if hasattr(rotary, "attention_scaling"):
+        rotary.attention_scaling = 1.5
+    else:
+        rotary.inv_freq = rotary.inv_freq * 1.5
+    assert type(rotary).forward is forward
+
+
+def _other_gelu(model: Any) -> None:
+    for module in tower_of(model).merger.modules():
+        if isinstance(module, nn.GELU):
+            module.approximate = "tanh"
+    _loosen_norms(model)
+
+
+CHANGES = {
+    "assign": _assign,
+    "move": _move_data,
+    "frequencies": _replace_frequencies,
+    "rotation": _scale_rotation,
+    "gelu": _other_gelu,
+    "eps": _loosen_norms,
+    "layers": _other_layers,
+    "double": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: Any) -> None:
     patch(model)
     grid: Grid = [(1, 6, 8), (1, 12, 12)]
@@ -370,6 +408,102 @@ def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: A
     assert_close(found, run_tower(tower_of(model), grid))
     different = max(relative_error(f, b) for f, b in zip(found, before, strict=True))
     assert found[1].dtype != before[1].dtype or different > 1e-4
+
+
+@pytest.mark.parametrize("name", ["rotary_pos_emb", "merger", "patch_embed"])
+def test_any_attribute_of_modules_makes_graphs_stale(on_cpu: Any, model: Any, name: str) -> None:
+    patch(model)
+    run_tower(tower_of(model), [(1, 6, 8)])
+    for captures, value in ((2, 1), (3, 2), (4, torch.zeros(3)), (5, torch.zeros(3))):
+        tower_of(model).get_submodule(name).something = value
+        run_tower(tower_of(model), [(1, 6, 8)])
+        run_tower(tower_of(model), [(1, 6, 8)])
+        assert status_of(model).captures == captures
+
+
+def test_other_strides_over_the_same_memory_run_eagerly(on_cpu: Any, model: Any) -> None:
+    patch(model)
+    run_tower(tower_of(model), [(1, 6, 8)])
+    weight = tower_of(model).blocks[1].attn.proj.weight
+    weight.data = weight.data.t()
+    found = run_tower(tower_of(model), [(1, 6, 8)])
+    assert status_of(model).eager == {"a parameter is not contiguous": 1}
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower_of(model), [(1, 6, 8)]))
+
+
+def test_weights_that_change_at_every_call_are_not_captured_for_ever(on_cpu: Any, model: Any) -> None:
+    patch(model)
+    for _ in range(12):
+        _move_data(model)
+        run_tower(tower_of(model), [(1, 6, 8)])
+    assert status_of(model).captures <= 5
+    assert status_of(model).eager == {"weights or modules were replaced at call after call": 8}
+    for _ in range(12):
+        run_tower(tower_of(model), [(1, 6, 8)])
+    assert status_of(model).replays >= 8
+
+
+def test_what_a_plan_decides_on_the_host_tells_graphs_apart(on_cpu: Any, model: Any) -> None:
+    """Equal shapes and segment counts, but another longest segment."""
+    patch(model, GraphConfig(max_tokens=128, exact_after=1))
+    grids: list[Grid] = [[(1, 4, 8), (1, 4, 8)], [(1, 4, 12), (1, 4, 4)]]
+    for grid in grids:
+        run_tower(tower_of(model), grid)
+    assert status_of(model).captures == 2
+
+
+def test_strict_holds_for_replays(on_cpu: Any, model: Any, monkeypatch: Any) -> None:
+    """A named backend that cannot serve the call is noticed before anything is replayed."""
+    monkeypatch.setattr("hf_vit_accel.api.require", lambda name: None)
+    patch(model, attention="torch_varlen", strict=True)
+    with pytest.raises(FallbackError, match="torch_varlen cannot serve the call"):
+        run_tower(tower_of(model), [(1, 6, 8)])
+    patch(model, attention="torch_varlen")
+    run_tower(tower_of(model), [(1, 6, 8)])
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.graphs.replays == 1 and any("torch_varlen cannot serve" in why for why in status.fallbacks)
+    assert status.backends["full"] == "sdpa"
+
+
+def test_what_the_recorder_cannot_do_runs_eagerly(on_cpu: Any, model: Any) -> None:
+    graphs = patch(model)
+    run_tower(tower_of(model), [(1, 6, 8)])
+    graphs._recorder.reason = "a CUDA graph is being captured around the call"
+    run_tower(tower_of(model), [(1, 6, 8)])
+    assert status_of(model).replays == 1
+    assert status_of(model).eager == {"a CUDA graph is being captured around the call": 1}
+
+
+def test_graphs_that_work_outlive_captures_that_fail(on_cpu: Any, model: Any) -> None:
+    patch(model)
+    run_tower(tower_of(model), [(1, 6, 8)])
+    on_cpu.fail = RuntimeError("out of memory")
+    for width in (2, 10, 18, 26):
+        run_tower(tower_of(model), [(1, 8, width)])
+    assert status_of(model).off and status_of(model).replays == 1
+    run_tower(tower_of(model), [(1, 6, 8)])
+    assert status_of(model).replays == 2
+    on_cpu.fail = None
+    _move_data(model)
+    run_tower(tower_of(model), [(1, 8, 10)])
+    assert status_of(model).replays == 3 and status_of(model).off is None
+
+
+def test_a_module_called_attn_elsewhere_is_none_of_ours(model: Any) -> None:
+    class Inner(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.attn = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attn(x)
+
+    tower = tower_of(model)
+    expected = run_tower(tower, [(1, 6, 8)])
+    tower.blocks[0].mlp = Inner(tower.blocks[0].mlp)
+    hf_vit_accel.patch(model)
+    assert_close(run_tower(tower, [(1, 6, 8)]), expected)
 
 
 @pytest.mark.parametrize("why", ["hook", "gradients", "autocast", "hidden states"])
@@ -462,17 +596,20 @@ def test_on_cpu_graphs_are_left_out_and_counted(model: Any) -> None:
     assert status_of(model).eager == {"the tensors are on cpu, CUDA graphs need cuda": 1}
 
 
-@pytest.mark.parametrize("bound", [dict(max_graphs=3), dict(max_bytes=3500)], ids=str)
+@pytest.mark.parametrize("bound", [dict(max_graphs=3), dict(max_bytes=3 << 20)], ids=str)
 def test_graphs_are_bounded(on_cpu: Any, model: Any, bound: Any) -> None:
-    graphs = patch(model, GraphConfig(max_tokens=128, exact_after=2, **bound))
+    on_cpu.nbytes = 1 << 20 if "max_graphs" in bound else 900 << 10
+    graphs = patch(model, GraphConfig(max_tokens=128, exact_after=0, **bound))
     grids: list[Grid] = [[(1, 2, 2 * tokens)] for tokens in (4, 8, 12, 16, 20, 24)]
     for grid in [*grids, *grids]:
         run_tower(tower_of(model), grid)
     status = status_of(model)
-    assert len(status.graphs) == 3 and status.nbytes <= 3500 and status.captures == 12
+    assert len(status.graphs) == 3 and status.captures == 12
     assert len(graphs._retired) <= 1
-    run_tower(tower_of(model), grids[-1])
-    assert status_of(model).captures == 12, "the latest is still there"
+    run_tower(tower_of(model), grids[-3])  # the oldest of three becomes the latest used
+    run_tower(tower_of(model), [(1, 2, 56)])
+    run_tower(tower_of(model), grids[-3])
+    assert status_of(model).captures == 13, "the least recently used one went"
 
 
 def test_memory_of_layouts_is_bounded(on_cpu: Any) -> None:
@@ -555,8 +692,13 @@ def test_warmup_captures_every_budget(on_cpu: Any, model: Any, capsys: Any) -> N
     assert status is not None and status.captures == len(status.budgets) == len(status.graphs)
     for grid in ([(1, 6, 8)], [(1, 4, 18)], [(2, 8, 8)]):
         run_tower(tower_of(model), grid)
+    assert not any("exactly" in label for label, _, _ in status_of(model).graphs)
+    for _ in range(3):
+        hf_vit_accel.warmup(model, progress=False)
     assert status_of(model).captures == status.captures, "nothing is left to capture for images of a few frames"
-    hf_vit_accel.patch(model, cuda_graphs=GraphConfig(max_tokens=64))
+    hf_vit_accel.patch(model, cuda_graphs=GraphConfig(max_tokens=64, exact_after=0))
+    with pytest.raises(ValueError, match="expected sizes as a list of calls"):
+        hf_vit_accel.warmup(model, [(1, 6, 8)])  # type: ignore[list-item]
     status = hf_vit_accel.warmup(model, [[(1, 6, 8)], ((1, 40, 40), (1, 2, 2))]).towers[0].graphs
     assert status is not None
     assert sum("exactly" in label for label, _, _ in status.graphs) == 2

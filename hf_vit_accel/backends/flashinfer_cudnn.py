@@ -33,7 +33,6 @@ _UIDS = (
     *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
-_GRAPH_LONGEST = 8192  # declared in every graph up to it: one cuDNN plan (50 ms) per segment count serves all budgets
 _SPARE_WORKSPACE = 128 << 20  # bytes; FlashInfer's own advice, where the plan's need cannot be asked
 
 
@@ -71,7 +70,7 @@ class FlashinferCudnn(Backend):
         WORKSPACES.close()
 
     def declare(self, segments: int, longest: int, rows: int) -> tuple[int, int]:
-        return round_segments(segments), max(rows, _GRAPH_LONGEST)
+        return round_segments(segments), rows
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         width = request.heads * request.head_dim
@@ -79,7 +78,7 @@ class FlashinferCudnn(Backend):
         for index, (first, last) in enumerate(_chunks(segments, 3 * width)):
             lengths_S = segments.lengths_S[first:last]
             start, stop = int(segments.offsets_S1[first]), int(segments.offsets_S1[last])
-            chunks.append((start, stop, round_max_length(int(lengths_S.max()))))
+            chunks.append((start, stop, round_max_length(segments.longest or int(lengths_S.max()))))
             spare = round_segments(last - first) - (last - first)
             offsets_S1 = segments.offsets_S1[first : last + 1] - start
             # Empty segments at the end: length zero, offset at the end of the rows, so that they address nothing.

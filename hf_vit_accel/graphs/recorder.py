@@ -29,6 +29,9 @@ class Recorder(Protocol):
     def wait(self) -> None:
         """Let work queued from now on begin after the last `done`."""
 
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory until work queued so far on the current stream is over, even if it is dropped."""
+
     def done(self) -> None:
         """The static buffers are free for whoever waits."""
 
@@ -58,42 +61,52 @@ class CudaRecorder:
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         free = torch.cuda.mem_get_info(self._device)[0]
         self._stream.wait_stream(current)
-        collecting = gc.isenabled()
-        with torch.cuda.stream(self._stream):
-            run()  # kernels are compiled, library plans built
-            # cuBLAS keeps its scratch memory per stream: inside the capture it must come from the graphs' own pool, or
-            # graphs of two towers (and whoever is handed the same stream) would share it.
-            torch._C._cuda_clearCublasWorkspaces()
-            gc.disable()  # nothing may be freed by the way while the stream is captured
-            try:
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    run()
-                except BaseException:
-                    self._abandon(graph)
-                    raise
-                graph.capture_end()
-            finally:
-                torch._C._cuda_clearCublasWorkspaces()
-                if collecting:
-                    gc.enable()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()  # kernels are compiled, library plans built
+                self._capture(graph, run)
+        finally:  # the warm-up reads and writes buffers that are free for others from here on, whatever happened
+            current.wait_stream(self._stream)
         return graph.replay, max(free - torch.cuda.mem_get_info(self._device)[0], 0)
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture in which something failed; its pool may not be used again."""
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+        # cuBLAS keeps its scratch memory per stream: inside the capture it must come from the graphs' own pool, or
+        # graphs of two towers (and whoever is handed the same stream) would share it.
+        torch._C._cuda_clearCublasWorkspaces()
+        collecting, complete = gc.isenabled(), False
+        gc.disable()  # nothing may be freed by the way while the stream is captured
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+                complete = True
+            finally:
+                self._end(graph, complete)
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+            if collecting:
+                gc.enable()
+
+    def _end(self, graph: torch.cuda.CUDAGraph, complete: bool) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
+            # The allocator may take the capture for one that goes on: its pool is not used again.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
+            if complete:
+                raise
 
     def wait(self) -> None:
         """Let work queued from now on begin after the last `done`."""
         stream = torch.cuda.current_stream(self._device)
         if self._last is not None and self._last != stream:
             stream.wait_event(self._event)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory until work queued so far on the current stream is over, even if it is dropped."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def done(self) -> None:
         """The static buffers are free for whoever waits."""

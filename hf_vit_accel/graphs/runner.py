@@ -11,50 +11,40 @@ pool and one set of input and output buffers: replays follow one another, whatev
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from threading import RLock
 
 import torch
 
-from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.buffers import Shape, pad
+from hf_vit_accel.graphs.call import Call, Eager, GraphStatus
 from hf_vit_accel.graphs.recorder import CudaRecorder, Recorder
-from hf_vit_accel.metadata import LRU, Geometry, Grid, VisionMetadata, build, pack, send, unpack
+from hf_vit_accel.metadata import LRU, VisionMetadata, build, pack, send, unpack
 from hf_vit_accel.planning import Layout, Prepared
 
-__all__ = ["Call", "Eager", "GraphStatus", "Runner"]
+__all__ = ["Runner"]
 
-_FAILURES, _REMEMBERED = 3, 4096
-
-
-@dataclass(frozen=True)
-class Eager:
-    """A call that runs without graphs, and why. by_choice: it could be replayed, but that would not pay."""
-
-    why: str
-    by_choice: bool = False
+_FAILURES, _CHANGES, _REMEMBERED = 3, 4, 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One forward. identity: all that a graph bakes in beside its layout; another one makes every graph stale.
+class _Signature:
+    """What two layouts must share for one graph to serve both: shapes, dtypes and everything decided on the host.
 
-    lay_out: metadata to layout. encode: prepared layout and pixels to output tensors, the first of T rows, the others
-    of M. dtype, width: of the static pixels (T, P), which are what `encode` would convert them to.
+    Hashed once: the same signature is looked up several times a call.
     """
 
-    grid: Grid
-    geometry: Geometry
-    request: Request
-    dtype: torch.dtype
-    width: int
-    identity: Hashable
-    lay_out: Callable[[VisionMetadata], Layout]
-    encode: Callable[[Prepared, torch.Tensor], list[torch.Tensor]]
+    def __init__(self, value: Hashable) -> None:
+        self._value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Signature) and self._value == other._value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +52,7 @@ class _Entry:
     """A layout in the shape of a graph, on the host, and its packed arrays on the device once it was replayed."""
 
     layout: Layout
-    signature: object
+    signature: _Signature
     packed: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -78,32 +68,6 @@ class _Graph:
     replays: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphStatus:
-    """What a tower's graphs did. budgets: merged tokens. graphs: (what it serves, bytes, replays) of each one held.
-
-    replays: graph launches. captures: graphs made. eager: reason -> calls that ran without. padding: rows replayed per
-    row asked for. nbytes: device memory of all graphs. off: why graphs are no longer tried.
-    """
-
-    budgets: tuple[int, ...]
-    graphs: tuple[tuple[str, int, int], ...] = ()
-    replays: int = 0
-    captures: int = 0
-    eager: Mapping[str, int] = field(default_factory=dict)
-    padding: float = 1.0
-    nbytes: int = 0
-    off: str | None = None
-
-    def __str__(self) -> str:
-        lines = [
-            f"  graphs     {len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured, "
-            f"{self.replays} replays, {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
-        ]
-        lines += [f"  graphs off {self.off}"] if self.off else []
-        return "\n".join(lines + [f"  eager      {count} x {why}" for why, count in self.eager.items()])
-
-
 class Runner:
     """The graphs of one tower: which there are, which serves a call, and the one place where they are replayed."""
 
@@ -113,16 +77,18 @@ class Runner:
         self._lock = RLock()
         self._replays = self._captures = self._asked = self._replayed = 0
         self._eager: Counter[str] = Counter()
-        self._off: str | None = None
-        self._failures = 0
+        self._changes = 0
+        self._exactly: bool | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._identity: Hashable = None
+        self._identity: Sequence[object] | None = None
+        self._off: str | None = None
+        self._failures = 0
         self._recorder: Recorder | None = None
-        self._graphs: OrderedDict[object, _Graph] = OrderedDict()
-        self._seen: OrderedDict[object, int] = OrderedDict()
-        self._refused: dict[object, str] = {}
+        self._graphs: OrderedDict[_Signature, _Graph] = OrderedDict()
+        self._seen: OrderedDict[_Signature, int] = OrderedDict()
+        self._refused: dict[_Signature, str] = {}
         self._entries: LRU[_Entry] = LRU(entries=1024, cost=64 << 20)
         self._arena: list[torch.Tensor] = []
         self._retired: list[_Graph] = []  # a replay may still be running: they go once it is known to be over
@@ -154,17 +120,32 @@ class Runner:
             self._eager[why] += 1
         return Eager(why, by_choice)
 
+    @contextmanager
+    def capturing(self, *, exactly: bool) -> Iterator[None]:
+        """Within the with block: only exact shapes, or only budgets, however often a shape came."""
+        with self._lock:
+            self._exactly = exactly
+            try:
+                yield
+            finally:
+                self._exactly = None
+
     def run(self, call: Call, pixels_TP: torch.Tensor, check: Callable[[Prepared], None]) -> list[torch.Tensor] | Eager:
         """The call's outputs, fresh tensors; or why it should run eagerly (counted).
 
         check: is shown what will run before it does, and may raise.
         """
         with self._lock:
-            if call.identity != self._identity:
+            if _same(call.identity, self._identity):
+                self._changes = max(self._changes - 1, 0)
+            else:
                 self.close()
                 self._identity, self._recorder = call.identity, CudaRecorder(call.request.device)
+                self._changes += 1
             assert self._recorder is not None
-            if why := self._off or self._recorder.against():
+            if self._changes > _CHANGES:
+                return self.eager("weights or modules were replaced at call after call", by_choice=True)
+            if why := self._recorder.against():
                 return self.eager(why)
             bins = self._bins(call)
             if isinstance(bins, Eager):
@@ -184,11 +165,14 @@ class Runner:
         for choice in entry.layout.choices.values():
             if not choice.backend.capturable:
                 return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
+        if self._exactly:
+            return [whole]
         count = self._seen[entry.signature] = self._seen.pop(entry.signature, 0) + 1
         if len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
-        often = 0 < self.config.exact_after <= count
-        if entry.signature in self._graphs or (often and entry.signature not in self._refused):
+        may_capture = self._off is None and entry.signature not in self._refused
+        often = 0 < self.config.exact_after <= count and may_capture
+        if self._exactly is None and (often or entry.signature in self._graphs):
             return [whole]
         bins = budgets.pack(call.grid, merge, self.budgets)
         if isinstance(bins, str):
@@ -233,10 +217,10 @@ class Runner:
     def _graph(self, call: Call, bin_: budgets.Bin) -> tuple[_Graph, _Entry]:
         """The graph that serves a bin, captured if it is not there."""
         entry = self._entry(call, bin_)
-        if entry.signature in self._refused:
-            raise _CaptureError(self._refused[entry.signature])
         graph = self._graphs.get(entry.signature)
         if graph is None:
+            if why := self._off or self._refused.get(entry.signature):
+                raise _CaptureError(why)
             graph = self._capture(call, bin_, entry)
             self._graphs[entry.signature] = graph
             self._make_room()
@@ -272,6 +256,9 @@ class Runner:
         finally:
             recorder.done()
         self._captures += 1
+        self._failures = 0
+        if metadata.rows > self.budgets[-1] * call.geometry.merge**2:
+            nbytes += sum(buffer.nbytes for buffer in (pixels_TP, *outputs))
         what = f"{metadata.rows} patches exactly" if bin_.budget is None else f"up to {metadata.rows} patches"
         return _Graph(
             label=f"{what} in {metadata.full.count} segments",
@@ -280,7 +267,7 @@ class Runner:
             pixels_TP=pixels_TP,
             outputs=outputs,
             replay=replay,
-            nbytes=nbytes,
+            nbytes=nbytes + packed.nbytes,
         )
 
     def _pixel_buffer(self, metadata: VisionMetadata, call: Call) -> torch.Tensor:
@@ -339,6 +326,7 @@ class Runner:
                 stop = start + bin_.tokens
                 rows = bin_.tokens * per_token
                 graph.packed.copy_(entry.packed[0])
+                recorder.uses(entry.packed[0])
                 graph.pixels_TP[:rows].copy_(pixels_TP[start * per_token : stop * per_token])
                 if rows < len(graph.pixels_TP):
                     graph.pixels_TP[rows:].zero_()
@@ -362,14 +350,14 @@ class _CaptureError(RuntimeError):
     """A capture that failed, now or before."""
 
 
-@lru_cache(maxsize=8192)
-def _number(signature: Hashable) -> object:
-    """One object for equal signatures: comparing and hashing it is free."""
-    return object()
+def _same(identity: Sequence[object], other: Sequence[object] | None) -> bool:
+    try:
+        return identity == other
+    except RuntimeError:  # a tensor was among the attributes, and now is another
+        return False
 
 
-def _signature(layout: Layout) -> object:
-    """What two layouts must share for one graph to serve both: shapes, dtypes and everything decided on the host."""
+def _signature(layout: Layout) -> _Signature:
     arrays = tuple((name, array.shape, array.dtype.str) for name, array in layout.arrays.items())
     plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in layout.plans.items())
-    return _number((layout.metadata.rows, arrays, plans))
+    return _Signature((layout.metadata.rows, arrays, plans))
