@@ -1,0 +1,165 @@
+"""Draws synthetic scenes with exact captions: shapes and their relation, characters to read, short videos of motion.
+
+A scene is decided by its seed alone, then drawn at any size: the same seed gives the same caption and, at the same
+size, the same picture. There are over eight million captions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import cos, pi, sin
+
+from PIL import Image, ImageDraw, ImageFont
+
+__all__ = ["CHARACTERS", "WORDS", "Scene", "draw", "scene"]
+
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 160, 60),
+    "blue": (40, 70, 220),
+    "yellow": (240, 210, 40),
+    "purple": (140, 50, 180),
+    "orange": (245, 140, 30),
+    "black": (25, 25, 25),
+    "pink": (245, 130, 190),
+}
+SHAPES = ("circle", "square", "triangle", "star")
+SIZES = {"small": 0.11, "large": 0.2}
+"""Radius, in the shorter side of the picture."""
+RELATIONS = ("left of", "right of", "above", "below")
+MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+CHARACTERS = "023456789ACEFHKLMNPRTUX"
+GRAMMAR = ("a", "is", "of", "above", "below", "moves", "and", "the", "text")
+WORDS = tuple(dict.fromkeys((*COLOURS, *SHAPES, *SIZES, *MOTIONS, *CHARACTERS, *GRAMMAR)))
+"""Every word of every caption."""
+BACKGROUNDS = {"light": (238, 238, 232), "dark": (96, 100, 108)}
+FRAMES = 4
+
+
+@dataclass(frozen=True)
+class Thing:
+    """A shape at a place: the centre, in the picture's sides, and the radius, in its shorter one."""
+
+    size: str
+    colour: str
+    shape: str
+    x: float
+    y: float
+
+    @property
+    def words(self) -> str:
+        """How a caption names it."""
+        return f"a {self.size} {self.colour} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is to be seen. motion: of the first thing, for videos. text: characters in the picture's lower part."""
+
+    things: tuple[Thing, ...]
+    background: str
+    caption: str
+    seed: int
+    motion: tuple[int, int] | None = None
+    text: str = ""
+
+    @property
+    def frames(self) -> int:
+        """Pictures to draw: 1, or those of a video."""
+        return 1 if self.motion is None else FRAMES
+
+
+def scene(seed: int, *, video: bool | None = None) -> Scene:
+    """Decide a scene. video: True for motion, False for a picture, None for one video in six."""
+    chance = random.Random(seed)
+    is_video = chance.random() < 1 / 6
+    is_video = is_video if video is None else video
+    background = chance.choice(list(BACKGROUNDS))
+
+    def thing(x: float, y: float) -> Thing:
+        colours = list(COLOURS)
+        return Thing(chance.choice(list(SIZES)), chance.choice(colours), chance.choice(SHAPES), x, y)
+
+    if is_video:
+        name, (dx, dy) = chance.choice(list(MOTIONS.items()))
+        start = thing(0.5 - 0.25 * dx + chance.uniform(-0.05, 0.05), 0.5 - 0.25 * dy + chance.uniform(-0.05, 0.05))
+        return Scene((start,), background, f"{start.words} moves {name}", seed, motion=(dx, dy))
+    relation = chance.choice(RELATIONS)
+    text = "".join(chance.choices(CHARACTERS, k=2)) if chance.random() < 0.5 else ""
+    # With text the lower part of the picture belongs to it.
+    bottom = 0.62 if text else 1.0
+    near, far = chance.uniform(0.2, 0.3), chance.uniform(0.7, 0.8)
+    across = [chance.uniform(0.35, 0.65) for _ in range(2)]
+    if relation in ("left of", "right of"):
+        first, second = (near, far) if relation == "left of" else (far, near)
+        things = thing(first, across[0] * bottom), thing(second, across[1] * bottom)
+    else:
+        first, second = (near, far) if relation == "above" else (far, near)
+        things = thing(across[0], first * bottom), thing(across[1], second * bottom)
+    caption = f"{things[0].words} is {relation} {things[1].words}"
+    if text:
+        caption += f" and the text {' '.join(text)}"
+    return Scene(things, background, caption, seed, text=text)
+
+
+def draw(scene: Scene, width: int, height: int) -> list[Image.Image]:
+    """The scene's pictures, RGB: one, or the frames of a video."""
+    chance = random.Random(scene.seed + 1)
+    shade = chance.randint(-12, 12)
+    background = tuple(channel + shade for channel in BACKGROUNDS[scene.background])
+    pictures = []
+    for frame in range(scene.frames):
+        picture = Image.new("RGB", (width, height), background)
+        pen = ImageDraw.Draw(picture)
+        for index, thing in enumerate(scene.things):
+            x, y = thing.x, thing.y
+            if scene.motion is not None and index == 0:
+                part = 0.5 * frame / (FRAMES - 1)
+                x, y = x + part * scene.motion[0], y + part * scene.motion[1]
+            # Above one another there is less room than beside one another, and with text less again.
+            room = 0.7 if scene.text else 1.0
+            radius = SIZES[thing.size] * min(width, height) * room
+            _OUTLINES[thing.shape](pen, x * width, y * height, radius, COLOURS[thing.colour])
+        if scene.text:
+            size = 0.34 * min(width, height)
+            at = chance.uniform(0.3, 0.7) * width, 0.81 * height
+            ink = (250, 250, 250) if scene.background == "dark" else (10, 10, 10)
+            pen.text(at, " ".join(scene.text), font=ImageFont.load_default(size), fill=ink, anchor="mm")
+        pictures.append(picture)
+    return pictures
+
+
+Outline = Callable[[ImageDraw.ImageDraw, float, float, float, tuple[int, int, int]], None]
+
+
+def _circle(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour: tuple[int, int, int]) -> None:
+    pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+
+
+def _square(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour: tuple[int, int, int]) -> None:
+    half = 0.88 * radius
+    pen.rectangle((x - half, y - half, x + half, y + half), fill=colour)
+
+
+def _polygon(radii: tuple[float, ...]) -> Outline:
+    """Corners at these parts of the radius, evenly around, the first on top."""
+
+    def outline(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour: tuple[int, int, int]) -> None:
+        angles = [2 * pi * index / len(radii) for index in range(len(radii))]
+        corners = [
+            (x + radius * part * sin(angle), y - radius * part * cos(angle))
+            for part, angle in zip(radii, angles, strict=True)
+        ]
+        pen.polygon(corners, fill=colour)
+
+    return outline
+
+
+_OUTLINES: dict[str, Outline] = {
+    "circle": _circle,
+    "square": _square,
+    "triangle": _polygon((1.15, 1.15, 1.15)),
+    "star": _polygon((1.2, 0.45) * 5),
+}
