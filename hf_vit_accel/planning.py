@@ -12,7 +12,7 @@ from hf_vit_accel.backends import Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Array, Geometry, Grid, VisionMetadata, build, to_device
 
-__all__ = ["PLANS", "POPPED", "Layout", "Prepared", "check_pixels", "lay_out", "prepare"]
+__all__ = ["PLANS", "POPPED", "Layout", "Prepared", "check_pixels", "lay_out", "prepare", "stream_id"]
 
 PLANS = "vision_plans"
 """The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
@@ -86,6 +86,11 @@ def lay_out(metadata: VisionMetadata, request: Request, attention: str, fused_wi
         plans[kind] = choices[kind].backend.plan(segments, wanted)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
     return Layout(metadata=metadata, arrays=arrays, plans=plans, choices=choices)
+
+
+def stream_id(device: torch.device) -> int:
+    """The stream that copies to a device are queued on now: what was sent on one may not have arrived for another."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def prepare(

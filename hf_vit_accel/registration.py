@@ -26,7 +26,7 @@ from hf_vit_accel.backends import ORDER, Plan, Request, plan_alone, require, res
 from hf_vit_accel.boundary import Settings
 from hf_vit_accel.families import FAMILIES, family_of
 from hf_vit_accel.metadata import Segments
-from hf_vit_accel.planning import PLANS
+from hf_vit_accel.planning import PLANS, stream_id
 from hf_vit_accel.tower import TowerState, install, state_of, uninstall
 
 __all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]
@@ -199,7 +199,8 @@ def _plan_without_tower(
     module: Any, q_THD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float, *, grad: bool
 ) -> Plan:
     """A plan for offsets that came without one, kept for the other layers that get the very same tensor."""
-    key = q_THD.shape[1:], q_THD.device, q_THD.dtype, scale, grad, module.config._attn_implementation
+    device = q_THD.device
+    key = q_THD.shape[1:], device, stream_id(device), q_THD.dtype, scale, grad, module.config._attn_implementation
     # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
     version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
     offsets, kept_version, kept_key, plan = getattr(_LAST, "plan", (lambda: None, None, None, None))

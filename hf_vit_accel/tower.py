@@ -31,7 +31,7 @@ from hf_vit_accel.graphs.call import Call, Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
-from hf_vit_accel.planning import Prepared, check_pixels, lay_out, prepare
+from hf_vit_accel.planning import Prepared, check_pixels, lay_out, prepare, stream_id
 from hf_vit_accel.structure import Structure
 
 __all__ = [
@@ -136,10 +136,8 @@ class TowerState:
         if request.device != self._device:
             self.prepared.clear()
             self._device = request.device
-        # The copy is queued on one stream; another stream must not read it before it arrived.
-        stream = torch.cuda.current_stream(request.device).cuda_stream if request.device.type == "cuda" else 0
         return self.prepared.get(
-            (grid, geometry, request, self.settings.attention, stream, fused_windows),
+            (grid, geometry, request, self.settings.attention, stream_id(request.device), fused_windows),
             lambda: prepare(grid, geometry, request, self.settings.attention, fused_windows),
         )
 

@@ -286,6 +286,10 @@ def test_offsets_without_a_plan_are_planned_once(saved: Any, monkeypatch: Any) -
     assert_close(run_tower(tower_of(model), grid, cu_seqlens=offsets), expected)
     alternating = type(model).__name__.startswith("Qwen2_5")  # the windows' offsets between the caller's
     assert len(planned) == (4 if alternating else 1)
+    # What was sent on one stream may not have arrived for another: it plans anew.
+    monkeypatch.setattr(registration, "stream_id", lambda device: 7)
+    assert_close(run_tower(tower_of(model), grid, cu_seqlens=offsets), expected)
+    assert len(planned) == (8 if alternating else 2)
     offsets.copy_(torch.tensor([0, 16]))  # the same tensor with other values is another layout
     with pytest.raises(ValueError, match="cu_seqlens to rise"):
         run_tower(tower_of(model), grid, cu_seqlens=offsets)
