@@ -59,8 +59,8 @@ class Fusion:
     """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why.
 
     tables: rows and positions (T, 2) to cos and sin (T, D). merge, deepstack: (x, delta) -> (x + delta, what the merger
-    makes of it), x possibly in place. norms, modules: the attributes of every norm, and of the
-    other modules that are not only weights.
+    makes of it), x possibly in place. norms, modules: the attributes of the blocks' norms, and of other modules that
+    are not only weights.
     """
 
     layers: tuple[Layer, ...]
@@ -129,8 +129,8 @@ def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: t
         deepstack=tuple(deepstack),
         fused=frozenset(PARTS) - unfused.keys(),
         unfused=unfused,
-        norms=tuple(vars(norm) for norm in (*norms, *map(_norm_of, mergers)) if norm is not None),
-        modules=tuple(map(vars, _other_modules(tower, [] if fused_mlp else [block.mlp for block in blocks]))),
+        norms=tuple(map(vars, norms)),
+        modules=tuple(map(vars, _with_attributes(tower, norms, fused_mlp=fused_mlp))),
     )
 
 
@@ -212,14 +212,15 @@ def _fused_norm(norm: Any) -> NormOp:
     return add_norm
 
 
-def _other_modules(tower: Any, mlps: list[Any]) -> Iterator[nn.Module]:
-    yield from (tower.rotary_pos_emb, tower.patch_embed)
-    for module in (tower.merger, *getattr(tower, "deepstack_merger_list", ()), *mlps):
-        yield from (inner for inner in module.modules() if not isinstance(inner, nn.Linear))
-
-
-def _norm_of(merger: Any) -> Any:
-    return getattr(merger, "ln_q", getattr(merger, "norm", None))
+def _with_attributes(tower: Any, norms: list[Any], *, fused_mlp: bool) -> Iterator[nn.Module]:
+    """Modules whose attributes decide what is computed: all but plain Linears and what the layers never call."""
+    unread = {id(module) for block in tower.blocks for module in (tower, block, block.attn)}
+    unread |= {id(norm) for norm in norms if _against_norm(norm) is None}
+    if fused_mlp:
+        unread |= {id(module) for block in tower.blocks for module in block.mlp.modules()}
+    for module in tower.modules():
+        if id(module) not in unread and type(module) is not nn.Linear:
+            yield module
 
 
 def _rest_of_merger(merger: Any) -> tuple[Any, TensorOp]:

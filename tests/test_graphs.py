@@ -421,6 +421,22 @@ def test_any_attribute_of_modules_makes_graphs_stale(on_cpu: Any, model: Any, na
         assert status_of(model).captures == captures
 
 
+@pytest.mark.parametrize("name", ["blocks.1.attn.proj", "blocks.1.norm2", "blocks.1.mlp"])
+def test_switches_of_upstream_modules_make_graphs_stale(on_cpu: Any, model: Any, name: str) -> None:
+    """Dropout and the like act by attributes; the modules are torch's own, so they are not refused."""
+    tower = tower_of(model)
+    parent, _, child = name.rpartition(".")
+    setattr(tower.get_submodule(parent), child, nn.Sequential(tower.get_submodule(name), nn.Hardtanh(-0.1, 0.1)))
+    patch(model)
+    before = run_tower(tower, [(1, 6, 8)])
+    tower.get_submodule(name)[1].max_val = 0.3
+    found = run_tower(tower, [(1, 6, 8)])
+    assert status_of(model).captures == 2
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, [(1, 6, 8)]))
+    assert relative_error(found[1], before[1]) > 1e-4
+
+
 def test_other_strides_over_the_same_memory_run_eagerly(on_cpu: Any, model: Any) -> None:
     patch(model)
     run_tower(tower_of(model), [(1, 6, 8)])

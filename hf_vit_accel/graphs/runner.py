@@ -29,6 +29,8 @@ from hf_vit_accel.planning import Layout, Prepared
 __all__ = ["Runner"]
 
 _FAILURES, _CHANGES, _REMEMBERED = 3, 4, 4096
+"""Failed captures in a row after which no more are tried; replaced weights, likewise, until calls without; signatures
+that are counted."""
 
 
 class _Signature:
@@ -141,7 +143,7 @@ class Runner:
             else:
                 self.close()
                 self._identity, self._recorder = call.identity, CudaRecorder(call.request.device)
-                self._changes += 1
+                self._changes = min(self._changes + 1, 2 * _CHANGES)  # after as many quiet calls all is forgotten
             assert self._recorder is not None
             if self._changes > _CHANGES:
                 return self.eager("weights or modules were replaced at call after call", by_choice=True)
