@@ -26,7 +26,7 @@ def test_a_seed_decides_a_scene() -> None:
 
 def test_captions_are_many_and_of_known_words() -> None:
     captions = {scenes.scene(seed).caption for seed in range(20000)}
-    assert len(captions) > 14000
+    assert len(captions) > 13000
     assert {word for caption in captions for word in caption.split()} <= set(scenes.WORDS)
     things = len(scenes.SIZES) * len(scenes.COLOURS) * len(scenes.SHAPES)
     assert things**2 * len(scenes.RELATIONS) * (1 + len(scenes.CHARACTERS) ** 2) > 8_000_000
@@ -48,10 +48,9 @@ def test_things_stand_where_captions_say() -> None:
         scene = scenes.scene(seed, video=False)
         first, second = scene.things
         relation = next(relation for relation in scenes.RELATIONS if f" is {relation} " in scene.caption)
-        if relation in ("left of", "right of"):
-            assert (first.x < second.x) == (relation == "left of") and abs(first.x - second.x) > 0.35
-        else:
-            assert (first.y < second.y) == (relation == "above") and abs(first.y - second.y) > 0.2
+        across, down = second.x - first.x, second.y - first.y
+        margin = across - abs(down) if relation == "left of" else down - abs(across)
+        assert margin > 0.04, scene  # no picture could as well have the other relation
 
 
 def test_videos_move() -> None:

@@ -1,7 +1,7 @@
 """Draws synthetic scenes with exact captions: shapes and their relation, characters to read, short videos of motion.
 
 A scene is decided by its seed alone, then drawn at any size: the same seed gives the same caption and, at the same
-size, the same picture. There are over eight million captions.
+size, the same picture. There are over four million captions.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import cos, pi, sin
 
 from PIL import Image, ImageDraw, ImageFont
@@ -28,10 +29,11 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "star")
 SIZES = {"small": 0.11, "large": 0.2}
 """Radius, in the shorter side of the picture."""
-RELATIONS = ("left of", "right of", "above", "below")
+RELATIONS = ("left of", "above")
+"""Told from the left or the upper thing, so that every picture has one caption and no other."""
 MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 CHARACTERS = "023456789ACEFHKLMNPRTUX"
-GRAMMAR = ("a", "is", "of", "above", "below", "moves", "and", "the", "text")
+GRAMMAR = ("a", "is", "of", "above", "moves", "and", "the", "text")
 WORDS = tuple(dict.fromkeys((*COLOURS, *SHAPES, *SIZES, *MOTIONS, *CHARACTERS, *GRAMMAR)))
 """Every word of every caption."""
 BACKGROUNDS = {"light": (238, 238, 232), "dark": (96, 100, 108)}
@@ -91,17 +93,18 @@ def scene(seed: int, *, video: bool | None = None) -> Scene:
     # With text the lower part of the picture belongs to it.
     bottom = 0.62 if text else 1.0
     near, far = chance.uniform(0.2, 0.3), chance.uniform(0.7, 0.8)
-    across = [chance.uniform(0.35, 0.65) for _ in range(2)]
-    if relation in ("left of", "right of"):
-        first, second = (near, far) if relation == "left of" else (far, near)
-        things = thing(first, across[0] * bottom), thing(second, across[1] * bottom)
+    across = [chance.uniform(0.4, 0.6) for _ in range(2)]
+    if relation == "left of":
+        things = thing(near, across[0] * bottom), thing(far, across[1] * bottom)
     else:
-        first, second = (near, far) if relation == "above" else (far, near)
-        things = thing(across[0], first * bottom), thing(across[1], second * bottom)
+        things = thing(across[0], near * bottom), thing(across[1], far * bottom)
     caption = f"{things[0].words} is {relation} {things[1].words}"
     if text:
         caption += f" and the text {' '.join(text)}"
     return Scene(things, background, caption, seed, text=text)
+
+
+_font = lru_cache(maxsize=1024)(ImageFont.load_default)
 
 
 def draw(scene: Scene, width: int, height: int) -> list[Image.Image]:
@@ -126,7 +129,7 @@ def draw(scene: Scene, width: int, height: int) -> list[Image.Image]:
             size = 0.34 * min(width, height)
             at = chance.uniform(0.3, 0.7) * width, 0.81 * height
             ink = (250, 250, 250) if scene.background == "dark" else (10, 10, 10)
-            pen.text(at, " ".join(scene.text), font=ImageFont.load_default(size), fill=ink, anchor="mm")
+            pen.text(at, " ".join(scene.text), font=_font(size), fill=ink, anchor="mm")
         pictures.append(picture)
     return pictures
 
