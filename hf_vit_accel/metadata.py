@@ -312,6 +312,12 @@ class LRU(Generic[V]):
                     self.held -= self._values.popitem(last=False)[1][1]
         return value
 
+    def peek(self, key: Hashable) -> V | None:
+        """The value for `key` if it is there, which is not counted as a use."""
+        with self._lock:
+            held = self._values.get(key)
+        return None if held is None else held[0]
+
     def __len__(self) -> int:
         return len(self._values)
 

@@ -27,7 +27,7 @@ from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.boundary import Settings, against_call, against_injection, request_for, unserved
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.fusion import Fusion, fuse_tower
-from hf_vit_accel.graphs.call import Call, Eager
+from hf_vit_accel.graphs.call import Ahead, Call, Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
@@ -113,6 +113,12 @@ class TowerState:
             parameters = structure.parameters()
             self.prepared.cost = max(1 << 20, structure.nbytes // 50)
         return structure, parameters
+
+    def start(self, grid: Grid, pixels_TP: torch.Tensor) -> Ahead | None:
+        """Begin the replay that this grid will most likely be served by; see `Runner.start`."""
+        if self.runner is None or self._structure is None:
+            return None
+        return self.runner.start(grid, pixels_TP, self._structure.pointers(self._structure.parameters()))
 
     def fusion(self, tower: nn.Module, structure: Structure, device: torch.device, dtype: torch.dtype) -> Fusion:
         """The tower's fused operations, chosen again if its structure, device or dtype changed."""
@@ -221,8 +227,10 @@ def _forward(
 ) -> Any:
     """The boundary: check the call, decide its way once, go it."""
     original = state.former_forward or partial(type(tower).forward, tower)
-    geometry, (structure, parameters) = state.family.geometry(tower), state.structure(tower)
+    geometry = state.family.geometry(tower)
     grid = read_grid(hidden_states, grid_thw, geometry)
+    ahead = state.start(grid, hidden_states)  # the device works while the host checks
+    structure, parameters = state.structure(tower)
     unknown = structure.broken + against_injection(tower, state.former_forward, geometry, kwargs)
     if unknown:
         _fall_back(state, unknown)
@@ -245,7 +253,7 @@ def _forward(
             _fall_back(state, unmet)
 
     if fusion is not None and state.runner is not None:
-        outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, served)
+        outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, ahead, served)
         if outputs is not None:
             return _output(tower, state, outputs, kwargs)
     prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
@@ -280,6 +288,7 @@ def _replay(
     grid: Grid,
     request: Request,
     pixels_TP: torch.Tensor,
+    ahead: Ahead | None,
     served: Callable[[Prepared], None],
 ) -> list[torch.Tensor] | None:
     """The encoder's outputs from CUDA graphs; None where it is to run eagerly. Under `strict`, raises where it must."""
@@ -303,8 +312,10 @@ def _replay(
             request=request,
             dtype=weight.dtype,
             width=pixels_TP.shape[1],
+            pointers=structure.pointers(parameters),
+            ahead=ahead,
             identity=(
-                *(fusion, structure.pointers(parameters), fusion.constants(), request, geometry, full_layers),
+                *(fusion, fusion.constants(), request, geometry, full_layers),
                 tuple(getattr(tower, "deepstack_visual_indexes", ())),
                 torch.are_deterministic_algorithms_enabled(),
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,

@@ -482,6 +482,138 @@ def test_strict_holds_for_replays(on_cpu: Any, model: Any, monkeypatch: Any) -> 
     assert status.backends["full"] == "sdpa"
 
 
+# --- replays begun before the call is checked -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens, in order: "ahead" and "late" for replays, "checked" for readings of the tower."""
+    events: list[str] = []
+    replay, start, structure = runner.Runner._replay, runner.Runner.start, tower_module.TowerState.structure
+    ahead = [False]
+
+    def spy_replay(*args: Any) -> Any:
+        events.append("ahead" if ahead[0] else "late")
+        return replay(*args)
+
+    def spy_start(*args: Any) -> Any:
+        ahead[0] = True
+        try:
+            return start(*args)
+        finally:
+            ahead[0] = False
+
+    def spy_structure(*args: Any) -> Any:
+        events.append("checked")
+        return structure(*args)
+
+    monkeypatch.setattr(runner.Runner, "_replay", spy_replay)
+    monkeypatch.setattr(runner.Runner, "start", spy_start)
+    monkeypatch.setattr(tower_module.TowerState, "structure", spy_structure)
+    return events
+
+
+def test_a_replay_is_begun_before_the_call_is_checked(on_cpu: Any, begun: list[str], model: Any) -> None:
+    patch(model)
+    grid: Grid = [(1, 6, 8), (1, 12, 12)]
+    tower = tower_of(model)
+    other = run_tower(tower, [(1, 8, 8)])
+    first = run_tower(tower, grid)
+    kept = [x.clone() for x in first]
+    assert begun == ["checked", "late"] * 2
+    begun.clear()
+    pixels = 2 * pixels_for(tower, grid)
+    with torch.no_grad():
+        second = [x.clone() for x in outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))]
+    assert begun == ["ahead", "checked"], "and not once more after the checks"
+    assert all(map(torch.equal, first, kept)), "outputs belong to the caller"
+    assert all(map(torch.equal, run_tower(tower, [(1, 8, 8)]), other))
+    assert status_of(model).replays == 4
+    hf_vit_accel.unpatch(model)
+    with torch.no_grad():
+        assert_close(second, outputs_of(tower(pixels, grid_thw=torch.tensor(grid))))
+
+
+def _hook(model: Any) -> None:
+    tower_of(model).blocks[1].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+@pytest.mark.parametrize("change", [*CHANGES.values(), _hook], ids=[*CHANGES, "hook"])
+def test_what_was_begun_is_dropped_if_anything_changed(on_cpu: Any, begun: list[str], model: Any, change: Any) -> None:
+    patch(model)
+    grid: Grid = [(1, 6, 8), (1, 12, 12)]
+    tower = tower_of(model)
+    for _ in range(2):
+        before = run_tower(tower, grid)
+    assert begun.pop(-2) == "ahead"
+    begun.clear()
+    replays = status_of(model).replays
+    change(model)
+    found = run_tower(tower, grid)
+    assert status_of(model).replays == replays + (change is not _hook), "what was dropped is not counted"
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, grid))
+    different = max(relative_error(f, b) for f, b in zip(found, before, strict=True))
+    assert found[1].dtype != before[1].dtype or different > 1e-4
+
+
+def test_nothing_is_begun_once_weights_have_moved(on_cpu: Any, begun: list[str], model: Any) -> None:
+    """Their memory may be gone: a replay would read what is not there."""
+    patch(model)
+    for change in (_assign, _move_data):
+        for _ in range(2):
+            run_tower(tower_of(model), [(1, 6, 8)])
+        begun.clear()
+        change(model)
+        run_tower(tower_of(model), [(1, 6, 8)])
+        assert begun == ["checked", "late"]
+
+
+def test_nothing_is_begun_where_it_would_be_wasted(on_cpu: Any, begun: list[str], model: Any) -> None:
+    graphs = patch(model)
+    grid, tower = [(1, 6, 8)], tower_of(model)
+    for _ in range(2):
+        run_tower(tower, grid)
+    handle = tower.blocks[1].register_forward_hook(lambda *_: None)
+    begun.clear()
+    for _ in range(3):
+        run_tower(tower, grid)
+    assert begun == ["ahead", "checked", "checked", "checked"], "one is wasted, then none"
+    handle.remove()
+    begun.clear()
+    for _ in range(2):
+        run_tower(tower, grid)
+    assert begun == ["checked", "late", "ahead", "checked"]
+    begun.clear()
+    pixels = pixels_for(tower, grid).requires_grad_()
+    tower(pixels, grid_thw=torch.tensor(grid)).pooler_output.sum().backward()
+    assert pixels.grad is not None and begun == ["checked"]
+    for _ in range(2):
+        run_tower(tower, grid)
+    begun.clear()
+    graphs._recorder.reason = "a CUDA graph is being captured around the call"
+    run_tower(tower, grid)
+    assert begun == ["checked"]
+    graphs._recorder.reason = None
+    for _ in range(2):
+        run_tower(tower, grid)
+    begun.clear()
+    with pytest.raises(ValueError, match="values per patch"), torch.no_grad():
+        tower(torch.zeros(48, 7), grid_thw=torch.tensor(grid))
+    assert begun == ["checked"]
+
+
+def test_what_was_evicted_is_not_begun(on_cpu: Any, begun: list[str], model: Any) -> None:
+    patch(model, GraphConfig(max_tokens=64, max_graphs=1, exact_after=1))
+    tower = tower_of(model)
+    run_tower(tower, [(1, 6, 8)])
+    run_tower(tower, [(1, 8, 8)])
+    begun.clear()
+    run_tower(tower, [(1, 6, 8)])
+    run_tower(tower, [(1, 6, 8)])
+    assert begun == ["checked", "late", "ahead", "checked"]
+
+
 def test_what_the_recorder_cannot_do_runs_eagerly(on_cpu: Any, model: Any) -> None:
     graphs = patch(model)
     run_tower(tower_of(model), [(1, 6, 8)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,13 +12,14 @@ from hf_vit_accel.backends import Request
 from hf_vit_accel.metadata import Geometry, Grid, VisionMetadata
 from hf_vit_accel.planning import Layout, Prepared
 
-__all__ = ["Call", "Eager", "GraphStatus"]
+__all__ = ["Ahead", "Call", "Eager", "GraphStatus"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One forward. identity: all that a graph bakes in beside its layout; another one makes every graph stale.
+    """One forward. pointers, identity: all that a graph bakes in beside its layout; others make every graph stale.
 
+    pointers: where weights and buffers lie. ahead: what `Runner.start` gave for this very call, if it was asked.
     lay_out: metadata to layout. encode: prepared layout and pixels to output tensors, the first of T rows, the others
     of M. dtype, width: of the static pixels (T, P), which are what `encode` would convert them to.
     """
@@ -27,9 +29,19 @@ class Call:
     request: Request
     dtype: torch.dtype
     width: int
+    pointers: list[int]
     identity: Sequence[object]
     lay_out: Callable[[VisionMetadata], Layout]
     encode: Callable[[Prepared, torch.Tensor], list[torch.Tensor]]
+    ahead: Ahead | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A replay that was begun while its call was still being checked. chosen: the graphs and layouts replayed."""
+
+    chosen: list[Any]
+    outputs: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
