@@ -1,35 +1,81 @@
-"""Shows the library at work, offline and in seconds: builds a tiny model, captions photographs, times its vision tower.
+"""Shows the library at work, offline and in seconds: scenes are drawn and captioned by a tiny trained model.
 
 python examples/demo.py --output build/demo
 """
 
+from __future__ import annotations
+
+import random
+import shutil
+import textwrap
 import time
+from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import torch
 import typer
-from batch_caption import Captioner, find_images, load_processor, read_image, write_records
-from tiny_model import build
+from batch_caption import app as batch_caption
+from captioning.captioner import Captioner, load_processor
+from captioning.journal import Journal, Record
+from PIL import Image, ImageDraw, ImageFont
+from tiny_captioner.scenes import draw, scene
 from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel
 
-PHOTOGRAPHS = Path(__file__).parent / "images"
+CHECKPOINTS = Path(__file__).resolve().parent / "tiny_captioner"
+FIRST = 1 << 41  # scenes that the models were neither trained nor judged on
 TOLERANCE = 1e-4  # largest relative L2 error of the tower's outputs, in fp32
 RUNS = 7
+CELL, PICTURE, COLUMNS = (224, 292), 200, 6
+
+
+def draw_scenes(folder: Path, count: int, unit: int) -> dict[str, str]:
+    """Draws pictures of several sizes; file name -> caption."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    captions = {}
+    for index in range(count):
+        drawn, chance = scene(FIRST + index, video=False), random.Random(index)
+        name = f"scene_{index:02d}.png"
+        draw(drawn, unit * chance.randint(4, 7), unit * chance.randint(4, 7))[0].save(folder / name)
+        captions[name] = drawn.caption
+    return captions
+
+
+def contact_sheet(folder: Path, records: list[Record], expected: dict[str, str]) -> Image.Image:
+    """Every picture with its caption below, ticked or crossed; where it is wrong, what it should have been."""
+    rows = -(-len(records) // COLUMNS)
+    sheet = Image.new("RGB", (COLUMNS * CELL[0], rows * CELL[1]), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for index, record in enumerate(records):
+        x, y = index % COLUMNS * CELL[0], index // COLUMNS * CELL[1]
+        picture = Image.open(folder / record.key)
+        picture.thumbnail((PICTURE, PICTURE))
+        sheet.paste(picture, (x + (CELL[0] - picture.width) // 2, y + 8 + (PICTURE - picture.height) // 2))
+        right = record.caption == expected[record.key]
+        colour = (20, 130, 60) if right else (200, 30, 30)
+        mark = [(x + 12, y + 224), (x + 16, y + 230), (x + 24, y + 216)]
+        if not right:
+            pen.line([(x + 12, y + 216), (x + 24, y + 230)], fill=colour, width=3)
+            mark = [(x + 24, y + 216), (x + 12, y + 230)]
+        pen.line(mark, fill=colour, width=3)
+        text = (record.caption or str(record.error)) + ("" if right else f" (is: {expected[record.key]})")
+        pen.multiline_text((x + 32, y + 214), "\n".join(textwrap.wrap(text, 27)[:5]), font=font, fill=colour)
+    return sheet
 
 
 @torch.inference_mode()
 def run_tower(tower: torch.nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> list[torch.Tensor]:
-    """Gives all that the language model gets from the tower: the merged features and those of the deepstack layers."""
+    """All that the language model gets from the tower: the merged features and those of the deepstack layers."""
     outputs = tower(pixels, grid_thw=grid)
-    return [outputs.pooler_output, *outputs.deepstack_features]
+    return [outputs.pooler_output, *(outputs.get("deepstack_features") or [])]
 
 
 def milliseconds(tower: torch.nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> float:
-    """Gives the median time of a forward of the tower, after two runs to warm up."""
+    """The median time of a forward of the tower, after two runs to warm up."""
     times = []
     for _ in range(2 + RUNS):
         start = time.perf_counter()
@@ -40,42 +86,49 @@ def milliseconds(tower: torch.nn.Module, pixels: torch.Tensor, grid: torch.Tenso
     return 1000 * median(times[2:])
 
 
-def main(
-    output: Annotated[Path, typer.Option(help="Folder for the model and its captions.")] = Path("build/demo"),
-) -> None:
-    """Caption the example photographs with a tiny model. Exits with 1 if the patched tower's outputs differ."""
+def compare(folder: Path, names: list[str], checkpoint: Path) -> float:
+    """Runs the tower of a model stock and patched over the pictures, prints both times and the error, returns it."""
     on_cuda = torch.cuda.is_available()
     torch.backends.cudnn.allow_tf32 = False  # the stock tower holds a convolution, and those use TF32 by default
-    model_folder = str(build(output / "model"))
-    model = AutoModelForImageTextToText.from_pretrained(model_folder).to("cuda" if on_cuda else "cpu").eval()
-    captioner = Captioner(model, load_processor(model_folder), max_new_tokens=12)
-    files = find_images(PHOTOGRAPHS)
-    inputs = captioner.encode([read_image(PHOTOGRAPHS / name) for name in files])
-    tower, batch = model.model.visual, (inputs["pixel_values"], inputs["image_grid_thw"])
-
-    stock_outputs = run_tower(tower, *batch)
-    hf_vit_accel.patch(model)
-    outputs = run_tower(tower, *batch)
-    error = max(float((new - old).norm() / old.norm()) for new, old in zip(outputs, stock_outputs, strict=True))
-
-    records = list(captioner.records(PHOTOGRAPHS, files))
-    write_records(iter(records), output / "captions.jsonl")
-    print("\nThe model is tiny and its weights are random, so a caption is only a row of words:\n")
-    for record in records:
-        print(f"{record.path:<16}{record.width:>5} x {record.height:<5}{record.caption or record.error}")
-
-    # The fast paths of a GPU are for bf16; a CPU is quicker in fp32.
-    model.to(torch.bfloat16 if on_cuda else torch.float32)
-    patched_ms = milliseconds(tower, *batch)
-    print(f"\n{hf_vit_accel.status(model)}\n")
-    hf_vit_accel.unpatch(model)
-    stock_ms = milliseconds(tower, *batch)
-
-    device = torch.cuda.get_device_name() if on_cuda else f"CPU, {torch.get_num_threads()} threads"
-    print(f"Tower, {len(files)} photographs, {len(batch[0])} patches, {model.dtype}, {device}, median of {RUNS} runs:")
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    inputs = Captioner(model, load_processor(str(checkpoint))).encode(
+        [Image.open(folder / name) for name in names], ["describe this picture ."] * len(names)
+    )
+    device = torch.device("cuda" if on_cuda else "cpu")
+    stock = model.model.visual.to(device)
+    batch = inputs["pixel_values"].to(device), inputs["image_grid_thw"].to(device)
+    patched = hf_vit_accel.patch(deepcopy(stock))
+    expected, found = run_tower(stock, *batch), run_tower(patched, *batch)
+    error = max(float((new - old).norm() / old.norm()) for new, old in zip(found, expected, strict=True))
+    if on_cuda:  # the fast paths of a GPU are for bf16; a CPU is quicker in fp32
+        stock, patched, batch = stock.bfloat16(), patched.bfloat16(), (batch[0].bfloat16(), batch[1])
+    stock_ms, patched_ms = milliseconds(stock, *batch), milliseconds(patched, *batch)
+    where = torch.cuda.get_device_name() if on_cuda else f"CPU, {torch.get_num_threads()} threads"
+    print(f"Tower, {len(names)} pictures, {len(batch[0])} patches, {batch[0].dtype}, {where}, median of {RUNS} runs:")
     print(f"  stock {stock_ms:.1f} ms, patched {patched_ms:.1f} ms: {stock_ms / patched_ms:.2f}x for this tiny tower")
     print(f"  relative L2 error of the patched tower in fp32: {error:.1e} (at most {TOLERANCE:.0e} is allowed)")
-    if error > TOLERANCE:
+    return error
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for scenes, captions and contact sheet.")] = Path("build/demo"),
+    family: Annotated[str, typer.Option(help="qwen2_vl, qwen2_5_vl or qwen3_vl.")] = "qwen2_5_vl",
+    scenes: Annotated[int, typer.Option(min=1)] = 24,
+) -> None:
+    """Caption drawn scenes. Exits with 1 if too few captions are right, or if the patched tower's outputs differ."""
+    checkpoint = CHECKPOINTS / family
+    folder, records_folder = output / "scenes", output / "records"
+    expected = draw_scenes(folder, scenes, unit=32 if family == "qwen3_vl" else 28)
+    arguments = ["caption", str(folder), "--output", str(records_folder), "--model", str(checkpoint)]
+    options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--overwrite"]
+    batch_caption([*arguments, *options], standalone_mode=False)
+    batch_caption(["merge", str(records_folder), str(output / "captions.jsonl")], standalone_mode=False)
+    records = Journal(records_folder).merged()
+    contact_sheet(folder, records, expected).save(output / "contact_sheet.png")
+    right = sum(record.caption == expected[record.key] for record in records)
+    print(f"\n{right} of {len(expected)} captions are exactly right: {output / 'contact_sheet.png'}\n")
+    error = compare(folder, list(expected), checkpoint)
+    if error > TOLERANCE or right < 0.9 * len(expected):
         raise typer.Exit(1)
 
 

@@ -1,193 +1,545 @@
-"""The example scripts, run as a user runs them: on folders with good and bad files, in one process and in two."""
+"""`examples/batch_caption.py` as a user runs it: good and bad files, killed and resumed, refusals and exit codes."""
 
+from __future__ import annotations
+
+import copy
+import io
 import json
 import os
+import random
+import re
+import signal
+import struct
 import subprocess
 import sys
+import tarfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+EXAMPLES = ROOT / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_captioner")]
 
 import batch_caption  # noqa: E402
-import tiny_model  # noqa: E402
+import scenes  # noqa: E402
+from captioning.journal import Journal, Record, lock  # noqa: E402
 
-PHOTOGRAPHS = ROOT / "examples" / "images"
-RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true"})
-GOOD = {  # path: width and height of the upright image
-    "astronaut.jpg": (448, 448),
-    "cat.jpg": (451, 300),
-    "cmyk.jpg": (96, 64),
-    "grey16.png": (96, 64),
-    "rgba.png": (96, 64),
-    "sub/palette.PNG": (96, 64),
-    "sub/rotated.jpg": (64, 96),
-}
-BAD = {  # path: what its error says
-    "empty.jpg": "ValueError: the file is empty",
-    "large.png": "ValueError: 600 x 600 pixels, the limit is 300000",
-    "noise.jpg": "ValueError: not an image",
-    "strip.png": "aspect ratio",
-    "truncated.jpg": "OSError: image file is truncated",
-}
+HELD_OUT, UNIT = 1 << 40, 32
+RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
+ENVIRONMENT = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.build(tmp_path_factory.mktemp("model"))
+def draw(seed: int) -> tuple[Image.Image, str]:
+    """A scene that the model was not trained on, and its caption."""
+    scene, chance = scenes.scene(HELD_OUT + seed, video=False), random.Random(seed)
+    return scenes.draw(scene, UNIT * chance.randint(4, 7), UNIT * chance.randint(4, 7))[0], scene.caption
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all files of GOOD and BAD, and others that are no images."""
-    folder = tmp_path_factory.mktemp("images")
-    (folder / "sub").mkdir()
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8))
-    for name in ("astronaut.jpg", "cat.jpg"):
-        (folder / name).write_bytes((PHOTOGRAPHS / name).read_bytes())
-    picture.convert("CMYK").save(folder / "cmyk.jpg")
-    Image.fromarray(np.linspace(0, 65535, 64 * 96).astype(np.uint16).reshape(64, 96)).save(folder / "grey16.png")
-    picture.convert("RGBA").save(folder / "rgba.png")
-    picture.convert("P").save(folder / "sub/palette.PNG")
+def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def turned(image: Image.Image, orientation: int, turn: Image.Transpose, format: str, **options: Any) -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = 8
-    picture.save(folder / "sub/rotated.jpg", exif=exif)
-    (folder / "empty.jpg").touch()
-    Image.new("RGB", (600, 600)).save(folder / "large.png")
-    (folder / "noise.jpg").write_bytes(bytes(range(256)))
-    Image.new("RGB", (1000, 2)).save(folder / "strip.png")
-    (folder / "truncated.jpg").write_bytes((PHOTOGRAPHS / "coffee.jpg").read_bytes()[:20_000])
-    (folder / "notes.txt").write_text("not listed")
-    (folder / "folder.jpg").mkdir()
-    return folder
+    exif[0x0112] = orientation
+    return encode(image.transpose(turn), format, exif=exif, **options)
 
 
-def arguments(model: Path, folder: Path, output: Path) -> list[str]:
-    options = {"model": model, "images": folder, "output": output, "batch-size": 4, "max-new-tokens": 8}
-    return [f"--{name}={value}" for name, value in options.items()] + ["--max-pixels=300000"]
+def clear_corner(image: Image.Image) -> Image.Image:
+    """Its upper left pixel clear."""
+    image = image.convert("RGBA")
+    image.putpixel((0, 0), (0, 0, 0, 0))
+    return image
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+BLUE = Image.new("RGB", (64, 64), "blue")
+KINDS: dict[str, Callable[[Image.Image], bytes]] = {
+    "png": encode,
+    "jpg": lambda image: encode(image, "JPEG", quality=95, subsampling=0),
+    "webp": lambda image: encode(image, "WEBP", lossless=True),
+    "bmp": lambda image: encode(image, "BMP"),
+    "tiff": lambda image: encode(image, "TIFF", compression="tiff_lzw"),
+    "gif": lambda image: encode(image.quantize(256), "GIF"),
+    "animated.gif": lambda image: encode(
+        image.quantize(256), "GIF", save_all=True, append_images=[BLUE.resize(image.size)] * 3
+    ),
+    "cmyk.jpg": lambda image: encode(image.convert("CMYK"), "JPEG", quality=100, subsampling=0),
+    "palette.PNG": lambda image: encode(image.quantize(256)),
+    "rgba.png": lambda image: encode(clear_corner(image)),
+    "turned.jpeg": lambda image: turned(image, 6, Image.Transpose.ROTATE_90, "JPEG", quality=95, subsampling=0),
+    "mirrored.png": lambda image: turned(image, 4, Image.Transpose.FLIP_TOP_BOTTOM, "PNG"),
+    "turned.tif": lambda image: turned(image, 8, Image.Transpose.ROTATE_270, "TIFF"),
+    "ppm": lambda image: encode(image, "PPM"),
+    "avif": lambda image: encode(image, "AVIF", quality=95),
+}
+IHDR = b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+BOMB = b"\x89PNG\r\n\x1a\n\0\0\0\r" + IHDR + struct.pack(">I", zlib.crc32(IHDR)) + b"\0\0\0\0IDAT" + bytes(50)
+
+
+def bad_files() -> dict[str, tuple[bytes, str]]:
+    """Name: content, and what the error says."""
+    whole = draw(0)[0]
+    half = {
+        kind: data[: len(data) // 2] for kind in ("png", "jpg", "webp", "bmp", "gif") for data in [KINDS[kind](whole)]
+    }
+    truncated = {
+        f"bad/truncated.{kind}": (data, "truncated|broken|decode|decoding|not an image") for kind, data in half.items()
+    }
+    return truncated | {
+        "bad/bomb.png": (BOMB, "limit"),
+        "bad/empty.jpg": (b"", "the file is empty"),
+        "bad/empty.webp": (b"", "the file is empty"),
+        "bad/float.tiff": (encode(Image.fromarray(np.ones((64, 64), np.float32)), "TIFF"), "floating-point"),
+        "bad/html.gif": (b"<html>404 not found</html>", "not an image"),
+        "bad/large.png": (encode(Image.new("1", (10_000, 10_000))), "10000 x 10000 pixels, the limit is 89478485"),
+        "bad/noise.jpg": (random.Random(0).randbytes(2000), "not an image"),
+        "bad/photo.heic": (b"\0\0\0\x18ftypheic" + bytes(100), "not an image"),
+        "bad/script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image"),
+        "bad/strip.png": (encode(Image.new("RGB", (3000, 4))), "aspect ratio"),
+        "bad/text.jpg": ("Kein Bild.\n".encode("utf-16"), "not an image"),
+        "bad/tower.png": (encode(Image.new("RGB", (2, 2000))), "aspect ratio"),
+        "bad/video.mp4": (random.Random(1).randbytes(2000), "pip install|Invalid data"),
+        "bad/zeros.bmp": (bytes(3000), "not an image"),
+        "bad/header.jpg": (KINDS["jpg"](whole)[:20], "not an image|truncated"),
+    }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is captioned: folder, shard and table; by key, the right captions, and what errors say."""
+
+    arguments: list[str]
+    captions: dict[str, str]
+    errors: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """200 scenes of all kinds in folders, a tar shard and a parquet file, and 20 bad files."""
+    top = tmp_path_factory.mktemp("inputs")
+    captions, rows = {}, []
+    with tarfile.open(top / "shard.tar", "w") as archive:
+
+        def add(name: str, data: bytes) -> None:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+        kinds = list(KINDS)
+        for seed in range(200):
+            image, caption = draw(seed)
+            kind = kinds[seed % len(kinds)]
+            data, name = KINDS[kind](image), f"{seed:03d}.{kind}"
+            if seed % 5 == 4:
+                add(name, data)
+                captions[f"shard.tar/{name}"] = caption
+            elif seed % 10 == 3:
+                captions[f"table.parquet#{len(rows):09d}"] = caption
+                rows.append({"bytes": data, "path": None})
+            else:
+                path = top / "scenes" / ["", "sub", "sub/deep é\u2028"][seed % 3] / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+                captions[path.relative_to(top / "scenes").as_posix()] = caption
+        errors = {}
+        for number, (name, (data, error)) in enumerate(bad_files().items()):
+            if number % 5 == 0:
+                add(name, data)
+                errors[f"shard.tar/{name}"] = error
+            else:
+                (top / "scenes" / name).parent.mkdir(exist_ok=True)
+                (top / "scenes" / name).write_bytes(data)
+                errors[name] = error
+    pq.write_table(pa.table({"image": rows}), top / "table.parquet", row_group_size=7)
+    (top / "scenes" / "notes.md").write_text("no picture")
+    assert len(captions) == 200 and len(errors) == 20
+    return Inputs([str(top / name) for name in ("scenes", "shard.tar", "table.parquet")], captions, errors)
+
+
+def command(inputs: Inputs, output: Path, processes: int, **options: Any) -> list[str]:
+    """Plain for one process, launched for more."""
+    script = [str(EXAMPLES / "batch_caption.py"), "caption", *inputs.arguments, f"--output={output}"]
+    settings = {"max-new-tokens": 24, "batch-size": 4, "decoders": 2} | options
+    script += [f"--{name}={value}" for name, value in settings.items()]
+    if processes == 1:
+        return [sys.executable, *script]
+    # `--cpu` would start one process, whatever their number, unless by mpirun; so do not believe in `--multi_gpu`.
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}", "--num_machines=1"]
+    return [sys.executable, *launch, "--main_process_port=0", *script]
+
+
+def run(*arguments: str | Path) -> str:
+    """What a command that must succeed prints."""
+    done = subprocess.run(
+        [str(each) for each in arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def read_records(output: Path) -> list[dict]:
-    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+def merge(output: Path, result: Path) -> list[dict[str, Any]]:
+    done = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(result)])
+    assert done.exit_code == 0, done.output
+    return [json.loads(line) for line in result.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 @pytest.fixture(scope="module")
-def records(model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What one process writes with the patched model."""
-    output = tmp_path_factory.mktemp("output") / "new" / "captions.jsonl"
-    result = RUNNER.invoke(batch_caption.app, arguments(model, folder, output))
-    assert result.exit_code == 0, result.output
-    assert f"{len(GOOD)} of {len(GOOD) + len(BAD)} images" in result.stdout
-    assert "model.visual" in result.stdout  # the tower, in the status
-    assert list(output.parent.iterdir()) == [output]  # no part file is left
-    return read_records(output)
+def uninterrupted(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The merged records of one process that nobody disturbed."""
+    output = tmp_path_factory.mktemp("uninterrupted") / "new" / "captions"
+    stdout = run(*command(inputs, output, 1, **{"batch-size": 16}))
+    assert "220 items, 220 of them to caption" in stdout and "220 of 220 items in" in stdout
+    assert "200 of 220 records have captions" in stdout and "20 records failed" in stdout
+    assert "model.visual: qwen3_vl, patched" in stdout and "vision tokens/s" in stdout
+    manifest = json.loads((output / "manifest.json").read_text())
+    (entry,) = manifest["runs"]
+    assert entry["records"] == 220 and entry["processes"] == 1 and entry["device"] == "cpu"
+    assert entry["prompts"] == ["describe this {kind} ."] and entry["inputs"] == inputs.arguments
+    assert entry["settings"]["max_new_tokens"] == 24 and entry["settings"]["dtype"] == "float32"
+    assert entry["versions"].keys() == {"torch", "transformers", "accelerate", "hf_vit_accel", "python"}
+    assert "patched" in entry["status"] and "T" in entry["begun"]
+    return merge(output, output.parent / "merged.jsonl")
 
 
-def test_one_line_per_image_in_order(records: list[dict]) -> None:
-    assert [record["path"] for record in records] == sorted(GOOD | BAD)
+def test_good_files_have_the_right_captions(inputs: Inputs, uninterrupted: list[dict[str, Any]]) -> None:
+    good = {record["key"]: record for record in uninterrupted if record["status"] == "ok"}
+    assert good.keys() == inputs.captions.keys()
+    wrong = {key: record["caption"] for key, record in good.items() if record["caption"] != inputs.captions[key]}
+    assert len(wrong) <= 0.1 * len(good), wrong
+    kinds = Counter(next((kind for kind in sorted(KINDS, key=len) if key.endswith(kind)), "row") for key in wrong)
+    assert max(kinds.values(), default=0) <= 4, kinds  # no kind is read wrongly
+    sizes = {draw(seed)[0].size for seed in range(200)}
+    assert {(record["width"], record["height"]) for record in good.values()} == sizes
+    assert all(record["tokens"] and record["error"] is None for record in good.values())
 
 
-def test_good_images_have_captions_and_upright_sizes(records: list[dict]) -> None:
-    good = {record["path"]: record for record in records if record["status"] == "ok"}
-    assert {path: (record["width"], record["height"]) for path, record in good.items()} == GOOD
-    assert all(record["caption"] and record["error"] is None for record in good.values())
-    assert len({record["caption"] for record in good.values()}) > len(GOOD) // 2  # the model looks at the images
+def test_bad_files_have_reasons(inputs: Inputs, uninterrupted: list[dict[str, Any]]) -> None:
+    bad = {record["key"]: record["error"] for record in uninterrupted if record["status"] == "error"}
+    assert bad.keys() == inputs.errors.keys()
+    assert not {key: bad[key] for key, error in inputs.errors.items() if not re.search(error, bad[key])}
+    assert all(record["caption"] is None for record in uninterrupted if record["status"] == "error")
 
 
-def test_bad_images_have_reasons(records: list[dict]) -> None:
-    bad = {record["path"]: record for record in records if record["status"] == "error"}
-    assert bad.keys() == BAD.keys()
-    assert all(record["caption"] is None for record in bad.values())
-    for path, reason in BAD.items():
-        assert reason in bad[path]["error"]
+class Launched:
+    """A run in the background, to be killed at any moment."""
+
+    def __init__(self, inputs: Inputs, output: Path, processes: int) -> None:
+        self.output = output
+        self.before = self.count()
+        with (output.parent / "log.txt").open("ab") as log:
+            self.process = psutil.Popen(command(inputs, output, processes), env=ENVIRONMENT, stdout=log, stderr=log)
+
+    def count(self) -> int:
+        return sum(shard.read_bytes().count(b"\n") for shard in Journal(self.output).shards())
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + 120
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}"
+            assert time.monotonic() < until, f"waited in vain for {what}"
+            time.sleep(0.01)
+
+    def wait_for_records(self, more: int) -> None:
+        self.wait_for(lambda: self.count() >= self.before + more, f"{more} records")
+
+    def family(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def worker(self, rank: int) -> psutil.Process:
+        return next(each for each in self.family()[1:] if each.environ().get("RANK") == str(rank))
+
+    def kill(self) -> None:
+        """The launcher and its workers, each in a session of its own, at once."""
+        family = self.family()
+        for process in family:
+            process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(family, timeout=30)
 
 
-def test_stock_tower_gives_the_same_tokens(records: list[dict], model: Path, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "captions.jsonl"
-    result = RUNNER.invoke(batch_caption.app, [*arguments(model, folder, output), "--no-patch"])
-    assert result.exit_code == 0, result.output
-    assert read_records(output) == records  # one token is one word
+@pytest.fixture
+def launched() -> Iterator[list[Launched]]:
+    """Whatever a test puts here is killed after it."""
+    runs: list[Launched] = []
+    yield runs
+    for each in runs:
+        if each.process.is_running():
+            each.kill()
 
 
-def test_two_processes_give_the_same_records(records: list[dict], model: Path, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "captions.jsonl"
-    launch = ["-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--cpu"]
-    script = ROOT / "examples" / "batch_caption.py"
-    stdout = run(*launch, "--main_process_port=0", script, *arguments(model, folder, output), cwd=tmp_path)
-    assert read_records(output) == records
-    assert stdout.count("images captioned") == 1
-    assert list(tmp_path.iterdir()) == [output]
+def test_runs_killed_three_times_give_the_same_records(
+    inputs: Inputs, uninterrupted: list[dict[str, Any]], tmp_path: Path, launched: list[Launched]
+) -> None:
+    output, chance = tmp_path / "captions", random.Random()
+    for processes in (2, 3, 1):
+        launched.append(Launched(inputs, output, processes))
+        launched[-1].wait_for_records(chance.randint(1, 30))
+        time.sleep(chance.uniform(0, 0.3))
+        launched[-1].kill()
+        assert launched[-1].count() < 220
+        # What a kill seldom leaves, and a power cut often does: half a line, and half a file.
+        with chance.choice(Journal(output).shards()).open("ab") as shard:
+            shard.write(b'{"key": "torn \xc3')
+        (output / f".manifest.json.{processes}").write_text('{"runs": [{"run"')
+    known = Counter((record.key, record.prompt) for record in Journal(output).records())
+    stdout = run(*command(inputs, output, 2))
+    assert f"220 items, {220 - len(known)} of them to caption" in stdout
+    assert stdout.count("of them to caption") == 1 and "200 of 220 records have captions" in stdout
+    lines = Counter((record.key, record.prompt) for record in Journal(output).records())
+    assert len(lines) == 220 and max(lines.values()) == 1  # not one line twice, in all shards
+    assert merge(output, tmp_path / "merged.jsonl") == uninterrupted
+    table = pq.read_table(tmp_path / "merged.parquet") if merge_parquet(output, tmp_path) else None
+    assert table is not None and table.to_pylist() == uninterrupted
+    assert len(json.loads((output / "manifest.json").read_text())["runs"]) == 4
 
 
-def test_folder_without_images_is_an_error(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    result = RUNNER.invoke(batch_caption.app, arguments(model, tmp_path, tmp_path / "captions.jsonl"))
-    assert result.exit_code == 2
-    assert "No images in" in result.output
+def merge_parquet(output: Path, folder: Path) -> bool:
+    return RUNNER.invoke(batch_caption.app, ["merge", str(output), str(folder / "merged.parquet")]).exit_code == 0
 
 
-def test_unknown_attention_is_an_error(model: Path, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "captions.jsonl"
-    result = RUNNER.invoke(batch_caption.app, [*arguments(model, folder, output), "--attention=unknown"])
-    assert result.exit_code == 2
-    assert "unknown" in result.output
-    assert not output.exists()
+def test_a_process_that_hangs_stops_no_other(inputs: Inputs, tmp_path: Path, launched: list[Launched]) -> None:
+    output = tmp_path / "captions"
+    two = Launched(inputs, output, 2)
+    launched.append(two)
+    two.wait_for(lambda: all((output / f"captions-{rank:05d}.jsonl").exists() for rank in range(2)), "both to write")
+    two.worker(1).suspend()
+
+    def first_is_done() -> bool:
+        counts = json.loads((output / "progress" / "00000.json").read_text())
+        return counts["items"] == counts["of"]
+
+    two.wait_for(first_is_done, "the first process to do its share")
+    assert two.count() < 220
+    refused = RUNNER.invoke(batch_caption.app, ["caption", *inputs.arguments, f"--output={output}"])
+    assert refused.exit_code == 2 and "another run is writing to" in refused.output
+    missing = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(tmp_path / "part.jsonl")])
+    assert missing.exit_code == 1 and "records are missing" in missing.output
+    two.kill()
+    with lock(output, alone=True):
+        pass
 
 
-def test_no_readable_image_is_an_error(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.png").touch()
-    output = tmp_path / "captions.jsonl"
-    result = RUNNER.invoke(batch_caption.app, arguments(model, tmp_path, output))
-    assert result.exit_code == 1
-    assert [record["status"] for record in read_records(output)] == ["error"]
+# --- the command line ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".png", ".pgm", ".tif"])
-def test_16_bit_greys_are_scaled(tmp_path: Path, suffix: str) -> None:
-    grey = np.array([[0, 257], [32768, 65535]], dtype=np.uint16)
-    Image.fromarray(grey).save(tmp_path / f"grey{suffix}")
-    image = batch_caption.read_image(tmp_path / f"grey{suffix}")
-    assert np.asarray(image).tolist() == [[[0] * 3, [1] * 3], [[127] * 3, [255] * 3]]
+LOADED = lru_cache(maxsize=4)(batch_caption.load_model)
 
 
-def test_transparency_is_laid_on_white(tmp_path: Path) -> None:
-    colour, clear = (10, 20, 30), (40, 50, 60)
-    rgba = Image.new("RGBA", (2, 1), (*colour, 255))
-    rgba.putpixel((1, 0), (*clear, 0))
-    rgba.save(tmp_path / "rgba.png")
-    palette = Image.new("P", (2, 1))
-    palette.putpalette(colour + clear)
-    palette.putpixel((1, 0), 1)
-    palette.save(tmp_path / "palette.png", transparency=1)
-    for name in ("rgba.png", "palette.png"):
-        assert np.asarray(batch_caption.read_image(tmp_path / name)).tolist() == [[[10, 20, 30], [255] * 3]]
+@pytest.fixture(autouse=True)
+def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_caption, "load_model", lambda *arguments: copy.deepcopy(LOADED(*arguments)))
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize("suffix", [".jpg", ".png", ".tif", ".webp"])
-def test_orientation_turns_the_pixels(tmp_path: Path, suffix: str, mode: str) -> None:
-    stored = Image.new(mode, (48, 32), "black")
-    stored.paste("white", (0, 0, 48, 16))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    stored.save(tmp_path / f"image{suffix}", exif=exif)
-    upright = np.asarray(batch_caption.read_image(tmp_path / f"image{suffix}"))
-    assert np.abs(upright - np.rot90(np.asarray(stored.convert("RGB")), k=-1).astype(int)).max() < 8
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three scenes and a file that is none."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for seed in range(3):
+        image, caption = draw(seed)
+        image.save(folder / f"{seed}.png")
+        (folder / f"{seed}.json").write_text(json.dumps({"caption": caption}))
+    (folder / "bad.png").write_bytes(b"no picture")
+    return folder
 
 
-def test_demo(tmp_path: Path) -> None:
-    stdout = run(ROOT / "examples" / "demo.py", "--output", "demo", cwd=tmp_path)
-    assert all(path.name in stdout for path in PHOTOGRAPHS.glob("*.jpg"))
-    assert [record["status"] for record in read_records(tmp_path / "demo" / "captions.jsonl")] == ["ok"] * 6
+def caption(folder: Path | str, *options: Any, code: int = 0) -> str:
+    """Captions into a folder beside; the output."""
+    output = Path(folder).parent / "captions"
+    arguments = ["caption", str(folder), f"--output={output}", "--max-new-tokens=24", *map(str, options)]
+    done = RUNNER.invoke(batch_caption.app, arguments)
+    assert done.exit_code == code, (done.output, done.exception)
+    return " ".join(done.output.split())
+
+
+def records(folder: Path) -> dict[str, Record]:
+    found = Journal(folder.parent / "captions").merged()
+    return {record.key: record for record in found}
+
+
+def ok(folder: Path) -> dict[str, str | None]:
+    return {key: record.caption for key, record in records(folder).items() if record.status == "ok"}
+
+
+def right(folder: Path) -> dict[str, str]:
+    return {f"{path.stem}.png": json.loads(path.read_text())["caption"] for path in folder.glob("*.json")}
+
+
+def test_what_is_done_is_not_done_again(folder: Path) -> None:
+    assert "4 items, 4 of them to caption" in caption(folder)
+    assert ok(folder) == right(folder)
+    before = list(Journal(folder.parent / "captions").records())
+    assert "4 items, 0 of them to caption" in caption(folder, "--batch-size=1", "--batch-tokens=7", "--attention=sdpa")
+    assert list(Journal(folder.parent / "captions").records()) == before
+    assert "4 items, 4 of them to caption" in caption(folder, "--prompt=describe this video .", "--no-patch")
+    assert "4 items, 4 of them to caption" in caption(folder, "--max-new-tokens=3")
+    assert "4 items, 4 of them to caption" in caption(folder, "--temperature=0.5")
+    assert "4 items, 4 of them to caption" in caption(folder, "--temperature=0.5", "--seed=1")
+    assert "4 items, 0 of them to caption" in caption(folder, "--temperature=0.5")
+    merged = RUNNER.invoke(
+        batch_caption.app,
+        ["merge", str(folder.parent / "captions"), str(folder.parent / "x.jsonl"), f"--run={before[0].run}"],
+    )
+    assert merged.exit_code == 0 and "6 of 8 records have captions" in merged.output  # of two prompts
+    assert "4 items, 4 of them to caption" in caption(folder, "--overwrite")
+    assert sorted(map(str, Journal(folder.parent / "captions").records())) == sorted(map(str, before))
+
+
+def test_changed_files_and_errors_are_done_again(folder: Path) -> None:
+    caption(folder)
+    draw(7)[0].save(folder / "0.png")
+    assert "4 items, 1 of them to caption" in caption(folder)
+    assert ok(folder) == right(folder) | {"0.png": draw(7)[1]}
+    assert "4 items, 1 of them to caption" in caption(folder, "--retry-errors")
+    draw(8)[0].save(folder / "bad.png")
+    assert "4 items, 1 of them to caption" in caption(folder)
+    assert ok(folder)["bad.png"] == draw(8)[1] and len(list(Journal(folder.parent / "captions").records())) == 4
+
+
+def test_several_prompts_with_metadata(folder: Path) -> None:
+    prompts = "describe this {kind} .", "{stem} {caption}"
+    expected = right(folder)
+    (folder / "1.json").unlink()
+    options = [f"--prompt={prompt}" for prompt in (*prompts, prompts[0])]
+    assert "3 records failed" in caption(folder, *options)
+    together = Journal(folder.parent / "captions").merged()
+    assert len(together) == 8
+    assert {each.key: each.caption for each in together if each.prompt == prompts[0] and each.caption} == expected
+    errors = {each.key: each.error or "" for each in together if each.prompt == prompts[1] and each.error}
+    assert errors.keys() == {"1.png", "bad.png"} and "the prompt names {caption}" in errors["1.png"]
+    caption(folder, options[1], "--overwrite", "--max-failures=1")
+    assert "4 items, 4 of them to caption" in caption(folder, options[0])
+    assert Journal(folder.parent / "captions").merged() == together
+
+
+def test_dry_runs_do_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_caption, "load_model", lambda *_: pytest.fail("loaded"))
+        output = caption(folder, "--dry-run")
+    tokens = sum(image.width * image.height // UNIT**2 for image, _ in map(draw, range(3)))
+    assert (
+        "4 items, 4 of them to caption" in output
+        and f"process 0: 4 items, {tokens} tokens, 1 batches, 100.0%" in output
+    )
+    assert [path.name for path in folder.parent.iterdir()] == ["pictures"]
+    caption(folder, "--limit=2")
+    shard = folder.parent / "captions" / "captions-00000.jsonl"
+    with shard.open("ab") as file:
+        file.write(b"torn")
+    before = {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*")}
+    with lock(folder.parent / "captions", alone=True):
+        before[folder.parent / "captions" / ".lock"] = (folder.parent / "captions" / ".lock").stat().st_mtime_ns
+        assert "4 items, 2 of them to caption" in caption(folder, "--dry-run")
+        assert "4 items, 4 of them to caption" in caption(folder, "--dry-run", "--overwrite")
+    assert {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*")} == before
+
+
+def test_limits_are_of_the_first_items(folder: Path) -> None:
+    assert "2 items, 2 of them to caption" in caption(folder, "--limit=2")
+    assert ok(folder) == {key: text for key, text in right(folder).items() if key < "2"}
+    assert "3 items, 1 of them to caption" in caption(folder, "--limit=3")
+
+
+def test_exit_codes_tell_of_failures(folder: Path) -> None:
+    caption(folder)  # a quarter failed, half may
+    assert "0 of them to caption" in caption(folder, "--max-failures=0.25")
+    caption(folder, "--max-failures=0.2", code=1)
+    output = folder.parent / "captions"
+
+    def merged(*options: str, run: str | Path = output) -> Any:
+        return RUNNER.invoke(batch_caption.app, ["merge", str(run), str(folder.parent / "out.jsonl"), *options])
+
+    assert merged().exit_code == 0 and merged("--max-failures=0.2").exit_code == 1
+    for done, message in (
+        (merged(run=folder), "no run has written to"),
+        (merged("--run=unknown"), "no run unknown has written to"),
+        (RUNNER.invoke(batch_caption.app, ["merge", str(output), str(folder.parent / "out.csv")]), "ends in .jsonl or"),
+        (RUNNER.invoke(batch_caption.app, ["merge", str(output), str(folder / "0.png" / "x.jsonl")]), "0.png"),
+    ):
+        assert done.exit_code == 2 and message in done.output, done.output
+    for path in folder.glob("?.png"):
+        path.unlink()
+    caption(folder, "--output", folder.parent / "others", code=1)
+    caption(folder, "--output", folder.parent / "others", "--max-failures=1")
+
+
+def test_captions_beside_the_pictures(folder: Path) -> None:
+    caption(folder)
+    done = RUNNER.invoke(batch_caption.app, ["merge", str(folder.parent / "captions"), str(folder)])
+    assert done.exit_code == 0
+    found = {f"{path.stem}.png": path.read_text() for path in folder.glob("*.txt")}
+    assert found == {key: text + "\n" for key, text in right(folder).items()}
+
+
+def test_missing_records_are_told(folder: Path) -> None:
+    caption(folder)
+    (shard,) = Journal(folder.parent / "captions").shards()
+    shard.write_bytes(b"\n".join(shard.read_bytes().split(b"\n")[:3]))  # two whole lines, and one without its end
+    done = RUNNER.invoke(batch_caption.app, ["merge", str(folder.parent / "captions"), str(folder.parent / "x.jsonl")])
+    assert done.exit_code == 1 and "2 records are missing" in done.output
+    assert "4 items, 2 of them to caption" in caption(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--attention=unknown"], "unknown"),
+        (["--dtype=int8"], "int8"),
+        (["--column=x", "{folder}/none.parquet"], "no file"),
+        (["{folder}/../empty"], "no images or videos in"),
+        (["{folder}/*.webp"], "no images or videos in|no file"),
+        (["dataset:nowhere"], "pip install datasets"),
+        (["{folder}/sub"], "two inputs hold an item '0.png'"),
+        (["--output={folder}/0.png"], "0.png"),
+        (["--limit=0"], "limit"),
+    ],
+)
+def test_mistakes_are_refused(folder: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (folder.parent / "empty").mkdir()
+    (folder / "sub").mkdir()
+    (folder / "sub" / "0.png").touch()
+    output = caption(folder, *(option.replace("{folder}", str(folder)) for option in options), code=2)
+    assert re.search(message, output), output
+    assert not list((folder.parent).glob("captions/captions-*"))
+
+
+def test_models_that_are_none_are_refused(folder: Path) -> None:
+    done = RUNNER.invoke(
+        batch_caption.app, ["caption", str(folder), f"--output={folder.parent / 'x'}", f"--model={folder}"]
+    )
+    assert done.exit_code != 0 and isinstance(done.exception, OSError | ValueError)
+
+
+def test_samples_do_not_depend_on_batches_or_order(folder: Path) -> None:
+    for seed in range(3, 10):
+        draw(seed)[0].save(folder / f"{seed}.png")
+    options = ["--temperature=2.5", "--seed=3"]
+    caption(folder, *options, "--batch-size=1")
+    alone = ok(folder)
+    caption(folder, *options, "--batch-size=8", "--overwrite")
+    assert ok(folder) == alone and len(alone) == 10
+    caption(folder, "--temperature=2.5", "--seed=4")
+    assert sum(ok(folder)[key] != text for key, text in alone.items()) >= 5
+
+
+def test_a_record_can_be_made_of_every_line(folder: Path) -> None:
+    caption(folder)
+    (shard,) = Journal(folder.parent / "captions").shards()
+    lines = [json.loads(line) for line in shard.read_text().splitlines()]
+    assert sorted(map(str, lines)) == sorted(str(asdict(record)) for record in records(folder).values())

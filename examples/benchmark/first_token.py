@@ -45,15 +45,17 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
 WAYS: dict[str, dict[str, Any] | None] = {"stock": None, "patched": {}, "patched, graphs": {"cuda_graphs": True}}
 
 
-def build(name: str) -> Any:
-    """The whole model on the GPU, bf16, random weights."""
+def build(
+    name: str, image: int = IMAGE, video: int = VIDEO, start: int = START, end: int = END, *, device: Any = "cuda"
+) -> Any:
+    """The whole model on the GPU, bf16, random weights; with the ids of the special tokens."""
     prefix, text = TEXT[name]
-    tokens = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+    tokens = dict(image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end)
     config = getattr(transformers, f"{prefix}Config")(
         vision_config=dict(SHAPES[name][1]), text_config=text, dtype="bfloat16", **tokens
     )
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     return model.eval()
 

@@ -28,14 +28,22 @@ from torch.utils.data import DataLoader, IterableDataset
 import hf_vit_accel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scenes import WORDS, draw, scene
-from tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 PROMPT_WORDS = (
     *("user", "assistant", "system", "describe", "this", "picture", "video"),
     *(".", ",", "?", "!", ":", "-", "<", ">", "seconds", "1"),
 )
+SPECIAL_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+CHAT_TEMPLATE = """{% for message in messages %}<|im_start|> {{ message['role'] }} \
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>\
+{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>\
+{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|> {% endfor %}\
+{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"""
 HELD_OUT = 1 << 40
 """Seeds from here on are never trained on."""
 MEAN = STD = 0.5
@@ -108,9 +116,12 @@ def build_model(family: str, tokenizer: Any, seed: int) -> Any:
     """The untrained model, fp32."""
     prefix, vision, text = FAMILIES[family]
     token = tokenizer.convert_tokens_to_ids
+    end = token("<|endoftext|>")
+    # As in Qwen's own checkpoints; the text configs' defaults are the ids of a vocabulary of 150,000 tokens.
+    ids = {"bos_token_id": end, "eos_token_id": token("<|im_end|>"), "pad_token_id": end}
     config = getattr(transformers, f"{prefix}Config")(
         vision_config=vision,
-        text_config=text | {"vocab_size": len(tokenizer)},
+        text_config=text | ids | {"vocab_size": len(tokenizer)},
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
@@ -118,10 +129,7 @@ def build_model(family: str, tokenizer: Any, seed: int) -> Any:
         tie_word_embeddings=True,
     )
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
-    model.generation_config.pad_token_id = token("<|endoftext|>")
-    model.generation_config.eos_token_id = token("<|im_end|>")
-    return model
+    return getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
 
 
 def patchify(pixels_BTHWC: torch.Tensor, patch: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
@@ -208,22 +216,44 @@ def _words(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
+def held_out(family: str, count: int, size: int = 100) -> Iterator[dict[str, Any]]:
+    """Batches of scenes that are never trained on: each of one picture size, every sixth of videos. Always the same."""
+    chance = random.Random(1)
+    for index, first in enumerate(range(HELD_OUT, HELD_OUT + count, size)):
+        seeds = list(range(first, min(first + size, HELD_OUT + count)))
+        yield draw_batch(seeds, 2 * FAMILIES[family][1]["patch_size"], chance, video=index % 6 == 5)
+
+
+def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with every scene given another's picture."""
+    return batch | {"pixels": batch["pixels"].roll(1, 0)}
+
+
 @torch.no_grad()
-def accuracy(model: Any, family: str, tokenizer: Any, unit: int, scenes: int, *, shuffled: bool = False) -> float:
+def greedy(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """The tokens (rows, at most 24) that follow the prompts, greedily."""
+    tokens: torch.Tensor = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    return tokens[:, inputs["input_ids"].shape[1] :]
+
+
+def caption(model: Any, tokenizer: Any, inputs: dict[str, Any]) -> list[str]:
+    """Greedy captions of a batch, from its inputs."""
+    captions: list[str] = tokenizer.batch_decode(greedy(model, inputs), skip_special_tokens=True)
+    return captions
+
+
+def exact(found: list[str], expected: list[str]) -> int:
+    """How many captions are right, word for word."""
+    return sum(one.split() == other.split() for one, other in zip(found, expected, strict=True))
+
+
+def accuracy(model: Any, family: str, tokenizer: Any, scenes: int, *, shuffled: bool = False) -> float:
     """The share of held-out scenes whose greedy caption is exactly right; shuffled: given another scene's picture."""
-    chance, right, done = random.Random(1), 0, 0
-    device = next(model.parameters()).device
+    device, right = next(model.parameters()).device, 0
     model.eval()
-    while done < scenes:
-        seeds = [HELD_OUT + done + index for index in range(min(100, scenes - done))]
-        batch = draw_batch(seeds, unit, chance, video=(done // 100) % 6 == 5)
-        if shuffled:
-            batch["pixels"] = batch["pixels"].roll(1, 0)
-        inputs = encode(batch, family, tokenizer, device, answer=False)
-        given = model.generate(**inputs, max_new_tokens=24, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-        found = tokenizer.batch_decode(given, skip_special_tokens=True)
-        right += sum(a.split() == b.split() for a, b in zip(found, batch["captions"], strict=True))
-        done += len(seeds)
+    for batch in held_out(family, scenes):
+        inputs = encode(shuffle(batch) if shuffled else batch, family, tokenizer, device, answer=False)
+        right += exact(caption(model, tokenizer, inputs), batch["captions"])
     model.train()
     return right / scenes
 
@@ -233,6 +263,10 @@ def save(model: Any, tokenizer: Any, family: str, path: Path) -> None:
     prefix, vision, _ = FAMILIES[family]
     hf_vit_accel.unpatch(model).to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    # The default, which transformers writes from 5.17 on and earlier versions warn of.
+    config["vision_config"].pop("rope_parameters", None)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     unit = 2 * vision["patch_size"]
     shared = {
         "processor_class": f"{prefix}Processor",
@@ -292,15 +326,15 @@ def main(
         total += loss.detach()
         if step % max(1, steps // 12) == 0:
             each = max(1, steps // 12)
-            exact = accuracy(model, family, tokenizer, unit, min(100, scenes))
+            right = accuracy(model, family, tokenizer, min(100, scenes))
             spent = time.perf_counter() - begin
-            accelerator.print(f"step {step}: loss {float(total) / each:.4f}, exact {exact:.0%}, {spent:.0f} s")
+            accelerator.print(f"step {step}: loss {float(total) / each:.4f}, exact {right:.0%}, {spent:.0f} s")
             total = 0.0
         if step == steps:
             break
     if accelerator.is_main_process:
-        right = accuracy(model, family, tokenizer, unit, scenes)
-        wrong = accuracy(model, family, tokenizer, unit, scenes, shuffled=True)
+        right = accuracy(model, family, tokenizer, scenes)
+        wrong = accuracy(model, family, tokenizer, scenes, shuffled=True)
         print(f"exact on {scenes} held-out scenes: {right:.1%}; with the pictures shuffled: {wrong:.1%}")
         save(model, tokenizer, family, output)
 

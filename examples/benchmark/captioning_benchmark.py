@@ -1,0 +1,110 @@
+"""Images per second of `batch_caption.py` with a full-size Qwen2.5-VL-7B of random weights, stock and patched.
+
+    accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py build/captioning
+
+Needs CUDA devices with 20 GB free each. Draws its pictures first: JPEGs of noise, 70% of them below 480 pixels a side,
+25% up to 1200, 5% of 1700 x 2200. The tokenizer is a tiny model's, so the captions are empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from PIL import Image
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import batch_caption  # noqa: E402
+from captioning.progress import read_counts, summary  # noqa: E402
+from first_token import build  # noqa: E402
+
+import hf_vit_accel  # noqa: E402
+
+CHECKPOINT = HERE.parent / "tiny_captioner" / "qwen2_5_vl"
+LONGEST = 4096 * 28**2  # pixels of the largest picture that the model sees
+OPTIONS = {"--prompt": "describe this picture .", "--batch-tokens": "16384", "--batch-size": "32", "--decoders": "14"}
+RUNS: dict[str, list[str]] = {
+    "stock, to warm up": ["--no-patch", "--max-new-tokens", "4", "--limit", "96"],
+    "patched, to warm up": ["--max-new-tokens", "4", "--limit", "96"],
+    "stock, 1 token": ["--no-patch", "--max-new-tokens", "1"],
+    "patched, 1 token": ["--max-new-tokens", "1"],
+    "stock, 32 tokens": ["--no-patch", "--max-new-tokens", "32"],
+    "patched, 32 tokens": ["--max-new-tokens", "32"],
+}
+
+
+def draw(folder: Path, index: int) -> None:
+    """One picture: the index decides its size and content."""
+    chance = np.random.default_rng(index)
+    kind = chance.random()
+    if kind < 0.7:
+        width, height = chance.integers(224, 480, 2)
+    elif kind < 0.95:
+        width, height = chance.integers(512, 1200, 2)
+    else:
+        width, height = 1700, 2200
+    coarse = chance.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+    Image.fromarray(coarse).resize((int(width), int(height))).save(folder / f"{index:05d}.jpg", quality=85)
+
+
+@cache
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The full-size model, made once."""
+    token = load_processor(name).tokenizer.convert_tokens_to_ids
+    names = ("image_pad", "video_pad", "vision_start", "vision_end")
+    model = build("qwen2.5-vl-7b", *(token(f"<|{name}|>") for name in names), device=device).to(dtype)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = token("<|endoftext|>")
+    return model
+
+
+_load_processor = batch_caption.load_processor
+
+
+def load_processor(name: str) -> Any:
+    """The tiny model's processor, for pictures of the usual sizes."""
+    processor: Any = _load_processor(name)
+    processor.image_processor.size = {"shortest_edge": 56**2, "longest_edge": LONGEST}
+    return processor
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
+    pictures: Annotated[int, typer.Option(min=1)] = 640,
+) -> None:
+    """Caption the same pictures in every way; print what each process did."""
+
+    def fresh(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+        return hf_vit_accel.unpatch(load_model(name, dtype, device))
+
+    batch_caption.load_model, batch_caption.load_processor = fresh, load_processor
+    # Several runs in one process: what ends a run must not end the processes' group.
+    batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
+    state = batch_caption.PartialState()
+    drawn = folder / "pictures"
+    if state.is_main_process:
+        drawn.mkdir(parents=True, exist_ok=True)
+        with ProcessPoolExecutor() as pool:
+            list(pool.map(partial(draw, drawn), range(pictures), chunksize=16))
+    state.wait_for_everyone()
+    for name, options in RUNS.items():
+        output = folder / name.replace(", ", "_").replace(" ", "_")
+        arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
+        shared = [word for pair in OPTIONS.items() for word in pair]
+        batch_caption.app([*arguments, *shared, "--limit", str(pictures), *options], standalone_mode=False)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            print(f"### {name}\n{summary(read_counts(output / 'progress', state.num_processes))}", flush=True)
+        state.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    typer.run(main)

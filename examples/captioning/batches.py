@@ -1,0 +1,75 @@
+"""What items cost, who captions which, and in what batches: pure functions of sizes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from captioning.sources import Item
+
+__all__ = ["VIDEO_TOKENS", "Task", "cost", "pack", "spread", "vision_tokens"]
+
+VIDEO_TOKENS = 8192
+"""Merged tokens that a video is taken for before it is decoded: a video is a batch of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An item with the prompts it still needs. tokens: merged vision tokens, estimated from the header."""
+
+    item: Item
+    prompts: tuple[str, ...]
+    tokens: int
+
+
+def vision_tokens(processor: Any, width: int, height: int) -> int:
+    """Merged tokens that the processor's own resize rule makes of a picture; 0 for a picture that it refuses."""
+    images = processor.image_processor
+    try:
+        return int(images.get_number_of_image_patches(height, width, {})) // images.merge_size**2
+    except ValueError:  # an aspect ratio that it refuses: an error record, later
+        return 0
+
+
+def cost(task: Task, new_tokens: int) -> float:
+    """Estimated time of a task, in units of a merged token through tower and language model.
+
+    Attention makes large pictures dearer than their share: on an H200 Qwen2.5-VL-7B's tower takes 2.8 us a patch at
+    4,096 patches and 3.0 at 14,416. A generated token costs a batch of rows one pass; 2 units a row are its share.
+    """
+    return task.tokens * (1 + task.tokens / 40_000) + len(task.prompts) * (2 * new_tokens + 16)
+
+
+def spread(costs: Sequence[float], processes: int) -> list[list[int]]:
+    """Indices of tasks for every process: the dearest first, each to whoever has least so far.
+
+    No process gets more than a third above the best possible (Graham, 1969); with many tasks the shares are even.
+    """
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    heap = [(0.0, process) for process in range(processes)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, process = heapq.heappop(heap)
+        shares[process].append(index)
+        heapq.heappush(heap, (load + costs[index], process))
+    return shares
+
+
+def pack(tasks: Sequence[Task], most_tokens: int, most_items: int) -> Iterator[list[Task]]:
+    """Batches, longest first, of at most so many vision tokens and items; one item alone may exceed the tokens.
+
+    The items of a batch have the same prompts to answer; a video stands alone.
+    """
+    batch: list[Task] = []
+    tokens = 0
+    for task in sorted(tasks, key=lambda task: (task.prompts, -task.tokens, task.item.key)):
+        alone = task.item.kind == "video" or (batch and batch[0].item.kind == "video")
+        full = tokens + task.tokens > most_tokens or len(batch) == most_items
+        if batch and (alone or full or task.prompts != batch[0].prompts):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(task)
+        tokens += task.tokens
+    if batch:
+        yield batch

@@ -1,0 +1,134 @@
+"""Decodes pictures of any format and mode to upright RGB, and videos to frames."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from PIL.Image import Transpose
+
+__all__ = ["MAX_PIXELS", "read_frames", "read_image", "to_rgb", "upright_size"]
+
+# Pillow's own limit: beyond it, it warns of a decompression bomb; beyond twice as many pixels, it refuses to open.
+MAX_PIXELS = 89_478_485
+_FPS = 2.0  # qwen-vl-utils' own, for processors that name none (Qwen2-VL's and Qwen2.5-VL's)
+_ORIENTATION = 0x0112
+_TURNS = dict(
+    enumerate(
+        (
+            *(Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM, Transpose.TRANSPOSE),
+            *(Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90),
+        ),
+        start=2,
+    )
+)
+# Not all that Pillow opens: a file with a picture's name may be PostScript, which Pillow gives to Ghostscript to run.
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+
+
+def _open(file: BinaryIO, max_pixels: int) -> Image.Image:
+    if not file.seek(0, 2):
+        raise ValueError("the file is empty")
+    file.seek(0)
+    Image.init()
+    try:
+        # Given an open file: by name, Pillow 13 scrambles uncompressed TIFFs whose orientation swaps the sides.
+        image = Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
+    except UnidentifiedImageError:
+        raise ValueError("not an image in a format that Pillow reads here") from None
+    if image.width * image.height > max_pixels:
+        raise ValueError(f"{image.width} x {image.height} pixels, the limit is {max_pixels}")
+    return image
+
+
+def upright_size(file: BinaryIO, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Width and height of the upright picture, from its header. Raises as `read_image` does."""
+    image = _open(file, max_pixels)
+    # Pillow turns TIFFs itself, and gives their upright size.
+    swapped = image.format != "TIFF" and _orientation(image) in range(5, 9)
+    return (image.height, image.width) if swapped else (image.width, image.height)
+
+
+def _orientation(image: Image.Image) -> int:
+    """By the EXIF data, 1 without. Damaged EXIF data is no reason to do without the picture."""
+    try:
+        # The base class's: a PNG's own `getexif` decodes the picture first, to find what stands behind it.
+        return int(Image.Image.getexif(image).get(_ORIENTATION, 1))
+    except Exception:  # among them SyntaxError, struct.error, KeyError
+        return 1
+
+
+def read_image(file: BinaryIO, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The picture (of an animation the first), turned upright by its EXIF orientation, as RGB.
+
+    Raises ValueError for a file that is empty, not an image or above `max_pixels`, and whatever Pillow's decoders raise
+    for damaged data.
+    """
+    image = _open(file, max_pixels)
+    image.load()
+    # Not `ImageOps.exif_transpose`, which writes the EXIF data anew and fails where that is odd.
+    turn = _TURNS.get(_orientation(image))
+    return to_rgb(image if turn is None else image.transpose(turn))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Converts an image of any mode to RGB, with 16-bit greys scaled to 8 bits and transparency laid on white."""
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no defined white")
+    if image.mode.startswith("I"):  # 16-bit grey ("I" is how Pillow opens a 16-bit PGM); `convert` would clip at 255
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def read_frames(file: BinaryIO, suffix: str, processor: Any, max_pixels: int = MAX_PIXELS) -> tuple[Any, Any]:
+    """The frames of a video that the processor samples, and their metadata, by one of transformers' decoders.
+
+    No other frame is kept: all those of a minute in full HD are 11 GB. Raises ValueError where a package is missing,
+    for a file that is empty and for frames above `max_pixels`, and whatever the decoder raises for damaged data.
+    """
+    if getattr(processor, "video_processor", None) is None:
+        raise ValueError("videos need torchvision and a decoder: pip install torchvision av")
+    from transformers import video_utils
+
+    available = [
+        name
+        for name, present in (
+            ("torchcodec", video_utils.is_torchcodec_available()),
+            ("pyav", video_utils.is_av_available()),
+            ("opencv", video_utils.is_cv2_available()),
+        )
+        if present
+    ]
+    if not available:
+        raise ValueError("videos need a decoder: pip install av")
+
+    if not file.seek(0, 2):
+        raise ValueError("the file is empty")
+
+    def sample(metadata: Any, **_: Any) -> Any:
+        if not metadata.total_num_frames:  # as pyav finds in most of `.webm` and `.mkv`
+            raise ValueError(f"{available[0]} does not find out how many frames there are: pip install torchcodec")
+        if metadata.width * metadata.height > max_pixels:
+            raise ValueError(f"{metadata.width} x {metadata.height} pixels, the limit is {max_pixels}")
+        videos = processor.video_processor
+        if count := getattr(videos, "num_frames", None):
+            return videos.sample_frames(metadata, num_frames=count)
+        return videos.sample_frames(metadata, fps=getattr(videos, "fps", None) or _FPS)
+
+    load = partial(video_utils.load_video, backend=available[0], sample_indices_fn=sample)
+    if hasattr(file, "name"):  # the decoders want a path
+        return load(str(file.name))
+    file.seek(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"video{suffix}"
+        path.write_bytes(file.read())
+        try:
+            return load(str(path))
+        except Exception as error:  # the folder's name is another in every run, its records are not
+            raise ValueError(f"{type(error).__name__}: {error}".replace(folder, "")) from None

@@ -1,0 +1,111 @@
+"""Counts of all processes, through small files beside the records: nobody waits for anybody."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from captioning.journal import replace_file
+
+__all__ = ["Counts", "Progress", "clear", "read_counts", "summary"]
+
+_EVERY = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What one process has done. items: of `of`. failed: records without a caption. cost: of `of_cost`.
+
+    vision, text: tokens. seconds: since it began to caption. halved: batches that the memory did not hold.
+    """
+
+    process: int
+    of: int
+    of_cost: float
+    items: int = 0
+    failed: int = 0
+    cost: float = 0.0
+    vision: int = 0
+    text: int = 0
+    halved: int = 0
+    seconds: float = 0.0
+
+
+class Progress:
+    """Counts of this process, written at most once a second, and on the first process a bar over all."""
+
+    def __init__(self, folder: Path, process: int, processes: int, of: int, of_cost: float) -> None:
+        self.folder, self.processes = folder, processes
+        self.counts = Counts(process=process, of=of, of_cost=of_cost)
+        self._begun, self._written = time.perf_counter(), 0.0
+        folder.mkdir(exist_ok=True)
+        self._bar = tqdm(total=None, unit="item", disable=process != 0)
+        self.add()
+
+    def add(self, **more: float) -> None:
+        """Add to the counts, by their names."""
+        now = time.perf_counter() - self._begun
+        added = {name: getattr(self.counts, name) + value for name, value in more.items()}
+        self.counts = replace(self.counts, **added, seconds=now)  # type: ignore[arg-type]
+        if not more or now - self._written > _EVERY:
+            self._write(now)
+
+    def _write(self, now: float) -> None:
+        self._written = now
+        replace_file(self.folder / f"{self.counts.process:05d}.json", json.dumps(asdict(self.counts)))
+        if not self._bar.disable:
+            self._show(read_counts(self.folder, self.processes))
+
+    def _show(self, all_counts: list[Counts]) -> None:
+        seconds = max(counts.seconds for counts in all_counts) or 1e-9
+        cost, of_cost = (sum(getattr(counts, name) for counts in all_counts) for name in ("cost", "of_cost"))
+        self._bar.total = sum(counts.of for counts in all_counts)
+        self._bar.n = sum(counts.items for counts in all_counts)
+        left = (of_cost - cost) * seconds / cost if cost else 0.0
+        each = {name: sum(getattr(c, name) for c in all_counts) / seconds for name in ("items", "vision", "text")}
+        self._bar.set_postfix_str(
+            f"{each['items']:.1f} items/s, {each['vision']:.0f} vision and {each['text']:.0f} text tokens/s, "
+            f"{left:.0f} s left by cost",
+            refresh=True,
+        )
+
+    def close(self) -> None:
+        """Write the last counts."""
+        self.add()
+        self._bar.close()
+
+
+def clear(folder: Path) -> None:
+    """Forgets the counts of earlier runs."""
+    for path in folder.glob("*.json"):
+        path.unlink()
+
+
+def read_counts(folder: Path, processes: int) -> list[Counts]:
+    """What the processes last wrote. One that wrote nothing yet is left out."""
+    found = []
+    for process in range(processes):
+        path = folder / f"{process:05d}.json"
+        if path.exists():
+            found.append(Counts(**json.loads(path.read_text())))
+    return found
+
+
+def summary(all_counts: list[Counts]) -> str:
+    """A line per process, and one for all."""
+    lines = [
+        f"  process {c.process}: {c.items} of {c.of} items in {c.seconds:.1f} s, {c.failed} records failed"
+        + (f", {c.halved} batches halved" if c.halved else "")
+        for c in all_counts
+    ]
+    seconds = max(counts.seconds for counts in all_counts) or 1e-9
+    items, vision, text = (sum(getattr(c, name) for c in all_counts) for name in ("items", "vision", "text"))
+    lines.append(
+        f"  {items} items in {seconds:.1f} s: {items / seconds:.2f} items/s, {vision / seconds:.0f} vision tokens/s, "
+        f"{text / seconds:.0f} text tokens/s"
+    )
+    return "\n".join(lines)

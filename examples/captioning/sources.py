@@ -1,0 +1,300 @@
+"""Finds pictures and videos in folders, globs, lists, tar shards, parquet files and datasets, and reads their bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from glob import glob, has_magic
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO, Literal
+
+__all__ = ["IMAGE_SUFFIXES", "VIDEO_SUFFIXES", "Item", "fields", "find", "open_item", "read", "size"]
+
+# HEIC is here although Pillow needs a plugin for it: an error record is better than a picture passed over in silence.
+IMAGE_SUFFIXES = (
+    *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg"),
+    *(".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"),
+)
+VIDEO_SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+_COLUMNS = ("image", "img", "picture", "jpg", "jpeg", "png", "webp", "video", "mp4", "bytes", "path", "file_name")
+_FIELD_SUFFIXES = ("json", "txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One picture or video. key: its name in records, unique in a run.
+
+    file: where its bytes are: all of it, or `length` bytes from `offset` (tar), or a row (of a parquet file; with a
+    split, of the dataset of that name). extra: (suffix, offset, length) of the members of a tar that
+    belong to it. problem: why it cannot be read at all.
+    """
+
+    key: str
+    file: str
+    kind: Literal["image", "video"] = "image"
+    offset: int = 0
+    length: int | None = None
+    row: tuple[int, int] | None = None
+    column: str | None = None
+    split: str | None = None
+    extra: tuple[tuple[str, int, int], ...] = ()
+    problem: str | None = None
+
+
+def find(inputs: list[str], *, column: str | None = None, split: str = "train") -> list[Item]:
+    """All items of the inputs, sorted by key.
+
+    An input is a folder (searched recursively, by suffix), a glob, a picture or video, a `.txt` file with one path per
+    line (relative to it), a `.tar` shard as webdataset writes them, a `.parquet` file, or `dataset:NAME`, a folder or
+    hub name that `datasets` loads. column: of the pictures in parquet files and datasets; split: of datasets.
+    Raises ValueError for an input that is not there, for one with no pictures, and for keys that come twice.
+    """
+    found: set[Item] = set()
+    for name in inputs:
+        more = list(_find(name, column, split))
+        if not more:
+            raise ValueError(f"no images or videos in {name}")
+        found.update(more)
+    items = sorted(found, key=lambda item: item.key)
+    for one, other in pairwise(items):
+        if one.key == other.key:
+            raise ValueError(
+                f"two inputs hold an item {one.key!r} ({one.file}, {other.file}); caption them into different folders"
+            )
+    return items
+
+
+def _find(name: str, column: str | None, split: str) -> Iterator[Item]:
+    path = Path(name)
+    if name.startswith("dataset:"):
+        yield from _in_dataset(name.removeprefix("dataset:"), column, split)
+    elif path.is_dir():
+        for file in path.rglob("*"):
+            if (kind := _kind(file.suffix)) and file.is_file():
+                yield Item(key=file.relative_to(path).as_posix(), file=str(file), kind=kind)
+    elif has_magic(name) and not path.exists():
+        for match in glob(name, recursive=True):
+            if Path(match).is_file():
+                yield from _in_file(Path(match), column, listed=False)
+    elif path.is_file():
+        yield from _in_file(path, column, listed=True)
+    else:
+        raise ValueError(f"there is no file, folder or match for {name}")
+
+
+def _in_file(path: Path, column: str | None, *, listed: bool) -> Iterator[Item]:
+    suffix = path.suffix.lower()
+    if path.name.lower().endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.xz")):
+        problem = "compressed tar shards cannot be read at any place; decompress it"
+        yield Item(key=path.name, file=str(path), problem=problem)
+    elif suffix == ".tar":
+        yield from _in_tar(path)
+    elif suffix == ".parquet":
+        yield from _in_parquet(path, column)
+    elif suffix == ".txt" and listed:
+        # Not `splitlines`: names of files may hold other line ends, and bytes that are no UTF-8.
+        for line in path.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n"):
+            if name := line.strip():
+                file = path.parent / name
+                yield Item(key=name, file=str(file), kind=_kind(file.suffix) or "image")
+    elif kind := _kind(suffix):
+        yield Item(key=path.as_posix(), file=str(path), kind=kind)
+
+
+def _kind(suffix: str) -> Literal["image", "video"] | None:
+    suffix = suffix.lower()
+    return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None
+
+
+def _in_tar(path: Path) -> Iterator[Item]:
+    """Members that share a name up to its first dot belong together."""
+    pictures: list[tuple[str, str, tarfile.TarInfo]] = []
+    extras: dict[str, list[tuple[str, int, int]]] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                folder, _, base = member.name.rpartition("/")
+                stem, _, suffix = base.partition(".")
+                name = f"{folder}/{stem}"
+                if not member.isfile():
+                    continue
+                if _kind("." + suffix.rpartition(".")[2]):
+                    pictures.append((name, member.name, member))
+                elif suffix.lower() in _FIELD_SUFFIXES:
+                    extras.setdefault(name, []).append((suffix.lower(), member.offset_data, member.size))
+            end = archive.offset
+        with path.open("rb") as file:
+            file.seek(end)
+            if file.read(512) != bytes(512):  # tarfile takes a broken header for the end of the archive
+                raise tarfile.ReadError("it does not end as an archive does")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        problem = f"the shard is damaged, only members before the damage are read: {error}"
+        yield Item(key=path.name, file=str(path), problem=problem)
+    for name, member_name, member in pictures:
+        yield Item(
+            key=f"{path.name}/{member_name}",
+            file=str(path),
+            kind=_kind(Path(member_name).suffix) or "image",
+            offset=member.offset_data,
+            length=member.size,
+            extra=tuple(extras.get(name, ())),
+        )
+
+
+def _in_parquet(path: Path, column: str | None) -> Iterator[Item]:
+    try:
+        file = _parquet(str(path))
+    except ImportError:
+        raise ValueError("parquet files need pyarrow: pip install pyarrow") from None
+    except Exception as error:  # pyarrow raises its own errors and OSError for damaged files
+        yield Item(key=path.name, file=str(path), problem=f"{type(error).__name__}: {error}")
+        return
+    column, kind = _column(file.schema_arrow.names, column, str(path))
+    row = 0
+    for group in range(file.metadata.num_row_groups):
+        for index in range(file.metadata.row_group(group).num_rows):
+            yield Item(key=f"{path.name}#{row:09d}", file=str(path), kind=kind, row=(group, index), column=column)
+            row += 1
+
+
+def _in_dataset(name: str, column: str | None, split: str) -> Iterator[Item]:
+    rows = _dataset(name, split)
+    column, kind = _column(list(rows.column_names), column, name)
+    for index in range(len(rows)):
+        key = f"{name}/{split}#{index:09d}"
+        yield Item(key=key, file=name, kind=kind, row=(0, index), column=column, split=split)
+
+
+def _column(names: list[str], column: str | None, where: str) -> tuple[str, Literal["image", "video"]]:
+    found = next((name for name in ([column] if column else _COLUMNS) if name in names), None)
+    if found is None:
+        wanted = repr(column) if column else "one of " + ", ".join(_COLUMNS)
+        raise ValueError(f"expected a column {wanted} in {where}, it has {', '.join(names)}; name it with --column")
+    return found, "video" if found in ("video", "mp4") else "image"
+
+
+@lru_cache(maxsize=16)
+def _parquet(file: str) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(file)
+
+
+@lru_cache(maxsize=4)
+def _dataset(name: str, split: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError("dataset: inputs need the datasets library: pip install datasets") from None
+    rows = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split=split)
+    rows = rows[split] if isinstance(rows, Mapping) else rows
+    undecoded = tuple(getattr(datasets, name) for name in ("Image", "Video") if hasattr(datasets, name))
+    for column, feature in dict(rows.features).items():
+        if isinstance(feature, undecoded):
+            rows = rows.cast_column(column, type(feature)(decode=False))
+    return rows
+
+
+_reading = Lock()
+"""A `ParquetFile` is for one thread at a time, and neighbours of a row group are to wait until it is read, once."""
+
+
+@lru_cache(maxsize=8)
+def _row_group(file: str, group: int) -> Any:
+    return _parquet(file).read_row_group(group)
+
+
+def _row(item: Item) -> Mapping[str, Any]:
+    assert item.row is not None
+    group, index = item.row
+    with _reading:
+        table = _row_group(item.file, group) if item.split is None else _dataset(item.file, item.split)
+    if item.split is not None:
+        row: Mapping[str, Any] = table[index]
+        return row
+    return {name: table.column(name)[index].as_py() for name in table.column_names}
+
+
+def open_item(item: Item) -> BinaryIO:
+    """Its bytes as a binary file, to be closed. Raises ValueError and OSError for what cannot be read."""
+    if item.problem is not None:
+        raise ValueError(item.problem)
+    if item.row is None and item.length is None:
+        return Path(item.file).open("rb")
+    return io.BytesIO(read(item))
+
+
+def read(item: Item) -> bytes:
+    """Its bytes. Raises ValueError and OSError for what cannot be read."""
+    if item.problem is not None:
+        raise ValueError(item.problem)
+    if item.row is not None:
+        return _bytes_of(_row(item)[item.column or ""], item)
+    with Path(item.file).open("rb") as file:
+        file.seek(item.offset)
+        data = file.read() if item.length is None else file.read(item.length)
+    if item.length is not None and len(data) < item.length:
+        raise ValueError(f"the shard ends within the file ({len(data)} of {item.length} bytes)")
+    return data
+
+
+def _bytes_of(value: Any, item: Item) -> bytes:
+    if isinstance(value, Mapping):  # as the datasets library stores pictures
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str):
+        return (Path(item.file).parent / value).read_bytes()
+    if not isinstance(value, bytes | bytearray):
+        raise ValueError(f"expected bytes or a path in column {item.column}, got {type(value).__name__}")
+    return bytes(value)
+
+
+def size(item: Item) -> int | None:
+    """How many bytes it has, where that is known without reading it."""
+    if item.length is not None:
+        return item.length
+    if item.row is not None or item.problem is not None:
+        return None
+    try:
+        return Path(item.file).stat().st_size
+    except OSError:
+        return None
+
+
+def fields(item: Item, named: set[str]) -> dict[str, Any]:
+    """What a prompt may name, at least what of `named` there is: `name`, `stem`, `folder`, `key`, and metadata.
+
+    Metadata are the other columns of a row, or the keys of a `.json` and the text of a `.txt` (as `txt`) of the same
+    name. They are read only if something else is named: a broken file is no matter to prompts that do not use it.
+    """
+    path = Path(item.key)
+    known: dict[str, Any] = {"name": path.name, "stem": path.stem, "folder": path.parent.name, "key": item.key}
+    if item.row is not None:
+        columns = _row(item) if named - {"key", "kind"} else {}
+        return known | {name: value for name, value in columns.items() if isinstance(value, str | int | float)}
+    if named <= known.keys() | {"kind"}:
+        return known
+    found: dict[str, Any] = {}
+    for suffix, read_text in _beside(item):
+        with suppress(FileNotFoundError):
+            text = read_text().decode("utf-8")
+            if suffix == "txt":
+                found["txt"] = text.strip()
+            elif isinstance(values := json.loads(text), dict):
+                found |= values
+    return found | known
+
+
+def _beside(item: Item) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Suffix and bytes of what belongs to a file, or to a member of a tar."""
+    if item.length is None:
+        for suffix in _FIELD_SUFFIXES:
+            yield suffix, Path(item.file).with_suffix("." + suffix).read_bytes
+    for suffix, offset, length in item.extra:
+        yield suffix, partial(read, replace(item, offset=offset, length=length))

@@ -1,0 +1,199 @@
+"""One process at work: tasks to records, batch by batch, the next batches decoded while one is captioned."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from captioning.batches import Task, cost, pack
+from captioning.captioner import Captioner, Clip, fill, halve_on_oom, named
+from captioning.journal import Journal, Record
+from captioning.pictures import MAX_PIXELS, read_frames, read_image
+from captioning.progress import Progress
+from captioning.sources import Item, fields, open_item, size
+
+__all__ = ["Row", "Worker", "decode"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """An item on its way: decoded, with its prompts filled in. errors: one a prompt, None where there is none."""
+
+    task: Task
+    errors: tuple[str | None, ...]
+    seen: Image.Image | Clip | None = None
+    prompts: tuple[str, ...] = ()
+    width: int | None = None
+    height: int | None = None
+    bytes: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether no prompt can be answered."""
+        return all(self.errors)
+
+
+def describe(error: Exception) -> str:
+    """The reason that stands in a record."""
+    return f"{type(error).__name__}: {error}"
+
+
+def decode(task: Task, processor: Any, max_pixels: int = MAX_PIXELS) -> Row:
+    """Reads one item. Whatever goes wrong becomes its error: decoders raise nearly anything on damaged files."""
+    item, row = task.item, Row(task, (None,) * len(task.prompts), bytes=size(task.item))
+    # A prompt that cannot be filled is left empty, so that the batch has equally many of all items.
+    filled = [_filled(prompt, item) for prompt in task.prompts]
+    row = replace(row, prompts=tuple(text for text, _ in filled), errors=tuple(error for _, error in filled))
+    try:
+        with open_item(item) as file:
+            if item.kind == "video":
+                frames, metadata = read_frames(file, Path(item.key).suffix, processor, max_pixels)
+                return replace(row, seen=Clip(frames, metadata), width=metadata.width, height=metadata.height)
+            image = read_image(file, max_pixels)
+            return replace(row, seen=image, width=image.width, height=image.height)
+    except Exception as error:
+        return _fail(row, error)
+
+
+def _filled(prompt: str, item: Item) -> tuple[str, str | None]:
+    """The text, and why there is none."""
+    try:
+        kind = {"kind": "video" if item.kind == "video" else "picture"}
+        return fill(prompt, fields(item, named([prompt])) | kind), None
+    except Exception as error:
+        return "", describe(error)
+
+
+def _fail(row: Row, error: Exception) -> Row:
+    return replace(row, errors=tuple(before or describe(error) for before in row.errors))
+
+
+@dataclass
+class Worker:
+    """What captions the tasks of one process and writes their records."""
+
+    captioner: Captioner
+    journal: Journal
+    progress: Progress
+    process: int
+    run: str
+    batch_tokens: int
+    batch_size: int
+    max_pixels: int = MAX_PIXELS
+    decoders: int = 8
+
+    def work(self, tasks: Sequence[Task]) -> None:
+        """Captions everything. A batch that the memory does not hold is halved, and later ones are made no larger."""
+        with ThreadPoolExecutor(self.decoders) as pool:
+            prepare = partial(self._prepare, pool)
+            for failed, good, inputs in _ahead(pack(tasks, self.batch_tokens, self.batch_size), prepare, depth=3):
+                found: list[Any] = []
+                for part in _split(good, self.batch_tokens):
+                    ready = inputs if len(part) == len(good) else None
+                    found += halve_on_oom(partial(self._caption, ready), part)
+                self._write(failed + good, [None] * len(failed) + found)
+
+    def _prepare(self, pool: ThreadPoolExecutor, batch: list[Task]) -> tuple[list[Row], list[Row], list[Any]]:
+        """The items that failed, the others, and the others' inputs, one a prompt."""
+        read = partial(decode, processor=self.captioner.processor, max_pixels=self.max_pixels)
+        rows = list(pool.map(read, batch))
+        good = [row for row in rows if not row.failed]
+        try:
+            inputs = self._encode(good)
+        except Exception:  # one that the processor refuses would cost the whole batch: find it
+            rows = [self._checked(row) for row in rows]
+            good = [row for row in rows if not row.failed]
+            inputs = self._encode(good)
+        return [row for row in rows if row.failed], good, inputs
+
+    def _checked(self, row: Row) -> Row:
+        try:
+            if not row.failed:
+                self._encode([row])
+            return row
+        except Exception as error:  # not only ValueError: a prompt that holds an image token gives IndexError
+            return _fail(row, error)
+
+    def _encode(self, rows: Sequence[Row]) -> list[Any]:
+        seen = [row.seen for row in rows if row.seen is not None]
+        if not seen:
+            return []
+        prompts = range(len(rows[0].prompts))
+        return [self.captioner.encode(seen, [row.prompts[index] for row in rows]) for index in prompts]
+
+    def _caption(self, ready: list[Any] | None, rows: Sequence[Row]) -> list[Any]:
+        """Per row its captions, one a prompt."""
+        whole = ready is not None and len(ready[0]["input_ids"]) == len(rows)
+        inputs = ready if ready is not None and whole else self._encode(rows)
+        tasks = [row.task for row in rows]
+        seeds = [
+            [self.captioner.seed_of(task.item.key, task.prompts[index]) for task in tasks]
+            for index in range(len(inputs))
+        ]
+        try:
+            by_prompt = self.captioner.generate(inputs, seeds)
+        except torch.OutOfMemoryError:
+            if len(rows) > 1:
+                self.batch_tokens = min(self.batch_tokens, max(1, sum(task.tokens for task in tasks) // 2))
+                self.progress.add(halved=1)
+            raise
+        self.progress.add(vision=self.captioner.vision_tokens(inputs[0]))
+        return [list(captions) for captions in zip(*by_prompt, strict=True)]
+
+    def _write(self, rows: list[Row], captions: list[Any]) -> None:
+        records = []
+        for row, found in zip(rows, captions, strict=True):
+            if isinstance(found, Exception):
+                row = _fail(row, found)
+            for index, (prompt, error) in enumerate(zip(row.task.prompts, row.errors, strict=True)):
+                record = Record(
+                    key=row.task.item.key,
+                    prompt=prompt,
+                    status="error" if error else "ok",
+                    error=error,
+                    width=row.width,
+                    height=row.height,
+                    bytes=row.bytes,
+                    run=self.run,
+                )
+                if error is None:
+                    record = replace(record, caption=found[index].text, tokens=found[index].tokens)
+                records.append(record)
+        self.journal.append(self.process, records)
+        self.progress.add(
+            items=len(rows),
+            failed=sum(record.status == "error" for record in records),
+            cost=sum(cost(row.task, self.captioner.max_new_tokens) for row in rows),
+            text=sum(record.tokens or 0 for record in records),
+        )
+
+
+def _ahead(batches: Iterable[Any], prepare: Callable[[Any], Any], depth: int) -> Iterator[Any]:
+    """What `prepare` makes of each batch, in order, up to `depth` of them in the making."""
+    with ThreadPoolExecutor(depth) as pool:
+        waiting: deque[Any] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(prepare, batch))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _split(rows: list[Row], most_tokens: int) -> Iterator[list[Row]]:
+    part: list[Row] = []
+    for row in rows:
+        if part and sum(r.task.tokens for r in part) + row.task.tokens > most_tokens:
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part

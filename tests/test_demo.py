@@ -1,0 +1,108 @@
+"""The demo, run as a user runs it; and videos through the captioning script, where decoders are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+import hf_vit_accel
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "benchmark")]
+
+import captioning_benchmark  # noqa: E402
+from captioning.journal import Record  # noqa: E402
+from demo import CELL, COLUMNS, contact_sheet  # noqa: E402
+from tiny_captioner.scenes import draw, scene  # noqa: E402
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_demo_captions_scenes_it_never_saw(tmp_path: Path) -> None:
+    stdout = run(EXAMPLES / "demo.py", "--output", "demo", "--family=qwen3_vl", "--scenes=12", cwd=tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "demo" / "captions.jsonl").read_text().splitlines()]
+    assert len(records) == 12 and {record["status"] for record in records} == {"ok"}
+    assert "captions are exactly right" in stdout and "relative L2 error" in stdout and "patched" in stdout
+    sheet = Image.open(tmp_path / "demo" / "contact_sheet.png")
+    assert sheet.size == (COLUMNS * CELL[0], 2 * CELL[1])
+
+
+def test_the_contact_sheet_tells_right_from_wrong(tmp_path: Path) -> None:
+    drawn = scene(1, video=False)
+    draw(drawn, 112, 112)[0].save(tmp_path / "a.png")
+    expected = {"a.png": drawn.caption}
+    sheets = [
+        np.asarray(contact_sheet(tmp_path, [Record(key="a.png", prompt="", status="ok", caption=caption)], expected))
+        for caption in (drawn.caption, "a small red circle")
+    ]
+    greens = [(sheet[210:, :, 1].astype(int) - sheet[210:, :, 0] > 60).sum() for sheet in sheets]
+    reds = [(sheet[210:, :, 0].astype(int) - sheet[210:, :, 1] > 60).sum() for sheet in sheets]
+    assert greens[0] > 50 > greens[1] and reds[1] > 50 > reds[0]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
+    cv2 = pytest.importorskip("cv2")
+    pytest.importorskip("torchvision")
+    side = 7 * (32 if family == "qwen3_vl" else 28)
+    expected = {}
+    for index in range(8):
+        drawn = scene((1 << 41) + index, video=True)
+        name = f"{index}.mp4"
+        writer = cv2.VideoWriter(str(tmp_path / name), cv2.VideoWriter_fourcc(*"mp4v"), 2, (side, side))
+        for frame in draw(drawn, side, side):
+            writer.write(np.asarray(frame)[:, :, ::-1].copy())
+        writer.release()
+        expected[name] = drawn.caption
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "0.mp4").read_bytes()[:200])
+    script, checkpoint = EXAMPLES / "batch_caption.py", EXAMPLES / "tiny_captioner" / family
+    options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--model", checkpoint]
+    run(script, "caption", tmp_path, "--output", tmp_path / "out", *options, cwd=tmp_path)
+    run(script, "merge", tmp_path / "out", tmp_path / "out.jsonl", cwd=tmp_path)
+    records = {record["key"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert records.pop("cut.mp4")["status"] == "error"
+    assert {key: record["status"] for key, record in records.items()} == dict.fromkeys(expected, "ok")
+    right = sum(records[key]["caption"] == caption for key, caption in expected.items())
+    assert right >= 6, {key: (records[key]["caption"], caption) for key, caption in expected.items()}
+
+
+def test_the_captioning_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Its runs, with a tiny model in place of the full-size one."""
+    tiny = AutoModelForImageTextToText.from_pretrained(captioning_benchmark.CHECKPOINT)
+    built: list[Any] = []
+
+    def build(name: str, *tokens: int, device: torch.device) -> Any:
+        built.append((name, tokens))
+        return tiny
+
+    monkeypatch.setattr(captioning_benchmark, "build", build)
+    monkeypatch.setattr(captioning_benchmark, "LONGEST", 16 * 28**2)
+    for name in ("load_model", "load_processor"):
+        monkeypatch.setattr(captioning_benchmark.batch_caption, name, None)  # the benchmark sets its own: put them back
+    monkeypatch.setattr(PartialState, "destroy_process_group", None)
+    captioning_benchmark.main(tmp_path, pictures=3)
+    assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
+    stdout = capsys.readouterr().out
+    assert stdout.count("\n  3 items in") == 2 * len(captioning_benchmark.RUNS), "each run's own summary, and ours"
+    for run_of in captioning_benchmark.RUNS:
+        (shard,) = (tmp_path / run_of.replace(", ", "_").replace(" ", "_")).glob("captions-*.jsonl")
+        records = [json.loads(line) for line in shard.read_text().splitlines()]
+        assert [record["status"] for record in records] == ["ok"] * 3
+    assert "stock" in stdout and hf_vit_accel.status(tiny).towers[0].calls
