@@ -2,7 +2,8 @@
 
     python examples/batch_caption.py caption photos --output captions --model Qwen/Qwen3-VL-8B-Instruct
     accelerate launch --num_processes 4 examples/batch_caption.py caption photos --output captions --model ...
-    python examples/batch_caption.py merge captions captions.jsonl
+    python examples/batch_caption.py merge captions captions.jsonl    # or captions.parquet
+    python examples/batch_caption.py merge captions photos            # photos/NAME.txt beside every photos/NAME.jpg
 
 Every process writes one shard of JSON lines into the output folder, as soon as a batch is done. What has a record of
 the same model, prompt and settings is not captioned again: after a kill, start the same command once more, with any
@@ -236,14 +237,14 @@ def caption(
             decoders=decoders,
         ).work([tasks[index] for index in shares[process]])
         progress.close()
-    all_counts = read_counts(output / "progress", processes)
-    all_ended = len(all_counts) == processes and all(counts.items == counts.of for counts in all_counts)
-    if first and not no_patch:
-        print(hf_vit_accel.status(vlm))
-    if first or all_ended:
-        print(summary(all_counts))
-    if all_ended:  # so this is the process that ended last
-        _exit_by(journal.merged(run), expected, max_failures)
+        all_counts = read_counts(output / "progress", processes)
+        all_ended = len(all_counts) == processes and all(counts.items == counts.of for counts in all_counts)
+        if first and not no_patch:
+            print(hf_vit_accel.status(vlm))
+        if first or all_ended:
+            print(summary(all_counts))
+        if all_ended:  # so this is the process that ended last
+            _exit_by(journal.merged(run), expected, max_failures)
 
 
 @app.command()

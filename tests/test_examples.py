@@ -40,7 +40,11 @@ from captioning.journal import Journal, Record, lock  # noqa: E402
 
 HELD_OUT, UNIT = 1 << 40, 32
 RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
-ENVIRONMENT = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {
+    "ACCELERATE_USE_CPU": "true",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
 
 
 def draw(seed: int) -> tuple[Image.Image, str]:
@@ -300,6 +304,7 @@ def test_runs_killed_three_times_give_the_same_records(
     stdout = run(*command(inputs, output, 2))
     assert f"220 items, {220 - len(known)} of them to caption" in stdout
     assert stdout.count("of them to caption") == 1 and "200 of 220 records have captions" in stdout
+    assert "process 0:" in stdout and "process 1:" in stdout
     lines = Counter((record.key, record.prompt) for record in Journal(output).records())
     assert len(lines) == 220 and max(lines.values()) == 1  # not one line twice, in all shards
     assert merge(output, tmp_path / "merged.jsonl") == uninterrupted

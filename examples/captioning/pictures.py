@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -121,7 +120,14 @@ def read_frames(file: BinaryIO, suffix: str, processor: Any, max_pixels: int = M
             return videos.sample_frames(metadata, num_frames=count)
         return videos.sample_frames(metadata, fps=getattr(videos, "fps", None) or _FPS)
 
-    load = partial(video_utils.load_video, backend=available[0], sample_indices_fn=sample)
+    def load(path: str) -> tuple[Any, Any]:
+        frames, metadata = video_utils.load_video(path, backend=available[0], sample_indices_fn=sample)
+        wanted = len(metadata.frames_indices)
+        if len(frames) < wanted - 1:  # one frame too many is what containers often tell
+            raise ValueError(f"the video ends early: it has {len(frames)} of {wanted} frames")
+        metadata.frames_indices = metadata.frames_indices[: len(frames)]
+        return frames, metadata
+
     if hasattr(file, "name"):  # the decoders want a path
         return load(str(file.name))
     file.seek(0)
