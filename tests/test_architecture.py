@@ -48,7 +48,7 @@ MAY_IMPORT = {
 }
 
 
-OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare"}  # explained in the class that they come from
+OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare", "needs_on"}  # explained in the class that they come from
 
 
 def level(path: Path) -> str:
