@@ -7,7 +7,7 @@ segments, `H` heads, `D` head dim, `B` blocks of BLOCK rows, `C` columns of bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from types import FunctionType
@@ -64,9 +64,10 @@ class Flex(Backend):
         if not _compiles(q_THD.device):
             return reference(q_THD, k_THD, v_THD, tensors, request.scale, request.score_mod)
         rows, heads, head_dim = q_THD.shape
-        qkv = [_strided(x_THD) for x_THD in (q_THD, k_THD, v_THD)]
         if rows < FEWEST:
-            qkv = [F.pad(x_THD, (0, 0, 0, 0, 0, FEWEST - rows)) for x_THD in qkv]
+            qkv: Sequence[torch.Tensor] = _padded(q_THD, k_THD, v_THD)
+        else:
+            qkv = [_strided(x_THD) for x_THD in (q_THD, k_THD, v_THD)]
         key = heads, head_dim, tuple(x_THD.stride(0) for x_THD in qkv), request.scale, request.score_mod
         if torch.compiler.is_compiling():  # someone else's graph takes it in
             out_THD: torch.Tensor = _flex(*key)(*qkv, *tensors.values())
@@ -175,6 +176,11 @@ def _strided(x_THD: torch.Tensor) -> torch.Tensor:
     """(T, H, D) as a view of the packed projection if it is one, else dense: strides that do not depend on T."""
     _, heads, head_dim = x_THD.shape
     return x_THD if x_THD.stride() == (3 * heads * head_dim, head_dim, 1) else x_THD.contiguous()
+
+
+def _padded(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(FEWEST, H, D) each, zeros at the end: views of one packed tensor, like most calls."""
+    return F.pad(torch.stack(qkv, dim=1), (0, 0, 0, 0, 0, 0, 0, FEWEST - qkv[0].shape[0])).unbind(1)
 
 
 @lru_cache(maxsize=256)
