@@ -14,15 +14,16 @@ __all__ = ["FlexConfig", "GraphConfig"]
 class FlexConfig:
     """Attention by FlexAttention, with a change of your own to its scores; for `hf_vit_accel.patch(attention=...)`.
 
-    score_mod: called as `score_mod(score, batch, head, q_idx, kv_idx)` for every score in float32, already scaled;
-    returns the score that takes its place. All are scalar tensors; it is compiled into the kernel, so it may use what
-    torch.compile traces, and index tensors that it captures. `batch` is 0. `q_idx` and `kv_idx` are rows of the packed
-    sequence, in the order of the tower: blocks of 2 x 2 patches, in Qwen2.5-VL window by window. Pairs of different
-    frames or windows are left out as ever. Where a frame starts depends on what else is in the call, and large calls
-    are cut between images with CUDA graphs, so let only differences of the two matter.
+    score_mod: called as `score_mod(score, batch, head, q_idx, kv_idx)` for every score, already scaled; returns the
+    score that takes its place. All are scalar tensors. It is compiled into the kernel, so it may use what torch.compile
+    traces, and index tensors that it captures. `batch` is 0. `q_idx` and `kv_idx` are rows of the packed sequence, in
+    the order of the tower: blocks of 2 x 2 patches, in Qwen2.5-VL window by window. Where a frame starts depends on
+    what else is in the call, and CUDA graphs cut large calls between images, so let only their difference matter.
 
-    Captured tensors are constants: they may change in place, but gradients reach queries, keys and values only. After
-    another tensor took the place of a captured one, patch again, or captured CUDA graphs go on with the former.
+    Pairs of different frames or windows stay left out, but after their scores were changed like all others, rows of
+    padding among them: clamp what you index a tensor with. Captured tensors are constants: they may change in place,
+    but gradients reach queries, keys and values only. When another tensor takes the place of a captured one, patch
+    again, or CUDA graphs go on with the former.
 
     With a score_mod every layer goes through FlexAttention, windows included, and a call that it cannot serve raises
     an error, under `strict` or not: no other backend would apply it.

@@ -7,7 +7,7 @@ segments, `H` heads, `D` head dim, `B` blocks of BLOCK rows, `C` columns of bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import lru_cache
 from types import FunctionType
@@ -53,7 +53,7 @@ class Flex(Backend):
         return Plan(backend=self, segments=segments, request=request, arrays=block_mask(segments))
 
     def prepare(self, plan: Plan) -> None:
-        # What layouts differ in; marked for the compiler here, once, and for q, k and v at every call.
+        # What layouts differ in: marked for the compiler here, once, and for q, k and v at every call.
         if _compiles(plan.request.device) and not torch.compiler.is_compiling():
             for name, tensor in plan.tensors.items():
                 for dim in (0,) if name == "segment_T" else range(2, tensor.dim()):
@@ -64,19 +64,15 @@ class Flex(Backend):
         if not _compiles(q_THD.device):
             return reference(q_THD, k_THD, v_THD, tensors, request.scale, request.score_mod)
         rows, heads, head_dim = q_THD.shape
-        if rows < FEWEST:
-            qkv: Sequence[torch.Tensor] = _padded(q_THD, k_THD, v_THD)
-        else:
-            qkv = [_strided(x_THD) for x_THD in (q_THD, k_THD, v_THD)]
-        key = heads, head_dim, tuple(x_THD.stride(0) for x_THD in qkv), request.scale, request.score_mod
+        qkv_T3HD = _packed(q_THD, k_THD, v_THD, request.grad)
         if torch.compiler.is_compiling():  # someone else's graph takes it in
-            out_THD: torch.Tensor = _flex(*key)(*qkv, *tensors.values())
+            out_THD: torch.Tensor = _flex(request.scale, request.score_mod)(qkv_T3HD, *tensors.values())
         else:
-            for x_THD in qkv:
-                torch._dynamo.mark_dynamic(x_THD, 0)
+            torch._dynamo.mark_dynamic(qkv_T3HD, 0)
+            attend = _compiled(request.dtype, heads, head_dim, request.scale, request.score_mod)
             # An enabled gradient mode would be compiled apart, and write what only a backward pass reads.
             with nullcontext() if request.grad else torch.no_grad():
-                out_THD = _compiled(request.dtype, *key)(*qkv, *tensors.values())
+                out_THD = attend(qkv_T3HD, *tensors.values())
         return out_THD[:rows] if rows < FEWEST else out_THD
 
 
@@ -172,24 +168,34 @@ def _compiles(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _strided(x_THD: torch.Tensor) -> torch.Tensor:
-    """(T, H, D) as a view of the packed projection if it is one, else dense: strides that do not depend on T."""
-    _, heads, head_dim = x_THD.shape
-    return x_THD if x_THD.stride() == (3 * heads * head_dim, head_dim, 1) else x_THD.contiguous()
+def _packed(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, grad: bool) -> torch.Tensor:
+    """q, k and v as one (T, 3, H, D): the projection that they are views of, or a copy; of FEWEST rows at least.
+
+    One layout, so that there is one kernel. And a whole one: a part's place in memory, and the stride of its rows,
+    would be unknown to the compiler where the number of rows is, and the kernel would not load vectors.
+    """
+    rows, heads, head_dim = q_THD.shape
+    strides, step = (3 * heads * head_dim, head_dim, 1), heads * head_dim * q_THD.element_size()
+    if rows < FEWEST or grad or torch.compiler.is_compiling() or q_THD.storage_offset():
+        together = False
+    else:
+        places = enumerate((q_THD, k_THD, v_THD))
+        together = all(x.stride() == strides and x.data_ptr() == q_THD.data_ptr() + i * step for i, x in places)
+    if together:
+        return q_THD.as_strided((rows, 3, heads, head_dim), (strides[0], heads * head_dim, head_dim, 1))
+    qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
+    return F.pad(qkv_T3HD, (0, 0, 0, 0, 0, 0, 0, FEWEST - rows)) if rows < FEWEST else qkv_T3HD
 
 
-def _padded(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(FEWEST, H, D) each, zeros at the end: views of one packed tensor, like most calls."""
-    return F.pad(torch.stack(qkv, dim=1), (0, 0, 0, 0, 0, 0, 0, FEWEST - qkv[0].shape[0])).unbind(1)
-
-
-@lru_cache(maxsize=256)
-def _compiled(dtype: torch.dtype, heads: int, head_dim: int, *key: Any) -> Callable[..., torch.Tensor]:
+@lru_cache(maxsize=32)  # bounded, as it also holds what a score_mod captured
+def _compiled(
+    dtype: torch.dtype, heads: int, head_dim: int, scale: float, score_mod: ScoreMod | None
+) -> Callable[..., torch.Tensor]:
     """`_flex`, to be compiled at its first call, once for any number of rows and any layout.
 
     Each has a code object of its own: torch.compile bounds how often it compiles one.
     """
-    function, name = _flex(heads, head_dim, *key), f"flex_{heads}x{head_dim}_{dtype}".replace(".", "_")
+    function, name = _flex(scale, score_mod), f"flex_{heads}x{head_dim}_{dtype}".replace(".", "_")
     code = function.__code__.replace(co_name=name)
     return _compile(FunctionType(code, function.__globals__, name, None, function.__closure__))
 
@@ -201,40 +207,31 @@ def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return compiled
 
 
-def _flex(
-    heads: int, head_dim: int, row_strides: tuple[int, ...], scale: float, score_mod: ScoreMod | None
-) -> FunctionType:
-    """What is compiled: q, k, v (T, H, D) and the tensors of `block_mask`, in their order, to the output (T, H, D)."""
+def _flex(scale: float, score_mod: ScoreMod | None) -> FunctionType:
+    """What is compiled: from q, k, v (T, 3, H, D) and the tensors of `block_mask`, in their order, to (T, H, D)."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     def attend(
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
+        qkv_T3HD: torch.Tensor,
         segment_T: torch.Tensor,
         partial_counts_11B: torch.Tensor,
         partial_blocks_11BC: torch.Tensor,
         full_counts_11B: torch.Tensor,
         full_blocks_11BC: torch.Tensor,
     ) -> torch.Tensor:
-        for x_THD, row_stride in zip((q_THD, k_THD, v_THD), row_strides, strict=True):
-            # A guard: the compiler takes the stride of rows of any number for unknown too, and could not load vectors.
-            if x_THD.stride() != (row_stride, head_dim, 1) or x_THD.shape[1] != heads:
-                raise AssertionError("compiled for other heads or strides")
-        q_1HTD, k_1HTD, v_1HTD = (x_THD.transpose(0, 1).unsqueeze(0) for x_THD in (q_THD, k_THD, v_THD))
-
         def same_segment(batch: object, head: object, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
             return segment_T[q_idx] == segment_T[kv_idx]
 
         blocks = partial_counts_11B, partial_blocks_11BC, full_counts_11B, full_blocks_11BC
         mask = BlockMask(
-            (q_THD.shape[0], k_THD.shape[0]),
+            (qkv_T3HD.shape[0], qkv_T3HD.shape[0]),
             *blocks,
             *blocks,  # of keys by block of queries, and of queries by block of keys
             BLOCK_SIZE=(BLOCK, BLOCK),
             mask_mod=same_segment,
         )
-        options = _FLOAT32_OPTIONS if q_THD.dtype == torch.float32 else None
+        options = _FLOAT32_OPTIONS if qkv_T3HD.dtype == torch.float32 else None
+        q_1HTD, k_1HTD, v_1HTD = (x_THD.transpose(0, 1).unsqueeze(0) for x_THD in qkv_T3HD.unbind(1))
         out_1HTD = flex_attention(q_1HTD, k_1HTD, v_1HTD, score_mod, mask, scale, kernel_options=options)
         return out_1HTD[0].transpose(0, 1)
 
@@ -243,4 +240,5 @@ def _flex(
 
 
 _FLOAT32_OPTIONS: Any = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
-"""Tiles that fit every GPU's shared memory: head dims that are no power of two get one default for all dtypes."""
+"""Tiles of 53 KB. For head dims that are no power of two torch has one default for all dtypes, whose tiles of 181 KB of
+float32 are more shared memory than any GPU but the largest has."""
