@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,11 +45,13 @@ def model(request: Any) -> Any:
 # --- block masks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def small_blocks() -> Iterator[None]:
     """Blocks of 8 rows, so that short sequences have many."""
-    monkeypatch.setattr(flex_backend, "BLOCK", 8)
-    monkeypatch.setattr(flex_backend, "FEWEST", 16)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(flex_backend, "BLOCK", 8)
+        patched.setattr(flex_backend, "FEWEST", 16)
+        yield
 
 
 def brute_force(lengths: list[int]) -> dict[str, list[list[int]]]:
@@ -115,15 +118,13 @@ lists = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 @given(lists, st.integers(0, 3), st.integers(0, 30))
 def test_block_masks_of_random_segments(lengths: list[int], empty: int, slack: int) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        small_blocks.__wrapped__(patched)  # type: ignore[attr-defined]
+    with small_blocks():
         check_block_mask([*lengths, *[0] * empty], max(lengths) + slack)
 
 
 @given(st.integers(1, 60))
 def test_the_bound_on_columns_is_reached(longest: int) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        small_blocks.__wrapped__(patched)  # type: ignore[attr-defined]
+    with small_blocks():
         # The first row of block 10 is the last of a longest segment, its last row the first of another.
         arrays = check_block_mask([*[1] * (81 - longest), longest, *[1] * 6, longest, *[1] * 64])
         assert arrays["partial_counts_11B"].max() == arrays["partial_blocks_11BC"].shape[-1] - 1
@@ -132,8 +133,7 @@ def test_the_bound_on_columns_is_reached(longest: int) -> None:
 @given(lists, lists, st.sampled_from([None, 40]))
 def test_shapes_depend_on_rows_and_longest_only(some: list[int], other: list[int], window: int | None) -> None:
     """Two layouts in the shape of one graph: captured and replayed with the same shapes."""
-    with pytest.MonkeyPatch.context() as patched:
-        small_blocks.__wrapped__(patched)  # type: ignore[attr-defined]
+    with small_blocks():
         rows, count = 64 * -(-(max(sum(some), sum(other)) + 1) // 64), max(len(some), len(other)) + 25
         shapes = []
         for lengths in (some, other):

@@ -64,15 +64,15 @@ class Flex(Backend):
         if not _compiles(q_THD.device):
             return reference(q_THD, k_THD, v_THD, tensors, request.scale, request.score_mod)
         rows, heads, head_dim = q_THD.shape
-        qkv_T3HD = _packed(q_THD, k_THD, v_THD, request.grad)
-        if torch.compiler.is_compiling():  # someone else's graph takes it in
-            out_THD: torch.Tensor = _flex(request.scale, request.score_mod)(qkv_T3HD, *tensors.values())
-        else:
-            torch._dynamo.mark_dynamic(qkv_T3HD, 0)
-            attend = _compiled(request.dtype, heads, head_dim, request.scale, request.score_mod)
-            # An enabled gradient mode would be compiled apart, and write what only a backward pass reads.
-            with nullcontext() if request.grad else torch.no_grad():
-                out_THD = attend(qkv_T3HD, *tensors.values())
+        # An enabled gradient mode would be compiled apart, and write what only a backward pass reads.
+        with nullcontext() if request.grad else torch.no_grad():
+            qkv_T3HD = _packed(q_THD, k_THD, v_THD, request.grad)
+            if torch.compiler.is_compiling():  # someone else's graph takes it in
+                attend: Callable[..., torch.Tensor] = _flex(request.scale, request.score_mod)
+            else:
+                torch._dynamo.mark_dynamic(qkv_T3HD, 0)
+                attend = _compiled(request.dtype, heads, head_dim, request.scale, request.score_mod)
+            out_THD = attend(qkv_T3HD, *tensors.values())
         return out_THD[:rows] if rows < FEWEST else out_THD
 
 
