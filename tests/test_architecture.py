@@ -48,8 +48,7 @@ MAY_IMPORT = {
 }
 
 
-# Explained in the class that they come from.
-OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare", "needs_on"}
+OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare"}  # explained in the class that they come from
 
 
 def level(path: Path) -> str:
