@@ -10,7 +10,7 @@ Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with trans
 
 from hf_vit_accel.api import Status, TowerStatus, patch, patched, status, unpatch, warmup
 from hf_vit_accel.backends import BackendUnavailableError
-from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.config import FlexConfig, GraphConfig
 from hf_vit_accel.registration import register
 from hf_vit_accel.tower import FallbackError
 
@@ -19,6 +19,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "BackendUnavailableError",
     "FallbackError",
+    "FlexConfig",
     "GraphConfig",
     "Status",
     "TowerStatus",

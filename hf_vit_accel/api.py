@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_vit_accel.backends import Kind, backend_named, require, resolve
+from hf_vit_accel.backends import BackendUnavailableError, Kind, backend_named, require, resolve
 from hf_vit_accel.boundary import Settings, request_for
-from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.config import FlexConfig, GraphConfig
 from hf_vit_accel.families import FAMILIES, find_towers
 from hf_vit_accel.fusion import PARTS, fuse_tower
 from hf_vit_accel.graphs.call import GraphStatus
@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch(
     model: Model,
     *,
-    attention: str = "auto",
+    attention: str | FlexConfig = "auto",
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
     strict: bool = False,
@@ -41,16 +41,17 @@ def patch(
     Patching again reconfigures, and drops captured graphs. Weights stay where and what they are; `unpatch` undoes
     everything.
 
-    attention: "auto" for the fastest backend that can serve each call, or a backend's name.
+    attention: "auto" for the fastest backend that can serve each call, a backend's name, or a `FlexConfig`.
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
     graph, instead of counting it. (What is too large or would not gain from a graph runs eagerly all the same.)
 
-    Raises ValueError for a model without a supported tower, an unknown backend or part; BackendUnavailableError for a
-    named backend that cannot run on this machine; FallbackError under `strict` for named parts that cannot be fused
-    and for a tower that the fast path cannot serve. After an error nothing is patched.
+    Raises ValueError for a model without a supported tower, an unknown backend or part, and window_attention among
+    named parts beside a score_mod; BackendUnavailableError for a named backend that cannot run on this machine;
+    FallbackError under `strict` for named parts that cannot be fused and for a tower that the fast path cannot serve.
+    After an error nothing is patched.
     """
     settings = _settings(attention, fuse, cuda_graphs, strict)
     towers = _towers(model)
@@ -80,7 +81,7 @@ def unpatch(model: Model) -> Model:
 def patched(
     model: Model,
     *,
-    attention: str = "auto",
+    attention: str | FlexConfig = "auto",
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
     strict: bool = False,
@@ -225,8 +226,11 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
     against = structure.reasons(parameters)
     if not choices and not structure.broken:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
-        request = request_for(tower, tower.patch_embed.proj.weight.device)
-        choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
+        request = request_for(tower, tower.patch_embed.proj.weight.device, score_mod=state.settings.score_mod)
+        try:
+            choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
+        except BackendUnavailableError as error:
+            against = [*against, str(error)]
     fusion = None
     if not against:
         weight = tower.patch_embed.proj.weight
@@ -241,7 +245,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         path=path,
         family=family.name,
         patched=True,
-        attention=state.settings.attention,
+        attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
         fused=tuple(part for part in PARTS if fusion is not None and part in fusion.fused),
@@ -269,11 +273,14 @@ def _towers(model: nn.Module) -> list[tuple[str, Any, Family]]:
 
 
 def _settings(
-    attention: str, fuse: str | bool | Iterable[str], cuda_graphs: bool | GraphConfig, strict: bool
+    attention: str | FlexConfig, fuse: str | bool | Iterable[str], cuda_graphs: bool | GraphConfig, strict: bool
 ) -> Settings:
     if not isinstance(cuda_graphs, bool | GraphConfig):
         raise ValueError(f"expected cuda_graphs to be True, False or a GraphConfig, got {cuda_graphs!r}")
     graphs = GraphConfig() if cuda_graphs is True else cuda_graphs or None
+    score_mod = attention.score_mod if isinstance(attention, FlexConfig) else None
+    if isinstance(attention, FlexConfig):
+        attention = "flex"
     if attention != "auto":
         backend_named(attention)
     if fuse is False:
@@ -287,7 +294,13 @@ def _settings(
     if unknown := sorted(parts - PARTS.keys()):
         raise ValueError(f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}, got {unknown}")
     named = fuse not in ("auto", True, False)
-    return Settings(attention=attention, fuse=parts, fuse_named=named, graphs=graphs, strict=strict)
+    if score_mod is not None:  # the fused kernel for windows is an attention that does not apply it
+        if named and "window_attention" in parts:
+            raise ValueError("expected fuse without 'window_attention' beside a score_mod, which it does not apply")
+        parts -= {"window_attention"}
+    return Settings(
+        attention=attention, score_mod=score_mod, fuse=parts, fuse_named=named, graphs=graphs, strict=strict
+    )
 
 
 def _check_strict(path: str, tower: Any, settings: Settings) -> None:

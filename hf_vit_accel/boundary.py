@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.backends import Request
+from hf_vit_accel.backends import Request, ScoreMod
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.fusion import PARTS, Fusion
 from hf_vit_accel.metadata import Geometry
@@ -24,9 +24,13 @@ _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user asked for; see `hf_vit_accel.patch`. fuse: the parts, named one by one or not. graphs: or None."""
+    """What the user asked for; see `hf_vit_accel.patch`. fuse: the parts, named one by one or not. graphs: or None.
+
+    score_mod: what every layer's attention must apply.
+    """
 
     attention: str = "auto"
+    score_mod: ScoreMod | None = None
     fuse: frozenset[str] = frozenset(PARTS)
     fuse_named: bool = False
     graphs: GraphConfig | None = None
@@ -83,7 +87,9 @@ def _autocast(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
-def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True) -> Request:
+def request_for(
+    tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True, score_mod: ScoreMod | None = None
+) -> Request:
     """What a tower's layers ask of a backend: its heads, and the dtype that its attention computes in."""
     attention = tower.blocks[0].attn
     dtype = getattr(getattr(attention.qkv, "weight", None), "dtype", None)
@@ -99,4 +105,5 @@ def request_for(tower: Any, device: torch.device, *, grad: bool = False, packed:
         scale=attention.scaling,
         packed=packed,
         grad=grad,
+        score_mod=score_mod,
     )

@@ -2,10 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["GraphConfig"]
+__all__ = ["FlexConfig", "GraphConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlexConfig:
+    """Attention by FlexAttention, with a change of your own to its scores; for `hf_vit_accel.patch(attention=...)`.
+
+    score_mod: called as `score_mod(score, batch, head, q_idx, kv_idx)` for every score, already scaled; returns the
+    score that takes its place. All are scalar tensors. It is compiled into the kernel, so it may use what torch.compile
+    traces, and index tensors that it captures. `batch` is 0. `q_idx` and `kv_idx` are rows of the packed sequence, in
+    the order of the tower: blocks of 2 x 2 patches, in Qwen2.5-VL window by window. Where a frame starts depends on
+    what else is in the call, and CUDA graphs cut large calls between images, so let only their difference matter.
+
+    Pairs of different frames or windows stay left out, but after their scores were changed like all others, rows of
+    padding among them: clamp what you index a tensor with. Captured tensors are constants: they may change in place,
+    but gradients reach queries, keys and values only. When another tensor takes the place of a captured one, patch
+    again, or CUDA graphs go on with the former.
+
+    With a score_mod every layer goes through FlexAttention, windows included, and a call that it cannot serve raises
+    an error, under `strict` or not: no other backend would apply it.
+
+    Raises ValueError for a score_mod that cannot be called with five arguments or is not hashable.
+    """
+
+    score_mod: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.score_mod is None:
+            return
+        wanted = "expected score_mod to be a function of (score, batch, head, q_idx, kv_idx)"
+        if not callable(self.score_mod):
+            raise ValueError(f"{wanted}, got {self.score_mod!r}")
+        try:
+            signature = inspect.signature(self.score_mod)
+        except ValueError:  # builtins may have none
+            signature = None
+        try:
+            hash(self.score_mod)
+            if signature is not None:
+                signature.bind(*range(5))
+        except TypeError as error:
+            raise ValueError(f"{wanted}, got {self.score_mod!r}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

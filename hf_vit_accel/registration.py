@@ -22,12 +22,12 @@ from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_vit_accel.backends import ORDER, Plan, Request, plan_alone, require, resolve
+from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, require, resolve
 from hf_vit_accel.boundary import Settings
 from hf_vit_accel.families import FAMILIES, family_of
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.planning import PLANS, stream_id
-from hf_vit_accel.tower import TowerState, install, state_of, uninstall
+from hf_vit_accel.tower import FallbackError, TowerState, install, state_of, uninstall
 
 __all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]
 
@@ -153,21 +153,26 @@ def vision_attention(
     In a patched tower the forward's plan arrives in the keyword arguments. A stock tower that runs under one of our
     names without a plan gets one here, at the price of a host sync. Whatever is not varlen vision attention (a text
     decoder that slipped through the routing) goes to transformers' own sdpa function with its mask.
+
+    Raises FallbackError for what a score_mod cannot be applied to.
     """
     if cu_seq_lens_q is None or getattr(module, "is_causal", True):
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
+    prepared = kwargs.get(PLANS)
+    score_mod = None if prepared is None else prepared.plans["full"].request.score_mod
     if dropout:
+        if score_mod is not None:
+            raise FallbackError("the score_mod cannot be applied to this call: attention weights are dropped out")
         return _attend_with_dropout(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    prepared = kwargs.get(PLANS)
     plan: Plan | None = prepared.plan_for(cu_seq_lens_q) if prepared is not None else None
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if plan is None or (needs_grad and not plan.request.grad):
-        plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad)
+        plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad, score_mod=score_mod)
     elif plan.request.scale != scale:
         plan = replace(plan, request=replace(plan.request, scale=scale))
     dtype = q_THD.dtype
@@ -196,16 +201,31 @@ def _attend_with_dropout(
 
 
 def _plan_without_tower(
-    module: Any, q_THD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float, *, grad: bool
+    module: Any,
+    q_THD: torch.Tensor,
+    cu_seqlens_S1: torch.Tensor,
+    scale: float,
+    *,
+    grad: bool,
+    score_mod: ScoreMod | None,
 ) -> Plan:
     """A plan for offsets that came without one, kept for the other layers that get the very same tensor."""
-    device = q_THD.device
-    key = q_THD.shape[1:], device, stream_id(device), q_THD.dtype, scale, grad, module.config._attn_implementation
+    name = "flex" if score_mod else NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
+    request = Request(
+        device=q_THD.device,
+        dtype=q_THD.dtype,
+        heads=q_THD.shape[1],
+        head_dim=q_THD.shape[2],
+        scale=scale,
+        grad=grad,
+        score_mod=score_mod,
+    )
+    key = request, stream_id(q_THD.device), name
     # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
     version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
     offsets, kept_version, kept_key, plan = getattr(_LAST, "plan", (lambda: None, None, None, None))
     if plan is None or offsets() is not cu_seqlens_S1 or version is None or (kept_version, kept_key) != (version, key):
-        plan = _plan_offsets(module, q_THD, cu_seqlens_S1, scale, grad)
+        plan = _plan_offsets(name, request, q_THD.shape[0], cu_seqlens_S1)
         _LAST.plan = weakref.ref(cu_seqlens_S1), version, key, plan
     assert isinstance(plan, Plan)
     return plan
@@ -214,23 +234,14 @@ def _plan_without_tower(
 _LAST = threading.local()
 
 
-def _plan_offsets(module: Any, q_THD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float, grad: bool) -> Plan:
+def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: torch.Tensor) -> Plan:
     offsets_S1 = cu_seqlens_S1.detach().cpu().numpy()
     lengths_S = np.diff(offsets_S1)
-    if offsets_S1[0] != 0 or offsets_S1[-1] != q_THD.shape[0] or (lengths_S < 0).any():
+    if offsets_S1[0] != 0 or offsets_S1[-1] != rows or (lengths_S < 0).any():
         raise ValueError(
-            f"expected cu_seqlens to rise from 0 to the number of rows {q_THD.shape[0]}, got it from "
+            f"expected cu_seqlens to rise from 0 to the number of rows {rows}, got it from "
             f"{offsets_S1[0]} to {offsets_S1[-1]}; pass the offsets of all rows"
         )
-    request = Request(
-        device=q_THD.device,
-        dtype=q_THD.dtype,
-        heads=q_THD.shape[1],
-        head_dim=q_THD.shape[2],
-        scale=scale,
-        grad=grad,
-    )
-    name = NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
     segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
     return plan_alone(resolve(name, request).backend, segments, request)
 

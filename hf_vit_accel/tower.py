@@ -48,7 +48,10 @@ _SLOTS = ("forward", "_old_forward")
 
 
 class FallbackError(RuntimeError):
-    """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons."""
+    """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons.
+
+    With a score_mod also without it: a call whose attention could not apply it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +236,8 @@ def _forward(
     structure, parameters = state.structure(tower)
     unknown = structure.broken + against_injection(tower, state.former_forward, geometry, kwargs)
     if unknown:
+        if state.settings.score_mod is not None:
+            raise FallbackError("the score_mod cannot be applied to this call: " + "; ".join(unknown))
         _fall_back(state, unknown)
         state.stock_calls += 1
         return original(hidden_states, grid_thw, **kwargs)
@@ -243,7 +248,8 @@ def _forward(
     reasons = structure.reasons(parameters) + against_call(
         tower, structure.attentions, kwargs, hidden_states.device, grad
     )
-    request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons)
+    score_mod = state.settings.score_mod
+    request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons, score_mod=score_mod)
     fusion = None if reasons else state.fusion(tower, structure, request.device, request.dtype)
     fused_windows = fusion is not None and "window_attention" in fusion.fused
 

@@ -48,7 +48,8 @@ MAY_IMPORT = {
 }
 
 
-OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare"}  # explained in the class that they come from
+# Explained in the class that they come from.
+OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare", "needs_on"}
 
 
 def level(path: Path) -> str:

@@ -124,7 +124,7 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
     assert report["versions"] == env.versions()
     rows = report["rows"]
     assert [(row["size"], row["contender"]) for row in rows] == [
-        (size, contender) for size in (SIZE, "1x2x2") for contender in ("stock sdpa", "auto", "sdpa")
+        (size, contender) for size in (SIZE, "1x2x2") for contender in ("stock sdpa", "auto", "flex", "sdpa")
     ]
     for row in rows:
         assert set(row) == set(bench.Row.__dataclass_fields__)
@@ -132,12 +132,12 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
         assert 0 < row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert 0 <= row["error"] <= row["bound"]
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
-    assert [row["patches"] for row in rows] == [120] * 3 + [4] * 3
+    assert [row["patches"] for row in rows] == [120] * 4 + [4] * 4
     assert rows[0]["speedup"] == 1 and rows[1]["speedup"] == pytest.approx(rows[0]["ms"] / rows[1]["ms"])
     printed = result.stdout.splitlines()
     assert printed[0] == "float32; floor: all matrix FLOPs at 790 TFLOP/s"
     assert printed[1].startswith(f"{checkpoint}, {SIZE}: 120 patches, floor ")
-    assert [line.split()[0] for line in printed[3:6]] == ["stock", "auto", "sdpa"]
+    assert [line.split()[0] for line in printed[3:7]] == ["stock", "auto", "flex", "sdpa"]
     assert f"{rows[1]['ms']:.2f}" in printed[4]
 
 

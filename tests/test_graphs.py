@@ -277,12 +277,13 @@ def test_patch_wants_a_config() -> None:
 # --- whole towers ---------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_of_layouts_equals_eager(on_cpu: Any, model: Any) -> None:
+@pytest.mark.parametrize("attention", ["auto", "flex"])
+def test_a_stream_of_layouts_equals_eager(on_cpu: Any, model: Any, attention: str) -> None:
     rng = np.random.default_rng(0)
     grids = [draw_grid(rng) for _ in range(25)]
     grids += [[(1, 4, 12), (1, 4, 4)], [(1, 8, 8)], [(4, 4, 4)], [(1, 2, 32)], [(2, 4, 8)]]  # 16 tokens, five layouts
     expected = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
-    patch(model)
+    patch(model, attention=attention)
     found = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
     for one, other in zip(found, expected, strict=True):  # all at once: no replay may have changed what another gave
         assert_close(one, other)

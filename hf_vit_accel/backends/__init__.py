@@ -15,10 +15,12 @@ from hf_vit_accel.backends.base import (
     Needs,
     Plan,
     Request,
+    ScoreMod,
     plan_alone,
 )
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn
+from hf_vit_accel.backends.flex import Flex
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
 
@@ -32,18 +34,22 @@ __all__ = [
     "Needs",
     "Plan",
     "Request",
+    "ScoreMod",
     "backend_named",
     "plan_alone",
     "require",
     "resolve",
 ]
 
-ORDER: tuple[Backend, ...] = (FlashAttention3(), FlashinferCudnn(), TorchVarlen(), Sdpa())
+ORDER: tuple[Backend, ...] = (FlashAttention3(), FlashinferCudnn(), TorchVarlen(), Flex(), Sdpa())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Where a measurement says that another order than ORDER is faster: the first rule that matches is taken."""
+    """Where a measurement says that another order than ORDER is faster: the first rule that matches is taken.
+
+    What is left out (flex, which compiles for seconds before its first result) runs only where it is named.
+    """
 
     kind: Kind
     order: tuple[str, ...]
@@ -103,7 +109,10 @@ def require(name: str) -> None:
 
 
 def resolve(name: str, request: Request) -> Choice:
-    """The named backend if it can serve the request, else (or for "auto") the fastest that can by measurement."""
+    """The named backend if it can serve the request, else (or for "auto") the fastest that can by measurement.
+
+    Raises BackendUnavailableError where none can: only with a score_mod, which no other backend may ignore.
+    """
     order = [backend_named(known) for rule in AUTO if rule.kind == request.kind for known in rule.order]
     if name != "auto":
         order.insert(0, backend_named(name))
@@ -113,4 +122,6 @@ def resolve(name: str, request: Request) -> Choice:
         if not reasons:
             return Choice(backend=backend, rejected=rejected)
         rejected[backend.name] = tuple(reasons)
-    raise AssertionError("sdpa serves every request")
+    assert request.score_mod is not None, "sdpa serves every request"
+    why = "; ".join(f"{name}: {reasons[0]}" for name, reasons in rejected.items())
+    raise BackendUnavailableError(f"no attention backend can apply the score_mod to this call: {why}")

@@ -17,13 +17,18 @@ import torch
 from hf_vit_accel import env
 from hf_vit_accel.metadata import Segments, to_device
 
-__all__ = ["Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request"]
+__all__ = ["Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod"]
 
 Kind = Literal["full", "window"]
+ScoreMod = Callable[..., torch.Tensor]
+"""(score, batch, head, q_idx, kv_idx) to the score that takes its place; see `hf_vit_accel.FlexConfig`."""
 
 
 class BackendUnavailableError(RuntimeError):
-    """A backend that was named cannot run on this machine; the message holds every reason and its remedy."""
+    """A backend that was named cannot run on this machine, or a call needs one that cannot serve it.
+
+    The message holds every reason, and its remedy.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +36,7 @@ class Request:
     """What one forward asks of a backend.
 
     scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
-    will be views of one (T, 3, H, D) projection. grad: gradients must flow.
+    will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score.
     """
 
     device: torch.device
@@ -42,6 +47,7 @@ class Request:
     kind: Kind = "full"
     packed: bool = False
     grad: bool = False
+    score_mod: ScoreMod | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,8 @@ class Needs:
     """What a backend needs, as data.
 
     cuda: a CUDA device. capability: the lowest compute capability, and the one above the highest. head_dim_multiple
-    and head_dim_max bound D. differentiable: whether gradients flow through it.
+    and head_dim_max bound D. differentiable: whether gradients flow through it. score_mods: whether it applies a
+    user's score_mod.
     """
 
     packages: tuple[env.Package, ...] = ()
@@ -59,6 +66,7 @@ class Needs:
     head_dim_multiple: int = 1
     head_dim_max: int | None = None
     differentiable: bool = False
+    score_mods: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,15 +110,21 @@ class Backend(ABC):
         """
         return max(4, 1 << (segments - 1).bit_length()), rows
 
+    def needs_on(self, device: torch.device) -> Needs:
+        """What it needs for tensors on a device, where that is more than it needs to run at all."""
+        return self.needs
+
     def reasons_against_machine(self) -> list[str]:
         """Why this backend cannot run on this machine at all, whatever the call; empty if it can."""
-        needs = self.needs
+        return self._against_machine(self.needs)
+
+    def _against_machine(self, needs: Needs) -> list[str]:
         reasons = [why for package in needs.packages if (why := env.why_missing(package))]
         if not needs.cuda:
             return reasons
         if not env.has_cuda():
             return [*reasons, "torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)"]
-        reasons += self._against_capability(None)
+        reasons += _against_capability(needs, None)
         return reasons or self.probe()
 
     def probe(self) -> list[str]:
@@ -119,11 +133,13 @@ class Backend(ABC):
 
     def reasons_against(self, request: Request) -> list[str]:
         """Why this backend cannot serve a request, this machine included; empty if it can."""
-        needs, reasons = self.needs, self.reasons_against_machine()
+        needs, reasons = self.needs_on(request.device), self.reasons_against_machine()
+        if needs is not self.needs:
+            reasons += self._against_machine(needs)
         if needs.cuda and request.device.type != "cuda":
             reasons.append(f"the tensors are on {request.device}, it runs on cuda")
         elif needs.cuda and not reasons:
-            reasons += self._against_capability(request.device.index)
+            reasons += _against_capability(needs, request.device.index)
         if needs.dtypes is not None and request.dtype not in needs.dtypes:
             known = " or ".join(str(dtype).removeprefix("torch.") for dtype in needs.dtypes)
             reasons.append(f"the dtype is {str(request.dtype).removeprefix('torch.')}, it takes {known}")
@@ -133,17 +149,9 @@ class Backend(ABC):
             reasons.append(f"the head dim {request.head_dim} is above {needs.head_dim_max}")
         if request.grad and not needs.differentiable:
             reasons.append("gradients are required and it has no backward pass here")
+        if request.score_mod is not None and not needs.score_mods:
+            reasons.append("a score_mod is given and it applies none")
         return reasons
-
-    def _against_capability(self, index: int | None) -> list[str]:
-        if self.needs.capability is None:
-            return []
-        low, above = self.needs.capability
-        found = env.cuda_capability(index)
-        if low <= found < above:
-            return []
-        bounds = f"at least {low[0]}.{low[1]} and below {above[0]}.{above[1]}"
-        return [f"the GPU's compute capability is {found[0]}.{found[1]}, it needs {bounds}"]
 
     def close(self) -> None:  # noqa: B027  (most backends hold no memory between calls)
         """Give back memory that is held between calls."""
@@ -158,6 +166,17 @@ class Backend(ABC):
     @abstractmethod
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         """See `Plan.attend`. Traceable: torch's own operators, or a custom operator with a fake implementation."""
+
+
+def _against_capability(needs: Needs, index: int | None) -> list[str]:
+    if needs.capability is None:
+        return []
+    low, above = needs.capability
+    found = env.cuda_capability(index)
+    if low <= found < above:
+        return []
+    bounds = f"at least {low[0]}.{low[1]} and below {above[0]}.{above[1]}"
+    return [f"the GPU's compute capability is {found[0]}.{found[1]}, it needs {bounds}"]
 
 
 def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:

@@ -1,0 +1,599 @@
+"""FlexAttention: its block masks, what makes it compile, a user's score_mod.
+
+Legend: T rows, S segments, H heads, D head dim, B blocks of rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
+from test_graphs import SMALL, draw_grid, on_cpu, patch, status_of  # noqa: F401  (a fixture)
+from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.modeling_utils import AttentionInterface
+
+import hf_vit_accel
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, GraphConfig, backends, env
+from hf_vit_accel.backends import ORDER, backend_named, plan_alone, resolve
+from hf_vit_accel.backends import flex as flex_backend
+from hf_vit_accel.backends.flex import Flex, block_mask
+from hf_vit_accel.fusion import PARTS
+from hf_vit_accel.graphs.buffers import pad_segments
+from hf_vit_accel.metadata import Segments
+from hf_vit_accel.tower import state_of
+
+KINDS = ("partial", "full")
+
+
+@pytest.fixture(params=list(TINY))
+def model(request: Any) -> Any:
+    return TINY[request.param].build()
+
+
+# --- block masks ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Blocks of 8 rows, so that short sequences have many."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(flex_backend, "BLOCK", 8)
+        patched.setattr(flex_backend, "FEWEST", 16)
+        yield
+
+
+def brute_force(lengths: list[int]) -> dict[str, list[list[int]]]:
+    """Per block of queries the numbers of its partial and of its full blocks of keys, from the T x T mask."""
+    block, rows = flex_backend.BLOCK, sum(lengths)
+    if rows < flex_backend.FEWEST:
+        lengths, rows = [*lengths, flex_backend.FEWEST - rows], flex_backend.FEWEST
+    segment_T = np.repeat(np.arange(len(lengths)), lengths)
+    mask_TT = segment_T[:, None] == segment_T
+    starts = range(0, rows, block)
+    tiles = [[mask_TT[i : i + block, j : j + block] for j in starts] for i in starts]
+    return {
+        "partial": [[j for j, tile in enumerate(row) if tile.any() and not tile.all()] for row in tiles],
+        "full": [[j for j, tile in enumerate(row) if tile.all()] for row in tiles],
+    }
+
+
+def columns(lengths: list[int], longest: int) -> int:
+    """What `block_mask` promises: a spare column after the most blocks that any layout with such segments meets."""
+    block, spare = flex_backend.BLOCK, max(flex_backend.FEWEST - sum(lengths), 0)
+    blocks = -(-(sum(lengths) + spare) // block)
+    return min(blocks, 1 + 2 * -(-(max(longest, spare) - 1) // block)) + 1
+
+
+def check_block_mask(lengths: list[int], longest: int | None = None) -> dict[str, Any]:
+    arrays = block_mask(Segments(np.array(lengths, dtype=np.int32), longest))
+    expected = brute_force(lengths)
+    blocks = len(expected["full"])
+    assert all(array.dtype == np.int32 for array in arrays.values())
+    for kind in KINDS:
+        counts_B, numbers_BC = arrays[f"{kind}_counts_11B"][0, 0], arrays[f"{kind}_blocks_11BC"][0, 0]
+        assert counts_B.shape == (blocks,)
+        assert numbers_BC.shape == (blocks, columns(lengths, longest or max(lengths)))
+        assert counts_B.max() < numbers_BC.shape[1], "one column to spare"
+        assert (numbers_BC >= 0).all() and (numbers_BC < blocks).all(), "unused numbers are valid too"
+        found = [numbers[:count].tolist() for numbers, count in zip(numbers_BC, counts_B, strict=True)]
+        assert found == expected[kind], "in rising order: kernels stop after the last block of keys"
+        pairs = {(i, j) for i, row in enumerate(found) for j in row}
+        assert pairs == {(j, i) for i, j in pairs}, "its own transpose, for the backward pass"
+    assert max(blocks, arrays["segment_T"].shape[0]) >= 2, "no size is one: the compiler would take it for a constant"
+    return arrays
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_masks_of_layouts(layout: str) -> None:
+    arrays = check_block_mask(LAYOUTS[layout])
+    assert len(arrays["segment_T"]) == max(sum(LAYOUTS[layout]), 256)
+
+
+def test_block_masks_of_many_sizes() -> None:
+    rng = np.random.default_rng(0)
+    for most in (16, 64, 300, 1000):
+        for rows in (200, 256, 257, 640, 1500):
+            lengths = rng.integers(1, most, 2000)
+            lengths = lengths[: np.searchsorted(np.cumsum(lengths), rows) + 1]
+            check_block_mask(lengths.tolist())
+    check_block_mask([1024])
+    check_block_mask([1000])
+    check_block_mask([1000, 24])
+
+
+lists = st.lists(st.integers(1, 40), min_size=1, max_size=25)
+
+
+@given(lists, st.integers(0, 3), st.integers(0, 30))
+def test_block_masks_of_random_segments(lengths: list[int], empty: int, slack: int) -> None:
+    with small_blocks():
+        check_block_mask([*lengths, *[0] * empty], max(lengths) + slack)
+
+
+@given(st.integers(1, 60))
+def test_the_bound_on_columns_is_reached(longest: int) -> None:
+    with small_blocks():
+        # The first row of block 10 is the last of a longest segment, its last row the first of another.
+        arrays = check_block_mask([*[1] * (81 - longest), longest, *[1] * 6, longest, *[1] * 64])
+        assert arrays["partial_counts_11B"].max() == arrays["partial_blocks_11BC"].shape[-1] - 1
+
+
+@given(lists, lists, st.sampled_from([None, 40]))
+def test_shapes_depend_on_rows_and_longest_only(some: list[int], other: list[int], window: int | None) -> None:
+    """Two layouts in the shape of one graph: captured and replayed with the same shapes."""
+    with small_blocks():
+        rows, count = 64 * -(-(max(sum(some), sum(other)) + 1) // 64), max(len(some), len(other)) + 25
+        shapes = []
+        for lengths in (some, other):
+            padded = pad_segments(segments_of(lengths), rows, count, window or rows)
+            arrays = check_block_mask(padded.lengths_S.tolist(), window or rows)
+            shapes.append({name: (array.shape, array.dtype) for name, array in arrays.items()})
+        assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_stands_after_the_counts_is_not_read(layout: str) -> None:
+    lengths, rng = LAYOUTS[layout], np.random.default_rng(0)
+    plan = plan_alone(Flex(), segments_of(lengths), request())
+    qkv = draw(sum(lengths), 80, torch.float32, "cpu", 0, True)
+    expected = plan.attend(*qkv)
+    for kind in KINDS:
+        counts_B, numbers_BC = (plan.tensors[f"{kind}_{what}"][0, 0] for what in ("counts_11B", "blocks_11BC"))
+        unused_BC = torch.arange(numbers_BC.shape[1]) >= counts_B[:, None]
+        numbers_BC[unused_BC] = torch.from_numpy(rng.integers(0, len(counts_B), int(unused_BC.sum()), dtype=np.int32))
+    assert torch.equal(plan.attend(*qkv), expected)
+    for kind in KINDS:
+        plan.tensors[f"{kind}_counts_11B"].clamp_(max=1)
+    if layout == "one segment":
+        assert not torch.allclose(plan.attend(*qkv), expected), "the counts are"
+
+
+def test_gradients_of_the_reference() -> None:
+    lengths = LAYOUTS["ragged"]
+    wanted = request(dtype=torch.float64, head_dim=16, grad=True)
+    plan = plan_alone(Flex(), segments_of(lengths), wanted)
+    qkv = [x.requires_grad_() for x in draw(sum(lengths), 16, torch.float64, "cpu", 0, False)]
+    weights = torch.randn_like(qkv[0])
+    found = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
+    expected = torch.autograd.grad((exact(qkv, lengths, wanted.scale) * weights).sum(), qkv)
+    assert all(relative_error(f, e) < 1e-12 for f, e in zip(found, expected, strict=True))
+
+
+# --- compilations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """The compiled way on the CPU: traced as on a GPU, run by FlexAttention's dense form.
+
+    Counts compilations; a second one of the same function raises.
+    """
+    counter = CompileCounterWithBackend("eager")
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", partial(real, backend=counter))
+    monkeypatch.setattr(flex_backend, "_compiles", lambda device: True)
+    flex_backend._compiled.cache_clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield counter
+    flex_backend._compiled.cache_clear()
+
+
+MANY = [*LAYOUTS.values(), [128, 128], [256], [384], [400, 300], [64] * 9, [1000], [1, 2], [300] * 3]
+FEW = [[784], [1], [64] * 6, [64, 1, 300, 37, 2], [256], [257], [1] * 17, [384, 128]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_all_layouts_and_kinds_are_compiled_once(compilations: Any, dtype: torch.dtype, head_dim: int) -> None:
+    for kind in ("full", "window"):
+        for lengths in FEW:
+            wanted = request(dtype=dtype, head_dim=head_dim, packed=True, kind=kind)
+            plan = plan_alone(Flex(), segments_of(lengths), wanted)
+            qkv = draw(sum(lengths), head_dim, dtype, "cpu", 0, True)
+            found = plan.attend(*qkv)
+            assert relative_error(found, exact(qkv, lengths, wanted.scale)) < (1e-5 if dtype.itemsize == 4 else 1e-2)
+            assert found.is_contiguous()
+    assert compilations.frame_count == 1
+
+
+def test_declared_lengths_and_gradient_modes_compile_nothing_more(compilations: Any) -> None:
+    """As the graph runner calls it, and as users do."""
+    for longest in (None, 700, 1024):
+        for enabled in (True, False):
+            wanted = request(packed=True)
+            plan = plan_alone(Flex(), Segments(np.array([300, 200, 12], dtype=np.int32), longest), wanted)
+            with torch.set_grad_enabled(enabled):
+                plan.attend(*draw(512, 80, torch.float32, "cpu", 0, True))
+    assert compilations.frame_count == 1
+
+
+def test_what_is_compiled_apart(compilations: Any) -> None:
+    """Scales and score_mods are constants of a kernel, the layout of q, k and v is always the same one."""
+    lengths = [300, 212]
+    plan = plan_alone(Flex(), segments_of(lengths), request())
+    for packed in (True, False, True):
+        plan.attend(*draw(512, 80, torch.float32, "cpu", 0, packed))
+    assert compilations.frame_count == 1
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for index in range(4):
+            wanted = request(score_mod=partial(near, slope=index))
+            plan_alone(Flex(), segments_of(lengths), wanted).attend(*draw(512, 80, torch.float32, "cpu", 0, True))
+            assert compilations.frame_count == 2 + index
+
+
+def test_only_rows_and_blocks_are_unknown_to_the_compiler(compilations: Any) -> None:
+    """Loads of vectors need to know how rows are aligned: their stride, and where the first one lies."""
+    plan = plan_alone(Flex(), segments_of([300, 212]), request())
+    plan.attend(*draw(512, 80, torch.float32, "cpu", 0, True))
+    (graph,) = compilations.graphs
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    (qkv_T3HD,) = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    assert isinstance(qkv_T3HD.shape[0], torch.SymInt)
+    constants = *qkv_T3HD.shape[1:], *qkv_T3HD.stride(), qkv_T3HD.storage_offset()
+    assert constants == (3, HEADS, 80, 3 * HEADS * 80, HEADS * 80, 80, 1, 0)
+    assert all(isinstance(x, int) or x.node.maybe_as_int() is not None for x in constants)
+
+
+def test_a_packed_projection_is_not_copied() -> None:
+    qkv_T3HD = torch.randn(256, 3, HEADS, 80)
+    q, k, v = qkv_T3HD.unbind(1)
+    assert flex_backend._packed(q, k, v, False).data_ptr() == qkv_T3HD.data_ptr()
+    other = torch.randn(257, 3, HEADS, 80)
+    parts = {
+        "order": (k, q, v),
+        "mixed": (q, k, other[1:, 2]),
+        "dense": (q.clone(), k, v),
+        "short": (q[:9], k[:9], v[:9]),
+    }
+    parts["place"] = other[1:].unbind(1)
+    for what, (q, k, v) in parts.items():
+        found = flex_backend._packed(q, k, v, False)
+        assert found.is_contiguous() and len(found) == 256 and found.data_ptr() != q.data_ptr(), what
+        assert torch.equal(found[: len(q)], torch.stack((q, k, v), 1)) and not found[len(q) :].any(), what
+        assert found.storage_offset() == 0
+    assert flex_backend._packed(*qkv_T3HD.unbind(1), True).data_ptr() != qkv_T3HD.data_ptr(), "gradients reach each"
+
+
+# --- score_mod ------------------------------------------------------------------------------------------------------
+
+
+def near(score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any, slope: float = 0.01) -> Any:
+    """Scores fall with the distance in the sequence, from head to head twice as fast."""
+    return score - slope * 2.0**head * (q_idx - kv_idx).abs()
+
+
+def dense(qkv: list[torch.Tensor], lengths: list[int], scale: float, change: Callable[..., Any]) -> torch.Tensor:
+    """Attention within segments in float64 with changed scores, each segment's as one (H, L, L) tensor."""
+    outs = []
+    for q, k, v in zip(*(x.double().split(lengths) for x in qkv), strict=True):
+        heads, rows = torch.arange(q.shape[1]), torch.arange(len(q))
+        scores_HLL = torch.einsum("thd,shd->hts", q, k) * scale
+        scores_HLL = change(scores_HLL, 0, heads[:, None, None], rows[:, None], rows)
+        outs.append(torch.einsum("hts,shd->thd", scores_HLL.softmax(-1), v))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_score_mod_equals_a_dense_reference(layout: str, compiled: bool, request: Any) -> None:
+    if compiled:
+        request.getfixturevalue("compilations")
+    from test_backends import request as asked
+
+    lengths, table_H = LAYOUTS[layout], torch.linspace(0.1, 0.4, HEADS)
+
+    def by_table(score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(q_idx > kv_idx, score * table_H[head], score - 0.3)
+
+    qkv = draw(sum(lengths), 80, torch.float32, "cpu", 0, True)
+    for score_mod in (near, by_table):
+        wanted = asked(score_mod=score_mod)
+        found = plan_alone(Flex(), segments_of(lengths), wanted).attend(*qkv)
+        assert relative_error(found, dense(qkv, lengths, wanted.scale, score_mod)) < 1e-5
+        plain = exact(qkv, lengths, wanted.scale)
+        assert max(lengths) == 1 or relative_error(found, plain) > 1e-3
+
+
+def test_rows_that_a_score_mod_leaves_nothing_are_zero() -> None:
+    def odd(score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(q_idx % 2 == 1, score, -float("inf"))
+
+    plan = plan_alone(Flex(), segments_of([300]), request(score_mod=odd, grad=True))
+    qkv = [x.detach().requires_grad_() for x in draw(300, 80, torch.float32, "cpu", 0, True)]
+    found = plan.attend(*qkv)
+    assert (found[::2] == 0).all() and (found[1::2] != 0).any()
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(found.sum(), qkv))
+
+
+def test_only_flex_applies_a_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = request(score_mod=near)
+    for backend in ORDER:
+        against = [why for why in backend.reasons_against(wanted) if "score_mod" in why]
+        assert len(against) == (backend.name != "flex")
+    assert resolve("flex", wanted).backend.name == "flex"
+    monkeypatch.setattr(env, "has_cuda", lambda: True)
+    monkeypatch.setattr(env, "cuda_capability", lambda index=None: (7, 5))
+    monkeypatch.setattr(env, "why_missing", lambda package: None)
+    with pytest.raises(BackendUnavailableError, match=r"flex: .*compute capability is 7\.5.*sdpa: a score_mod"):
+        resolve("flex", request("cuda", torch.bfloat16, score_mod=near))
+    monkeypatch.setattr(env, "cuda_capability", lambda index=None: (9, 0))
+    with pytest.raises(BackendUnavailableError, match="flex: the dtype is float64"):
+        resolve("flex", request("cuda", torch.float64, score_mod=near))
+    assert backend_named("flex").reasons_against(request("cuda", torch.float32, grad=True)) == []
+
+
+def test_flex_runs_on_this_machine_whatever_it_has() -> None:
+    backends.require("flex")
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, "near", lambda score: score, lambda a, b, c, d: a, lambda a, b, c, d, e, f: a, torch.zeros], ids=str
+)
+def test_config_is_checked(wrong: Any) -> None:
+    if wrong is torch.zeros:  # callable with anything: a builtin without a signature
+
+        class Unhashable:
+            __hash__ = None  # type: ignore[assignment]
+
+            def __call__(self, *args: Any) -> Any:
+                return args[0]
+
+        wrong = Unhashable()
+    with pytest.raises(ValueError, match="expected score_mod to be a function of"):
+        FlexConfig(score_mod=wrong)
+
+
+def test_config_takes_functions_of_five() -> None:
+    for right in (None, near, partial(near, slope=1), lambda *args: args[0], max, nn.Identity()):
+        if not isinstance(right, nn.Module):
+            assert FlexConfig(score_mod=right).score_mod is right
+    with pytest.raises(TypeError):
+        FlexConfig(near)  # type: ignore[misc]
+
+
+# --- towers ---------------------------------------------------------------------------------------------------------
+
+GRID = [(1, 10, 6), (3, 4, 4), (1, 2, 18), (1, 20, 24)]
+STEEP = FlexConfig(score_mod=partial(near, slope=0.05))
+
+
+def _dense_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> Any:
+    lengths = kwargs["cu_seq_lens_q"].diff().tolist()
+    qkv = [x[0].transpose(0, 1) for x in (query, key, value)]
+    assert STEEP.score_mod is not None
+    return dense(qkv, lengths, kwargs["scaling"], STEEP.score_mod).to(query.dtype)[None], None
+
+
+AttentionInterface.register("dense_flash_for_tests", _dense_attention)
+
+
+def stock_with_score_mod(model: Any, run: Callable[[], Any]) -> Any:
+    """What the stock tower computes with a dense attention that changes scores as STEEP does."""
+    config = tower_of(model).config
+    former = config._attn_implementation
+    config._attn_implementation_internal = "dense_flash_for_tests"
+    try:
+        return run()
+    finally:
+        config._attn_implementation_internal = former
+
+
+@pytest.mark.parametrize("fuse", ["auto", False])
+def test_a_tower_through_flex_equals_stock(model: Any, fuse: Any) -> None:
+    tower = tower_of(model)
+    expected = run_tower(tower, GRID)
+    hf_vit_accel.patch(model, attention="flex", fuse=fuse, strict=True)
+    assert_close(run_tower(tower, GRID), expected)
+    assert set(hf_vit_accel.status(model).towers[0].backends.values()) <= {"flex", "fused kernel"}
+
+
+def grads_of(tower: Any) -> list[torch.Tensor]:
+    for parameter in tower.parameters():
+        parameter.grad = None
+    pixels = pixels_for(tower, GRID).requires_grad_()
+    outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(GRID)))
+    sum((x * torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)).sum() for x in outputs).backward()  # type: ignore[union-attr]
+    return [pixels.grad, *(parameter.grad for parameter in tower.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("attention", ["flex", STEEP], ids=["plain", "score_mod"])
+def test_gradients_of_a_tower(model: Any, attention: Any) -> None:
+    tower = tower_of(model)
+    wanted = partial(grads_of, tower)
+    expected = wanted() if attention == "flex" else stock_with_score_mod(model, wanted)
+    hf_vit_accel.patch(model, attention=attention)
+    assert_close(wanted(), expected, 1e-4)
+    assert set(hf_vit_accel.status(model).towers[0].backends.values()) == {"flex"}
+
+
+def test_a_tower_with_a_score_mod(on_cpu: Any, model: Any) -> None:  # noqa: F811
+    """Every layer applies it, eagerly, replayed and the stock way; windows too."""
+    tower = tower_of(model)
+    plain = run_tower(tower, GRID)
+    expected = stock_with_score_mod(model, partial(run_tower, tower, GRID))
+    assert relative_error(expected[1], plain[1]) > 1e-3
+    hf_vit_accel.patch(model, attention=STEEP, strict=True)
+    assert_close(run_tower(tower, GRID), expected)
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.attention == "flex with a score_mod" and set(status.backends.values()) == {"flex"}
+    assert "window_attention" not in status.fused and status.calls == 1
+    for exact_after in (0, 1):
+        patch(model, GraphConfig(max_tokens=256, exact_after=exact_after), attention=STEEP, strict=True)
+        for _ in range(2):
+            assert_close(run_tower(tower, GRID), expected)
+        assert status_of(model).replays
+    hf_vit_accel.patch(model, attention=STEEP)
+    handle = tower.blocks[0].register_forward_hook(lambda *_: None)
+    assert_close(run_tower(tower, GRID), expected)
+    assert hf_vit_accel.status(model).towers[0].stock_calls == 1
+    handle.remove()
+    hf_vit_accel.patch(model, attention=FlexConfig(), strict=True)
+    assert_close(run_tower(tower, GRID), plain)
+    hf_vit_accel.unpatch(model)
+    assert_close(run_tower(tower, GRID), plain, 0.0)
+
+
+def test_another_score_mod_is_another_graph(on_cpu: Any, model: Any) -> None:  # noqa: F811
+    tower = tower_of(model)
+    found = []
+    for score_mod in (near, STEEP.score_mod):
+        patch(model, SMALL, attention=FlexConfig(score_mod=score_mod))
+        found.append(run_tower(tower, GRID))
+    assert relative_error(found[0][1], found[1][1]) > 1e-4
+
+
+def test_a_score_mod_is_never_left_out(model: Any) -> None:
+    """What cannot apply it raises, without `strict` too."""
+    tower = tower_of(model)
+    hf_vit_accel.patch(model, attention=STEEP)
+    pixels, grid = pixels_for(tower, GRID), torch.tensor(GRID)
+    with torch.no_grad(), pytest.raises(FallbackError, match=r"score_mod .* supplies sequence metadata"):
+        tower(pixels, grid_thw=grid, cu_seqlens=torch.tensor([0, len(pixels)]))
+    for block in tower.blocks:
+        block.attn.attention_dropout = 0.1
+    tower.train()
+    with torch.no_grad(), pytest.raises(FallbackError, match=r"score_mod .* dropped out"):
+        tower(pixels, grid_thw=grid)
+    tower.eval()
+    tower.blocks[1].attn.scaling = 0.2  # layers that differ get plans of their own
+    expected = stock_with_score_mod(model, lambda: type(tower).forward(tower, pixels, grid_thw=grid))
+    assert_close(run_tower(tower, GRID), outputs_of(expected))
+    with pytest.raises(ValueError, match="without 'window_attention' beside a score_mod"):
+        hf_vit_accel.patch(model, attention=STEEP, fuse={"norms", "window_attention"})
+
+
+def test_a_score_mod_that_cannot_be_served_shows_in_status(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    hf_vit_accel.patch(model, attention=STEEP)
+    monkeypatch.setattr(Flex, "reasons_against", lambda self, request: ["it cannot"])
+    with pytest.raises(BackendUnavailableError, match="flex: it cannot"):
+        run_tower(tower_of(model), GRID)
+    assert "flex: it cannot" in str(hf_vit_accel.status(model))
+
+
+def test_copies_and_pickles_keep_the_score_mod(model: Any) -> None:
+    hf_vit_accel.patch(model, attention=STEEP)
+    expected = run_tower(tower_of(model), GRID)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert state_of(tower_of(twin)).settings.score_mod.keywords == {"slope": 0.05}
+        assert_close(run_tower(tower_of(twin), GRID), expected)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[None]:
+    """Compiled anew, and nothing a second time."""
+    backend = backend_named("flex")
+    if reasons := backend.reasons_against(request("cuda", torch.bfloat16)):
+        pytest.skip("; ".join(reasons))
+    flex_backend._compiled.cache_clear()
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+def compiled_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_gpu_all_layouts_and_kinds_are_compiled_once(on_gpu: None, head_dim: int, dtype: torch.dtype) -> None:
+    before = compiled_graphs()
+    for kind in ("full", "window"):
+        for lengths in MANY:
+            wanted = request("cuda", dtype, head_dim, packed=True, kind=kind)
+            plan = plan_alone(Flex(), segments_of(lengths), wanted)
+            qkv = draw(sum(lengths), head_dim, dtype, "cuda", 0, True)
+            bound = 1e-5 if dtype == torch.float32 else 1e-2
+            with torch.no_grad():
+                found = plan.attend(*qkv)
+            assert relative_error(found, exact(qkv, lengths, wanted.scale)) < bound, (kind, lengths)
+            assert found.is_contiguous()
+    assert compiled_graphs() == before + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_gpu_gradients_of_every_layout(on_gpu: None, head_dim: int) -> None:
+    for lengths in MANY:
+        wanted = request("cuda", torch.float32, head_dim, grad=True)
+        plan = plan_alone(Flex(), segments_of(lengths), wanted)
+        qkv = [x.detach().requires_grad_() for x in draw(sum(lengths), head_dim, torch.float32, "cuda", 0, False)]
+        weights = torch.randn_like(qkv[0])
+        found = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
+        expected = torch.autograd.grad((exact(qkv, lengths, wanted.scale) * weights).sum(), qkv)
+        for f, e in zip(found, expected, strict=True):
+            # A row that attends to itself alone has no gradient at q and k: nothing to be relative to.
+            assert (f - e).abs().max() < 1e-4 * max(float(e.abs().max()), 1.0), lengths
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_what_stands_after_the_counts_is_not_read(on_gpu: None, layout: str) -> None:
+    lengths, rng = LAYOUTS[layout], np.random.default_rng(0)
+    plan = plan_alone(Flex(), segments_of(lengths), request("cuda", torch.bfloat16, packed=True))
+    qkv = draw(sum(lengths), 80, torch.bfloat16, "cuda", 0, True)
+    expected = plan.attend(*qkv)
+    for kind in KINDS:
+        counts_B, numbers_BC = (plan.tensors[f"{kind}_{what}"][0, 0] for what in ("counts_11B", "blocks_11BC"))
+        unused_BC = torch.arange(numbers_BC.shape[1], device="cuda") >= counts_B[:, None]
+        spoiled = torch.from_numpy(rng.integers(0, len(counts_B), tuple(numbers_BC.shape), dtype=np.int32)).cuda()
+        numbers_BC.copy_(torch.where(unused_BC, spoiled, numbers_BC))
+    assert torch.equal(plan.attend(*qkv), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_a_score_mod_equals_a_dense_reference(on_gpu: None) -> None:
+    table_H = torch.linspace(0.1, 0.4, HEADS)
+    table = {"cpu": table_H, "cuda": table_H.cuda()}
+
+    def by_table(where: str, score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(q_idx > kv_idx, score * table[where][head], score - 0.3)
+
+    for lengths in LAYOUTS.values():
+        qkv = draw(sum(lengths), 72, torch.float32, "cuda", 0, True)
+        on_host = [x.cpu() for x in qkv]
+        for on_cuda, change in ((near, near), (partial(by_table, "cuda"), partial(by_table, "cpu"))):
+            wanted = request("cuda", torch.float32, 72, score_mod=on_cuda)
+            found = plan_alone(Flex(), segments_of(lengths), wanted).attend(*qkv)
+            assert relative_error(found.cpu(), dense(on_host, lengths, wanted.scale, change)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["flex", STEEP], ids=["plain", "score_mod"])
+def test_gpu_a_tower_replayed_equals_eager(on_gpu: None, model: Any, attention: Any) -> None:
+    """Windows through flex as well; nothing is compiled while 100 other layouts are captured and replayed."""
+    tower = tower_of(model.to("cuda", torch.bfloat16))
+    parts = PARTS.keys() - {"window_attention"}
+    rng = np.random.default_rng(0)
+    grids = [draw_grid(rng, 128) for _ in range(100)]
+    hf_vit_accel.patch(tower, attention=attention, fuse=parts)
+    before = compiled_graphs()
+    expected = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
+    assert compiled_graphs() <= before + 1
+    hf_vit_accel.patch(tower, attention=attention, fuse=parts, cuda_graphs=SMALL)
+    hf_vit_accel.warmup(tower, progress=False)
+    before = compiled_graphs()
+    for seed, grid in enumerate(grids):
+        found = run_tower(tower, grid, seed)
+        assert max(relative_error(f, e) for f, e in zip(found, expected[seed], strict=True)) < 1e-2, grid
+    status = status_of(tower)
+    assert compiled_graphs() == before and status.replays >= 100 and not status.eager
+    assert not hf_vit_accel.status(tower).towers[0].stock_calls
