@@ -3,14 +3,16 @@
 Reading order, the way of the data: `api` (what users call), `tower` (the accelerated forward), `metadata` and
 `planning` (grid to arrays to plans), `encoder` (the loop over the layers), `backends` (attention), `fusion` and
 `kernels` (the other operations), `graphs` (the whole encoder replayed), `config` (its settings), `families`
-(what differs between models), `structure` (what stands against the fast path), `registration` (load-time names).
+(what differs between models), `structure` (what stands against the fast path), `registration` (load-time names),
+`scales` and `calibration` (FP8).
 
 Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers. It initialises no CUDA.
 """
 
 from hf_vit_accel.api import Status, TowerStatus, patch, patched, status, unpatch, warmup
 from hf_vit_accel.backends import BackendUnavailableError
-from hf_vit_accel.config import FlexConfig, GraphConfig
+from hf_vit_accel.calibration import calibrate
+from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel.registration import register
 from hf_vit_accel.tower import FallbackError
 
@@ -20,9 +22,11 @@ __all__ = [
     "BackendUnavailableError",
     "FallbackError",
     "FlexConfig",
+    "Fp8Config",
     "GraphConfig",
     "Status",
     "TowerStatus",
+    "calibrate",
     "patch",
     "patched",
     "status",

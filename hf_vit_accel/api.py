@@ -11,15 +11,16 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_vit_accel.backends import BackendUnavailableError, Kind, backend_named, require, resolve
+from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, backend_named, require, resolve
 from hf_vit_accel.boundary import Settings, request_for
-from hf_vit_accel.config import FlexConfig, GraphConfig
+from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel.families import FAMILIES, find_towers
 from hf_vit_accel.fusion import PARTS, fuse_tower
 from hf_vit_accel.graphs.call import GraphStatus
 from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.registration import name_for, restore_name
+from hf_vit_accel.scales import Maxima
 from hf_vit_accel.structure import Structure
 from hf_vit_accel.tower import FallbackError, Family, TowerState, install, state_of, uninstall
 
@@ -34,6 +35,7 @@ def patch(
     attention: str | FlexConfig = "auto",
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
+    fp8: bool | Fp8Config = False,
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
@@ -45,17 +47,22 @@ def patch(
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
+    fp8: attention in FP8 on long segments, where that is faster; True or a `Fp8Config`. Not exact: features keep their
+    direction (cosine similarity), not their last digits.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
     graph, instead of counting it. (What is too large or would not gain from a graph runs eagerly all the same.)
 
-    Raises ValueError for a model without a supported tower, an unknown backend or part, and window_attention among
-    named parts beside a score_mod; BackendUnavailableError for a named backend that cannot run on this machine;
-    FallbackError under `strict` for named parts that cannot be fused and for a tower that the fast path cannot serve.
-    After an error nothing is patched.
+    Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
+    parts or FP8 beside a score_mod, and a file of FP8 maxima that is none or is another model's;
+    BackendUnavailableError for a named backend, or FP8, that cannot run on this machine; FallbackError under `strict`
+    for named parts that cannot be fused and for a tower that the fast path cannot serve. After an error nothing is
+    patched.
     """
-    settings = _settings(attention, fuse, cuda_graphs, strict)
-    towers = _towers(model)
-    require(settings.attention)
+    settings = _settings(attention, fuse, cuda_graphs, fp8, strict)
+    towers = towers_of(model)
+    require(settings.attention, fp8=settings.fp8 is not None)
+    for path, tower, _ in towers:
+        _check_maxima(path, tower, settings)
     if settings.strict:
         for path, tower, _ in towers:
             _check_strict(path, tower, settings)
@@ -69,7 +76,7 @@ def patch(
 
 def unpatch(model: Model) -> Model:
     """Bring every tower back to stock: forward, attention name, cached memory. Returns the same object."""
-    for _, tower, _ in _towers(model):
+    for _, tower, _ in towers_of(model):
         state = uninstall(tower)
         restore_name(tower, state.former_name if state else None)
     for module in model.modules():  # a composite loaded with one of our names carries it too
@@ -84,12 +91,13 @@ def patched(
     attention: str | FlexConfig = "auto",
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
+    fp8: bool | Fp8Config = False,
     strict: bool = False,
 ) -> Iterator[Model]:
     """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all."""
-    towers = _towers(model)
+    towers = towers_of(model)
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
-    patch(model, attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, strict=strict)
+    patch(model, attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, fp8=fp8, strict=strict)
     try:
         yield model
     finally:
@@ -109,7 +117,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
 
     Raises ValueError for a model that is not patched with `cuda_graphs`, and for sizes that are no grids.
     """
-    towers = [(tower, state.runner) for _, tower, _ in _towers(model) if (state := state_of(tower)) and state.runner]
+    towers = [(tower, state.runner) for _, tower, _ in towers_of(model) if (state := state_of(tower)) and state.runner]
     if not towers:
         raise ValueError("expected a model patched with cuda_graphs; call hf_vit_accel.patch(model, cuda_graphs=True)")
     calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
@@ -147,6 +155,7 @@ class TowerStatus:
     reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
     fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
+    fp8: by what attention in FP8 is scaled, and what it cut off; None where it is not asked for.
     """
 
     path: str
@@ -163,6 +172,7 @@ class TowerStatus:
     against_fast: tuple[str, ...]
     layouts: tuple[int, int, int]
     graphs: GraphStatus | None = None
+    fp8: str | None = None
 
     def __str__(self) -> str:
         where = self.path or "(the model itself)"
@@ -176,6 +186,7 @@ class TowerStatus:
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
+        lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
         lines += [str(self.graphs)] if self.graphs is not None else []
         lines += [f"  not fused  {part}: {why}" for part, why in self.unfused.items()]
         lines += [f"  not fast   {why}" for why in self.against_fast]
@@ -201,7 +212,7 @@ class Status:
 
 def status(model: nn.Module) -> Status:
     """What runs in each tower of a model, and every fallback with its reason."""
-    return Status(towers=tuple(_tower_status(*found) for found in _towers(model)))
+    return Status(towers=tuple(_tower_status(*found) for found in towers_of(model)))
 
 
 def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
@@ -226,7 +237,9 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
     against = structure.reasons(parameters)
     if not choices and not structure.broken:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
-        request = request_for(tower, tower.patch_embed.proj.weight.device, score_mod=state.settings.score_mod)
+        device = tower.patch_embed.proj.weight.device
+        scales = state.scales(tower, device)
+        request = request_for(tower, device, score_mod=state.settings.score_mod, fp8=scales)
         try:
             choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
         except BackendUnavailableError as error:
@@ -256,10 +269,24 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         against_fast=tuple(against),
         layouts=(len(state.prepared), state.prepared.hits, state.prepared.misses),
         graphs=None if state.runner is None else state.runner.status(),
+        fp8=_fp8_status(state, choices),
     )
 
 
-def _towers(model: nn.Module) -> list[tuple[str, Any, Family]]:
+def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
+    if state.settings.fp8 is None:
+        return None
+    path = state.settings.fp8.scales
+    text = f"scaled by {f'the maxima in {path}' if path is not None else 'the maxima of the last calls'}"
+    if saturated := state.saturated():
+        text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"
+    if why := choices["full"].not_worth.get(FP8.name) if "full" in choices else None:
+        text += f"; not used by the last call: {why}"
+    return text
+
+
+def towers_of(model: nn.Module) -> list[tuple[str, Any, Family]]:
+    """(path, tower, family) of every supported tower in a model; ValueError where there is none."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch module, got {type(model).__name__}; pass the loaded model")
     towers = list(find_towers(model))
@@ -273,11 +300,18 @@ def _towers(model: nn.Module) -> list[tuple[str, Any, Family]]:
 
 
 def _settings(
-    attention: str | FlexConfig, fuse: str | bool | Iterable[str], cuda_graphs: bool | GraphConfig, strict: bool
+    attention: str | FlexConfig,
+    fuse: str | bool | Iterable[str],
+    cuda_graphs: bool | GraphConfig,
+    fp8: bool | Fp8Config,
+    strict: bool,
 ) -> Settings:
     if not isinstance(cuda_graphs, bool | GraphConfig):
         raise ValueError(f"expected cuda_graphs to be True, False or a GraphConfig, got {cuda_graphs!r}")
+    if not isinstance(fp8, bool | Fp8Config):
+        raise ValueError(f"expected fp8 to be True, False or a Fp8Config, got {fp8!r}")
     graphs = GraphConfig() if cuda_graphs is True else cuda_graphs or None
+    quantized = Fp8Config() if fp8 is True else fp8 or None
     score_mod = attention.score_mod if isinstance(attention, FlexConfig) else None
     if isinstance(attention, FlexConfig):
         attention = "flex"
@@ -298,9 +332,30 @@ def _settings(
         if named and "window_attention" in parts:
             raise ValueError("expected fuse without 'window_attention' beside a score_mod, which it does not apply")
         parts -= {"window_attention"}
+        if quantized is not None:
+            raise ValueError("expected fp8=False beside a score_mod, which attention in FP8 does not apply")
     return Settings(
-        attention=attention, score_mod=score_mod, fuse=parts, fuse_named=named, graphs=graphs, strict=strict
+        attention=attention,
+        score_mod=score_mod,
+        fuse=parts,
+        fuse_named=named,
+        graphs=graphs,
+        fp8=quantized,
+        maxima=None if quantized is None or quantized.scales is None else Maxima.load(quantized.scales),
+        strict=strict,
     )
+
+
+def _check_maxima(path: str, tower: Any, settings: Settings) -> None:
+    if settings.fp8 is None or settings.maxima is None:
+        return
+    expected = len(tower.blocks), tower.blocks[0].attn.num_heads
+    if settings.maxima.shape != expected:
+        raise ValueError(
+            f"expected FP8 maxima for the {expected[0]} layers of {expected[1]} heads of {path or 'the tower'}, got "
+            f"{settings.maxima.shape[0]} of {settings.maxima.shape[1]} in {settings.fp8.scales}; make them with this "
+            "model by hf_vit_accel.calibrate"
+        )
 
 
 def _check_strict(path: str, tower: Any, settings: Settings) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.backends import Request, ScoreMod
-from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.backends import FP8, Request, ScoreMod
+from hf_vit_accel.config import Fp8Config, GraphConfig
 from hf_vit_accel.fusion import PARTS, Fusion
 from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.planning import POPPED, Prepared
+from hf_vit_accel.scales import Maxima, Scales
 
 __all__ = ["Settings", "against_call", "against_injection", "request_for", "unserved"]
 
@@ -26,7 +27,7 @@ _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Settings:
     """What the user asked for; see `hf_vit_accel.patch`. fuse: the parts, named one by one or not. graphs: or None.
 
-    score_mod: what every layer's attention must apply.
+    score_mod: what every layer's attention must apply. fp8: or None. maxima: what its file holds, if it names one.
     """
 
     attention: str = "auto"
@@ -34,6 +35,8 @@ class Settings:
     fuse: frozenset[str] = frozenset(PARTS)
     fuse_named: bool = False
     graphs: GraphConfig | None = None
+    fp8: Fp8Config | None = None
+    maxima: Maxima | None = None
     strict: bool = False
 
 
@@ -76,6 +79,8 @@ def unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared) -> l
         for choice in prepared.choices.values():
             for why in choice.rejected.get(settings.attention, ()):
                 reasons.append(f"{settings.attention} cannot serve the call: {why}")
+    for choice in prepared.choices.values():
+        reasons += [f"FP8 cannot serve the call: {why}" for why in choice.rejected.get(FP8.name, ())]
     if settings.fuse_named and fusion is not None:
         reasons += [f"{part} is not fused: {why}" for part, why in fusion.unfused.items() if part in settings.fuse]
         if "window_attention" in settings.fuse & fusion.fused and "window" in prepared.plans:
@@ -88,7 +93,13 @@ def _autocast(device: torch.device) -> bool:
 
 
 def request_for(
-    tower: Any, device: torch.device, *, grad: bool = False, packed: bool = True, score_mod: ScoreMod | None = None
+    tower: Any,
+    device: torch.device,
+    *,
+    grad: bool = False,
+    packed: bool = True,
+    score_mod: ScoreMod | None = None,
+    fp8: Scales | None = None,
 ) -> Request:
     """What a tower's layers ask of a backend: its heads, and the dtype that its attention computes in."""
     attention = tower.blocks[0].attn
@@ -106,4 +117,5 @@ def request_for(
         packed=packed,
         grad=grad,
         score_mod=score_mod,
+        fp8=fp8,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FlexConfig", "GraphConfig"]
+__all__ = ["FlexConfig", "Fp8Config", "GraphConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,37 @@ class FlexConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """Attention in FP8 (e4m3) by cuDNN, on long segments; for `hf_vit_accel.patch(fp8=...)`. Not exact.
+
+    scales: a file written by `hf_vit_accel.calibrate`, whose maxima every call is scaled by; numbers beyond them and
+    their margin are cut off, which `status` tells. None: each layer and head is scaled by the absolute maxima of the
+    last calls, or by its own where that would cut anything off.
+    history: how many calls that is.
+    shortest: rows that a row attends to, on average, from which FP8 is used; None for where it was measured to be
+    faster. Windows never use it.
+
+    Raises ValueError for values that make no sense.
+    """
+
+    scales: str | os.PathLike[str] | None = None
+    history: int = 16
+    shortest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.scales is not None and not isinstance(self.scales, str | os.PathLike):
+            raise ValueError(f"expected scales to be the path of a file or None, got {self.scales!r}")
+        _check_integer("history", self.history, least=1)
+        if self.shortest is not None:
+            _check_integer("shortest", self.shortest, least=0)
+
+
+def _check_integer(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"expected {name} to be an integer of at least {least}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     """How a tower is captured in CUDA graphs; see `hf_vit_accel.patch`.
 
@@ -73,9 +105,7 @@ class GraphConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("exact_after", 0), ("max_graphs", 1), ("max_bytes", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"expected {name} to be an integer of at least {least}, got {value!r}")
+            _check_integer(name, getattr(self, name), least=least)
         if self.budgets is None:
             return
         budgets = tuple(self.budgets) if isinstance(self.budgets, Iterable) else ()

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hf_vit_accel.backends import Plan
+from hf_vit_accel.backends import Attend
 from hf_vit_accel.fusion import Fusion
 from hf_vit_accel.kernels import window_attention
 from hf_vit_accel.planning import Prepared
@@ -56,26 +55,21 @@ def encode(
     return [x_TE, merged, *merged_by_layer]
 
 
-def _attends_by_layer(
-    full_layers: frozenset[int] | None, fusion: Fusion, prepared: Prepared
-) -> list[Callable[..., Any]]:
+def _attends_by_layer(full_layers: frozenset[int] | None, fusion: Fusion, prepared: Prepared) -> list[Attend]:
     """Per layer: packed projection, cos and sin to the attended rows (T, H, D)."""
-
-    def planned(plan: Plan) -> Callable[..., Any]:
-        return lambda qkv_T3HD, cos_TD, sin_TD: plan.attend(*fusion.rotate(qkv_T3HD, cos_TD, sin_TD).unbind(1))
-
-    full = planned(prepared.plans["full"])
+    layers = len(fusion.layers)
+    planned = {kind: plan.backend.attend_layers(plan, layers, fusion.rotate) for kind, plan in prepared.plans.items()}
     if full_layers is None:
-        return [full] * len(fusion.layers)
-    if "window" in prepared.plans:
-        window = planned(prepared.plans["window"])
+        return planned["full"]
+    if "window" in planned:
+        window = planned["window"][0]
     else:
         offsets_S1, scale = prepared.tensors["cu_window_seqlens"], prepared.plans["full"].request.scale
 
         def window(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
             return window_attention.window_attention(qkv_T3HD, cos_TD, sin_TD, offsets_S1, scale)
 
-    return [full if index in full_layers else window for index in range(len(fusion.layers))]
+    return [attend if index in full_layers else window for index, attend in enumerate(planned["full"])]
 
 
 def _permute(rows: torch.Tensor, window_index_M: torch.Tensor) -> torch.Tensor:

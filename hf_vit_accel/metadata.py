@@ -55,11 +55,13 @@ class Segments:
     """Consecutive runs of rows that attend within themselves.
 
     lengths_S: int32 rows of each, positive; zero only at the end, where fewer segments stand in for more. longest: the
-    length to declare where it must not depend on the layout (at least the longest).
+    length to declare where it must not depend on the layout (at least the longest). spare: rows at the end that are
+    only padding.
     """
 
     lengths_S: Array
     longest: int | None = None
+    spare: int = 0
 
     @cached_property
     def offsets_S1(self) -> Array:

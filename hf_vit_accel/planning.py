@@ -82,7 +82,7 @@ def lay_out(metadata: VisionMetadata, request: Request, attention: str, fused_wi
         if kind == "window" and fused_windows and segments.max_length <= LONGEST:
             continue
         wanted = replace(request, kind=kind)
-        choices[kind] = resolve(attention, wanted)
+        choices[kind] = resolve(attention, wanted, segments)
         plans[kind] = choices[kind].backend.plan(segments, wanted)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
     return Layout(metadata=metadata, arrays=arrays, plans=plans, choices=choices)

@@ -32,6 +32,7 @@ from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
 from hf_vit_accel.planning import Prepared, check_pixels, lay_out, prepare, stream_id
+from hf_vit_accel.scales import Scales
 from hf_vit_accel.structure import Structure
 
 __all__ = [
@@ -96,6 +97,7 @@ class TowerState:
         self.runner = None if settings.graphs is None else Runner(settings.graphs)
         self._device: torch.device | None = None
         self._structure: Structure | None = None
+        self._scales: Scales | None = None
         self._fusion: tuple[Structure, torch.device, torch.dtype, Fusion] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,12 +132,37 @@ class TowerState:
             self._fusion = held = *key, fuse_tower(tower, self.settings.fuse, device, dtype)
         return held[3]
 
+    def scales(self, tower: Any, device: torch.device) -> Scales | None:
+        """What FP8 attention on a device knows of earlier calls; None where FP8 is not asked for."""
+        fp8, held = self.settings.fp8, self._scales
+        if fp8 is None:
+            return None
+        layers, heads = len(tower.blocks), tower.blocks[0].attn.num_heads
+        if held is None or (held.device, held.layers, held.heads) != (device, layers, heads):
+            if held is not None:
+                held.close()
+            self._scales = held = Scales(
+                device=device,
+                layers=layers,
+                heads=heads,
+                calls=fp8.history,
+                fixed=self.settings.maxima,
+                shortest=fp8.shortest,
+            )
+        return held
+
+    def saturated(self) -> list[int]:
+        """Layers in which FP8 attention cut numbers off."""
+        return [] if self._scales is None else self._scales.saturated()
+
     def close(self) -> None:
         """Drop everything that was cached, device memory included."""
         if self.runner is not None:
             self.runner.close()
+        if self._scales is not None:
+            self._scales.close()
         self.prepared.clear()
-        self._structure = self._fusion = None
+        self._structure = self._fusion = self._scales = None
 
     def prepare(self, geometry: Geometry, grid: Grid, request: Request, *, fused_windows: bool) -> Prepared:
         """Metadata and plans for a grid: from the cache, or computed on the host and sent in one copy.
@@ -248,8 +275,14 @@ def _forward(
     reasons = structure.reasons(parameters) + against_call(
         tower, structure.attentions, kwargs, hidden_states.device, grad
     )
-    score_mod = state.settings.score_mod
-    request = request_for(tower, hidden_states.device, grad=grad, packed=not reasons, score_mod=score_mod)
+    request = request_for(
+        tower,
+        hidden_states.device,
+        grad=grad,
+        packed=not reasons,
+        score_mod=state.settings.score_mod,
+        fp8=state.scales(tower, hidden_states.device),
+    )
     fusion = None if reasons else state.fusion(tower, structure, request.device, request.dtype)
     fused_windows = fusion is not None and "window_attention" in fusion.fused
 

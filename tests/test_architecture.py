@@ -17,14 +17,15 @@ MAY_IMPORT = {
     "kernels": {"env", ""},
     "metadata": set(),
     "structure": set(),
-    "backends": {"metadata", "kernels", "env"},
+    "scales": {"kernels"},
+    "backends": {"metadata", "kernels", "scales", "env"},
     "planning": {"metadata", "backends", "kernels"},
     "fusion": {"kernels", "structure"},
     "encoder": {"backends", "fusion", "kernels", "planning"},
     "config": set(),
     "graphs": {"backends", "config", "metadata", "planning"},
-    "boundary": {"backends", "config", "fusion", "metadata", "planning"},
-    "tower": {"backends", "boundary", "encoder", "fusion", "graphs", "metadata", "planning", "structure"},
+    "boundary": {"backends", "config", "fusion", "metadata", "planning", "scales"},
+    "tower": {"backends", "boundary", "encoder", "fusion", "graphs", "metadata", "planning", "scales", "structure"},
     "families": {"tower", "metadata"},
     "registration": {"boundary", "families", "metadata", "backends", "planning", "tower"},
     "api": {
@@ -33,6 +34,7 @@ MAY_IMPORT = {
         "graphs",
         "kernels",
         "registration",
+        "scales",
         "families",
         "tower",
         "fusion",
@@ -41,15 +43,16 @@ MAY_IMPORT = {
         "metadata",
         "env",
     },
+    "calibration": {"api", "config", "scales", "tower"},
     "doctor": {"backends", "metadata", "env", ""},
     "bench": {"api", "boundary", "backends", "config", "env", "graphs", "families", "metadata", "planning", "tower"},
     "cli": {"doctor", "bench", ""},
-    "__init__": {"api", "backends", "config", "registration", "tower"},
+    "__init__": {"api", "backends", "calibration", "config", "registration", "tower"},
 }
 
 
 # Explained in the class that they come from.
-OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare", "needs_on"}
+OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare", "needs_on", "reasons_against", "attend_layers"}
 
 
 def level(path: Path) -> str:

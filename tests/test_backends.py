@@ -157,7 +157,7 @@ def test_cudnn_other_ways_to_call_it(monkeypatch: pytest.MonkeyPatch, way: str) 
     if reasons := backend.reasons_against_machine():
         pytest.skip("; ".join(reasons))
     if way == "public call":
-        monkeypatch.setattr(cudnn_backend, "_can_prepare", lambda: False)
+        monkeypatch.setattr(cudnn_backend, "can_prepare", lambda: False)
     else:
         real = cudnn_backend._Graph.run
 

@@ -472,7 +472,7 @@ def test_what_a_plan_decides_on_the_host_tells_graphs_apart(on_cpu: Any, model: 
 
 def test_strict_holds_for_replays(on_cpu: Any, model: Any, monkeypatch: Any) -> None:
     """A named backend that cannot serve the call is noticed before anything is replayed."""
-    monkeypatch.setattr("hf_vit_accel.api.require", lambda name: None)
+    monkeypatch.setattr("hf_vit_accel.api.require", lambda name, **_: None)
     patch(model, attention="torch_varlen", strict=True)
     with pytest.raises(FallbackError, match="torch_varlen cannot serve the call"):
         run_tower(tower_of(model), [(1, 6, 8)])

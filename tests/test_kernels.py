@@ -36,6 +36,16 @@ from hf_vit_accel.kernels.linear_activation import (
 from hf_vit_accel.kernels.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.kernels.patch_embed import patch_embed
 from hf_vit_accel.kernels.positions import add_positions_, add_positions_reference_
+from hf_vit_accel.kernels.quantize import (
+    E4M3,
+    LARGEST,
+    dequantize,
+    dequantize_reference,
+    fit,
+    quantize,
+    quantize_reference,
+    snapshot,
+)
 from hf_vit_accel.kernels.rope import rope_, rope_reference_
 from hf_vit_accel.kernels.window_attention import heads_each, window_attention, window_attention_reference
 
@@ -284,6 +294,109 @@ def test_reasons_against_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (why_not_descriptors(torch.device("cuda", 0)) is None) == fits
 
 
+@pytest.fixture
+def exact_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own conversion to 8 bits forgets to carry into the exponent: here torch does it."""
+    if not INTERPRETED:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+    torch_dtypes = {tl.float16: torch.float16, tl.float32: torch.float32}
+
+    def convert(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target == tl.float8e4nv:
+            return torch.from_numpy(x.copy()).to(E4M3).view(torch.uint8).numpy()
+        if source == tl.float8e4nv:
+            wide = torch.from_numpy(x.copy()).view(E4M3).to(torch_dtypes[target]).numpy()
+            return wide.view(f"uint{target.primitive_bitwidth}")
+        return original(x, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+HISTORIES = {"none": 0.0, "too small": 0.01, "fits": 100.0, "much too large": 1e6}
+
+
+def test_scales_fit() -> None:
+    maxima_3H = torch.tensor([[1.0, 448.0, 449.0, 3e-5], [7.0, 0.0, 2.0, 1e9], [448.0, 448.5, 0.0, 1e-30]])
+    scales_3H = fit(maxima_3H)
+    mantissas, _ = torch.frexp(scales_3H)
+    assert (mantissas == 0.5).all()  # powers of two
+    assert (maxima_3H * scales_3H <= LARGEST).all()
+    products_H = scales_3H[0] * scales_3H[1]
+    assert (products_H == products_H[0]).all()
+    assert scales_3H[2, :2].tolist() == [1.0, 0.5]
+    alone_3 = fit(torch.tensor([[448.0], [447.0], [225.0]]))[:, 0]
+    assert alone_3.tolist() == [1.0, 1.0, 1.0]
+
+
+@where
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize(("dim", "padded"), [(64, 64), (72, 128), (80, 128), (16, 64), (24, 24)])
+def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, history: str) -> None:
+    """Bit for bit, scales and maxima too; rows of padding are poisoned and reach neither."""
+    rows, heads, layers, calls, layer = at["rows"], at["heads"], 3, 4, 1
+    used = rows - 2
+    qkv_T3HD, angles_TD = (
+        draw(rows, 3, heads, dim, at=at),
+        draw(rows, dim // 2, at=at, dtype=torch.float32).repeat(1, 2),
+    )
+    qkv_T3HD[:, 0, 1] *= 30
+    qkv_T3HD[:, 2] *= 0.01
+    qkv_T3HD[used:] = float("nan")
+    qkv_T3HD[used, 0, 0, 0] = 1e4
+    qkv_T3HD[0, :, 0, 1] = torch.tensor([float("inf"), float("nan"), float("-inf")])
+    cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
+    history_LN3H = torch.zeros(layers, calls, 3, heads, device=at["device"])
+    history_LN3H[:, 2] = HISTORIES[history]
+    position_L = torch.full((layers,), calls - 1, dtype=torch.int32, device=at["device"])
+    remembered_N3H = history_LN3H[layer].clone()
+
+    scales_L3H, maxima_L3H = snapshot(history_LN3H)
+    assert torch.equal(scales_L3H, fit(history_LN3H.amax(1)))
+    assert not maxima_L3H.any()
+    used_1 = torch.tensor([used], dtype=torch.int32, device=at["device"])
+    rest = history_LN3H[layer], position_L[layer : layer + 1], padded
+    out, scales, unscale = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, scales_L3H[layer], maxima_L3H[layer], *rest)
+
+    expected, own, maxima = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, remembered_N3H, padded)
+    assert torch.equal(scales, own)
+    assert unscale is not None and unscale.item() == 1 / (own[0, 0] * own[1, 0]).item()
+    assert torch.equal(maxima_L3H[layer], maxima) and not maxima_L3H[:layer].any() and not maxima_L3H[layer + 1 :].any()
+    assert torch.equal(history_LN3H[layer, -1], maxima) and torch.equal(history_LN3H[layer, :-1], remembered_N3H[:-1])
+    assert position_L.tolist() == [calls - 1, 0, calls - 1]
+    assert torch.equal(out.float().nan_to_num(1e3), expected.float().nan_to_num(1e3))
+    assert out[:, 0, 0].isnan().sum() == out[:, 0].isnan().sum() > 0
+    assert not out[..., dim:].float().any()
+    assert (out.float().abs().nan_to_num(0) <= LARGEST).all()
+
+    back = dequantize(out[2], scales[2], dim, at["dtype"])
+    assert torch.equal(back.nan_to_num(7), dequantize_reference(expected[2], own[2], dim, at["dtype"]).nan_to_num(7))
+    clean = slice(1, used)
+    error = relative_error(back[clean], qkv_T3HD[clean, 2])
+    assert error < 0.04
+
+
+@where
+def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, at: dict[str, Any]) -> None:
+    rows, heads, dim = at["rows"], at["heads"], 72
+    qkv_T3HD, angles_TD = (
+        draw(rows, 3, heads, dim, at=at),
+        draw(rows, dim // 2, at=at, dtype=torch.float32).repeat(1, 2),
+    )
+    fixed_3H = fit(torch.full((3, heads), 1.0, device=at["device"]))
+    seen_3H = torch.full((3, heads), 2.5, device=at["device"])
+    used_1 = torch.tensor([rows], dtype=torch.int32, device=at["device"])
+    tables = angles_TD.cos(), angles_TD.sin()
+    out, scales, unscale = quantize(qkv_T3HD, *tables, used_1, fixed_3H, seen_3H, None, None, 128)
+    expected, _, maxima = quantize_reference(qkv_T3HD, *tables, rows, None, 128, fixed_3H)
+    assert unscale is None and torch.equal(scales, fixed_3H)
+    assert torch.equal(seen_3H, maxima.clamp(min=2.5))
+    assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
+
+
 COMPILED = {
     "rope": (
         "rope",
@@ -333,6 +446,28 @@ COMPILED = {
         "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 "
         "out_down:*bf16 gate_stride:i32 up_stride:i32 down_stride:i32",
         dict(INNER=1280, WIDTH=3420, PADDED=3424, BLOCK=1024),
+    ),
+    **{
+        f"quantize, {'again' if again else 'first'}": (
+            "quantize",
+            "_quantize_kernel",
+            "qkv:*bf16 cos:*fp32 sin:*fp32 used_rows:*i32 scales:*fp32 maxima:*fp32 final:*fp32 unscale:*fp32 "
+            "history:*fp32 position:*i32 out:*fp8e4nv rows:i32 row_stride:i32 table_stride:i32",
+            dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, AGAIN=again, BLOCK_T=32, BLOCK_D=64, BLOCK_H=16, PER=4),
+        )
+        for again in (False, True)
+    },
+    "snapshot": (
+        "quantize",
+        "_snapshot_kernel",
+        "history:*fp32 scales:*fp32 maxima:*fp32",
+        dict(HEADS=12, CALLS=3, BLOCK_H=16, BLOCK_N=4),
+    ),
+    "dequantize": (
+        "quantize",
+        "_dequantize_kernel",
+        "x:*fp8e4nv scales:*fp32 out:*bf16 rows:i32",
+        dict(WIDTH=1152, DIM=72, PADDED=128, HEADS=16, BLOCK_T=8, BLOCK_E=256),
     ),
     "quick_gelu": ("activation", "_quick_gelu_kernel", "x:*bf16 total:i32", dict(BLOCK=4096)),
     "positions": (

@@ -6,9 +6,10 @@ A new backend is one file here and its place in `ORDER`; tests, doctor, status a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from hf_vit_accel.backends.base import (
+    Attend,
     Backend,
     BackendUnavailableError,
     Kind,
@@ -18,15 +19,19 @@ from hf_vit_accel.backends.base import (
     ScoreMod,
     plan_alone,
 )
+from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn
 from hf_vit_accel.backends.flex import Flex
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
+from hf_vit_accel.metadata import Segments
 
 __all__ = [
     "AUTO",
+    "FP8",
     "ORDER",
+    "Attend",
     "Backend",
     "BackendUnavailableError",
     "Choice",
@@ -42,6 +47,9 @@ __all__ = [
 ]
 
 ORDER: tuple[Backend, ...] = (FlashAttention3(), FlashinferCudnn(), TorchVarlen(), Flex(), Sdpa())
+
+FP8 = CudnnFp8()
+"""What comes before all of them where attention in FP8 is asked for; not exact, so never otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +80,11 @@ AUTO: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend that serves a request, and why those tried before it do not."""
+    """The backend that serves a request, and why those tried before it do not, or would not pay."""
 
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]]
+    not_worth: Mapping[str, str] = field(default_factory=dict)
 
 
 def backend_named(name: str) -> Backend:
@@ -87,8 +96,15 @@ def backend_named(name: str) -> Backend:
     raise ValueError(f"expected attention to be one of {known}, got {name!r}")
 
 
-def require(name: str) -> None:
-    """Raise BackendUnavailableError, with every reason and what else there is, if this machine cannot run `name`."""
+def require(name: str, *, fp8: bool = False) -> None:
+    """Raise BackendUnavailableError, with every reason and what else there is, if this machine cannot run `name`.
+
+    fp8: also if it cannot run attention in FP8.
+    """
+    if fp8 and (reasons := FP8.reasons_against_machine()):
+        raise BackendUnavailableError(
+            "attention in FP8 cannot run on this machine:\n  - " + "\n  - ".join(reasons) + "\nUse fp8=False."
+        )
     if name == "auto":
         return
     reasons = backend_named(name).reasons_against_machine()
@@ -108,11 +124,19 @@ def require(name: str) -> None:
     )
 
 
-def resolve(name: str, request: Request) -> Choice:
+def resolve(name: str, request: Request, segments: Segments | None = None) -> Choice:
     """The named backend if it can serve the request, else (or for "auto") the fastest that can by measurement.
 
-    Raises BackendUnavailableError where none can: only with a score_mod, which no other backend may ignore.
+    Where FP8 is asked for, that is FP8 on full layers if it can, and if it pays for these segments. Raises
+    BackendUnavailableError where none can: only with a score_mod, which no other backend may ignore.
     """
+    if request.fp8 is not None and request.kind == "full" and segments is not None:
+        if reasons := FP8.reasons_against(request):
+            choice = resolve(name, replace(request, fp8=None))
+            return replace(choice, rejected={FP8.name: tuple(reasons), **choice.rejected})
+        if why := FP8.why_not_worth(segments, request):
+            return replace(resolve(name, replace(request, fp8=None)), not_worth={FP8.name: why})
+        return Choice(backend=FP8, rejected={})
     order = [backend_named(known) for rule in AUTO if rule.kind == request.kind for known in rule.order]
     if name != "auto":
         order.insert(0, backend_named(name))

@@ -16,10 +16,13 @@ import torch
 
 from hf_vit_accel import env
 from hf_vit_accel.metadata import Segments, to_device
+from hf_vit_accel.scales import Scales
 
-__all__ = ["Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod"]
+__all__ = ["Attend", "Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod"]
 
 Kind = Literal["full", "window"]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to the attended rows (T, H, D)."""
 ScoreMod = Callable[..., torch.Tensor]
 """(score, batch, head, q_idx, kv_idx) to the score that takes its place; see `hf_vit_accel.FlexConfig`."""
 
@@ -36,7 +39,8 @@ class Request:
     """What one forward asks of a backend.
 
     scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
-    will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score.
+    will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score. fp8: the
+    scales of the tower's layers, where attention in FP8 is asked for.
     """
 
     device: torch.device
@@ -48,6 +52,7 @@ class Request:
     packed: bool = False
     grad: bool = False
     score_mod: ScoreMod | None = None
+    fp8: Scales | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +172,15 @@ class Backend(ABC):
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         """See `Plan.attend`. Traceable: torch's own operators, or a custom operator with a fake implementation."""
 
+    def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
+        """What each layer of a forward that begins now attends by. rotate: q and k of a packed projection, rotated."""
+
+        def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+            q_THD, k_THD, v_THD = rotate(qkv_T3HD, cos_TD, sin_TD).unbind(1)
+            return self.attend(q_THD, k_THD, v_THD, plan)
+
+        return [attend] * layers
+
 
 def _against_capability(needs: Needs, index: int | None) -> list[str]:
     if needs.capability is None:
@@ -185,15 +199,19 @@ def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
     return plan.bind(to_device(plan.arrays, request.device) if plan.arrays else {})
 
 
-def attention_op(schema: str, cuda: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def attention_op(
+    schema: str, cuda: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor] | None = None
+) -> Callable[..., torch.Tensor]:
     """Register `hf_vit_accel::<schema>`, a forward-only operator whose result is new and shaped as its first argument.
+
+    fake: what stands in for the result, where that has another dtype.
 
     By define and impl rather than `torch.library.custom_op`: 7 us of Python a call instead of 18, once per layer.
     """
     name = "hf_vit_accel::" + schema.split("(")[0]
     torch.library.define(name, schema[schema.index("(") :])
     torch.library.impl(name, "cuda", cuda)
-    torch.library.register_fake(name, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
+    torch.library.register_fake(name, fake or (lambda q_THD, *_: q_THD.new_empty(q_THD.shape)))
     packet = getattr(torch.ops.hf_vit_accel, schema.split("(")[0])
     op: Callable[..., torch.Tensor] = packet.default
     return op

@@ -33,6 +33,10 @@ _UIDS = (
     *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
+_FP8_UIDS = (
+    *("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"),
+    *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"),
+)
 _SPARE_WORKSPACE = 128 << 20  # bytes; FlashInfer's own advice, where the plan's need cannot be asked
 
 
@@ -94,7 +98,7 @@ class FlashinferCudnn(Backend):
             return
         row_T3HD = torch.empty(1, 3, request.heads, request.head_dim, dtype=request.dtype, device=request.device)
         for index, (_, _, max_length) in enumerate(plan.host["chunks"]):
-            _graph(row_T3HD.unbind(1), _sequences(plan, index, (True, True, True)), max_length, request.scale)
+            graph_for(row_T3HD.unbind(1), _sequences(plan, index, (True, True, True)), max_length, request.scale)
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         heads, head_dim = q_THD.shape[1:]
@@ -195,29 +199,30 @@ WORKSPACES = Workspaces()
 class _Graph:
     """One built cuDNN plan: its graph, the tensors that it takes in order, and the workspace that it needs."""
 
-    def __init__(self, qkv: Tensors, sequences: Tensors, max_length: int, scale: float) -> None:
+    def __init__(self, qkv: Tensors, sequences: Tensors, max_length: int, scale: float, out_dtype: torch.dtype) -> None:
         prefill, (lengths_S, *offsets) = _prefill_module(), sequences
         metadata = prefill._PrefillMetadata(
             max_token_per_sequence=max_length,
             max_sequence_kv=max_length,
             causal=False,
             return_lse=False,
-            o_data_type=qkv[0].dtype,
+            o_data_type=out_dtype,
             actual_seq_lens_q=lengths_S,
             actual_seq_lens_kv=lengths_S,
             **dict(zip(_OFFSETS, offsets, strict=True)),
         )
         self._graph = prefill.prepare_cudnn_batch_prefill(*qkv, scale, lengths_S, metadata=metadata).graph
-        self._uids = tuple(getattr(prefill.UIDs, name).value for name in _UIDS)
+        names = _UIDS + (_FP8_UIDS if qkv[0].dtype == torch.float8_e4m3fn else ())
+        self._uids = tuple(getattr(prefill.UIDs, name).value for name in names)
         self._ordered = "tensor_uids" in inspect.signature(self._graph.execute).parameters
         self._workspace_bytes = int(self._graph.get_workspace_size())
 
-    def run(self, qkv: Tensors, sequences: Tensors, out_THD: torch.Tensor) -> None:
-        """Launch on the current stream; pointers are bound for this call only."""
+    def run(self, qkv: Tensors, sequences: Tensors, out_THD: torch.Tensor, fp8: Tensors = ()) -> None:
+        """Launch on the current stream; pointers are bound for this call only. fp8: for `_FP8_UIDS`."""
         stream = torch.cuda.current_stream(out_THD.device)
         options: dict[str, Any] = {"workspace": WORKSPACES.get(stream, self._workspace_bytes)}
         options["handle"] = _prefill_module()._create_cudnn_handle(stream)
-        tensors = *qkv, out_THD, sequences[0], *sequences
+        tensors = *qkv, out_THD, sequences[0], *sequences, *fp8
         if self._ordered:
             self._graph.execute(tensors, tensor_uids=self._uids, **options)
         else:
@@ -228,21 +233,27 @@ GRAPHS: LRU[_Graph] = LRU(entries=256, cost=256)
 """The cuDNN plans built so far; `GRAPHS.misses` counts builds."""
 
 
-def _graph(qkv: Tensors, sequences: Tensors, max_length: int, scale: float) -> _Graph:
-    """The plan for these shapes and strides. qkv: (T, H, D) each. sequences: lengths, offsets of q, k, v, out."""
+def graph_for(
+    qkv: Tensors, sequences: Tensors, max_length: int, scale: float, out_dtype: torch.dtype | None = None
+) -> _Graph:
+    """The plan for these shapes and strides. qkv: (T, H, D) each. sequences: lengths, offsets of q, k, v, out.
+
+    out_dtype: of the output, if it is not q's.
+    """
     shape, strides = qkv[0].shape[1:], tuple(x_THD.stride() for x_THD in qkv)
-    key = qkv[0].device, qkv[0].dtype, shape, strides, sequences[0].shape[0], max_length, scale
+    out_dtype = out_dtype or qkv[0].dtype
+    key = qkv[0].device, qkv[0].dtype, out_dtype, shape, strides, sequences[0].shape[0], max_length, scale
 
     def make() -> tuple[_Graph, int]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a cuDNN plan must be built before a CUDA graph is captured; run the same sizes once")
-        return _Graph(qkv, sequences, max_length, scale), 1
+        return _Graph(qkv, sequences, max_length, scale, out_dtype), 1
 
     return GRAPHS.get(key, make)
 
 
 @env.probe
-def _can_prepare() -> bool:
+def can_prepare() -> bool:
     """Whether this FlashInfer has the semi-private pieces (0.7.2); else its slower public call is used."""
     names = ("prepare_cudnn_batch_prefill", "_PrefillMetadata", "UIDs", "_create_cudnn_handle")
     return all(hasattr(_prefill_module(), name) for name in names)
@@ -251,8 +262,8 @@ def _can_prepare() -> bool:
 def _attend_cuda(*arguments: Any) -> torch.Tensor:
     qkv, sequences, (max_length, scale) = arguments[:3], arguments[3:8], arguments[8:]
     out_THD = torch.empty(qkv[0].shape, dtype=qkv[0].dtype, device=qkv[0].device)
-    if _can_prepare():
-        _graph(qkv, sequences, max_length, scale).run(qkv, sequences, out_THD)
+    if can_prepare():
+        graph_for(qkv, sequences, max_length, scale).run(qkv, sequences, out_THD)
         return out_THD
     _prefill_module().cudnn_batch_prefill_with_kv_cache(
         *qkv,

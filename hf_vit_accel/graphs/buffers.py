@@ -68,7 +68,7 @@ def pad_segments(segments: Segments, rows: int, count: int, longest: int) -> Seg
         shares[: spare_rows % used] += 1
         lengths_S[segments.count : segments.count + used] = shares
     assert lengths_S.max() <= longest, (int(lengths_S.max()), longest)
-    return Segments(lengths_S, longest)
+    return Segments(lengths_S, longest, spare_rows)
 
 
 def pad(metadata: VisionMetadata, shape: Shape) -> VisionMetadata:

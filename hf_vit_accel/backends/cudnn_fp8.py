@@ -1,0 +1,188 @@
+"""cuDNN's attention in FP8 (e4m3), through FlashInfer as in `flashinfer_cudnn`; for full layers, where it is asked for.
+
+On Hopper cuDNN writes FP8 attention in e4m3 only, and FlashInfer passes no scale for it. The output is a mix of rows of
+v with weights that add up to one, so in v's quantised units it always fits and uses e4m3's range: v is declared to
+have no scale, and the kernel that drops the padding multiplies by what v was divided by, head by head.
+
+`T` packed rows, `S` segments, `H` heads, `D` head dim, `P` that dim padded.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_vit_accel import env
+from hf_vit_accel.backends.base import Attend, Needs, Plan, Request, attention_op
+from hf_vit_accel.backends.flashinfer_cudnn import (
+    CUDNN_FRONTEND,
+    FLASHINFER,
+    FlashinferCudnn,
+    can_prepare,
+    graph_for,
+    round_max_length,
+    round_segments,
+)
+from hf_vit_accel.kernels.launch import why_not_triton
+from hf_vit_accel.kernels.quantize import E4M3, dequantize, quantize
+from hf_vit_accel.metadata import Segments
+from hf_vit_accel.scales import LayerScales, Scales
+
+SHORTEST = 1024
+"""Rows of the segment that a row is in, on average, from which FP8 is faster than the best of the others."""
+
+_INT32_END = 2**31
+_WEIGHTS_SCALE = 256.0
+"""What softmax weights, at most 1, are multiplied by before they are rounded to e4m3: without it all those below 1/1000
+of the largest would be lost, which in thousands of keys may be most of the sum."""
+
+
+class CudnnFp8(FlashinferCudnn):
+    """q, k and v rotated, quantised and padded by one kernel, attended by one call, unpadded by another kernel."""
+
+    name = "cudnn_fp8"
+    needs = Needs(
+        packages=(FLASHINFER, CUDNN_FRONTEND),
+        capability=((9, 0), (13, 0)),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dim_multiple=8,
+        head_dim_max=128,
+    )
+
+    def probe(self) -> list[str]:
+        if reasons := super().probe():
+            return reasons
+        return [] if can_prepare() else ["this FlashInfer lacks the pieces that FP8 needs (0.7.2 has them)"]
+
+    def reasons_against(self, request: Request) -> list[str]:
+        reasons = super().reasons_against(request)
+        if request.kind != "full":
+            reasons.append("windows are faster without FP8")
+        if not request.packed:
+            reasons.append("the stock blocks run, which rotate q and k themselves")
+        if why := why_not_triton(request.device, request.dtype):
+            reasons.append(why)
+        return reasons
+
+    def why_not_worth(self, segments: Segments, request: Request) -> str | None:
+        """Why another backend is faster for a layout, or the only one that serves it; None if FP8 is."""
+        lengths_S = segments.lengths_S.astype(np.int64)
+        mean, shortest = float((lengths_S**2).sum() / lengths_S.sum()), SHORTEST
+        if request.fp8 is not None and request.fp8.shortest is not None:
+            shortest = request.fp8.shortest
+        if mean < shortest:
+            return f"rows attend to {mean:.0f} others on average, it is used from {shortest} on"
+        if segments.rows * request.heads * _padded(request.head_dim) >= _INT32_END:
+            return f"{segments.rows} rows are more than its int32 offsets reach"
+        return None
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        spare = round_segments(segments.count) - segments.count
+        offsets_S1 = np.pad(segments.offsets_S1, (0, spare), mode="edge") * (request.heads * _padded(request.head_dim))
+        arrays = {
+            "lengths": np.pad(segments.lengths_S, (0, spare)).reshape(-1, 1, 1, 1),
+            "offsets": offsets_S1.astype(np.int32).reshape(-1, 1, 1, 1),
+            "used_1": np.array([segments.rows - segments.spare], dtype=np.int32),
+        }
+        host = {"max_length": round_max_length(segments.max_length)}
+        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
+
+    def prepare(self, plan: Plan) -> None:
+        request = plan.request
+        row_THP = torch.empty(1, request.heads, _padded(request.head_dim), dtype=E4M3, device=request.device)
+        _constants(request.device)
+        _built((row_THP,) * 3, plan.tensors["lengths"], plan.tensors["offsets"], *_fixed(plan))
+        if request.fp8 is not None:
+            request.fp8.allocate()
+
+    def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
+        assert plan.request.fp8 is not None and plan.request.fp8.layers == layers
+        return [partial(_attend_packed, plan, scales) for scales in plan.request.fp8.begin()]
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        # Alone, without a layer's history: by the maxima of these very tensors.
+        scales = Scales(device=q_THD.device, layers=1, heads=q_THD.shape[1]).begin()[0]
+        still = q_THD.new_zeros(1, q_THD.shape[2]).expand(q_THD.shape[0], -1)
+        return _attend_packed(plan, scales, torch.stack((q_THD, k_THD, v_THD), dim=1), still + 1, still.contiguous())
+
+
+def _padded(head_dim: int) -> int:
+    """What is fastest on an H200, at any length: 128 for 72 and 80 (1736 us at 14416 rows; 96: 1837, 80: 2029)."""
+    return 64 if head_dim <= 64 else 128
+
+
+def _fixed(plan: Plan) -> tuple[int, float, torch.dtype]:
+    """What a plan of cuDNN has built in: the longest segment, the factor of scores, the output's dtype."""
+    request = plan.request
+    writes_wide = env.cuda_capability(request.device.index)[0] >= 10
+    return plan.host["max_length"], request.scale, request.dtype if writes_wide else E4M3
+
+
+def _attend_packed(
+    plan: Plan, layer: LayerScales, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+) -> torch.Tensor:
+    """One layer: packed projection (T, 3, H, D), cos and sin to attended rows (T, H, D)."""
+    dim, heads = qkv_T3HD.shape[-1], qkv_T3HD.shape[-2]
+    if qkv_T3HD.stride()[1:] != (heads * dim, dim, 1):
+        qkv_T3HD = qkv_T3HD.contiguous()
+    qkv_3THP, scales_3H, unscale_1 = quantize(
+        qkv_T3HD,
+        cos_TD,
+        sin_TD,
+        plan.tensors["used_1"],
+        layer.scales_3H,
+        layer.maxima_3H,
+        layer.history_N3H,
+        layer.position_1,
+        _padded(dim),
+    )
+    unscale_1 = layer.unscale_1 if unscale_1 is None else unscale_1
+    out_THP = _attend(*qkv_3THP.unbind(0), plan.tensors["lengths"], plan.tensors["offsets"], unscale_1, *_fixed(plan))
+    return dequantize(out_THP, scales_3H[2], dim, qkv_T3HD.dtype)
+
+
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """1, and the scale of softmax weights and what undoes it: made before any capture, kept while the process lives."""
+    with torch.inference_mode(False):
+        one = torch.ones(1, device=device)
+        return one, one * _WEIGHTS_SCALE, one / _WEIGHTS_SCALE
+
+
+def _built(qkv: Any, lengths: torch.Tensor, offsets: torch.Tensor, max_length: int, scale: float, out: Any) -> Any:
+    return graph_for(qkv, (lengths, offsets, offsets, offsets, offsets), max_length, scale, out)
+
+
+def _attend_cuda(
+    q_THP: torch.Tensor,
+    k_THP: torch.Tensor,
+    v_THP: torch.Tensor,
+    lengths: torch.Tensor,
+    offsets: torch.Tensor,
+    unscale_1: torch.Tensor,
+    max_length: int,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    qkv, out_THP = (q_THP, k_THP, v_THP), torch.empty(q_THP.shape, dtype=out_dtype, device=q_THP.device)
+    one, weights_scale, weights_unscale = _constants(q_THP.device)
+    graph = _built(qkv, lengths, offsets, max_length, scale, out_dtype)
+    # Of q and k only the product matters: it is declared for q. v's own units come back.
+    fp8 = unscale_1, one, one, weights_scale, weights_unscale, one
+    graph.run(qkv, (lengths, offsets, offsets, offsets, offsets), out_THP, fp8)
+    return out_THP
+
+
+def _attend_fake(q_THP: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return q_THP.new_empty(q_THP.shape, dtype=rest[-1])
+
+
+_attend = attention_op(
+    "cudnn_attention_fp8(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor unscale, int max_length, "
+    "float scale, ScalarType out_dtype) -> Tensor",
+    _attend_cuda,
+    _attend_fake,
+)

@@ -1,0 +1,67 @@
+"""Maxima for FP8 attention, found over a user's own images: `calibrate`.
+
+`T` packed patch rows, `P` pixels of a patch, `L` layers, `H` heads; 3 stands for q, k, v.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_vit_accel.api import patched, towers_of
+from hf_vit_accel.config import Fp8Config
+from hf_vit_accel.scales import Maxima
+from hf_vit_accel.tower import state_of
+
+__all__ = ["calibrate"]
+
+_PIXELS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+
+
+def calibrate(
+    model: nn.Module, images: Iterable[Mapping[str, Any]], path: str | os.PathLike[str], *, margin: float = 2.0
+) -> Path:
+    """Find the absolute maxima of q, k and v over images of yours, and write a file for `Fp8Config(scales=...)`.
+
+    images: what the model's processor returns, one call after the other, with pixel_values and image_grid_thw or with
+    pixel_values_videos and video_grid_thw; rows as wide as the tower's patches. path: of the JSON file, whose path is
+    returned. margin: what the maxima are multiplied by before they are used; e4m3 loses nothing by a few powers of two.
+
+    The tower runs with attention in FP8 at every length meanwhile; afterwards it is patched as it was, or not at all.
+
+    Raises ValueError for a model with several towers, no images, images without pixels, and a margin below 1;
+    BackendUnavailableError where FP8 cannot run; FallbackError for a tower that cannot be served.
+    """
+    if not margin >= 1:
+        raise ValueError(f"expected a margin of at least 1, got {margin!r}")
+    (_, tower, family), *others = towers_of(model)
+    if others:
+        raise ValueError("expected a model with one vision tower, got several; pass the tower itself")
+    largest: torch.Tensor | None = None
+    weight = tower.patch_embed.proj.weight
+    with patched(tower, fp8=Fp8Config(history=1, shortest=0), strict=True), torch.no_grad():
+        for each in images:
+            found = [(each.get(pixels), each.get(grid)) for pixels, grid in _PIXELS]
+            if all(pixels_TP is None for pixels_TP, _ in found):
+                raise ValueError(
+                    "expected what a processor returns, with 'pixel_values' and 'image_grid_thw' or their videos' "
+                    f"names, got {type(each).__name__} with {sorted(each)}"
+                )
+            for pixels_TP, grid_thw in found:
+                if pixels_TP is None:
+                    continue
+                tower(pixels_TP.to(weight.device, weight.dtype), grid_thw=grid_thw)
+                state = state_of(tower)
+                scales = None if state is None else state.scales(tower, weight.device)
+                assert scales is not None
+                seen_L3H = scales.seen()
+                largest = seen_L3H if largest is None else torch.maximum(largest, seen_L3H)
+    if largest is None:
+        raise ValueError("expected at least one image to calibrate with, got none")
+    values = tuple(tuple(tuple(heads) for heads in layer) for layer in largest.tolist())
+    return Maxima(values=values, margin=float(margin), model=family.name).save(path)

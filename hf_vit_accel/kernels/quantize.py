@@ -1,0 +1,355 @@
+"""Quantisation to e4m3 around attention: the packed projection split, rotated, scaled, rounded and padded in one pass.
+
+Scales are powers of two. e4m3 keeps three bits of mantissa at every exponent, so a scale decides only what overflows
+and what is lost below its smallest numbers; of two powers of two that avoid both, either gives the same result. That is
+why scales may follow from earlier calls: a call's result does not depend on its history, but at the very bottom.
+
+`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `L` layers, `N` calls remembered; 3: q, k, v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_vit_accel.kernels.launch import jit, next_power_of_2
+
+try:
+    import triton.language as tl
+except ImportError:  # pragma: no cover
+    tl: Any = None  # type: ignore[no-redef]
+
+__all__ = [
+    "E4M3",
+    "LARGEST",
+    "dequantize",
+    "dequantize_reference",
+    "fit",
+    "quantize",
+    "quantize_reference",
+    "snapshot",
+]
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""The largest number of e4m3."""
+_LOWEST_POWER, _HIGHEST_POWER = -60, 40  # of a scale: products of two stay within float32
+_ROOM = 64.0  # how much smaller a scale may be than what fits: 2**9 of the 2**15 between normal numbers are left
+
+
+def fit(maxima_3H: torch.Tensor) -> torch.Tensor:
+    """Scales (..., 3, H), by which absolute maxima (..., 3, H) fit into e4m3: x * scale is at most `LARGEST`.
+
+    Of v, each head has the largest power of two that fits. Of q and k the product is the same for all heads, since the
+    attention has one factor for all scores: k's are the largest that fit, q's what the product leaves them.
+    """
+    mantissa, exponent = torch.frexp(maxima_3H.float())  # mantissa in [0.5, 1); 448 = 0.875 * 2**9
+    power = torch.where(mantissa > 0.875, 8 - exponent, 9 - exponent).clamp(_LOWEST_POWER, _HIGHEST_POWER)
+    power = torch.where(maxima_3H == 0, _HIGHEST_POWER, power)
+    scales_3H = torch.ldexp(torch.ones_like(maxima_3H, dtype=torch.float32), power)
+    q_H, k_H, v_H = scales_3H.unbind(-2)
+    product = (q_H * k_H).amin(-1, keepdim=True)
+    return torch.stack((product / k_H, k_H, v_H), -2)
+
+
+def quantize_reference(
+    qkv_T3HD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    used: int,
+    maxima_N3H: torch.Tensor | None,
+    padded: int,
+    fixed_3H: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotate q and k in fp32, and bring q, k, v to e4m3: (3, T, H, P), the scales (3, H), this call's maxima (3, H).
+
+    used: rows that count; what stands after them never reaches a maximum. maxima_N3H: absolute maxima of earlier
+    calls, whose scales serve unless something of this call overflows, or would be lost at the bottom because an earlier
+    call was so much larger; then this call's own do. fixed_3H: scales to take
+    instead, whatever overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
+    """
+    qkv = qkv_T3HD.float()
+    cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
+    qk, half = qkv[:, :2], qkv.shape[-1] // 2
+    turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
+    qkv = torch.cat((qk * cos + turned * sin, qkv[:, 2:]), dim=1)
+    finite = qkv.isfinite()
+    maxima_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
+    if fixed_3H is not None:
+        scales_3H = fixed_3H
+    else:
+        assert maxima_N3H is not None
+        scales_3H = fit(maxima_N3H.amax(0))
+        own_3H = fit(maxima_3H)
+        if bool(((maxima_3H * scales_3H > LARGEST) | (own_3H > scales_3H * _ROOM)).any()):
+            scales_3H = own_3H
+    scaled = (qkv * scales_3H[:, :, None]).clamp(-LARGEST, LARGEST)
+    scaled = torch.where(finite, scaled, float("nan")).to(E4M3).transpose(0, 1)
+    out_3THP = torch.zeros((*scaled.shape[:3], padded), dtype=E4M3, device=qkv.device)
+    out_3THP[..., : qkv.shape[-1]] = scaled
+    return out_3THP, scales_3H, maxima_3H
+
+
+def dequantize_reference(out_THP: torch.Tensor, scales_H: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """What attention made of quantised values, (T, H, P), in their own units and without the padding: (T, H, D)."""
+    return (out_THP[..., :dim].float() / scales_H[:, None]).to(dtype)
+
+
+@jit
+def _fit(maxima):
+    bits = maxima.to(tl.int32, bitcast=True)
+    power = 8 - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    power = tl.minimum(tl.maximum(power, -60), 40)
+    return ((power + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def _fit_all(maxima, head, HEADS: tl.constexpr):
+    # (3, H) maxima to the scales of q, k, v and the product of the first two: `fit`.
+    inside = head < HEADS
+    q = _fit(tl.load(maxima + head, mask=inside, other=0.0))
+    k = _fit(tl.load(maxima + HEADS + head, mask=inside, other=0.0))
+    v = _fit(tl.load(maxima + 2 * HEADS + head, mask=inside, other=0.0))
+    product = tl.min(tl.where(inside, q * k, float("inf")))
+    return product / k, k, v, product
+
+
+@jit
+def _snapshot_kernel(
+    history, scales, maxima, HEADS: tl.constexpr, CALLS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    layer = tl.program_id(0)
+    n, head = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_H)
+    at = layer * 3 * HEADS + head
+    inside = head < HEADS
+    for part in tl.static_range(3):
+        past = history + (layer * CALLS + n) * 3 * HEADS + part * HEADS + head[None, :]
+        largest = tl.max(tl.load(past, mask=(n < CALLS) & inside[None, :], other=0.0), 0)
+        tl.store(maxima + at + part * HEADS, largest, mask=inside)
+    tl.debug_barrier()
+    q, k, v, _ = _fit_all(maxima + layer * 3 * HEADS, head, HEADS)
+    tl.debug_barrier()
+    for part in tl.static_range(3):
+        tl.store(maxima + at + part * HEADS, tl.zeros((BLOCK_H,), tl.float32), mask=inside)
+    tl.store(scales + at, q, mask=inside)
+    tl.store(scales + at + HEADS, k, mask=inside)
+    tl.store(scales + at + 2 * HEADS, v, mask=inside)
+
+
+def snapshot(history_LN3H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales (L, 3, H) from the maxima remembered, and zeros of that shape for the maxima to come, in one launch.
+
+    A call works on its own copy: another stream may write to the history meanwhile.
+    """
+    layers, calls, _, heads = history_LN3H.shape
+    scales_L3H, maxima_L3H = (history_LN3H.new_empty(layers, 3, heads) for _ in range(2))
+    _snapshot_kernel[(layers,)](
+        history_LN3H,
+        scales_L3H,
+        maxima_L3H,
+        HEADS=heads,
+        CALLS=calls,
+        BLOCK_H=next_power_of_2(heads),
+        BLOCK_N=next_power_of_2(calls),
+        num_warps=1,
+    )
+    return scales_L3H, maxima_L3H
+
+
+@jit
+def _quantize_kernel(
+    qkv,
+    cos,
+    sin,
+    used_rows,
+    scales,
+    maxima,
+    final,
+    unscale,
+    history,
+    position,
+    out,
+    rows,
+    row_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    CALLS: tl.constexpr,
+    AGAIN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PER: tl.constexpr,
+):
+    # A program takes BLOCK_T rows of PER heads of q, k or v, a head as pairs (d, d + DIM / 2).
+    half: tl.constexpr = DIM // 2
+    part = tl.program_id(1) // (HEADS // PER)
+    first_head = tl.program_id(1) % (HEADS // PER) * PER
+    head = tl.arange(0, BLOCK_H)
+    inside_h = head < HEADS
+    if AGAIN:
+        # The second launch looks at what the first found. Mostly it only settles the scales, and returns.
+        q, k, v, _ = _fit_all(maxima, head, HEADS)
+        unfit = tl.zeros((BLOCK_H,), tl.int32)
+        for each in tl.static_range(3):
+            found = tl.load(maxima + each * HEADS + head, mask=inside_h, other=0.0)
+            used = tl.load(scales + each * HEADS + head, mask=inside_h, other=float("inf"))
+            unfit |= (inside_h & (found * used > 448.0)).to(tl.int32)
+            own = q if each == 0 else (k if each == 1 else v)
+            unfit |= (inside_h & (own > used * 64.0)).to(tl.int32)
+        redone = tl.max(unfit) > 0
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            q_used = tl.where(redone, q, tl.load(scales + head, mask=inside_h, other=1.0))
+            k_used = tl.where(redone, k, tl.load(scales + HEADS + head, mask=inside_h, other=1.0))
+            v_used = tl.where(redone, v, tl.load(scales + 2 * HEADS + head, mask=inside_h, other=1.0))
+            tl.store(final + head, q_used, mask=inside_h)
+            tl.store(final + HEADS + head, k_used, mask=inside_h)
+            tl.store(final + 2 * HEADS + head, v_used, mask=inside_h)
+            tl.store(unscale, tl.max(tl.where(inside_h, 1.0 / (q_used * k_used), 0.0)))
+            slot = tl.load(position)
+            for each in tl.static_range(3):
+                found = tl.load(maxima + each * HEADS + head, mask=inside_h, other=0.0)
+                tl.store(history + (slot * 3 + each) * HEADS + head, found, mask=inside_h)
+            tl.store(position, (slot + 1) % CALLS)
+        if redone == 0:
+            return
+        part_scales = tl.where(part == 0, q, tl.where(part == 1, k, v))
+    else:
+        part_scales = tl.load(scales + part * HEADS + head, mask=inside_h, other=1.0)
+
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (t < rows) & (d < half)
+    rotated = part < 2
+    table = t.to(tl.int64) * table_stride + d
+    c = tl.load(cos + table, mask=inside & rotated, other=0.0).to(tl.float32)
+    s = tl.load(sin + table, mask=inside & rotated, other=0.0).to(tl.float32)
+    counts = inside & (t < tl.load(used_rows))
+    for each in tl.static_range(PER):
+        h = first_head + each
+        x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + d)
+        x1 = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
+        y1 = tl.where(rotated, x1 * c - x2 * s, x1)
+        y2 = tl.where(rotated, x2 * c + x1 * s, x2)
+        finite1 = tl.abs(y1) < float("inf")
+        finite2 = tl.abs(y2) < float("inf")
+        if not AGAIN:
+            found = tl.maximum(tl.where(finite1, tl.abs(y1), 0.0), tl.where(finite2, tl.abs(y2), 0.0))
+            tl.atomic_max(maxima + part * HEADS + h, tl.max(tl.where(counts, found, 0.0)))
+        scale = tl.sum(tl.where(head == h, part_scales, 0.0))
+        z1 = tl.where(finite1, tl.minimum(tl.maximum(y1 * scale, -448.0), 448.0), float("nan"))
+        z2 = tl.where(finite2, tl.minimum(tl.maximum(y2 * scale, -448.0), 448.0), float("nan"))
+        z = out + ((part * rows + t).to(tl.int64) * HEADS + h) * PADDED + d
+        tl.store(z, z1.to(tl.float8e4nv), mask=inside)
+        tl.store(z + half, z2.to(tl.float8e4nv), mask=inside)
+        zeros = tl.zeros((BLOCK_T, BLOCK_D), tl.float32).to(tl.float8e4nv)
+        for at in tl.static_range(DIM, PADDED, BLOCK_D):
+            tl.store(z + at, zeros, mask=(t < rows) & (d < PADDED - at))
+
+
+def quantize(
+    qkv_T3HD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    used_1: torch.Tensor,
+    scales_3H: torch.Tensor,
+    maxima_3H: torch.Tensor,
+    history_N3H: torch.Tensor | None,
+    position_1: torch.Tensor | None,
+    padded: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`quantize_reference` on the GPU: (3, T, H, P), the scales that were used (3, H), and 1 / (those of q and k) (1,).
+
+    used_1: int32 rows that count, on the device. scales_3H: to begin with. maxima_3H: zeros, or what was found before,
+    and receives this call's maxima if they are larger. With a history, a second launch does the work again where
+    something overflowed, writes the maxima to slot position_1 of the history and moves that on; without one
+    scales_3H is final, and nothing is returned for the third.
+    """
+    rows, _, heads, dim = qkv_T3HD.shape
+    assert qkv_T3HD.stride()[1:] == (heads * dim, dim, 1) and cos_TD.stride() == sin_TD.stride()
+    assert padded >= dim and dim % 2 == 0
+    out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
+    final_3H, unscale_1 = torch.empty_like(scales_3H), scales_3H.new_empty(1)
+    per = next(per for per in (4, 2, 1) if heads % per == 0)
+    block_t = 32
+
+    def launch(*, again: bool) -> None:
+        _quantize_kernel[(-(-rows // block_t), 3 * heads // per)](
+            qkv_T3HD,
+            cos_TD,
+            sin_TD,
+            used_1,
+            scales_3H,
+            maxima_3H,
+            final_3H,
+            unscale_1,
+            maxima_3H if history_N3H is None else history_N3H,
+            used_1 if position_1 is None else position_1,
+            out_3THP,
+            rows,
+            qkv_T3HD.stride(0),
+            cos_TD.stride(0),
+            HEADS=heads,
+            DIM=dim,
+            PADDED=padded,
+            CALLS=1 if history_N3H is None else len(history_N3H),
+            AGAIN=again,
+            BLOCK_T=block_t,
+            BLOCK_D=next_power_of_2(dim // 2),
+            BLOCK_H=next_power_of_2(heads),
+            PER=per,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+    launch(again=False)
+    if history_N3H is None:
+        return out_3THP, scales_3H, None
+    launch(again=True)
+    return out_3THP, final_3H, unscale_1
+
+
+@jit
+def _dequantize_kernel(
+    x,
+    scales,
+    out,
+    rows,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
+    e = (tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E))[None, :]
+    inside = (t < rows) & (e < WIDTH)
+    h = e // DIM
+    scale = tl.load(scales + h, mask=e < WIDTH, other=1.0)
+    value = tl.load(x + (t * HEADS + h) * PADDED + e % DIM, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + t * WIDTH + e, (value / scale).to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize(out_THP: torch.Tensor, scales_H: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantize_reference` as one kernel."""
+    rows, heads, padded = out_THP.shape
+    out_THD = out_THP.new_empty(rows, heads, dim, dtype=dtype)
+    block_t, block_e = 8, 256
+    _dequantize_kernel[(-(-rows // block_t), -(-heads * dim // block_e))](
+        out_THP,
+        scales_H,
+        out_THD,
+        rows,
+        WIDTH=heads * dim,
+        DIM=dim,
+        PADDED=padded,
+        HEADS=heads,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        num_warps=4,
+    )
+    return out_THD

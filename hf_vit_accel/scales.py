@@ -1,0 +1,178 @@
+"""What FP8 attention knows of the sizes of numbers: maxima in a file, and maxima of earlier calls on the device.
+
+`L` layers, `H` heads, `N` calls remembered; 3 stands for q, k, v.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_vit_accel.kernels import quantize
+
+__all__ = ["LayerScales", "Maxima", "Scales"]
+
+_FORMAT, _VERSION = "hf-vit-accel fp8 maxima", 1
+_LARGEST_FILE = 64 << 20  # bytes; a file of 32 layers of 16 heads takes 40 KB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maxima:
+    """Absolute maxima of q, k (rotated) and v: per layer, three lists of one number a head, in the model's own units.
+
+    margin: what they are multiplied by before scales follow from them. model: what they were found with, for people.
+    """
+
+    values: tuple[tuple[tuple[float, ...], ...], ...]
+    margin: float
+    model: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, H)."""
+        return len(self.values), len(self.values[0][0])
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a JSON file of its own format; returns its path."""
+        layers = [dict(zip("qkv", layer, strict=True)) for layer in self.values]
+        content = {"format": _FORMAT, "version": _VERSION, "model": self.model, "margin": self.margin, "layers": layers}
+        path = Path(path)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Maxima:
+        """Read such a file. Raises ValueError for anything else, FileNotFoundError where there is none."""
+        path = Path(path)
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ValueError(f"expected a file of FP8 maxima in {path}, got {path.stat().st_size} bytes, too many")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"expected JSON in {path}: {error}; make the file by hf_vit_accel.calibrate") from error
+        try:
+            return cls._from(content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"expected FP8 maxima in {path}: {type(error).__name__}: {error}; make the file by "
+                "hf_vit_accel.calibrate"
+            ) from error
+
+    @classmethod
+    def _from(cls, content: Any) -> Maxima:
+        if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
+            raise ValueError(f"its format is not {_FORMAT!r}, version {_VERSION}")
+        margin, layers = _number(content["margin"], least=1.0), content["layers"]
+        if not isinstance(layers, list) or not layers:
+            raise ValueError("layers is not a list, or empty")
+        values = tuple(tuple(tuple(map(_number, _listed(layer[part]))) for part in "qkv") for layer in layers)
+        if len({len(heads) for layer in values for heads in layer}) != 1:
+            raise ValueError("layers, or q, k and v, have different numbers of heads")
+        return cls(values=values, margin=margin, model=str(content.get("model", "")))
+
+
+def _listed(values: Any) -> list[Any]:
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{values!r} is not a list of numbers")
+    return values
+
+
+def _number(value: Any, least: float = 0.0) -> float:
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not (math.isfinite(number) and number >= least):
+        raise ValueError(f"{value!r} is not a finite number of at least {least:g}")
+    return number
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScales:
+    """What one layer of one call quantises by; see `kernels.quantize.quantize`. unscale_1: None if it is to come."""
+
+    scales_3H: torch.Tensor
+    maxima_3H: torch.Tensor
+    history_N3H: torch.Tensor | None
+    position_1: torch.Tensor | None
+    unscale_1: torch.Tensor | None
+
+
+class Scales:
+    """One tower's scales on one device.
+
+    Dynamic ones follow from the absolute maxima of the last calls, kept on the device: nothing of it depends on the
+    host, so graphs may hold it. Streams that write to it at the same time can spoil each other's history, never a
+    result: a call works on its own copy, and does its work again where that does not fit.
+
+    calls: how many are remembered. fixed: maxima of a file, instead. shortest: see `Fp8Config`.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        layers: int,
+        heads: int,
+        calls: int = 1,
+        fixed: Maxima | None = None,
+        shortest: int | None = None,
+    ) -> None:
+        self.device, self.layers, self.heads, self.shortest = device, layers, heads, shortest
+        self._calls, self._fixed = 1 if fixed else calls, fixed
+        self._held: tuple[torch.Tensor, ...] | None = None
+
+    def allocate(self) -> tuple[torch.Tensor, ...]:
+        """Make what lives on the device, if it is not there: before anything is captured."""
+        if self._held is None:
+            shape = self.layers, self._calls, 3, self.heads
+            with torch.inference_mode(False):
+                history_LN3H = torch.zeros(shape, device=self.device)
+                position_L = torch.zeros(self.layers, dtype=torch.int32, device=self.device)
+                held: tuple[torch.Tensor, ...] = (history_LN3H, position_L)
+                if self._fixed is not None:
+                    # A head that was silent while the file was made still gets room.
+                    maxima_L3H = torch.tensor(self._fixed.values) * self._fixed.margin
+                    maxima_L3H = maxima_L3H.clamp(min=maxima_L3H.amax(-1, keepdim=True) / 256)
+                    scales_L3H = quantize.fit(torch.where(maxima_L3H == 0, 1.0, maxima_L3H))
+                    unscale_L = 1 / (scales_L3H[:, 0, 0] * scales_L3H[:, 1, 0])
+                    held = *held, scales_L3H.to(self.device), unscale_L.to(self.device)
+            self._held = held
+        return self._held
+
+    def begin(self) -> list[LayerScales]:
+        """What each layer of a call that begins now quantises by."""
+        history_LN3H, position_L, *fixed = self.allocate()
+        if fixed:
+            scales_L3H, unscale_L = fixed
+            # The largest that was ever seen is kept where the history would be: status compares it with what fits.
+            return [
+                LayerScales(scales_L3H[layer], history_LN3H[layer, 0], None, None, unscale_L[layer : layer + 1])
+                for layer in range(self.layers)
+            ]
+        scales_L3H, maxima_L3H = quantize.snapshot(history_LN3H)
+        return [
+            LayerScales(scales_L3H[layer], maxima_L3H[layer], history_LN3H[layer], position_L[layer : layer + 1], None)
+            for layer in range(self.layers)
+        ]
+
+    def seen(self) -> torch.Tensor:
+        """The largest absolute maxima that are remembered, (L, 3, H) on the host; waits for the device."""
+        history_LN3H, *_ = self.allocate()
+        return history_LN3H.amax(1).cpu()
+
+    def saturated(self) -> list[int]:
+        """Layers in which numbers were above what the scales of the file leave room for, and so were cut off."""
+        if self._fixed is None or self._held is None:
+            return []
+        over = self.seen() * self._held[2].cpu() > quantize.LARGEST
+        return [int(layer) for layer in over.flatten(1).any(1).nonzero()]
+
+    def close(self) -> None:
+        """Give the device's memory back, once nothing that was queued can write to it."""
+        if self._held is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._held = None
