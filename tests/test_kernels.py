@@ -39,6 +39,7 @@ from hf_vit_accel.kernels.positions import add_positions_, add_positions_referen
 from hf_vit_accel.kernels.quantize import (
     E4M3,
     LARGEST,
+    center_reference,
     dequantize,
     dequantize_reference,
     fit,
@@ -344,7 +345,7 @@ def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, h
         draw(rows, dim // 2, at=at, dtype=torch.float32).repeat(1, 2),
     )
     qkv_T3HD[:, 0, 1] *= 30
-    qkv_T3HD[:, 2] *= 0.01
+    qkv_T3HD[:, 2] = qkv_T3HD[:, 2] * 0.01 + torch.linspace(-3, 3, heads * dim).view(heads, dim).to(qkv_T3HD)
     qkv_T3HD[used:] = float("nan")
     qkv_T3HD[used, 0, 0, 0] = 1e4
     qkv_T3HD[0, :, 0, 1] = torch.tensor([float("inf"), float("nan"), float("-inf")])
@@ -359,9 +360,11 @@ def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, h
     assert not maxima_L3H.any()
     used_1 = torch.tensor([used], dtype=torch.int32, device=at["device"])
     rest = history_LN3H[layer], position_L[layer : layer + 1], padded
-    out, scales, unscale = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, scales_L3H[layer], maxima_L3H[layer], *rest)
+    mine = scales_L3H[layer], maxima_L3H[layer]
+    out, mean_HD, scales, unscale = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, *mine, *rest)
 
-    expected, own, maxima = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, remembered_N3H, padded)
+    assert relative_error(mean_HD, center_reference(qkv_T3HD, used)) < 1e-6
+    expected, own, maxima = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, remembered_N3H, padded)
     assert torch.equal(scales, own)
     assert unscale is not None and unscale.item() == 1 / (own[0, 0] * own[1, 0]).item()
     assert torch.equal(maxima_L3H[layer], maxima) and not maxima_L3H[:layer].any() and not maxima_L3H[layer + 1 :].any()
@@ -372,8 +375,10 @@ def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, h
     assert not out[..., dim:].float().any()
     assert (out.float().abs().nan_to_num(0) <= LARGEST).all()
 
-    back = dequantize(out[2], scales[2], dim, at["dtype"])
-    assert torch.equal(back.nan_to_num(7), dequantize_reference(expected[2], own[2], dim, at["dtype"]).nan_to_num(7))
+    back = dequantize(out[2], scales[2], mean_HD, at["dtype"])
+    assert torch.equal(
+        back.nan_to_num(7), dequantize_reference(expected[2], own[2], mean_HD, at["dtype"]).nan_to_num(7)
+    )
     clean = slice(1, used)
     error = relative_error(back[clean], qkv_T3HD[clean, 2])
     assert error < 0.04
@@ -390,8 +395,8 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, at: dict[str, Any])
     seen_3H = torch.full((3, heads), 2.5, device=at["device"])
     used_1 = torch.tensor([rows], dtype=torch.int32, device=at["device"])
     tables = angles_TD.cos(), angles_TD.sin()
-    out, scales, unscale = quantize(qkv_T3HD, *tables, used_1, fixed_3H, seen_3H, None, None, 128)
-    expected, _, maxima = quantize_reference(qkv_T3HD, *tables, rows, None, 128, fixed_3H)
+    out, mean_HD, scales, unscale = quantize(qkv_T3HD, *tables, used_1, fixed_3H, seen_3H, None, None, 128)
+    expected, _, maxima = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, None, 128, fixed_3H)
     assert unscale is None and torch.equal(scales, fixed_3H)
     assert torch.equal(seen_3H, maxima.clamp(min=2.5))
     assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
@@ -451,9 +456,10 @@ COMPILED = {
         f"quantize, {'again' if again else 'first'}": (
             "quantize",
             "_quantize_kernel",
-            "qkv:*bf16 cos:*fp32 sin:*fp32 used_rows:*i32 scales:*fp32 maxima:*fp32 final:*fp32 unscale:*fp32 "
-            "history:*fp32 position:*i32 out:*fp8e4nv rows:i32 row_stride:i32 table_stride:i32",
-            dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, AGAIN=again, BLOCK_T=32, BLOCK_D=64, BLOCK_H=16, PER=4),
+            "qkv:*bf16 cos:*fp32 sin:*fp32 parts:*fp32 center:*fp32 used_rows:*i32 scales:*fp32 maxima:*fp32 "
+            "final:*fp32 unscale:*fp32 history:*fp32 position:*i32 out:*fp8e4nv rows:i32 row_stride:i32 table_stride:i32",
+            dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, GROUPS=8, AGAIN=again)
+            | dict(BLOCK_T=32, BLOCK_D=64, BLOCK_H=16, PER=4),
         )
         for again in (False, True)
     },
@@ -463,10 +469,16 @@ COMPILED = {
         "history:*fp32 scales:*fp32 maxima:*fp32",
         dict(HEADS=12, CALLS=3, BLOCK_H=16, BLOCK_N=4),
     ),
+    "center": (
+        "quantize",
+        "_center_kernel",
+        "qkv:*bf16 used_rows:*i32 parts:*fp32 row_stride:i32",
+        dict(HEADS=16, DIM=72, GROUPS=8, SAMPLES=64, BLOCK_D=128),
+    ),
     "dequantize": (
         "quantize",
         "_dequantize_kernel",
-        "x:*fp8e4nv scales:*fp32 out:*bf16 rows:i32",
+        "x:*fp8e4nv scales:*fp32 center:*fp32 out:*bf16 rows:i32",
         dict(WIDTH=1152, DIM=72, PADDED=128, HEADS=16, BLOCK_T=8, BLOCK_E=256),
     ),
     "quick_gelu": ("activation", "_quick_gelu_kernel", "x:*bf16 total:i32", dict(BLOCK=4096)),

@@ -128,7 +128,7 @@ def _attend_packed(
     dim, heads = qkv_T3HD.shape[-1], qkv_T3HD.shape[-2]
     if qkv_T3HD.stride()[1:] != (heads * dim, dim, 1):
         qkv_T3HD = qkv_T3HD.contiguous()
-    qkv_3THP, scales_3H, unscale_1 = quantize(
+    qkv_3THP, center_HD, scales_3H, unscale_1 = quantize(
         qkv_T3HD,
         cos_TD,
         sin_TD,
@@ -141,7 +141,7 @@ def _attend_packed(
     )
     unscale_1 = layer.unscale_1 if unscale_1 is None else unscale_1
     out_THP = _attend(*qkv_3THP.unbind(0), plan.tensors["lengths"], plan.tensors["offsets"], unscale_1, *_fixed(plan))
-    return dequantize(out_THP, scales_3H[2], dim, qkv_T3HD.dtype)
+    return dequantize(out_THP, scales_3H[2], center_HD, qkv_T3HD.dtype)
 
 
 @cache

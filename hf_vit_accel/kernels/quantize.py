@@ -4,7 +4,14 @@ Scales are powers of two. e4m3 keeps three bits of mantissa at every exponent, s
 and what is lost below its smallest numbers; of two powers of two that avoid both, either gives the same result. That is
 why scales may follow from earlier calls: a call's result does not depend on its history, but at the very bottom.
 
-`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `L` layers, `N` calls remembered; 3: q, k, v.
+Values are centred first: each head's mean over a sample of the rows is taken off, and put back on what the attention
+made of the rest, which is exact for any vector, as its weights add up to one. Hopper's tensor cores add products of e4m3
+to sums of about 13 bits. Where thousands of weights are alike and values have a mean, each product is too small for the
+sum that they have built up: 5% of random towers' features were lost at 4096 rows and 16% at 14416 (H200). It also spares
+the mean from being rounded to e4m3 in the output.
+
+`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `L` layers, `N` calls remembered, `G` groups
+of sampled rows; 3: q, k, v.
 """
 
 from __future__ import annotations
@@ -23,6 +30,8 @@ except ImportError:  # pragma: no cover
 __all__ = [
     "E4M3",
     "LARGEST",
+    "center",
+    "center_reference",
     "dequantize",
     "dequantize_reference",
     "fit",
@@ -35,6 +44,8 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
 _LOWEST_POWER, _HIGHEST_POWER = -60, 40  # of a scale: products of two stay within float32
+_GROUPS, _SAMPLES = 8, 64  # of the rows whose mean centres v
+_BLOCK_T, _HEADS_EACH, _WARPS = 32, (4, 2, 1), 4
 _ROOM = 64.0  # how much smaller a scale may be than what fits: 2**9 of the 2**15 between normal numbers are left
 
 
@@ -53,17 +64,26 @@ def fit(maxima_3H: torch.Tensor) -> torch.Tensor:
     return torch.stack((product / k_H, k_H, v_H), -2)
 
 
+def center_reference(qkv_T3HD: torch.Tensor, used: int) -> torch.Tensor:
+    """The mean of v over a sample of its first `used` rows, evenly spread, without what is not finite: fp32 (H, D)."""
+    rows_S = torch.arange(_GROUPS * _SAMPLES, device=qkv_T3HD.device) * used // (_GROUPS * _SAMPLES)
+    sampled_SHD = qkv_T3HD[rows_S, 2].float()
+    return torch.where(sampled_SHD.isfinite(), sampled_SHD, 0.0).mean(0)
+
+
 def quantize_reference(
     qkv_T3HD: torch.Tensor,
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
     used: int,
+    center_HD: torch.Tensor,
     maxima_N3H: torch.Tensor | None,
     padded: int,
     fixed_3H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate q and k in fp32, and bring q, k, v to e4m3: (3, T, H, P), the scales (3, H), this call's maxima (3, H).
 
+    center_HD: is taken off v.
     used: rows that count; what stands after them never reaches a maximum. maxima_N3H: absolute maxima of earlier
     calls, whose scales serve unless something of this call overflows, or would be lost at the bottom because an earlier
     call was so much larger; then this call's own do. fixed_3H: scales to take
@@ -73,7 +93,7 @@ def quantize_reference(
     cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
     qk, half = qkv[:, :2], qkv.shape[-1] // 2
     turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
-    qkv = torch.cat((qk * cos + turned * sin, qkv[:, 2:]), dim=1)
+    qkv = torch.cat((qk * cos + turned * sin, qkv[:, 2:] - center_HD), dim=1)
     finite = qkv.isfinite()
     maxima_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
     if fixed_3H is not None:
@@ -91,9 +111,11 @@ def quantize_reference(
     return out_3THP, scales_3H, maxima_3H
 
 
-def dequantize_reference(out_THP: torch.Tensor, scales_H: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """What attention made of quantised values, (T, H, P), in their own units and without the padding: (T, H, D)."""
-    return (out_THP[..., :dim].float() / scales_H[:, None]).to(dtype)
+def dequantize_reference(
+    out_THP: torch.Tensor, scales_H: torch.Tensor, center_HD: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What attention made of quantised values, (T, H, P), in their own units, with their mean, unpadded: (T, H, D)."""
+    return (out_THP[..., : center_HD.shape[1]].float() / scales_H[:, None] + center_HD).to(dtype)
 
 
 @jit
@@ -158,10 +180,53 @@ def snapshot(history_LN3H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @jit
+def _center_kernel(
+    qkv,
+    used_rows,
+    parts,
+    row_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    head, group = tl.program_id(0), tl.program_id(1)
+    sample = (group * SAMPLES + tl.arange(0, SAMPLES)).to(tl.int64)
+    t = sample * tl.load(used_rows) // (GROUPS * SAMPLES)
+    d = tl.arange(0, BLOCK_D)
+    v = qkv + t[:, None] * row_stride + (2 * HEADS + head) * DIM + d[None, :]
+    x = tl.load(v, mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    tl.store(parts + (group * HEADS + head) * DIM + d, tl.sum(x, 0) / (GROUPS * SAMPLES), mask=d < DIM)
+
+
+def center(qkv_T3HD: torch.Tensor, used_1: torch.Tensor) -> torch.Tensor:
+    """`center_reference` in groups of rows that add up to it: (G, H, D). used_1: int32, on the device."""
+    _, _, heads, dim = qkv_T3HD.shape
+    parts_GHD = torch.empty(_GROUPS, heads, dim, device=qkv_T3HD.device)
+    _center_kernel[(heads, _GROUPS)](
+        qkv_T3HD,
+        used_1,
+        parts_GHD,
+        qkv_T3HD.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        GROUPS=_GROUPS,
+        SAMPLES=_SAMPLES,
+        BLOCK_D=next_power_of_2(dim),
+        num_warps=4,
+    )
+    return parts_GHD
+
+
+@jit
 def _quantize_kernel(
     qkv,
     cos,
     sin,
+    parts,
+    center,
     used_rows,
     scales,
     maxima,
@@ -177,6 +242,7 @@ def _quantize_kernel(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     CALLS: tl.constexpr,
+    GROUPS: tl.constexpr,
     AGAIN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -232,8 +298,21 @@ def _quantize_kernel(
         x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + d)
         x1 = tl.load(x, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
-        y1 = tl.where(rotated, x1 * c - x2 * s, x1)
-        y2 = tl.where(rotated, x2 * c + x1 * s, x2)
+        column = h * DIM + d
+        if part == 2:
+            m1 = tl.zeros((1, BLOCK_D), tl.float32)
+            m2 = tl.zeros((1, BLOCK_D), tl.float32)
+            for group in tl.static_range(GROUPS):
+                m1 += tl.load(parts + group * HEADS * DIM + column, mask=d < half, other=0.0)
+                m2 += tl.load(parts + group * HEADS * DIM + column + half, mask=d < half, other=0.0)
+            if tl.program_id(0) == 0:
+                tl.store(center + column, m1, mask=d < half)
+                tl.store(center + column + half, m2, mask=d < half)
+            y1 = x1 - m1
+            y2 = x2 - m2
+        else:
+            y1 = x1 * c - x2 * s
+            y2 = x2 * c + x1 * s
         finite1 = tl.abs(y1) < float("inf")
         finite2 = tl.abs(y2) < float("inf")
         if not AGAIN:
@@ -260,27 +339,32 @@ def quantize(
     history_N3H: torch.Tensor | None,
     position_1: torch.Tensor | None,
     padded: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`quantize_reference` on the GPU: (3, T, H, P), the scales that were used (3, H), and 1 / (those of q and k) (1,).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`center_reference` and `quantize_reference` on the GPU.
+
+    Returns what is quantised (3, T, H, P), what was taken off v (H, D), the scales that were used (3, H), and one over
+    those of q and k (1,).
 
     used_1: int32 rows that count, on the device. scales_3H: to begin with. maxima_3H: zeros, or what was found before,
     and receives this call's maxima if they are larger. With a history, a second launch does the work again where
     something overflowed, writes the maxima to slot position_1 of the history and moves that on; without one
-    scales_3H is final, and nothing is returned for the third.
+    scales_3H is final, and nothing is returned for the last.
     """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.stride()[1:] == (heads * dim, dim, 1) and cos_TD.stride() == sin_TD.stride()
     assert padded >= dim and dim % 2 == 0
     out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
     final_3H, unscale_1 = torch.empty_like(scales_3H), scales_3H.new_empty(1)
-    per = next(per for per in (4, 2, 1) if heads % per == 0)
-    block_t = 32
+    parts_GHD, center_HD = center(qkv_T3HD, used_1), scales_3H.new_empty(heads, dim)
+    per = next(per for per in _HEADS_EACH if heads % per == 0)
 
     def launch(*, again: bool) -> None:
-        _quantize_kernel[(-(-rows // block_t), 3 * heads // per)](
+        _quantize_kernel[(-(-rows // _BLOCK_T), 3 * heads // per)](
             qkv_T3HD,
             cos_TD,
             sin_TD,
+            parts_GHD,
+            center_HD,
             used_1,
             scales_3H,
             maxima_3H,
@@ -296,26 +380,28 @@ def quantize(
             DIM=dim,
             PADDED=padded,
             CALLS=1 if history_N3H is None else len(history_N3H),
+            GROUPS=_GROUPS,
             AGAIN=again,
-            BLOCK_T=block_t,
+            BLOCK_T=_BLOCK_T,
             BLOCK_D=next_power_of_2(dim // 2),
             BLOCK_H=next_power_of_2(heads),
             PER=per,
-            num_warps=4,
+            num_warps=_WARPS,
             enable_fp_fusion=False,
         )
 
     launch(again=False)
     if history_N3H is None:
-        return out_3THP, scales_3H, None
+        return out_3THP, center_HD, scales_3H, None
     launch(again=True)
-    return out_3THP, final_3H, unscale_1
+    return out_3THP, center_HD, final_3H, unscale_1
 
 
 @jit
 def _dequantize_kernel(
     x,
     scales,
+    center,
     out,
     rows,
     WIDTH: tl.constexpr,
@@ -330,18 +416,22 @@ def _dequantize_kernel(
     inside = (t < rows) & (e < WIDTH)
     h = e // DIM
     scale = tl.load(scales + h, mask=e < WIDTH, other=1.0)
+    mean = tl.load(center + e, mask=e < WIDTH, other=0.0)
     value = tl.load(x + (t * HEADS + h) * PADDED + e % DIM, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + t * WIDTH + e, (value / scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + t * WIDTH + e, (value / scale + mean).to(out.dtype.element_ty), mask=inside)
 
 
-def dequantize(out_THP: torch.Tensor, scales_H: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(
+    out_THP: torch.Tensor, scales_H: torch.Tensor, center_HD: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """`dequantize_reference` as one kernel."""
-    rows, heads, padded = out_THP.shape
+    (rows, heads, padded), dim = out_THP.shape, center_HD.shape[1]
     out_THD = out_THP.new_empty(rows, heads, dim, dtype=dtype)
     block_t, block_e = 8, 256
     _dequantize_kernel[(-(-rows // block_t), -(-heads * dim // block_e))](
         out_THP,
         scales_H,
+        center_HD,
         out_THD,
         rows,
         WIDTH=heads * dim,
@@ -351,5 +441,6 @@ def dequantize(out_THP: torch.Tensor, scales_H: torch.Tensor, dim: int, dtype: t
         BLOCK_T=block_t,
         BLOCK_E=block_e,
         num_warps=4,
+        enable_fp_fusion=False,
     )
     return out_THD
