@@ -5,10 +5,10 @@ and what is lost below its smallest numbers; of two powers of two that avoid bot
 why scales may follow from earlier calls: a call's result does not depend on its history, but at the very bottom.
 
 Values are centred first: each head's mean over a sample of the rows is taken off, and put back on what the attention
-made of the rest, which is exact for any vector, as its weights add up to one. Hopper's tensor cores add products of e4m3
-to sums of about 13 bits. Where thousands of weights are alike and values have a mean, each product is too small for the
-sum that they have built up: 5% of random towers' features were lost at 4096 rows and 16% at 14416 (H200). It also spares
-the mean from being rounded to e4m3 in the output.
+made of the rest, which is exact for any vector, as its weights add up to one. Hopper's tensor cores add products of
+e4m3 to sums of about 13 bits. Where thousands of weights are alike and values have a mean, each product is too small
+for the sum that they have built up: 5% of random towers' features were lost at 4096 rows and 16% at 14416 (H200). It
+also spares the mean from being rounded to e4m3 in the output.
 
 `T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `L` layers, `N` calls remembered, `G` groups
 of sampled rows; 3: q, k, v.
@@ -45,7 +45,7 @@ LARGEST = 448.0
 """The largest number of e4m3."""
 _LOWEST_POWER, _HIGHEST_POWER = -60, 40  # of a scale: products of two stay within float32
 _GROUPS, _SAMPLES = 8, 64  # of the rows whose mean centres v
-_BLOCK_T, _HEADS_EACH, _WARPS = 32, (4, 2, 1), 4
+_ROWS, _HEADS_EACH, _WARPS, _EACH = 64, (4, 2, 1), 4, 4
 _ROOM = 64.0  # how much smaller a scale may be than what fits: 2**9 of the 2**15 between normal numbers are left
 
 
@@ -237,19 +237,19 @@ def _quantize_kernel(
     out,
     rows,
     row_stride,
-    table_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     CALLS: tl.constexpr,
     GROUPS: tl.constexpr,
     AGAIN: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PER: tl.constexpr,
 ):
-    # A program takes BLOCK_T rows of PER heads of q, k or v, a head as pairs (d, d + DIM / 2).
+    # A program takes ROWS rows of PER heads of q, k or v, BLOCK_T rows at a time: as many elements as its threads load
+    # in vectors of 4. So all loads and stores share one layout, and a padded row is stored whole.
     half: tl.constexpr = DIM // 2
     part = tl.program_id(1) // (HEADS // PER)
     first_head = tl.program_id(1) % (HEADS // PER) * PER
@@ -285,48 +285,43 @@ def _quantize_kernel(
     else:
         part_scales = tl.load(scales + part * HEADS + head, mask=inside_h, other=1.0)
 
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (t < rows) & (d < half)
+    first_row = tl.program_id(0) * ROWS
+    count = tl.load(used_rows)
+    d = tl.arange(0, PADDED)[None, :]
+    lower = d < half
+    upper = (d >= half) & (d < DIM)
+    inside_d = d < DIM
     rotated = part < 2
-    table = t.to(tl.int64) * table_stride + d
-    c = tl.load(cos + table, mask=inside & rotated, other=0.0).to(tl.float32)
-    s = tl.load(sin + table, mask=inside & rotated, other=0.0).to(tl.float32)
-    counts = inside & (t < tl.load(used_rows))
     for each in tl.static_range(PER):
         h = first_head + each
-        x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + d)
-        x1 = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
-        column = h * DIM + d
-        if part == 2:
-            m1 = tl.zeros((1, BLOCK_D), tl.float32)
-            m2 = tl.zeros((1, BLOCK_D), tl.float32)
-            for group in tl.static_range(GROUPS):
-                m1 += tl.load(parts + group * HEADS * DIM + column, mask=d < half, other=0.0)
-                m2 += tl.load(parts + group * HEADS * DIM + column + half, mask=d < half, other=0.0)
-            if tl.program_id(0) == 0:
-                tl.store(center + column, m1, mask=d < half)
-                tl.store(center + column + half, m2, mask=d < half)
-            y1 = x1 - m1
-            y2 = x2 - m2
-        else:
-            y1 = x1 * c - x2 * s
-            y2 = x2 * c + x1 * s
-        finite1 = tl.abs(y1) < float("inf")
-        finite2 = tl.abs(y2) < float("inf")
-        if not AGAIN:
-            found = tl.maximum(tl.where(finite1, tl.abs(y1), 0.0), tl.where(finite2, tl.abs(y2), 0.0))
-            tl.atomic_max(maxima + part * HEADS + h, tl.max(tl.where(counts, found, 0.0)))
         scale = tl.sum(tl.where(head == h, part_scales, 0.0))
-        z1 = tl.where(finite1, tl.minimum(tl.maximum(y1 * scale, -448.0), 448.0), float("nan"))
-        z2 = tl.where(finite2, tl.minimum(tl.maximum(y2 * scale, -448.0), 448.0), float("nan"))
-        z = out + ((part * rows + t).to(tl.int64) * HEADS + h) * PADDED + d
-        tl.store(z, z1.to(tl.float8e4nv), mask=inside)
-        tl.store(z + half, z2.to(tl.float8e4nv), mask=inside)
-        zeros = tl.zeros((BLOCK_T, BLOCK_D), tl.float32).to(tl.float8e4nv)
-        for at in tl.static_range(DIM, PADDED, BLOCK_D):
-            tl.store(z + at, zeros, mask=(t < rows) & (d < PADDED - at))
+        mean = tl.zeros((1, PADDED), tl.float32)
+        if part == 2:
+            for group in tl.static_range(GROUPS):
+                mean += tl.load(parts + (group * HEADS + h) * DIM + d, mask=inside_d, other=0.0)
+            if tl.program_id(0) == 0:
+                tl.store(center + h * DIM + d, mean, mask=inside_d)
+        largest = tl.zeros((BLOCK_T, PADDED), tl.float32)
+        for at in tl.range(0, ROWS, BLOCK_T):
+            t = first_row + at + tl.arange(0, BLOCK_T)[:, None]
+            inside = t < rows
+            table = t.to(tl.int64) * DIM + d
+            c = tl.load(cos + table, mask=inside & inside_d & rotated, other=0.0).to(tl.float32)
+            s = tl.load(sin + table, mask=inside & inside_d & rotated, other=0.0).to(tl.float32)
+            at_x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + d)
+            x = tl.load(at_x, mask=inside & inside_d, other=0.0).to(tl.float32)
+            after = tl.load(at_x + half, mask=inside & lower & rotated, other=0.0).to(tl.float32)
+            before = tl.load(at_x - half, mask=inside & upper & rotated, other=0.0).to(tl.float32)
+            y = tl.where(rotated, x * c + tl.where(lower, -after, before) * s, x - mean)
+            y = tl.where(inside_d, y, 0.0)
+            finite = tl.abs(y) < float("inf")
+            if not AGAIN:
+                largest = tl.maximum(largest, tl.where(finite & (t < count), tl.abs(y), 0.0))
+            z = tl.where(finite, tl.minimum(tl.maximum(y * scale, -448.0), 448.0), float("nan"))
+            at_z = out + ((part * rows + t).to(tl.int64) * HEADS + h) * PADDED + d
+            tl.store(at_z, z.to(tl.float8e4nv), mask=inside)
+        if not AGAIN:
+            tl.atomic_max(maxima + part * HEADS + h, tl.max(largest))
 
 
 def quantize(
@@ -351,15 +346,15 @@ def quantize(
     scales_3H is final, and nothing is returned for the last.
     """
     rows, _, heads, dim = qkv_T3HD.shape
-    assert qkv_T3HD.stride()[1:] == (heads * dim, dim, 1) and cos_TD.stride() == sin_TD.stride()
-    assert padded >= dim and dim % 2 == 0
+    assert qkv_T3HD.stride()[1:] == (heads * dim, dim, 1) and cos_TD.is_contiguous() and sin_TD.is_contiguous()
+    assert padded >= dim and dim % 2 == 0 and padded == next_power_of_2(padded)
     out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
     final_3H, unscale_1 = torch.empty_like(scales_3H), scales_3H.new_empty(1)
     parts_GHD, center_HD = center(qkv_T3HD, used_1), scales_3H.new_empty(heads, dim)
     per = next(per for per in _HEADS_EACH if heads % per == 0)
 
     def launch(*, again: bool) -> None:
-        _quantize_kernel[(-(-rows // _BLOCK_T), 3 * heads // per)](
+        _quantize_kernel[(-(-rows // _ROWS), 3 * heads // per)](
             qkv_T3HD,
             cos_TD,
             sin_TD,
@@ -375,15 +370,14 @@ def quantize(
             out_3THP,
             rows,
             qkv_T3HD.stride(0),
-            cos_TD.stride(0),
             HEADS=heads,
             DIM=dim,
             PADDED=padded,
             CALLS=1 if history_N3H is None else len(history_N3H),
             GROUPS=_GROUPS,
             AGAIN=again,
-            BLOCK_T=_BLOCK_T,
-            BLOCK_D=next_power_of_2(dim // 2),
+            ROWS=_ROWS,
+            BLOCK_T=_WARPS * 32 * _EACH // padded,
             BLOCK_H=next_power_of_2(heads),
             PER=per,
             num_warps=_WARPS,
