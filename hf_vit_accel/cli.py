@@ -92,8 +92,9 @@ def bench(
     backends: Annotated[
         str | None,
         typer.Option(
-            help='Comma-separated attention backends and "auto", each with "+graph" after it replayed from a CUDA '
-            'graph; by default "auto", "auto+graph" and every backend that can run.'
+            help='Comma-separated attention backends and "auto", each with "+fp8" after it in FP8 where that pays, and '
+            'with "+graph" at the end replayed from a CUDA graph; by default "auto", "auto+graph" and every backend '
+            "that can run."
         ),
     ] = None,
     baselines: Annotated[

@@ -58,7 +58,7 @@ class Maxima:
             raise ValueError(f"expected JSON in {path}: {error}; make the file by hf_vit_accel.calibrate") from error
         try:
             return cls._from(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"expected FP8 maxima in {path}: {type(error).__name__}: {error}; make the file by "
                 "hf_vit_accel.calibrate"

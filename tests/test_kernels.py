@@ -458,8 +458,7 @@ COMPILED = {
             "_quantize_kernel",
             "qkv:*bf16 cos:*fp32 sin:*fp32 parts:*fp32 center:*fp32 used_rows:*i32 scales:*fp32 maxima:*fp32 "
             "final:*fp32 unscale:*fp32 history:*fp32 position:*i32 out:*fp8e4nv rows:i32 row_stride:i32",
-            dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, GROUPS=8, AGAIN=again)
-            | dict(ROWS=64, BLOCK_T=4, BLOCK_H=16, PER=4),
+            dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, GROUPS=8, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
         )
         for again in (False, True)
     },

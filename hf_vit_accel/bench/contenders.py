@@ -35,25 +35,30 @@ Open: TypeAlias = Callable[[Any, Grid], AbstractContextManager[Run]]
 Baseline: TypeAlias = Callable[[Any], Open | list[str]]
 
 LIGER = env.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
-_GRAPH = "+graph"
+_GRAPH, _FP8 = "+graph", "+fp8"
 _FLASH_3 = "flash_attention_3_by_module"
 """Our name in transformers for a FlashAttention-3 that it does not recognise; "flash" makes it a varlen attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One set-up. against: why it cannot run here, empty if it can. baseline: stock rather than patched."""
+    """One set-up. against: why it cannot run here, empty if it can. baseline: stock rather than patched.
+
+    bound: the largest error that passes where it is not that of the dtype.
+    """
 
     name: str
     open: Open | None
     against: tuple[str, ...] = ()
     baseline: bool = False
+    bound: float | None = None
 
 
 def choose(tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str]) -> list[Contender]:
     """The contenders for a tower, baselines first. attentions: None for "auto" and each backend that can serve it.
 
-    A backend's name or "auto" with "+graph" after it is replayed from a CUDA graph of the size's exact shape.
+    A backend's name or "auto" with "+graph" after it is replayed from a CUDA graph of the size's exact shape; with
+    "+fp8" before that it attends in FP8 where that pays.
 
     Raises ValueError for unknown names.
     """
@@ -70,28 +75,40 @@ def choose(tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str
         reasons = tuple(found) if isinstance(found, list) else ()
         contenders.append(Contender(name=f"stock {name}", open=able, against=reasons, baseline=True))
     for name in attentions:
-        reasons = against.get(name.removesuffix(_GRAPH), ())
-        if name.endswith(_GRAPH) and (why := why_not_graphs(request.device)):
+        attention, graph, fp8 = _parts(name)
+        reasons = against.get(attention, ())
+        if graph and (why := why_not_graphs(request.device)):
             reasons = (*reasons, why)
-        contenders.append(Contender(name=name, open=None if reasons else partial(_patched, name), against=reasons))
+        if fp8:
+            reasons = (*reasons, *backends.FP8.reasons_against(request))
+        able = None if reasons else partial(_patched, name)
+        # Rows at a cosine similarity of 0.995 are a tenth of their length apart.
+        contenders.append(Contender(name=name, open=able, against=reasons, bound=0.1 if fp8 else None))
     return contenders
+
+
+def _parts(name: str) -> tuple[str, bool, bool]:
+    """A contender's backend, and whether it is replayed from a graph and attends in FP8."""
+    plain = name.removesuffix(_GRAPH)
+    return plain.removesuffix(_FP8), plain != name, plain.endswith(_FP8)
 
 
 def check_names(attentions: Sequence[str], baselines: Sequence[str]) -> None:
     """Raise ValueError for a backend or a baseline that does not exist."""
     for name in attentions:
-        if name.removesuffix(_GRAPH) != "auto":
-            backends.backend_named(name.removesuffix(_GRAPH))
+        if (attention := _parts(name)[0]) != "auto":
+            backends.backend_named(attention)
     if unknown := [name for name in baselines if name not in BASELINES]:
         raise ValueError(f"expected baselines out of {', '.join(BASELINES)}, got {', '.join(unknown)}")
 
 
 @contextmanager
-def _patched(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
+def _patched(name: str, tower: Any, grid: Grid) -> Iterator[Run]:
     """Our tower; strict, so that nothing but what is named is ever timed."""
     grid_thw = _tensor(grid, tower)
-    graphs = GraphConfig(exact_after=1) if attention.endswith(_GRAPH) else False
-    with patched(tower, attention=attention.removesuffix(_GRAPH), cuda_graphs=graphs, strict=True):
+    attention, graph, fp8 = _parts(name)
+    graphs = GraphConfig(exact_after=1) if graph else False
+    with patched(tower, attention=attention, cuda_graphs=graphs, fp8=fp8, strict=True):
         yield lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw)
 
 

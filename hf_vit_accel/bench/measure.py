@@ -151,7 +151,7 @@ def measure(
                     contender=name,
                     status=problem.status if problem else "timed",
                     floor_ms=floor_ms,
-                    bound=bound,
+                    bound=contender.bound or bound,
                     ms=ms,
                     ms_low=min(times[name]) if ms is not None else None,
                     ms_high=max(times[name]) if ms is not None else None,
@@ -254,10 +254,11 @@ def _verify(
             continue
         if math.isfinite(error):
             errors[name] = error
-        if error <= bound:
+        allowed = contender.bound or bound
+        if error <= allowed:
             runs[name] = run
         else:
-            problems[name] = _Problem("wrong", f"relative error {error:.1e}, at most {bound:.1e} is allowed")
+            problems[name] = _Problem("wrong", f"relative error {error:.1e}, at most {allowed:.1e} is allowed")
     return runs, errors, problems
 
 

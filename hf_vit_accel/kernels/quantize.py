@@ -45,7 +45,7 @@ LARGEST = 448.0
 """The largest number of e4m3."""
 _LOWEST_POWER, _HIGHEST_POWER = -60, 40  # of a scale: products of two stay within float32
 _GROUPS, _SAMPLES = 8, 64  # of the rows whose mean centres v
-_ROWS, _HEADS_EACH, _WARPS, _EACH = 64, (4, 2, 1), 4, 4
+_ROWS, _WARPS = 32, 4
 _ROOM = 64.0  # how much smaller a scale may be than what fits: 2**9 of the 2**15 between normal numbers are left
 
 
@@ -221,6 +221,39 @@ def center(qkv_T3HD: torch.Tensor, used_1: torch.Tensor) -> torch.Tensor:
 
 
 @jit
+def _rotated(x, here, is_rotated, c, s, mean, HALF: tl.constexpr, DIM: tl.constexpr):
+    # One head of some rows, as wide as its padding: rotated, or without its mean.
+    d = tl.arange(0, here.shape[1])[None, :]
+    value = tl.load(x, mask=here, other=0.0).to(tl.float32)
+    after = tl.load(x + HALF, mask=here & (d < HALF) & is_rotated, other=0.0).to(tl.float32)
+    before = tl.load(x - HALF, mask=here & (d >= HALF) & is_rotated, other=0.0).to(tl.float32)
+    y = tl.where(is_rotated, value * c + tl.where(d < HALF, -after, before) * s, value - mean)
+    return tl.where(d < DIM, y, 0.0)
+
+
+@jit
+def _mean(parts, center, h, first, is_value, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, d):
+    mean = tl.zeros(d.shape, tl.float32)
+    here = (d < DIM) & (h < HEADS) & is_value
+    for group in tl.static_range(GROUPS):
+        mean += tl.load(parts + (group * HEADS + h) * DIM + d, mask=here, other=0.0)
+    tl.store(center + h * DIM + d, mean, mask=here & first)
+    return mean
+
+
+@jit
+def _largest(y, counts, before):
+    size = tl.abs(y)
+    return tl.maximum(before, tl.where(counts & (size < float("inf")), size, 0.0))
+
+
+@jit
+def _store(out, y, scale, inside):
+    z = tl.minimum(tl.maximum(y * scale, -448.0), 448.0)
+    tl.store(out, tl.where(tl.abs(y) < float("inf"), z, float("nan")).to(tl.float8e4nv), mask=inside)
+
+
+@jit
 def _quantize_kernel(
     qkv,
     cos,
@@ -246,13 +279,14 @@ def _quantize_kernel(
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    PER: tl.constexpr,
 ):
-    # A program takes ROWS rows of PER heads of q, k or v, BLOCK_T rows at a time: as many elements as its threads load
-    # in vectors of 4. So all loads and stores share one layout, and a padded row is stored whole.
+    # A program takes ROWS rows of 4 heads of q, k or v, BLOCK_T rows at a time: a tile has as many elements as its
+    # threads load in vectors of 4, so that all loads and stores share one layout, and a padded row is stored whole.
+    # The loads of all 4 heads are under way before anything is stored: it is their number that the speed depends on.
     half: tl.constexpr = DIM // 2
-    part = tl.program_id(1) // (HEADS // PER)
-    first_head = tl.program_id(1) % (HEADS // PER) * PER
+    groups: tl.constexpr = (HEADS + 3) // 4
+    part = tl.program_id(1) // groups
+    h = tl.program_id(1) % groups * 4
     head = tl.arange(0, BLOCK_H)
     inside_h = head < HEADS
     if AGAIN:
@@ -281,47 +315,52 @@ def _quantize_kernel(
             tl.store(position, (slot + 1) % CALLS)
         if redone == 0:
             return
-        part_scales = tl.where(part == 0, q, tl.where(part == 1, k, v))
+        mine = tl.where(part == 0, q, tl.where(part == 1, k, v))
     else:
-        part_scales = tl.load(scales + part * HEADS + head, mask=inside_h, other=1.0)
+        mine = tl.load(scales + part * HEADS + head, mask=inside_h, other=1.0)
 
-    first_row = tl.program_id(0) * ROWS
-    count = tl.load(used_rows)
+    scale0 = tl.sum(tl.where(head == h, mine, 0.0))
+    scale1 = tl.sum(tl.where(head == h + 1, mine, 0.0))
+    scale2 = tl.sum(tl.where(head == h + 2, mine, 0.0))
+    scale3 = tl.sum(tl.where(head == h + 3, mine, 0.0))
     d = tl.arange(0, PADDED)[None, :]
-    lower = d < half
-    upper = (d >= half) & (d < DIM)
-    inside_d = d < DIM
-    rotated = part < 2
-    for each in tl.static_range(PER):
-        h = first_head + each
-        scale = tl.sum(tl.where(head == h, part_scales, 0.0))
-        mean = tl.zeros((1, PADDED), tl.float32)
-        if part == 2:
-            for group in tl.static_range(GROUPS):
-                mean += tl.load(parts + (group * HEADS + h) * DIM + d, mask=inside_d, other=0.0)
-            if tl.program_id(0) == 0:
-                tl.store(center + h * DIM + d, mean, mask=inside_d)
-        largest = tl.zeros((BLOCK_T, PADDED), tl.float32)
-        for at in tl.range(0, ROWS, BLOCK_T):
-            t = first_row + at + tl.arange(0, BLOCK_T)[:, None]
-            inside = t < rows
-            table = t.to(tl.int64) * DIM + d
-            c = tl.load(cos + table, mask=inside & inside_d & rotated, other=0.0).to(tl.float32)
-            s = tl.load(sin + table, mask=inside & inside_d & rotated, other=0.0).to(tl.float32)
-            at_x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + d)
-            x = tl.load(at_x, mask=inside & inside_d, other=0.0).to(tl.float32)
-            after = tl.load(at_x + half, mask=inside & lower & rotated, other=0.0).to(tl.float32)
-            before = tl.load(at_x - half, mask=inside & upper & rotated, other=0.0).to(tl.float32)
-            y = tl.where(rotated, x * c + tl.where(lower, -after, before) * s, x - mean)
-            y = tl.where(inside_d, y, 0.0)
-            finite = tl.abs(y) < float("inf")
-            if not AGAIN:
-                largest = tl.maximum(largest, tl.where(finite & (t < count), tl.abs(y), 0.0))
-            z = tl.where(finite, tl.minimum(tl.maximum(y * scale, -448.0), 448.0), float("nan"))
-            at_z = out + ((part * rows + t).to(tl.int64) * HEADS + h) * PADDED + d
-            tl.store(at_z, z.to(tl.float8e4nv), mask=inside)
+    is_first, is_value = tl.program_id(0) == 0, part == 2
+    mean0 = _mean(parts, center, h, is_first, is_value, HEADS, DIM, GROUPS, d)
+    mean1 = _mean(parts, center, h + 1, is_first, is_value, HEADS, DIM, GROUPS, d)
+    mean2 = _mean(parts, center, h + 2, is_first, is_value, HEADS, DIM, GROUPS, d)
+    mean3 = _mean(parts, center, h + 3, is_first, is_value, HEADS, DIM, GROUPS, d)
+    largest0 = tl.zeros((BLOCK_T, PADDED), tl.float32)
+    largest1 = tl.zeros((BLOCK_T, PADDED), tl.float32)
+    largest2 = tl.zeros((BLOCK_T, PADDED), tl.float32)
+    largest3 = tl.zeros((BLOCK_T, PADDED), tl.float32)
+    is_rotated, count = part < 2, tl.load(used_rows)
+    for at in tl.range(0, ROWS, BLOCK_T):
+        t = tl.program_id(0) * ROWS + at + tl.arange(0, BLOCK_T)[:, None]
+        inside = t < rows
+        here = inside & (d < DIM)
+        table = t.to(tl.int64) * DIM + d
+        c = tl.load(cos + table, mask=here & is_rotated, other=0.0).to(tl.float32)
+        s = tl.load(sin + table, mask=here & is_rotated, other=0.0).to(tl.float32)
+        x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + d)
+        y0 = _rotated(x, here, is_rotated, c, s, mean0, half, DIM)
+        y1 = _rotated(x + DIM, here & (h + 1 < HEADS), is_rotated, c, s, mean1, half, DIM)
+        y2 = _rotated(x + 2 * DIM, here & (h + 2 < HEADS), is_rotated, c, s, mean2, half, DIM)
+        y3 = _rotated(x + 3 * DIM, here & (h + 3 < HEADS), is_rotated, c, s, mean3, half, DIM)
         if not AGAIN:
-            tl.atomic_max(maxima + part * HEADS + h, tl.max(largest))
+            largest0 = _largest(y0, t < count, largest0)
+            largest1 = _largest(y1, t < count, largest1)
+            largest2 = _largest(y2, t < count, largest2)
+            largest3 = _largest(y3, t < count, largest3)
+        z = out + ((part * rows + t).to(tl.int64) * HEADS + h) * PADDED + d
+        _store(z, y0, scale0, inside)
+        _store(z + PADDED, y1, scale1, inside & (h + 1 < HEADS))
+        _store(z + 2 * PADDED, y2, scale2, inside & (h + 2 < HEADS))
+        _store(z + 3 * PADDED, y3, scale3, inside & (h + 3 < HEADS))
+    if not AGAIN:
+        tl.atomic_max(maxima + part * HEADS + h, tl.max(largest0))
+        tl.atomic_max(maxima + part * HEADS + h + 1, tl.max(largest1), mask=h + 1 < HEADS)
+        tl.atomic_max(maxima + part * HEADS + h + 2, tl.max(largest2), mask=h + 2 < HEADS)
+        tl.atomic_max(maxima + part * HEADS + h + 3, tl.max(largest3), mask=h + 3 < HEADS)
 
 
 def quantize(
@@ -351,10 +390,9 @@ def quantize(
     out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
     final_3H, unscale_1 = torch.empty_like(scales_3H), scales_3H.new_empty(1)
     parts_GHD, center_HD = center(qkv_T3HD, used_1), scales_3H.new_empty(heads, dim)
-    per = next(per for per in _HEADS_EACH if heads % per == 0)
 
     def launch(*, again: bool) -> None:
-        _quantize_kernel[(-(-rows // _ROWS), 3 * heads // per)](
+        _quantize_kernel[(-(-rows // _ROWS), 3 * -(-heads // 4))](
             qkv_T3HD,
             cos_TD,
             sin_TD,
@@ -377,9 +415,8 @@ def quantize(
             GROUPS=_GROUPS,
             AGAIN=again,
             ROWS=_ROWS,
-            BLOCK_T=_WARPS * 32 * _EACH // padded,
+            BLOCK_T=_WARPS * 32 * 4 // padded,
             BLOCK_H=next_power_of_2(heads),
-            PER=per,
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )

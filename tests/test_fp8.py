@@ -1,0 +1,564 @@
+"""Attention in FP8: scales and their history, files of maxima, what is refused; on a GPU the kernels and cuDNN.
+
+On CPU the plain-torch references stand in for the kernels and for cuDNN, so that whole towers run: in FP8's arithmetic,
+but with exact sums. Legend: T rows, H heads, D head dim, P padded head dim, L layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
+from test_graphs import SMALL, draw_grid, on_cpu, patch, status_of  # noqa: F401  (a fixture)
+from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
+
+import hf_vit_accel
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
+from hf_vit_accel import scales as scales_module
+from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
+from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_longest
+from hf_vit_accel.graphs.buffers import pad_segments
+from hf_vit_accel.kernels import quantize as kernels
+from hf_vit_accel.kernels.quantize import E4M3, dequantize_reference, fit, quantize_reference
+from hf_vit_accel.scales import Maxima, Scales
+from hf_vit_accel.tower import state_of
+
+ALWAYS = Fp8Config(shortest=0)
+GRID = [(1, 12, 8), (2, 6, 10)]
+
+
+def cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The smallest cosine similarity of two rows."""
+    return float(torch.cosine_similarity(found.double().cpu(), expected.double().cpu(), dim=-1).min())
+
+
+# --- on a CPU, by references ----------------------------------------------------------------------------------------
+
+
+def quantize_on_cpu(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    used_1: torch.Tensor,
+    scales_3H: torch.Tensor,
+    maxima_3H: torch.Tensor,
+    history_N3H: torch.Tensor | None,
+    position_1: torch.Tensor | None,
+    padded: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    center_HD = kernels.center_reference(qkv, int(used_1))
+    fixed = scales_3H if history_N3H is None else None
+    out, used, found = quantize_reference(qkv, cos, sin, int(used_1), center_HD, history_N3H, padded, fixed)
+    maxima_3H.copy_(torch.maximum(maxima_3H, found))
+    if history_N3H is None or position_1 is None:
+        return out, center_HD, used, None
+    history_N3H[int(position_1)] = found
+    position_1.copy_((position_1 + 1) % len(history_N3H))
+    return out, center_HD, used, 1 / (used[0, :1] * used[1, :1])
+
+
+def attend_on_cpu(
+    q_THP: torch.Tensor,
+    k_THP: torch.Tensor,
+    v_THP: torch.Tensor,
+    lengths: torch.Tensor,
+    offsets: torch.Tensor,
+    unscale_1: torch.Tensor,
+    max_length: int,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    out_THP = torch.full(q_THP.shape, float("nan"))
+    starts = (offsets.flatten() // q_THP[0].numel()).tolist()
+    for start, length in zip(starts, lengths.flatten().tolist(), strict=False):
+        assert length <= max_length
+        rows = slice(start, start + length)
+        q, k, v = (x[rows].float() for x in (q_THP, k_THP, v_THP))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * unscale_1 * scale
+        out_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    return out_THP.to(out_dtype)
+
+
+@pytest.fixture
+def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8's own arithmetic in plain torch, wherever tensors are."""
+    monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
+    monkeypatch.setattr(CudnnFp8, "prepare", lambda self, plan: plan.request.fp8 and plan.request.fp8.allocate())
+    monkeypatch.setattr(cudnn_fp8, "why_not_triton", lambda device, dtype: None)
+    monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
+    monkeypatch.setattr(cudnn_fp8, "dequantize", dequantize_reference)
+    monkeypatch.setattr(cudnn_fp8, "_attend", attend_on_cpu)
+    monkeypatch.setattr(cudnn_fp8, "_fixed", lambda plan: (plan.host["max_length"], plan.request.scale, E4M3))
+    monkeypatch.setattr(
+        scales_module.quantize,
+        "snapshot",
+        lambda history: (fit(history.amax(1)), torch.zeros_like(history[:, 0])),
+    )
+
+
+@pytest.fixture(params=list(TINY))
+def model(request: Any) -> Any:
+    return TINY[request.param].build()
+
+
+def scales_of(model: Any) -> Scales:
+    tower = tower_of(model)
+    state = state_of(tower)
+    assert state is not None
+    found = state.scales(tower, tower.patch_embed.proj.weight.device)
+    assert found is not None
+    return found
+
+
+def backends_of(model: Any) -> Any:
+    return hf_vit_accel.status(model).towers[0].backends
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_attention_is_near(fp8_on_cpu: None, head_dim: int, layout: str) -> None:
+    lengths = LAYOUTS[layout]
+    wanted = request("cpu", torch.float32, head_dim)
+    qkv = draw(sum(lengths), head_dim, torch.float32, "cpu", 0, False)
+    found = plan_alone(FP8, segments_of(lengths), wanted).attend(*qkv)
+    assert relative_error(found, exact(qkv, lengths, wanted.scale)) < 0.06
+
+
+def test_towers_are_near_and_say_so(fp8_on_cpu: None, model: Any) -> None:
+    expected = run_tower(tower_of(model), GRID)
+    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
+    for _ in range(3):
+        found = run_tower(tower_of(model), GRID)
+        errors = [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
+        assert 1e-4 < max(errors) < 0.05, errors
+        assert all(cosine(f, e) > 0.995 for f, e in zip(found, expected, strict=True))
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.backends["full"] == "cudnn_fp8" and "cudnn_fp8" not in str(status.backends.get("window"))
+    assert status.fp8 == "scaled by the maxima of the last calls" and status.fp8 in str(status)
+    assert status.calls == 3 and not status.fallbacks
+    hf_vit_accel.unpatch(model)
+    assert all(map(torch.equal, run_tower(tower_of(model), GRID), expected))
+
+
+def test_a_result_does_not_depend_on_earlier_calls(fp8_on_cpu: None, model: Any) -> None:
+    """Not even on one that was a thousand times larger, or smaller, or not finite."""
+    tower = tower_of(model)
+    hf_vit_accel.patch(model, fp8=Fp8Config(shortest=0, history=4))
+    first = run_tower(tower, GRID)
+    for spoil in (1e3, 1e-3, float("nan"), float("inf")):
+        pixels = pixels_for(tower, GRID) * spoil
+        with torch.no_grad():
+            tower(pixels, grid_thw=torch.tensor(GRID))
+        for _ in range(5):
+            found = run_tower(tower, GRID)
+            assert max(relative_error(f, e) for f, e in zip(found, first, strict=True)) < 2e-3, spoil
+
+
+def test_an_image_that_is_not_finite_spoils_no_other(fp8_on_cpu: None, model: Any) -> None:
+    tower = tower_of(model)
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    grid = [(1, 8, 8), (1, 12, 8)]
+    pixels = pixels_for(tower, grid)
+    pixels[3] = float("nan")
+    with torch.no_grad():
+        merged = outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))[1]
+    alone = run_tower_on(tower, pixels[64:], grid[1:])
+    assert merged[:16].isnan().any() and relative_error(merged[16:], alone) < 0.02
+
+
+def run_tower_on(tower: Any, pixels: torch.Tensor, grid: list[tuple[int, int, int]]) -> torch.Tensor:
+    with torch.no_grad():
+        return outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))[1]
+
+
+def test_history_is_a_ring_on_the_device(fp8_on_cpu: None, model: Any) -> None:
+    hf_vit_accel.patch(model, fp8=Fp8Config(shortest=0, history=3))
+    seen = []
+    for seed in range(5):
+        run_tower(tower_of(model), GRID, seed)
+        history_LN3H, position_L = scales_of(model).allocate()
+        seen.append(history_LN3H[-1].clone())
+        assert position_L[-1] == (seed + 1) % 3
+    assert len({float(each.sum()) for each in seen}) == 5
+    newest, oldest = seen[4], seen[1]
+    assert torch.equal(newest[2], seen[3][2]) and not torch.equal(newest[0], oldest[0])
+
+
+def test_padding_never_reaches_a_scale(
+    fp8_on_cpu: None,
+    on_cpu: Any,  # noqa: F811
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through padded graphs, whose spare rows are not what the user gave and are poisoned here: maxima as eagerly."""
+
+    def poisoned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, used_1: torch.Tensor, *rest: Any) -> Any:
+        qkv = qkv.clone()
+        qkv[int(used_1) :] *= 1e4
+        return quantize_on_cpu(qkv, cos, sin, used_1, *rest)
+
+    monkeypatch.setattr(cudnn_fp8, "quantize", poisoned)
+    grids = [[(1, 6, 10)], [(1, 4, 6), (2, 4, 4)], [(1, 10, 10)]]
+    hf_vit_accel.patch(model, fp8=Fp8Config(shortest=0, history=1))
+    eager = []
+    for grid in grids:
+        outputs = run_tower(tower_of(model), grid)
+        eager.append((outputs, scales_of(model).seen()))
+    patch(model, fp8=Fp8Config(shortest=0, history=1))
+    for grid, (outputs, maxima_L3H) in zip(grids, eager, strict=True):
+        found = run_tower(tower_of(model), grid)
+        assert torch.allclose(scales_of(model).seen(), maxima_L3H, rtol=0.01), grid
+        assert max(relative_error(f, e) for f, e in zip(found, outputs, strict=True)) < 0.01
+    assert status_of(model).replays == 3 and status_of(model).padding > 1
+
+
+def test_a_stream_of_layouts_through_graphs(fp8_on_cpu: None, on_cpu: Any, model: Any) -> None:  # noqa: F811
+    rng = np.random.default_rng(0)
+    grids = [draw_grid(rng) for _ in range(15)]
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    expected = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
+    patch(model, SMALL, fp8=ALWAYS)
+    for seed, grid in enumerate(grids):
+        found = run_tower(tower_of(model), grid, seed)
+        assert max(relative_error(f, e) for f, e in zip(found, expected[seed], strict=True)) < 0.01, grid
+    assert status_of(model).replays >= len(grids) and backends_of(model)["full"] == "cudnn_fp8"
+
+
+def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
+    expected = run_tower(tower_of(model), GRID)
+    hf_vit_accel.patch(model, fp8=True, strict=True)
+    found = run_tower(tower_of(model), GRID)
+    assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
+    status = hf_vit_accel.status(model).towers[0]
+    assert "cudnn_fp8" not in status.backends.values() and not status.fallbacks
+    assert status.fp8 is not None and "not used by the last call: rows attend to" in status.fp8
+
+
+def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any) -> None:
+    tower = tower_of(model)
+    expected = run_tower(tower, GRID)
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    pixels = pixels_for(tower, GRID)
+    found = outputs_of(tower(pixels, grid_thw=torch.tensor(GRID)))  # with gradients
+    assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
+    status = hf_vit_accel.status(model).towers[0]
+    assert any(why.startswith("FP8 cannot serve the call") for why in status.fallbacks)
+    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
+    with pytest.raises(FallbackError, match="gradients"):
+        tower(pixels, grid_thw=torch.tensor(GRID))
+
+
+def test_copies_keep_the_setting_alone(fp8_on_cpu: None) -> None:
+    model = TINY["qwen3_vl"].build()
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    expected = run_tower(tower_of(model), GRID)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found = run_tower(tower_of(twin), GRID)
+        assert all(map(torch.equal, found, expected))
+        assert scales_of(twin) is not scales_of(model)
+
+
+def test_memory_is_given_back(fp8_on_cpu: None) -> None:
+    model = TINY["qwen3_vl"].build()
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    run_tower(tower_of(model), GRID)
+    held = scales_of(model)
+    assert held._held is not None
+    hf_vit_accel.unpatch(model)
+    assert held._held is None
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_calibrated_scales(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None:
+    tower = tower_of(model)
+    expected = run_tower(tower, GRID)
+    videos = {"pixel_values_videos": pixels_for(tower, [(2, 4, 4)]), "video_grid_thw": torch.tensor([(2, 4, 4)])}
+    images = [{"pixel_values": pixels_for(tower, GRID, seed), "image_grid_thw": torch.tensor(GRID)} for seed in (0, 1)]
+    path = hf_vit_accel.calibrate(model, [*images, videos, images[0] | videos], tmp_path / "maxima.json", margin=2)
+    assert state_of(tower) is None
+    maxima = Maxima.load(path)
+    assert maxima.shape == (len(tower.blocks), tower.blocks[0].attn.num_heads) and maxima.margin == 2
+    hf_vit_accel.patch(model, fp8=Fp8Config(scales=path, shortest=0), strict=True)
+    found = run_tower(tower, GRID)
+    assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 0.05
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.fp8 == f"scaled by the maxima in {path}" and status.backends["full"] == "cudnn_fp8"
+    path.unlink()  # it was read once
+    twin = pickle.loads(pickle.dumps(model))
+    assert all(map(torch.equal, run_tower(tower_of(twin), GRID), found))
+
+
+def test_what_is_cut_off_is_told(fp8_on_cpu: None, tmp_path: Path) -> None:
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    small = tuple(tuple((1e-3, 1e-3) for _ in range(3)) for _ in tower.blocks)
+    path = Maxima(values=small, margin=1.0).save(tmp_path / "small.json")
+    hf_vit_accel.patch(model, fp8=Fp8Config(scales=str(path), shortest=0))
+    assert "cut off" not in str(hf_vit_accel.status(model))
+    run_tower(tower, GRID)
+    assert "cut off beyond them in layers 0, 1, 2, 3" in str(hf_vit_accel.status(model))
+
+
+def test_maxima_are_written_and_read(tmp_path: Path) -> None:
+    maxima = Maxima(values=(((1.5, 2.0), (0.25, 1e-9), (3.0, 448.0)),) * 3, margin=1.5, model="qwen3_vl")
+    path = maxima.save(tmp_path / "a.json")
+    assert Maxima.load(path) == maxima and maxima.shape == (3, 2)
+    assert json.loads(path.read_text())["format"] == "hf-vit-accel fp8 maxima"
+
+
+_GOOD = {"format": "hf-vit-accel fp8 maxima", "version": 1, "margin": 1.0, "layers": [{"q": [1.0], "k": [1], "v": [2]}]}
+_LAYER: Any = _GOOD["layers"][0]  # type: ignore[index]
+BAD = {
+    "no JSON": "{",
+    "not UTF-8": b"\xff\xfe\x00",
+    "nested": "[" * 100_000,
+    "a list": [1],
+    "another format": _GOOD | {"format": "other"},
+    "another version": _GOOD | {"version": 2},
+    "no margin": {key: value for key, value in _GOOD.items() if key != "margin"},
+    "a margin below 1": _GOOD | {"margin": 0.5},
+    "no layers": _GOOD | {"layers": []},
+    "layers of another kind": _GOOD | {"layers": {"0": _LAYER}},
+    "a layer without v": _GOOD | {"layers": [{"q": [1.0], "k": [1.0]}]},
+    "a number that is none": _GOOD | {"layers": [_LAYER | {"q": ["1"]}]},
+    "a truth": _GOOD | {"layers": [_LAYER | {"q": [True]}]},
+    "NaN": _GOOD | {"layers": [_LAYER | {"q": [float("nan")]}]},
+    "infinity": _GOOD | {"layers": [_LAYER | {"q": [float("inf")]}]},
+    "negative": _GOOD | {"layers": [_LAYER | {"q": [-1.0]}]},
+    "no heads": _GOOD | {"layers": [{"q": [], "k": [], "v": []}]},
+    "other heads": _GOOD | {"layers": [_LAYER | {"q": [1.0, 2.0]}]},
+    "a layer that is a number": _GOOD | {"layers": [3]},
+    "huge": _GOOD | {"layers": [_LAYER | {"q": [10**400]}]},
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_other_files_are_refused(fp8_on_cpu: None, bad: str, tmp_path: Path) -> None:
+    path, content = tmp_path / "bad.json", BAD[bad]
+    path.write_bytes(content) if isinstance(content, bytes) else path.write_text(
+        content if isinstance(content, str) else json.dumps(content)
+    )
+    model = TINY["qwen3_vl"].build()
+    with pytest.raises(ValueError, match=r"bad\.json"):
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    assert state_of(tower_of(model)) is None
+
+
+def test_maxima_of_another_model_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
+    model = TINY["qwen3_vl"].build()
+    path = Maxima(values=(((1.0,), (1.0,), (1.0,)),), margin=1.0).save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"4 layers of 2 heads .* got 1 of 1"):
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    with pytest.raises(FileNotFoundError):
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=tmp_path / "nowhere.json"))
+    assert state_of(tower_of(model)) is None
+
+
+def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
+    model = TINY["qwen3_vl"].build()
+    for images, match in (([], "at least one image"), ([{"input_ids": 1}], "pixel_values")):
+        with pytest.raises(ValueError, match=match):
+            hf_vit_accel.calibrate(model, images, tmp_path / "none.json")
+    with pytest.raises(ValueError, match="margin"):
+        hf_vit_accel.calibrate(model, [], tmp_path / "none.json", margin=0.5)
+    assert not list(tmp_path.iterdir()) and state_of(tower_of(model)) is None
+
+
+# --- what is asked for ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (dict(scales=3), "path"),
+        (dict(history=0), "history"),
+        (dict(history=True), "history"),
+        (dict(shortest=-1), "sh"),
+    ],
+)
+def test_config_is_checked(arguments: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Fp8Config(**arguments)
+
+
+def test_patch_wants_a_config(fp8_on_cpu: None) -> None:
+    model = TINY["qwen3_vl"].build()
+    with pytest.raises(ValueError, match="expected fp8 to be"):
+        hf_vit_accel.patch(model, fp8="e4m3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="beside a score_mod"):
+        hf_vit_accel.patch(model, fp8=True, attention=FlexConfig(score_mod=lambda score, b, h, q, k: score))
+    assert state_of(tower_of(model)) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_it_is_refused_with_reasons_where_it_cannot_run() -> None:
+    model = TINY["qwen3_vl"].build()
+    with pytest.raises(BackendUnavailableError, match=r"FP8 cannot run(.|\n)*no CUDA device"):
+        hf_vit_accel.patch(model, fp8=True)
+    assert state_of(tower_of(model)) is None
+
+
+def test_it_is_never_used_unasked(fp8_on_cpu: None) -> None:
+    choice = resolve("auto", request("cpu", torch.float32, 80, packed=True), segments_of([20_000]))
+    assert choice.backend is not FP8 and not choice.rejected.get(FP8.name)
+
+
+def wanted(shortest: int | None = None, **changes: Any) -> Request:
+    scales = Scales(device=torch.device("cpu"), layers=1, heads=HEADS, shortest=shortest)
+    return request("cpu", torch.float32, 80, packed=True, fp8=scales, **changes)
+
+
+def test_where_it_pays(fp8_on_cpu: None) -> None:
+    long, short = cudnn_fp8.SHORTEST, cudnn_fp8.SHORTEST // 4
+    assert resolve("auto", wanted(), segments_of([long])).backend is FP8
+    assert resolve("auto", wanted(), segments_of([long * 2, *[short] * 3])).backend is FP8
+    for lengths in ([short] * 100, [long - 1], [long, *[64] * 200]):
+        choice = resolve("auto", wanted(), segments_of(lengths))
+        assert choice.backend is not FP8 and FP8.name in choice.not_worth
+    assert resolve("auto", wanted(shortest=short), segments_of([short] * 100)).backend is FP8
+    for changes in (dict(grad=True), dict(kind="window"), dict(packed=False)):
+        choice = resolve("auto", Request(**vars(wanted()) | changes), segments_of([long]))
+        assert choice.backend is not FP8, changes
+
+
+def test_offsets_that_do_not_fit_are_left_to_others(fp8_on_cpu: None) -> None:
+    rows = 2**31 // (HEADS * 128)
+    assert resolve("auto", wanted(), segments_of([rows // 2] * 2 + [64])).not_worth
+    assert resolve("auto", wanted(), segments_of([rows // 2 - 64] * 2)).backend is FP8
+
+
+@given(st.integers(1, 1 << 20))
+def test_longest_is_rounded_finely(length: int) -> None:
+    declared = round_longest(length)
+    assert length <= declared <= max(length * 33 / 32 + 1, length + 127) and round_longest(declared) == declared
+
+
+def test_padded_layouts_declare_their_rows() -> None:
+    plan = FP8.plan(pad_segments(segments_of([300, 200]), 640, 4, 512), wanted())
+    assert plan.arrays["used_1"].tolist() == [500] and plan.host["max_length"] == 512
+    assert plan.arrays["lengths"].flatten().tolist()[:2] == [300, 200]
+    assert FP8.plan(segments_of([300, 200]), wanted()).arrays["used_1"].tolist() == [500]
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu() -> None:
+    if reasons := FP8.reasons_against_machine():
+        pytest.skip("; ".join(reasons))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_gpu_attention_is_near(on_gpu: None, head_dim: int, dtype: torch.dtype) -> None:
+    for lengths in (*LAYOUTS.values(), [1500, 2, 130], [4096]):
+        asked = request("cuda", dtype, head_dim)
+        qkv = draw(sum(lengths), head_dim, dtype, "cuda", 0, False)
+        found = plan_alone(FP8, segments_of(lengths), asked).attend(*qkv)
+        assert found.dtype == dtype and relative_error(found, exact(qkv, lengths, asked.scale)) < 0.06, lengths
+
+
+@pytest.mark.gpu
+def test_gpu_flat_attention_over_many_rows_keeps_the_mean(on_gpu: None) -> None:
+    """Tensor cores lose small products in large sums: without centring this is off by more than a tenth."""
+    rows = 16384
+    q, k, v = (torch.randn(rows, HEADS, 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    v = v * 0.3 + 2
+    asked = request("cuda", torch.bfloat16, 80)
+    found = plan_alone(FP8, segments_of([rows]), asked).attend(q * 0.1, k * 0.1, v)
+    assert relative_error(found, exact([q * 0.1, k * 0.1, v], [rows], asked.scale)) < 0.005
+
+
+@pytest.mark.gpu
+def test_gpu_a_flat_tail_outweighs_a_peak(on_gpu: None) -> None:
+    """One key 8 above the rest, which together weigh more: e4m3 would round each of their weights to nothing."""
+    rows = 8192
+    q = torch.zeros(rows, HEADS, 64, device="cuda", dtype=torch.bfloat16)
+    q[..., 0] = 8
+    k, v = torch.zeros_like(q), torch.randn_like(q) * 0.1 + 1
+    k[5, :, 0], v[5] = 8, -1
+    asked = request("cuda", torch.bfloat16, 64)
+    asked = Request(**vars(asked) | {"scale": 0.125})
+    found = plan_alone(FP8, segments_of([rows]), asked).attend(q, k, v)
+    assert relative_error(found, exact([q, k, v], [rows], 0.125)) < 0.1  # e4m3 rounds the output by up to a sixteenth
+
+
+@pytest.mark.gpu
+def test_gpu_rows_of_others_that_are_not_finite(on_gpu: None) -> None:
+    lengths = [300, 100, 777]
+    asked = request("cuda", torch.bfloat16, 72)
+    qkv = draw(sum(lengths), 72, torch.bfloat16, "cuda", 0, False)
+    expected = exact(qkv, lengths, asked.scale)
+    for x in qkv:
+        x[300:400] = float("nan")
+    found = plan_alone(FP8, segments_of(lengths), asked).attend(*qkv)
+    for rows in (slice(0, 300), slice(400, None)):
+        assert relative_error(found[rows], expected[rows]) < 0.06
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gpu_towers_are_near_eagerly_and_replayed(on_gpu: None, model: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    tower = tower_of(model.cuda())
+    grids = [[(1, 32, 32)], [(1, 20, 36), (2, 10, 8)], [(1, 12, 12)]]
+    expected = [[x.cpu() for x in run_tower(tower, grid)] for grid in grids]
+    model.to(dtype)
+    images = [{"pixel_values": pixels_for(tower, grid), "image_grid_thw": torch.tensor(grid)} for grid in grids]
+    path = hf_vit_accel.calibrate(model, images, tmp_path / "maxima.json")
+    for fp8 in (ALWAYS, Fp8Config(scales=path, shortest=0)):
+        for graphs in (False, GraphConfig(max_tokens=256, exact_after=0)):
+            hf_vit_accel.patch(model, fp8=fp8, cuda_graphs=graphs, strict=True)
+            for _ in range(2):
+                for grid, outputs in zip(grids, expected, strict=True):
+                    found = run_tower(tower, grid)
+                    errors = [relative_error(f, e) for f, e in zip(found, outputs, strict=True)]
+                    assert max(errors) < 0.06, (fp8, graphs, grid, errors)
+                    assert cosine(found[1], outputs[1]) > 0.995
+            status = hf_vit_accel.status(model).towers[0]
+            assert status.backends["full"] == "cudnn_fp8" and status.calls == 6 and not status.fallbacks
+            assert not graphs or status_of(model).replays >= 6
+            assert "cut off" not in str(status)
+
+
+@pytest.mark.gpu
+def test_gpu_replays_do_not_depend_on_earlier_calls(on_gpu: None, model: Any) -> None:
+    """Graphs hold the history: outliers, and the zeros that a capture warms up with, are gone after one call."""
+    tower = tower_of(model.to("cuda", torch.bfloat16))
+    grid = [(1, 32, 32)]
+    hf_vit_accel.patch(model, fp8=ALWAYS, cuda_graphs=GraphConfig(max_tokens=256))
+    hf_vit_accel.warmup(model, progress=False)
+    first = run_tower(tower, grid)
+    for spoil in (1e3, 1e-3, float("nan")):
+        with torch.no_grad():
+            tower(pixels_for(tower, grid, device="cuda", dtype=torch.bfloat16) * spoil, grid_thw=torch.tensor(grid))
+        found = run_tower(tower, grid)
+        assert max(relative_error(f, e) for f, e in zip(found, first, strict=True)) < 5e-3, spoil
+    assert status_of(model).replays >= 7
+
+
+@pytest.mark.gpu
+def test_gpu_no_sync(on_gpu: None) -> None:
+    model = TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)
+    tower = tower_of(model)
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    run_tower(tower, GRID)
+    pixels, grid = pixels_for(tower, GRID, device="cuda", dtype=torch.bfloat16), torch.tensor(GRID)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.no_grad():
+            tower(pixels, grid_thw=grid)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
