@@ -45,7 +45,7 @@ LARGEST = 448.0
 """The largest number of e4m3."""
 _LOWEST_POWER, _HIGHEST_POWER = -60, 40  # of a scale: products of two stay within float32
 _GROUPS, _SAMPLES = 8, 64  # of the rows whose mean centres v
-_ROWS, _WARPS = 32, 4
+_ROWS, _WARPS = 64, 4
 _ROOM = 64.0  # how much smaller a scale may be than what fits: 2**9 of the 2**15 between normal numbers are left
 
 
@@ -221,36 +221,52 @@ def center(qkv_T3HD: torch.Tensor, used_1: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _rotated(x, here, is_rotated, c, s, mean, HALF: tl.constexpr, DIM: tl.constexpr):
-    # One head of some rows, as wide as its padding: rotated, or without its mean.
-    d = tl.arange(0, here.shape[1])[None, :]
-    value = tl.load(x, mask=here, other=0.0).to(tl.float32)
-    after = tl.load(x + HALF, mask=here & (d < HALF) & is_rotated, other=0.0).to(tl.float32)
-    before = tl.load(x - HALF, mask=here & (d >= HALF) & is_rotated, other=0.0).to(tl.float32)
-    y = tl.where(is_rotated, value * c + tl.where(d < HALF, -after, before) * s, value - mean)
-    return tl.where(d < DIM, y, 0.0)
+def _halves(x, here, is_rotated, c, s, mean1, mean2, HALF: tl.constexpr):
+    # Both halves of one head of some rows: rotated, or without their mean.
+    x1 = tl.load(x, mask=here, other=0.0).to(tl.float32)
+    x2 = tl.load(x + HALF, mask=here, other=0.0).to(tl.float32)
+    y1 = tl.where(is_rotated, x1 * c - x2 * s, x1 - mean1)
+    y2 = tl.where(is_rotated, x2 * c + x1 * s, x2 - mean2)
+    return y1, y2
 
 
 @jit
-def _mean(parts, center, h, first, is_value, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, d):
-    mean = tl.zeros(d.shape, tl.float32)
-    here = (d < DIM) & (h < HEADS) & is_value
+def _mean(parts, center, at, here, first, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    mean = tl.zeros(here.shape, tl.float32)
     for group in tl.static_range(GROUPS):
-        mean += tl.load(parts + (group * HEADS + h) * DIM + d, mask=here, other=0.0)
-    tl.store(center + h * DIM + d, mean, mask=here & first)
+        mean += tl.load(parts + group * WIDTH + at, mask=here, other=0.0)
+    tl.store(center + at, mean, mask=here & first)
     return mean
 
 
 @jit
-def _largest(y, counts, before):
-    size = tl.abs(y)
-    return tl.maximum(before, tl.where(counts & (size < float("inf")), size, 0.0))
+def _means(parts, center, h, here, first, j, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr):
+    here = here & (h < HEADS)
+    mean1 = _mean(parts, center, h * DIM + j, here, first, HEADS * DIM, GROUPS)
+    return mean1, _mean(parts, center, h * DIM + DIM // 2 + j, here, first, HEADS * DIM, GROUPS)
 
 
 @jit
-def _store(out, y, scale, inside):
-    z = tl.minimum(tl.maximum(y * scale, -448.0), 448.0)
-    tl.store(out, tl.where(tl.abs(y) < float("inf"), z, float("nan")).to(tl.float8e4nv), mask=inside)
+def _larger(largest, y1, y2, counts):
+    size1, size2 = tl.abs(y1), tl.abs(y2)
+    largest = tl.maximum(largest, tl.where(counts & (size1 < float("inf")), size1, 0.0))
+    return tl.maximum(largest, tl.where(counts & (size2 < float("inf")), size2, 0.0))
+
+
+@jit
+def _rounded(y, scale):
+    # What is too large becomes the largest: so the hardware rounds. What is not finite becomes NaN: y - y is.
+    return (y * scale + (y - y)).to(tl.float8e4nv)
+
+
+@jit
+def _store(out, y1, y2, scale, inside, j, DIM: tl.constexpr, PADDED: tl.constexpr):
+    half: tl.constexpr = DIM // 2
+    tl.store(out, _rounded(y1, scale), mask=inside & (j < half))
+    tl.store(out + half, _rounded(y2, scale), mask=inside & (j < half))
+    zeros = tl.zeros(y1.shape, tl.float32).to(tl.float8e4nv)
+    for at in tl.static_range(DIM, PADDED, PADDED // 2):
+        tl.store(out + at, zeros, mask=inside & (j < PADDED - at))
 
 
 @jit
@@ -280,9 +296,9 @@ def _quantize_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    # A program takes ROWS rows of 4 heads of q, k or v, BLOCK_T rows at a time: a tile has as many elements as its
-    # threads load in vectors of 4, so that all loads and stores share one layout, and a padded row is stored whole.
-    # The loads of all 4 heads are under way before anything is stored: it is their number that the speed depends on.
+    # A program takes ROWS rows of 4 heads of q, k or v, BLOCK_T at a time, a head as pairs (j, j + DIM / 2). A tile
+    # has as many pairs as its threads load in vectors of 4: so all loads and stores share one layout. The loads of all
+    # 4 heads are under way before anything is stored.
     half: tl.constexpr = DIM // 2
     groups: tl.constexpr = (HEADS + 3) // 4
     part = tl.program_id(1) // groups
@@ -323,39 +339,39 @@ def _quantize_kernel(
     scale1 = tl.sum(tl.where(head == h + 1, mine, 0.0))
     scale2 = tl.sum(tl.where(head == h + 2, mine, 0.0))
     scale3 = tl.sum(tl.where(head == h + 3, mine, 0.0))
-    d = tl.arange(0, PADDED)[None, :]
-    is_first, is_value = tl.program_id(0) == 0, part == 2
-    mean0 = _mean(parts, center, h, is_first, is_value, HEADS, DIM, GROUPS, d)
-    mean1 = _mean(parts, center, h + 1, is_first, is_value, HEADS, DIM, GROUPS, d)
-    mean2 = _mean(parts, center, h + 2, is_first, is_value, HEADS, DIM, GROUPS, d)
-    mean3 = _mean(parts, center, h + 3, is_first, is_value, HEADS, DIM, GROUPS, d)
-    largest0 = tl.zeros((BLOCK_T, PADDED), tl.float32)
-    largest1 = tl.zeros((BLOCK_T, PADDED), tl.float32)
-    largest2 = tl.zeros((BLOCK_T, PADDED), tl.float32)
-    largest3 = tl.zeros((BLOCK_T, PADDED), tl.float32)
+    j = tl.arange(0, PADDED // 2)[None, :]
+    is_mean, first = (j < half) & (part == 2), tl.program_id(0) == 0
+    low0, high0 = _means(parts, center, h, is_mean, first, j, HEADS, DIM, GROUPS)
+    low1, high1 = _means(parts, center, h + 1, is_mean, first, j, HEADS, DIM, GROUPS)
+    low2, high2 = _means(parts, center, h + 2, is_mean, first, j, HEADS, DIM, GROUPS)
+    low3, high3 = _means(parts, center, h + 3, is_mean, first, j, HEADS, DIM, GROUPS)
+    largest0 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
+    largest1 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
+    largest2 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
+    largest3 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
     is_rotated, count = part < 2, tl.load(used_rows)
     for at in tl.range(0, ROWS, BLOCK_T):
         t = tl.program_id(0) * ROWS + at + tl.arange(0, BLOCK_T)[:, None]
         inside = t < rows
-        here = inside & (d < DIM)
-        table = t.to(tl.int64) * DIM + d
+        here = inside & (j < half)
+        table = t.to(tl.int64) * DIM + j
         c = tl.load(cos + table, mask=here & is_rotated, other=0.0).to(tl.float32)
         s = tl.load(sin + table, mask=here & is_rotated, other=0.0).to(tl.float32)
-        x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + d)
-        y0 = _rotated(x, here, is_rotated, c, s, mean0, half, DIM)
-        y1 = _rotated(x + DIM, here & (h + 1 < HEADS), is_rotated, c, s, mean1, half, DIM)
-        y2 = _rotated(x + 2 * DIM, here & (h + 2 < HEADS), is_rotated, c, s, mean2, half, DIM)
-        y3 = _rotated(x + 3 * DIM, here & (h + 3 < HEADS), is_rotated, c, s, mean3, half, DIM)
+        x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + j)
+        a0, b0 = _halves(x, here, is_rotated, c, s, low0, high0, half)
+        a1, b1 = _halves(x + DIM, here & (h + 1 < HEADS), is_rotated, c, s, low1, high1, half)
+        a2, b2 = _halves(x + 2 * DIM, here & (h + 2 < HEADS), is_rotated, c, s, low2, high2, half)
+        a3, b3 = _halves(x + 3 * DIM, here & (h + 3 < HEADS), is_rotated, c, s, low3, high3, half)
         if not AGAIN:
-            largest0 = _largest(y0, t < count, largest0)
-            largest1 = _largest(y1, t < count, largest1)
-            largest2 = _largest(y2, t < count, largest2)
-            largest3 = _largest(y3, t < count, largest3)
-        z = out + ((part * rows + t).to(tl.int64) * HEADS + h) * PADDED + d
-        _store(z, y0, scale0, inside)
-        _store(z + PADDED, y1, scale1, inside & (h + 1 < HEADS))
-        _store(z + 2 * PADDED, y2, scale2, inside & (h + 2 < HEADS))
-        _store(z + 3 * PADDED, y3, scale3, inside & (h + 3 < HEADS))
+            largest0 = _larger(largest0, a0, b0, t < count)
+            largest1 = _larger(largest1, a1, b1, t < count)
+            largest2 = _larger(largest2, a2, b2, t < count)
+            largest3 = _larger(largest3, a3, b3, t < count)
+        z = out + ((part * rows + t).to(tl.int64) * HEADS + h) * PADDED + j
+        _store(z, a0, b0, scale0, inside, j, DIM, PADDED)
+        _store(z + PADDED, a1, b1, scale1, inside & (h + 1 < HEADS), j, DIM, PADDED)
+        _store(z + 2 * PADDED, a2, b2, scale2, inside & (h + 2 < HEADS), j, DIM, PADDED)
+        _store(z + 3 * PADDED, a3, b3, scale3, inside & (h + 3 < HEADS), j, DIM, PADDED)
     if not AGAIN:
         tl.atomic_max(maxima + part * HEADS + h, tl.max(largest0))
         tl.atomic_max(maxima + part * HEADS + h + 1, tl.max(largest1), mask=h + 1 < HEADS)
@@ -415,7 +431,7 @@ def quantize(
             GROUPS=_GROUPS,
             AGAIN=again,
             ROWS=_ROWS,
-            BLOCK_T=_WARPS * 32 * 4 // padded,
+            BLOCK_T=_WARPS * 32 * 4 // (padded // 2),
             BLOCK_H=next_power_of_2(heads),
             num_warps=_WARPS,
             enable_fp_fusion=False,
