@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.kernels import quantize
+from hf_vit_accel.kernels import e4m3
 
 __all__ = ["LayerScales", "Maxima", "Scales"]
 
@@ -137,7 +137,7 @@ class Scales:
                     # A head that was silent while the file was made still gets room.
                     maxima_L3H = torch.tensor(self._fixed.values) * self._fixed.margin
                     maxima_L3H = maxima_L3H.clamp(min=maxima_L3H.amax(-1, keepdim=True) / 256)
-                    scales_L3H = quantize.fit(torch.where(maxima_L3H == 0, 1.0, maxima_L3H))
+                    scales_L3H = e4m3.fit(torch.where(maxima_L3H == 0, 1.0, maxima_L3H))
                     unscale_L = 1 / (scales_L3H[:, 0, 0] * scales_L3H[:, 1, 0])
                     held = *held, scales_L3H.to(self.device), unscale_L.to(self.device)
             self._held = held
@@ -153,7 +153,7 @@ class Scales:
                 LayerScales(scales_L3H[layer], history_LN3H[layer, 0], None, None, unscale_L[layer : layer + 1])
                 for layer in range(self.layers)
             ]
-        scales_L3H, maxima_L3H = quantize.snapshot(history_LN3H)
+        scales_L3H, maxima_L3H = e4m3.snapshot(history_LN3H)
         return [
             LayerScales(scales_L3H[layer], maxima_L3H[layer], history_LN3H[layer], position_L[layer : layer + 1], None)
             for layer in range(self.layers)
@@ -168,7 +168,7 @@ class Scales:
         """Layers in which numbers were above what the scales of the file leave room for, and so were cut off."""
         if self._fixed is None or self._held is None:
             return []
-        over = self.seen() * self._held[2].cpu() > quantize.LARGEST
+        over = self.seen() * self._held[2].cpu() > e4m3.LARGEST
         return [int(layer) for layer in over.flatten(1).any(1).nonzero()]
 
     def close(self) -> None:

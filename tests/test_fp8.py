@@ -27,8 +27,8 @@ from hf_vit_accel import scales as scales_module
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_longest
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.kernels import quantize as kernels
-from hf_vit_accel.kernels.quantize import E4M3, dequantize_reference, fit, quantize_reference
+from hf_vit_accel.kernels.e4m3 import E4M3, dequantize_reference, fit
+from hf_vit_accel.kernels.quantize import center_reference, quantize_reference
 from hf_vit_accel.scales import Maxima, Scales
 from hf_vit_accel.tower import state_of
 
@@ -55,7 +55,7 @@ def quantize_on_cpu(
     position_1: torch.Tensor | None,
     padded: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    center_HD = kernels.center_reference(qkv, int(used_1))
+    center_HD = center_reference(qkv, int(used_1))
     fixed = scales_3H if history_N3H is None else None
     out, used, found = quantize_reference(qkv, cos, sin, int(used_1), center_HD, history_N3H, padded, fixed)
     maxima_3H.copy_(torch.maximum(maxima_3H, found))
@@ -99,7 +99,7 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_fp8, "_attend", attend_on_cpu)
     monkeypatch.setattr(cudnn_fp8, "_fixed", lambda plan: (plan.host["max_length"], plan.request.scale, E4M3))
     monkeypatch.setattr(
-        scales_module.quantize,
+        scales_module.e4m3,
         "snapshot",
         lambda history: (fit(history.amax(1)), torch.zeros_like(history[:, 0])),
     )
@@ -221,16 +221,29 @@ def test_padding_never_reaches_a_scale(
     assert status_of(model).replays == 3 and status_of(model).padding > 1
 
 
-def test_a_stream_of_layouts_through_graphs(fp8_on_cpu: None, on_cpu: Any, model: Any) -> None:  # noqa: F811
+def test_a_stream_of_layouts_through_graphs(
+    fp8_on_cpu: None,
+    on_cpu: Any,  # noqa: F811
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In FP8 but where a layout fills its budget, and has a segment to spare that is empty."""
+    sizes = []
+
+    def counted(q_THP: torch.Tensor, k_THP: torch.Tensor, v_THP: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(q_THP))
+        return attend_on_cpu(q_THP, k_THP, v_THP, *rest)
+
     rng = np.random.default_rng(0)
     grids = [draw_grid(rng) for _ in range(15)]
     hf_vit_accel.patch(model, fp8=ALWAYS)
     expected = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
     patch(model, SMALL, fp8=ALWAYS)
+    monkeypatch.setattr(cudnn_fp8, "_attend", counted)
     for seed, grid in enumerate(grids):
         found = run_tower(tower_of(model), grid, seed)
-        assert max(relative_error(f, e) for f, e in zip(found, expected[seed], strict=True)) < 0.01, grid
-    assert status_of(model).replays >= len(grids) and backends_of(model)["full"] == "cudnn_fp8"
+        assert max(relative_error(f, e) for f, e in zip(found, expected[seed], strict=True)) < 0.04, grid
+    assert status_of(model).replays >= len(grids) and len(set(sizes)) > 3
 
 
 def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
@@ -434,8 +447,19 @@ def test_where_it_pays(fp8_on_cpu: None) -> None:
 
 def test_offsets_that_do_not_fit_are_left_to_others(fp8_on_cpu: None) -> None:
     rows = 2**31 // (HEADS * 128)
-    assert resolve("auto", wanted(), segments_of([rows // 2] * 2 + [64])).not_worth
+    assert "int32" in resolve("auto", wanted(), segments_of([rows // 2] * 2 + [64])).not_worth[FP8.name]
     assert resolve("auto", wanted(), segments_of([rows // 2 - 64] * 2)).backend is FP8
+
+
+def test_empty_segments_are_left_to_others(fp8_on_cpu: None) -> None:
+    """cuDNN's FP8 kernels stop the process's device on them."""
+    long = cudnn_fp8.SHORTEST
+    for layout in (pad_segments(segments_of([long]), long, 2, long), segments_of([long, 0])):
+        assert "empty" in resolve("auto", wanted(), layout).not_worth[FP8.name]
+    full = pad_segments(segments_of([long + 64]), long + 96, 2, long + 64)
+    assert resolve("auto", wanted(), full).backend is FP8
+    for lengths in ([long] * 17, [long] * 37):
+        assert FP8.plan(segments_of(lengths), wanted()).arrays["lengths"].all()
 
 
 @given(st.integers(1, 1 << 20))
@@ -445,7 +469,7 @@ def test_longest_is_rounded_finely(length: int) -> None:
 
 
 def test_padded_layouts_declare_their_rows() -> None:
-    plan = FP8.plan(pad_segments(segments_of([300, 200]), 640, 4, 512), wanted())
+    plan = FP8.plan(pad_segments(segments_of([300, 200]), 640, 3, 512), wanted())
     assert plan.arrays["used_1"].tolist() == [500] and plan.host["max_length"] == 512
     assert plan.arrays["lengths"].flatten().tolist()[:2] == [300, 200]
     assert FP8.plan(segments_of([300, 200]), wanted()).arrays["used_1"].tolist() == [500]
@@ -468,7 +492,7 @@ def test_gpu_attention_is_near(on_gpu: None, head_dim: int, dtype: torch.dtype) 
         asked = request("cuda", dtype, head_dim)
         qkv = draw(sum(lengths), head_dim, dtype, "cuda", 0, False)
         found = plan_alone(FP8, segments_of(lengths), asked).attend(*qkv)
-        assert found.dtype == dtype and relative_error(found, exact(qkv, lengths, asked.scale)) < 0.06, lengths
+        assert found.dtype == dtype and relative_error(found, exact(qkv, lengths, asked.scale)) < 0.1, lengths
 
 
 @pytest.mark.gpu
@@ -506,7 +530,7 @@ def test_gpu_rows_of_others_that_are_not_finite(on_gpu: None) -> None:
         x[300:400] = float("nan")
     found = plan_alone(FP8, segments_of(lengths), asked).attend(*qkv)
     for rows in (slice(0, 300), slice(400, None)):
-        assert relative_error(found[rows], expected[rows]) < 0.06
+        assert relative_error(found[rows], expected[rows]) < 0.1
 
 
 @pytest.mark.gpu

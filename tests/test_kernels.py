@@ -25,6 +25,7 @@ from hf_vit_accel.kernels.activation import (
     swiglu,
     swiglu_reference,
 )
+from hf_vit_accel.kernels.e4m3 import E4M3, LARGEST, dequantize, dequantize_reference, fit, snapshot
 from hf_vit_accel.kernels.launch import next_power_of_2, triton, why_not_descriptors, why_not_triton
 from hf_vit_accel.kernels.linear_activation import (
     linear_quick_gelu,
@@ -36,17 +37,7 @@ from hf_vit_accel.kernels.linear_activation import (
 from hf_vit_accel.kernels.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.kernels.patch_embed import patch_embed
 from hf_vit_accel.kernels.positions import add_positions_, add_positions_reference_
-from hf_vit_accel.kernels.quantize import (
-    E4M3,
-    LARGEST,
-    center_reference,
-    dequantize,
-    dequantize_reference,
-    fit,
-    quantize,
-    quantize_reference,
-    snapshot,
-)
+from hf_vit_accel.kernels.quantize import center_reference, quantize, quantize_reference
 from hf_vit_accel.kernels.rope import rope_, rope_reference_
 from hf_vit_accel.kernels.window_attention import heads_each, window_attention, window_attention_reference
 
@@ -463,7 +454,7 @@ COMPILED = {
         for again in (False, True)
     },
     "snapshot": (
-        "quantize",
+        "e4m3",
         "_snapshot_kernel",
         "history:*fp32 scales:*fp32 maxima:*fp32",
         dict(HEADS=12, CALLS=3, BLOCK_H=16, BLOCK_N=4),
@@ -475,7 +466,7 @@ COMPILED = {
         dict(HEADS=16, DIM=72, GROUPS=8, SAMPLES=64, BLOCK_D=128),
     ),
     "dequantize": (
-        "quantize",
+        "e4m3",
         "_dequantize_kernel",
         "x:*fp8e4nv scales:*fp32 center:*fp32 out:*bf16 rows:i32",
         dict(WIDTH=1152, DIM=72, PADDED=128, HEADS=16, BLOCK_T=8, BLOCK_E=256),
