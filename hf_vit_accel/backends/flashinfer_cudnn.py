@@ -90,7 +90,7 @@ class FlashinferCudnn(Backend):
 
     def prepare(self, plan: Plan) -> None:
         request = plan.request
-        if not request.packed:
+        if not request.packed or not _can_prepare():
             return
         row_T3HD = torch.empty(1, 3, request.heads, request.head_dim, dtype=request.dtype, device=request.device)
         for index, (_, _, max_length) in enumerate(plan.host["chunks"]):
@@ -147,7 +147,7 @@ def _probe() -> tuple[str, ...]:
         found = int(cudnn.backend_version())
     except Exception as error:
         return (f"importing FlashInfer's cuDNN attention failed: {type(error).__name__}: {error} ({_REMEDY})",)
-    if not prefill.CUDNN_AVAILABLE:
+    if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
         return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
     if found < _OLDEST_CUDNN:
         return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
@@ -180,7 +180,11 @@ class Workspaces:
         with self._lock:
             buffer = self._buffers.get(key)
             if buffer is None or buffer.numel() < nbytes:
-                buffer = self._buffers[key] = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=stream.device)
+                try:
+                    buffer = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=stream.device)
+                except torch.OutOfMemoryError as error:  # not the user's to mend: other backends need no workspace
+                    raise RuntimeError(f"no memory for a workspace of {nbytes} bytes") from error
+                self._buffers[key] = buffer
         return buffer
 
     def close(self) -> None:
