@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "encoder": {"backends", "fusion", "kernels", "planning"},
     "config": set(),
     "graphs": {"backends", "config", "metadata", "planning"},
-    "boundary": {"backends", "config", "fusion", "metadata", "planning"},
-    "tower": {"backends", "boundary", "encoder", "fusion", "graphs", "metadata", "planning", "structure"},
+    "faults": {"backends", ""},
+    "boundary": {"backends", "config", "faults", "fusion", "metadata", "planning"},
+    "tower": {"backends", "boundary", "encoder", "faults", "fusion", "graphs", "metadata", "planning", "structure"},
     "families": {"tower", "metadata"},
     "registration": {"boundary", "families", "metadata", "backends", "planning", "tower"},
     "api": {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hf_vit_accel.backends.base import (
     Backend,
@@ -108,17 +109,18 @@ def require(name: str) -> None:
     )
 
 
-def resolve(name: str, request: Request) -> Choice:
+def resolve(name: str, request: Request, faults: Mapping[str, str] = MappingProxyType({})) -> Choice:
     """The named backend if it can serve the request, else (or for "auto") the fastest that can by measurement.
 
-    Raises BackendUnavailableError where none can: only with a score_mod, which no other backend may ignore.
+    faults: backends that failed when they ran, and how; they are not chosen again. Raises BackendUnavailableError where
+    none can: only with a score_mod, which no other backend may ignore.
     """
     order = [backend_named(known) for rule in AUTO if rule.kind == request.kind for known in rule.order]
     if name != "auto":
         order.insert(0, backend_named(name))
     rejected: dict[str, tuple[str, ...]] = {}
     for backend in order:
-        reasons = backend.reasons_against(request)
+        reasons = [faults[backend.name]] if backend.name in faults else backend.reasons_against(request)
         if not reasons:
             return Choice(backend=backend, rejected=rejected)
         rejected[backend.name] = tuple(reasons)

@@ -1,0 +1,688 @@
+"""Faults put into everything that may fail, from a table: each ends in a fallback that is told and counted, or raises.
+
+There is no GPU here. A FlashInfer made of plain torch follows offsets and lengths as cuDNN does, kernels' references
+stand in for the kernels, and a recorder replays graphs by running again.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_graphs import SMALL, Masked, Recorder
+from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, backends, env, fusion
+from hf_vit_accel import tower as tower_module
+from hf_vit_accel.backends import ORDER
+from hf_vit_accel.backends import flash_attention_3 as fa3_backend
+from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
+from hf_vit_accel.backends import flex as flex_backend
+from hf_vit_accel.backends.base import Needs
+from hf_vit_accel.faults import KERNELS
+from hf_vit_accel.graphs import runner as runner_module
+from hf_vit_accel.kernels import activation, linear_activation, norm, positions, rope, window_attention
+from hf_vit_accel.kernels import launch as launch_module
+from hf_vit_accel.tower import state_of
+
+Grid = list[tuple[int, int, int]]
+GRID = GRIDS["mixed"]
+FAMILIES = list(TINY)
+ANYWHERE = Needs(cuda=False, differentiable=True)
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, Any]:
+    """One model a family, and what its stock tower makes of GRID."""
+    models = {name: tiny.build() for name, tiny in TINY.items()}
+    return {name: (model, run_tower(tower_of(model), GRID)) for name, model in models.items()}
+
+
+@pytest.fixture(autouse=True)
+def afresh(built: Any) -> Iterator[None]:
+    """Nothing is known of the machine before or after, and every model is stock again."""
+    for _ in range(2):
+        env.reset()
+        cudnn_backend.GRAPHS.clear()
+        cudnn_backend.WORKSPACES.close()
+        yield from () if _ else (None,)
+    for model, _ in built.values():
+        hf_vit_accel.unpatch(model)
+
+
+def status_of(model: Any) -> Any:
+    return hf_vit_accel.status(model).towers[0]
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise error.with_traceback(None)  # as if it were new: none of the frames that it once passed
+
+    return call
+
+
+# --- a FlashInfer of plain torch --------------------------------------------------------------------------------------
+
+
+class Graph:
+    """A built plan: reads and writes where offsets and lengths point to, in elements, as cuDNN does."""
+
+    def __init__(self, owner: Any, scale: float, longest: int) -> None:
+        self._owner, self._scale, self._longest = owner, scale, longest
+
+    def get_workspace_size(self) -> int:
+        return self._owner.workspace_bytes()
+
+    def execute(self, tensors: Any, tensor_uids: Any, workspace: torch.Tensor, handle: Any) -> None:
+        assert len(tensors) == len(set(tensor_uids)) == 10 and workspace.dtype == torch.uint8
+        assert workspace.numel() >= self._owner.workspace_bytes() and handle == "handle"
+        self._owner.run(*tensors[:4], tensors[4], tensors[6:], self._scale, self._longest)
+
+
+class Flashinfer:
+    """What `flashinfer.cudnn.prefill` 0.7.2 offers, on the CPU."""
+
+    CUDNN_AVAILABLE = True
+    UIDs = enum.Enum("UIDs", {name: index for index, name in enumerate(cudnn_backend._UIDS)})
+
+    class _PrefillMetadata(SimpleNamespace):
+        pass
+
+    def __init__(self) -> None:
+        self.plans = self.runs = self.public_calls = 0
+
+    def workspace_bytes(self) -> int:
+        return 4096
+
+    def _create_cudnn_handle(self, stream: Any) -> str:
+        return "handle"
+
+    def prepare_cudnn_batch_prefill(self, q: Any, k: Any, v: Any, scale: float, lengths: Any, metadata: Any) -> Any:
+        assert not metadata.causal and metadata.actual_seq_lens_q is lengths and metadata.batch_offsets_q.dim() == 4
+        self.plans += 1
+        return SimpleNamespace(graph=Graph(self, scale, metadata.max_token_per_sequence))
+
+    def cudnn_batch_prefill_with_kv_cache(
+        self, q: Any, k: Any, v: Any, scale: float, workspace: Any, *, out: torch.Tensor, **options: Any
+    ) -> None:
+        self.public_calls += 1
+        offsets = [options[name] for name in cudnn_backend._OFFSETS]
+        self.run(q, k, v, out, options["actual_seq_lens_q"], offsets, scale, options["max_token_per_sequence"])
+
+    def run(self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offsets: Any, scale: float, longest: int) -> None:
+        self.runs += 1
+        shape, starts = q.shape[1:], torch.stack([x.flatten() for x in offsets], 1)
+        for length, at in zip(lengths.flatten().tolist(), starts.tolist()[:-1], strict=True):
+            assert length <= longest
+            parts = [
+                torch.as_strided(x, (length, *shape), x.stride(), x.storage_offset() + start)
+                for x, start in zip((q, k, v, out), at, strict=True)
+            ]
+            q_HLD, k_HLD, v_HLD = (x.transpose(0, 1)[None] for x in parts[:3])
+            done = nn.functional.scaled_dot_product_attention(q_HLD, k_HLD, v_HLD, scale=scale)
+            parts[3].copy_(done[0].transpose(0, 1))
+
+
+@pytest.fixture(scope="module")
+def operator_on_cpu() -> Iterator[None]:
+    """cuDNN's operator for CPU tensors too, as long as this file runs."""
+    library = torch.library.Library("hf_vit_accel", "FRAGMENT")
+    library.impl("cudnn_attention", lambda *arguments: cudnn_backend._attend_cuda(*arguments), "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def flashinfer(operator_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
+    """The real cuDNN backend in front of the one above, taken for one that runs on this machine in any dtype."""
+    fake, kind = Flashinfer(), cudnn_backend.FlashinferCudnn
+    monkeypatch.setattr(cudnn_backend, "_prefill_module", lambda: fake)
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(backend_version=lambda: 92000))
+    monkeypatch.setattr(kind, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
+    monkeypatch.setattr(kind, "reasons_against_machine", kind.probe)
+    stream = SimpleNamespace(device=torch.device("cpu"), cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return fake
+
+
+@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fake_flashinfer_serves_a_tower(flashinfer: Flashinfer, built: Any, family: str, attention: str) -> None:
+    model, expected = built[family]
+    hf_vit_accel.patch(model, attention=attention, strict=True)
+    for _ in range(2):
+        assert_close(run_tower(tower_of(model), GRID), expected)
+    status = status_of(model)
+    assert status.backends["full"] == "flashinfer_cudnn" and not status.fallbacks
+    assert flashinfer.runs and flashinfer.plans <= 2 and not flashinfer.public_calls
+
+
+# --- faults of backends -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of FlashInfer or cuDNN. arrange: puts it in. reason: what of it status tells.
+
+    early: it shows before anything runs, so that naming the backend raises at once; else it shows at the first call.
+    served: the backend has another way, and nothing is lost.
+    """
+
+    arrange: Callable[[Any, Any], None]
+    reason: str = ""
+    early: bool = False
+    served: bool = False
+
+
+def _import_fails(fake: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cudnn_backend, "_prefill_module", raises(ImportError("libcudart.so.13: cannot open")))
+
+
+def _old_cudnn(fake: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(backend_version=lambda: 91800))
+
+
+def _without(*names: str) -> Callable[[Any, Any], None]:
+    """A FlashInfer in which these pieces are missing."""
+
+    def arrange(fake: Any, monkeypatch: Any) -> None:
+        kept = {name: getattr(fake, name) for name in dir(fake) if not name.startswith("__") and name not in names}
+        monkeypatch.setattr(cudnn_backend, "_prefill_module", lambda: SimpleNamespace(**kept))
+
+    return arrange
+
+
+def _with(**pieces: Any) -> Callable[[Any, Any], None]:
+    """A FlashInfer in which these pieces are other ones."""
+
+    def arrange(fake: Any, monkeypatch: Any) -> None:
+        for name, piece in pieces.items():
+            monkeypatch.setattr(fake, name, piece)
+
+    return arrange
+
+
+def _in_graph(**pieces: Any) -> Callable[[Any, Any], None]:
+    def arrange(fake: Any, monkeypatch: Any) -> None:
+        for name, piece in pieces.items():
+            monkeypatch.setattr(Graph, name, piece)
+
+    return arrange
+
+
+def _workspace(error: Exception) -> Callable[[Any, Any], None]:
+    """Allocating scratch memory fails, and nothing else."""
+
+    def arrange(fake: Any, monkeypatch: Any) -> None:
+        real = torch.empty
+
+        def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("dtype") is torch.uint8:
+                raise error
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "empty", empty)
+
+    return arrange
+
+
+def _frozen(*, max_tokens: int) -> None:
+    """A metadata class that takes other arguments."""
+
+
+FAULTS = {
+    "flashinfer does not import": Fault(_import_fails, "libcudart.so.13: cannot open", early=True),
+    "the cudnn frontend does not import": Fault(
+        lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, "cudnn", None), "ModuleNotFoundError", early=True
+    ),
+    "the cudnn frontend tells no version": Fault(
+        lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace()),
+        "AttributeError",
+        early=True,
+    ),
+    "flashinfer is without cudnn": Fault(_with(CUDNN_AVAILABLE=False), "cannot import the cuDNN frontend", early=True),
+    "cudnn is too old": Fault(_old_cudnn, "cuDNN 91800 is older than 91900", early=True),
+    "an untested version does not tell of cudnn": Fault(_without("CUDNN_AVAILABLE"), served=True),
+    "an untested version prepares no plans": Fault(_without("prepare_cudnn_batch_prefill"), served=True),
+    "an untested version has other metadata": Fault(_without("_PrefillMetadata"), served=True),
+    "an untested version has no handles": Fault(_without("_create_cudnn_handle"), served=True),
+    "an untested version has no names of tensors": Fault(_without("UIDs"), served=True),
+    "an untested version has nothing that is known": Fault(
+        _without("prepare_cudnn_batch_prefill", "cudnn_batch_prefill_with_kv_cache"), "AttributeError"
+    ),
+    "metadata takes other arguments": Fault(_with(_PrefillMetadata=_frozen), "TypeError: _frozen() got an unexpected"),
+    "plans are prepared from other arguments": Fault(
+        _with(prepare_cudnn_batch_prefill=lambda spec: None), "TypeError: <lambda>() "
+    ),
+    "plans have no graph": Fault(_with(prepare_cudnn_batch_prefill=lambda *_, **__: object()), "AttributeError"),
+    "tensors have other names": Fault(_with(UIDs=enum.Enum("UIDs", ["QUERY"])), "AttributeError"),
+    "a graph's arguments cannot be read": Fault(
+        _in_graph(execute=type("Builtin", (), {"__signature__": 3, "__call__": print})()), "TypeError"
+    ),
+    "no plan can be built": Fault(
+        _with(prepare_cudnn_batch_prefill=raises(RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\nno engine"))),
+        "failed when it ran: RuntimeError: CUDNN_STATUS_NOT_SUPPORTED no engine",
+    ),
+    "the workspace's size is not told": Fault(_with(workspace_bytes=raises(RuntimeError("no size"))), "no size"),
+    "the workspace cannot be allocated": Fault(_workspace(RuntimeError("CUDA driver error")), "CUDA driver error"),
+    "there is no memory for the workspace": Fault(
+        _workspace(torch.OutOfMemoryError("Tried to allocate")), "no memory for a workspace of"
+    ),
+    "there is no handle": Fault(_with(_create_cudnn_handle=raises(RuntimeError("NOT_INITIALIZED"))), "NOT_INITIALIZED"),
+    "the operator fails when it runs": Fault(_with(run=raises(RuntimeError("EXECUTION_FAILED"))), "EXECUTION_FAILED"),
+}
+
+
+@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_cudnn(flashinfer: Any, built: Any, monkeypatch: Any, name: str, attention: str) -> None:
+    fault, (model, expected) = FAULTS[name], built["qwen2_5_vl"]
+    tower = tower_of(model)
+    with monkeypatch.context() as broken:
+        fault.arrange(flashinfer, broken)
+        env.reset()
+        if fault.early and attention != "auto":
+            with pytest.raises(BackendUnavailableError) as unavailable:
+                hf_vit_accel.patch(model, attention=attention)
+            assert fault.reason in str(unavailable.value) and "attention='auto'" in str(unavailable.value)
+            assert state_of(tower) is None
+            return
+        hf_vit_accel.patch(model, attention=attention)
+        for _ in range(3):
+            assert_close(run_tower(tower, GRID), expected)
+        status = status_of(model)
+        assert (status.calls, status.stock_calls) == (3, 0)
+        if fault.served:
+            assert status.backends["full"] == "flashinfer_cudnn" and not status.fallbacks
+            return
+        assert status.backends == {"full": "sdpa", "window": "sdpa"}
+        (why,) = status.rejected["full"]["flashinfer_cudnn"]
+        assert fault.reason in why and "flashinfer_cudnn" in str(status)
+        counted = {reason: count for reason, count in status.fallbacks.items() if why in reason}
+        assert list(counted.values()) == ([] if fault.early else [3]) and len(counted) == len(status.fallbacks)
+        hf_vit_accel.patch(model, attention=attention, strict=True)
+        if fault.early:  # "auto" asked for nothing that it does not get
+            assert_close(run_tower(tower, GRID), expected)
+        else:
+            for _ in range(2):
+                with pytest.raises(FallbackError, match="flashinfer_cudnn failed when it ran") as strict:
+                    run_tower(tower, GRID)
+                assert fault.reason in str(strict.value) and strict.value.__cause__ is not None
+            assert not state_of(tower).faults and status_of(model).calls == 0
+        hf_vit_accel.patch(model, attention=attention)
+        run_tower(tower, GRID)
+    # It is not forgotten while the tower stays as it is, and tried anew once it is patched anew.
+    env.reset()
+    assert_close(run_tower(tower, GRID), expected)
+    assert status_of(model).backends["full"] == ("flashinfer_cudnn" if fault.early else "sdpa") or fault.early
+    hf_vit_accel.patch(model, attention=attention, strict=True)
+    assert_close(run_tower(tower, GRID), expected)
+    assert status_of(model).backends["full"] == "flashinfer_cudnn" and not status_of(model).fallbacks
+
+
+def test_a_flashinfer_without_known_pieces_is_called_by_its_public_function(
+    flashinfer: Any, built: Any, monkeypatch: Any
+) -> None:
+    model, expected = built["qwen3_vl"]
+    _without("prepare_cudnn_batch_prefill")(flashinfer, monkeypatch)
+    hf_vit_accel.patch(model, strict=True)
+    assert_close(run_tower(tower_of(model), GRID), expected)
+    assert flashinfer.public_calls == len(tower_of(model).blocks) and not flashinfer.plans
+
+
+def _fa3(monkeypatch: Any, error: Exception) -> None:
+    monkeypatch.setattr(fa3_backend.FlashAttention3, "needs", replace(ANYWHERE, differentiable=False))
+    monkeypatch.setattr(fa3_backend, "_attend", raises(error))
+
+
+def _varlen(monkeypatch: Any, error: Exception) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(type(backends.backend_named("torch_varlen")), "needs", ANYWHERE)
+    monkeypatch.setattr(varlen, "varlen_attn", raises(error))
+
+
+def _flex(monkeypatch: Any, error: Exception) -> None:
+    monkeypatch.setattr(flex_backend, "_compiles", lambda device: True)
+    monkeypatch.setattr(flex_backend, "_compile", lambda function: raises(error))
+    flex_backend._compiled.cache_clear()
+
+
+BROKEN = {"flash_attention_3": _fa3, "torch_varlen": _varlen, "flex": _flex}
+RUN_TIME = {
+    "runtime": RuntimeError("CUDA error: invalid configuration argument"),
+    "compile": NotImplementedError("no lowering for this graph"),
+    "import": ImportError("undefined symbol: _ZN2at4_ops5zeros4callE"),
+    "type": TypeError("varlen_attn() got an unexpected keyword argument 'scale'"),
+}
+
+
+@pytest.mark.parametrize("way", ["fast", "hooked", "gradients"])
+@pytest.mark.parametrize("error", RUN_TIME)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_backend_that_fails_when_it_runs(built: Any, monkeypatch: Any, name: str, error: str, way: str) -> None:
+    """On the fast path, and where the stock forward calls the registered attention function with our plans."""
+    model, expected = built["qwen2_vl"]
+    tower = tower_of(model)
+    BROKEN[name](monkeypatch, RUN_TIME[error])
+    differentiable = backends.backend_named(name).needs.differentiable
+    handle = tower.blocks[1].register_forward_hook(lambda *_: None) if way == "hooked" else None
+    try:
+        for strict in (False, True):
+            hf_vit_accel.unpatch(model)
+            if strict and way == "hooked":
+                break
+            hf_vit_accel.patch(model, attention=name, strict=strict)
+            for _ in range(1 if strict else 3):
+                with torch.set_grad_enabled(way == "gradients"):
+                    inputs = pixels_for(tower, GRID), torch.tensor(GRID)
+                    if strict:
+                        with pytest.raises(FallbackError, match="gradients" if way == "gradients" else "failed when"):
+                            tower(*inputs)
+                    else:
+                        assert_close([x.detach() for x in outputs_of(tower(*inputs))], expected)
+            if strict:
+                continue
+            status = status_of(model)
+            fails = f"failed when it ran: {type(RUN_TIME[error]).__name__}: {RUN_TIME[error]}"
+            wanted = "gradients are required" if way == "gradients" and not differentiable else fails
+            assert status.fallbacks[f"{name} cannot serve the call: {wanted}" if wanted == fails else wanted] == 3
+            assert status.backends["full"] == "sdpa" and status.calls + status.stock_calls == 3
+    finally:
+        if handle is not None:
+            handle.remove()
+        flex_backend._compiled.cache_clear()
+
+
+def test_the_last_backend_has_nothing_to_go_to(built: Any, monkeypatch: Any) -> None:
+    model, expected = built["qwen2_vl"]
+    hf_vit_accel.patch(model)
+    error = RuntimeError("no attention at all")
+    with monkeypatch.context() as broken:
+        broken.setattr(type(ORDER[-1]), "attend", raises(error))
+        with pytest.raises(RuntimeError, match="no attention at all") as raised:
+            run_tower(tower_of(model), GRID)
+    assert raised.value is error and not state_of(tower_of(model)).faults
+    assert_close(run_tower(tower_of(model), GRID), expected)
+    assert status_of(model).calls == 1 and not status_of(model).fallbacks
+
+
+def test_errors_of_a_score_mod_reach_its_author(built: Any, monkeypatch: Any) -> None:
+    def score_mod(score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+        if broken:
+            raise KeyError("mine")
+        return score
+
+    model, expected = built["qwen2_vl"]
+    broken = True
+    hf_vit_accel.patch(model, attention=FlexConfig(score_mod=score_mod))
+    with pytest.raises(KeyError, match="mine"):
+        run_tower(tower_of(model), GRID)
+    broken = False
+    assert_close(run_tower(tower_of(model), GRID), expected)
+    assert status_of(model).backends["full"] == "flex" and not status_of(model).fallbacks
+
+
+# --- faults of kernels ------------------------------------------------------------------------------------------------
+
+
+def _gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: the module and name of what is launched, the function that launches it where `fusion` or the encoder
+    looks for it, what else stands in its place, and a family that uses it."""
+
+    module: Any
+    launched: str
+    owner: Any
+    function: str
+    reference: Any
+    family: str
+
+
+KERNEL = {
+    "rope": Kernel(rope, "_rope_kernel", fusion, "rope_", rope.rope_reference_, "qwen2_vl"),
+    "norm": Kernel(norm, "_add_norm_kernel", fusion, "add_norm_", norm.add_norm_reference_, "qwen2_5_vl"),
+    "positions": Kernel(
+        positions, "_add_positions_kernel", fusion, "add_positions_", positions.add_positions_reference_, "qwen3_vl"
+    ),
+    "swiglu": Kernel(activation, "_swiglu_kernel", fusion, "swiglu", activation.swiglu_reference, "qwen2_5_vl"),
+    "pad_swiglu": Kernel(
+        activation, "_pad_swiglu_kernel", fusion, "pad_swiglu", activation.pad_swiglu_reference, "qwen2_5_vl"
+    ),
+    "quick_gelu": Kernel(
+        activation, "_quick_gelu_kernel", fusion, "quick_gelu_", activation.quick_gelu_reference, "qwen2_vl"
+    ),
+    "linear_swiglu": Kernel(
+        linear_activation,
+        "_linear_activation_kernel",
+        fusion,
+        "linear_swiglu",
+        linear_activation.linear_swiglu_reference,
+        "qwen2_5_vl",
+    ),
+    "linear_quick_gelu": Kernel(
+        linear_activation,
+        "_linear_activation_kernel",
+        fusion,
+        "linear_quick_gelu",
+        linear_activation.linear_quick_gelu_reference,
+        "qwen2_vl",
+    ),
+    "window_attention": Kernel(
+        window_attention,
+        "_window_attention_kernel",
+        window_attention,
+        "window_attention",
+        window_attention.window_attention_reference,
+        "qwen2_5_vl",
+    ),
+}
+
+
+class Launches:
+    """What `kernel[grid](...)` does where Triton cannot compile or launch it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.tried = error, 0
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.tried += 1
+            raise self.error.with_traceback(None)
+
+        return launch
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exception], Launches]:
+    """Kernels are taken for runnable, by their references; the function breaks one of them at its launch."""
+    real = {name: getattr(kernel.owner, kernel.function) for name, kernel in KERNEL.items()}
+    monkeypatch.setattr(fusion, "why_not_triton", lambda device, dtype: None)
+    monkeypatch.setattr(fusion, "why_not_descriptors", lambda device: None)
+    monkeypatch.setattr(fusion, "linear_gelu_tanh", _gelu)
+    for kernel in KERNEL.values():
+        monkeypatch.setattr(kernel.owner, kernel.function, kernel.reference)
+
+    def fail(name: str, error: Exception) -> Launches:
+        kernel, launches = KERNEL[name], Launches(error)
+        monkeypatch.setattr(kernel.owner, kernel.function, real[name])
+        monkeypatch.setattr(kernel.module, kernel.launched, launches)
+        if kernel.module is linear_activation:
+            descriptor = SimpleNamespace(from_tensor=lambda tensor, block: tensor)
+            monkeypatch.setattr(linear_activation, "TensorDescriptor", descriptor, raising=False)
+        elif kernel.module is activation:
+            monkeypatch.setattr(fusion, "why_not_descriptors", lambda device: "not this GPU")
+        return launches
+
+    return fail
+
+
+class CompilationError(Exception):
+    """Stands for Triton's own, whose message shows the source first."""
+
+
+LAUNCH = {
+    "no C compiler": RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+    "the compiler fails": subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+    "no ptxas": FileNotFoundError(2, "No such file or directory", "ptxas"),
+    "the cache cannot be written": PermissionError(13, "Permission denied", "/root/.triton/cache"),
+    "the cache is full": OSError(28, "No space left on device"),
+    "the kernel does not compile": CompilationError("at 3:4:\n    x = tl.load(x)\n        ^\nunsupported"),
+    "the GPU is not known": KeyError("sm_999"),
+    "too much shared memory": RuntimeError("out of resource: shared memory, Required: 300000, limit: 232448"),
+    "the driver refuses": RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+}
+CASES = [(kernel, "no C compiler") for kernel in KERNEL] + [("norm", error) for error in LAUNCH]
+
+
+@pytest.mark.parametrize(("name", "error"), CASES)
+def test_a_kernel_that_cannot_be_launched(kernels: Any, built: Any, name: str, error: str) -> None:
+    model, expected = built[KERNEL[name].family]
+    tower, launches = tower_of(model), kernels(name, LAUNCH[error])
+    hf_vit_accel.patch(model)
+    assert "norms" in status_of(model).fused
+    for _ in range(3):
+        assert_close(run_tower(tower, GRID), expected)
+    status = status_of(model)
+    assert launches.tried == 1, "not tried again"
+    assert status.fused == ("patch_embed",) and (status.calls, status.stock_calls) == (3, 0)
+    message = " ".join(str(LAUNCH[error]).split())
+    why = f"failed when it ran: {type(LAUNCH[error]).__name__}: {message}"
+    assert status.unfused["norms"] == status.unfused["rope"] == why
+    assert status.fallbacks == {f"no fused kernel can serve the call: one {why}": 3}
+    assert message in str(status)
+    assert status_of(copy.deepcopy(model)).fused != status.fused, "a copy tries for itself"
+    assert not state_of(tower_of(pickle.loads(pickle.dumps(model)))).faults
+    hf_vit_accel.patch(model, strict=True)
+    for _ in range(2):
+        with pytest.raises(FallbackError, match=r"strict=True .*: kernels failed when it ran") as strict:
+            run_tower(tower, GRID)
+        assert strict.value.__cause__ is LAUNCH[error]
+    hf_vit_accel.patch(model, fuse={"patch_embed"}, strict=True)
+    assert_close(run_tower(tower, GRID), expected)
+
+
+def test_every_kernel_is_in_the_table() -> None:
+    folder = Path(launch_module.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "launch", "patch_embed"}
+    assert modules == {kernel.module.__name__.rpartition(".")[2] for kernel in KERNEL.values()}
+    for module in modules:
+        source = (folder / f"{module}.py").read_text()
+        launched = {line.split("[")[0].strip() for line in source.splitlines() if "_kernel[" in line}
+        assert launched == {kernel.launched for kernel in KERNEL.values() if kernel.module.__name__.endswith(f".{module}")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_and_the_backend_may_both_fail(
+    kernels: Any, flashinfer: Any, built: Any, monkeypatch: Any, family: str
+) -> None:
+    model, expected = built[family]
+    kernels("norm", LAUNCH["no ptxas"])
+    monkeypatch.setattr(flashinfer, "run", raises(RuntimeError("EXECUTION_FAILED")))
+    hf_vit_accel.patch(model)
+    for _ in range(2):
+        assert_close(run_tower(tower_of(model), GRID), expected)
+    assert set(state_of(tower_of(model)).faults) == {KERNELS, "flashinfer_cudnn"}
+    assert sorted(status_of(model).fallbacks.values()) == [2, 2] and status_of(model).calls == 2
+
+
+def test_two_threads_meet_a_fault_at_once(kernels: Any, built: Any) -> None:
+    model, expected = built["qwen2_vl"]
+    tower, together, wrong = tower_of(model), threading.Barrier(3), []
+    launches = kernels("norm", LAUNCH["no ptxas"])
+    launch = launches.__class__.__getitem__
+
+    class Slow(Launches):
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            together.wait(20)
+            return launch(self, grid)
+
+    launches.__class__ = Slow
+    hf_vit_accel.patch(model)
+
+    def work() -> None:
+        try:
+            for _ in range(3):
+                assert_close(run_tower(tower, GRID), expected)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not wrong and launches.tried == 3 and set(state_of(tower).faults) == {KERNELS}
+
+
+# --- faults with CUDA graphs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    class Fresh(Recorder):
+        pass
+
+    masked = Masked()
+    monkeypatch.setattr(runner_module, "CudaRecorder", Fresh)
+    monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
+    monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
+    return Fresh
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernel_that_fails_in_a_capture(graphs: Any, kernels: Any, built: Any, family: str) -> None:
+    """Captured anew without kernels, and replayed from then on."""
+    model, expected = built[family]
+    launches = kernels("norm", LAUNCH["no C compiler"])
+    hf_vit_accel.patch(model, cuda_graphs=SMALL)
+    for _ in range(3):
+        assert_close(run_tower(tower_of(model), GRID), expected)
+    status = status_of(model)
+    assert status.graphs.replays >= 3 and status.graphs.off is None and status.calls == 3
+    assert launches.tried == 2, "in the capture and in the eager run after it"
+    assert [count for why, count in status.fallbacks.items() if "fused kernel" in why] == [3]
+    hf_vit_accel.patch(model, cuda_graphs=SMALL, strict=True)
+    with pytest.raises(FallbackError, match="capture failed: RuntimeError: Failed to find C compiler"):
+        run_tower(tower_of(model), GRID)
+
+
+def test_a_backend_that_fails_in_a_capture(graphs: Any, flashinfer: Any, built: Any, monkeypatch: Any) -> None:
+    model, expected = built["qwen3_vl"]
+    monkeypatch.setattr(flashinfer, "run", raises(RuntimeError("EXECUTION_FAILED")))
+    hf_vit_accel.patch(model, cuda_graphs=SMALL)
+    for _ in range(3):
+        assert_close(run_tower(tower_of(model), GRID), expected)
+    status = status_of(model)
+    assert status.graphs.replays >= 3 and status.backends["full"] == "sdpa"
+    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [3]
+
+
+def test_a_fault_after_graphs_were_captured_drops_them(graphs: Any, flashinfer: Any, built: Any) -> None:
+    model, expected = built["qwen3_vl"]
+    tower = tower_of(model)
+    hf_vit_accel.patch(model, cuda_graphs=SMALL)
+    assert_close(run_tower(tower, GRID), expected)
+    assert status_of(model).backends["full"] == "flashinfer_cudnn" and status_of(model).graphs.captures
+    flashinfer.run = raises(RuntimeError("EXECUTION_FAILED"))
+    handle = tower.blocks[0].register_forward_hook(lambda *_: None)  # the stock way, eagerly
+    assert_close(run_tower(tower, GRID), expected)
+    handle.remove()
+    for _ in range(2):
+        assert_close(run_tower(tower, GRID), expected)
+    assert status_of(model).backends["full"] == "sdpa" and len(status_of(model).graphs.graphs) >= 1
