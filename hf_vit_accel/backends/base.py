@@ -172,7 +172,10 @@ def _against_capability(needs: Needs, index: int | None) -> list[str]:
     if needs.capability is None:
         return []
     low, above = needs.capability
-    found = env.cuda_capability(index)
+    try:
+        found = env.cuda_capability(index)
+    except RuntimeError as error:  # the GPU is full, or another process has it to itself
+        return [f"the GPU cannot be used: {' '.join(str(error).split())}"]
     if low <= found < above:
         return []
     bounds = f"at least {low[0]}.{low[1]} and below {above[0]}.{above[1]}"
