@@ -125,8 +125,8 @@ def read_grid(pixels_TP: torch.Tensor, grid_thw: torch.Tensor, geometry: Geometr
     """Check a tower's two inputs against each other and bring the grid to the host (the forward's one sync).
 
     pixels_TP: floating (T, P) flattened patches. grid_thw: integer (images and videos, 3) in patches. Both dense.
-    Raises ValueError for a wrong rank, dtype or layout, an empty batch, sizes that are not positive or not a multiple of the
-    merge size, and a grid whose products do not add up to T.
+    Raises ValueError for a wrong rank, dtype or layout, an empty batch, sizes that are not positive or not a multiple
+    of the merge size, and a grid whose products do not add up to T.
     """
     if not _is_dense(pixels_TP) or pixels_TP.dim() != 2 or not pixels_TP.is_floating_point():
         raise ValueError(

@@ -84,7 +84,7 @@ def lay_out(
     for kind, segments in metadata.segments().items():
         if kind == "window" and fused_windows and segments.max_length <= LONGEST:
             continue
-        wanted = replace(request, kind=kind)
+        wanted = replace(request, kind=kind, longest=segments.max_length)
         choices[kind] = resolve(attention, wanted, faults)
         plans[kind] = choices[kind].backend.plan(segments, wanted)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}

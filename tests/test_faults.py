@@ -437,6 +437,36 @@ def test_errors_of_a_score_mod_reach_its_author(built: Any, monkeypatch: Any) ->
     assert status_of(model).backends["full"] == "flex" and not status_of(model).fallbacks
 
 
+@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn"])
+def test_a_frame_that_is_too_long_for_a_backend_goes_to_the_next(
+    flashinfer: Any, built: Any, monkeypatch: Any, attention: str
+) -> None:
+    """Known before the call, so that calls of other sizes keep the backend."""
+    model, _ = built["qwen2_vl"]
+    tower, small, large = tower_of(model), [(2, 4, 4), (1, 6, 8)], [(2, 4, 4), (1, 10, 10)]
+    wanted = [run_tower(tower, grid) for grid in (small, large)]
+    monkeypatch.setattr(cudnn_backend, "_INT32_END", 3 * 160 * 99)
+    hf_vit_accel.patch(model, attention=attention)
+    for _ in range(2):
+        for grid, outputs, backend in zip((small, large), wanted, ("flashinfer_cudnn", "sdpa"), strict=True):
+            assert_close(run_tower(tower, grid), outputs)
+            assert status_of(model).backends["full"] == backend
+    why = "a segment has more than 98 rows, past which offsets overflow"
+    named = {f"flashinfer_cudnn cannot serve the call: {why}": 2}
+    assert status_of(model).fallbacks == (named if attention != "auto" else {}) and not state_of(tower).faults
+    if attention != "auto":
+        hf_vit_accel.patch(model, attention=attention, strict=True)
+        assert_close(run_tower(tower, small), wanted[0])
+        with pytest.raises(FallbackError, match="a segment has more than 98 rows"):
+            run_tower(tower, large)
+    hf_vit_accel.patch(model, attention=attention)
+    offsets = torch.tensor([0, 32, 132], dtype=torch.int32)  # the caller's own: no plan comes with them
+    tower.config._attn_implementation_internal = "flashinfer_cudnn"
+    found = run_tower(tower, large, cu_seqlens=offsets)
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, large, cu_seqlens=offsets))
+
+
 # --- faults of kernels ------------------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,8 @@ class Request:
     """What one forward asks of a backend.
 
     scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
-    will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score.
+    will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score. longest:
+    rows of the longest segment, where they are known.
     """
 
     device: torch.device
@@ -48,6 +49,7 @@ class Request:
     packed: bool = False
     grad: bool = False
     score_mod: ScoreMod | None = None
+    longest: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,13 @@ class FlashinferCudnn(Backend):
     def probe(self) -> list[str]:
         return list(_probe())
 
+    def reasons_against(self, request: Request) -> list[str]:
+        """As every backend's, and segments that are too long for int32 offsets."""
+        reasons, most = super().reasons_against(request), _most_rows(3 * request.heads * request.head_dim)
+        if request.longest > most:
+            reasons.append(f"a segment has more than {most} rows, past which offsets overflow")
+        return reasons
+
     def close(self) -> None:
         WORKSPACES.close()
 
@@ -115,9 +122,13 @@ class FlashinferCudnn(Backend):
         )
 
 
+def _most_rows(row_elements: int) -> int:
+    return (_INT32_END - 1) // row_elements
+
+
 def _chunks(segments: Segments, row_elements: int) -> list[tuple[int, int]]:
     """Ranges of segments whose element offsets, row_elements apart per row, all stay below 2**31."""
-    most = (_INT32_END - 1) // row_elements
+    most = _most_rows(row_elements)
     if segments.max_length > most:
         raise ValueError(
             f"expected segments of at most {most} rows, got {segments.max_length}; "
