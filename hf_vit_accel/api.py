@@ -46,7 +46,8 @@ def patch(
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
-    graph, instead of counting it. (What is too large or would not gain from a graph runs eagerly all the same.)
+    graph, or where a backend or a kernel fails, instead of counting it. (What is too large or would not gain from a
+    graph runs eagerly all the same.)
 
     Raises ValueError for a model without a supported tower, an unknown backend or part, and window_attention among
     named parts beside a score_mod; BackendUnavailableError for a named backend that cannot run on this machine;
