@@ -50,7 +50,8 @@ def patch(
     fp8: attention in FP8 on long segments, where that is faster; True or a `Fp8Config`. Not exact: features keep their
     direction (cosine similarity), not their last digits.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
-    graph, instead of counting it. (What is too large or would not gain from a graph runs eagerly all the same.)
+    graph, or where a backend or a kernel fails, instead of counting it. (What is too large or would not gain from a
+    graph runs eagerly all the same.)
 
     Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
     parts or FP8 beside a score_mod, and a file of FP8 maxima that is none or is another model's;

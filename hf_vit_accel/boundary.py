@@ -13,6 +13,7 @@ import torch
 
 from hf_vit_accel.backends import FP8, Request, ScoreMod
 from hf_vit_accel.config import Fp8Config, GraphConfig
+from hf_vit_accel.faults import KERNELS
 from hf_vit_accel.fusion import PARTS, Fusion
 from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.planning import POPPED, Prepared
@@ -72,15 +73,15 @@ def against_call(
     return reasons
 
 
-def unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared) -> list[str]:
-    """What the user named and this call does not get: a backend, or parts to fuse."""
+def unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared, faults: Mapping[str, str]) -> list[str]:
+    """What this call does not get: a backend or parts to fuse that the user named, and whatever failed when it ran."""
     reasons = []
-    if settings.attention != "auto":
-        for choice in prepared.choices.values():
-            for why in choice.rejected.get(settings.attention, ()):
-                reasons.append(f"{settings.attention} cannot serve the call: {why}")
     for choice in prepared.choices.values():
-        reasons += [f"FP8 cannot serve the call: {why}" for why in choice.rejected.get(FP8.name, ())]
+        for name, against in choice.rejected.items():
+            if name in (settings.attention, FP8.name) or faults.get(name) in against:
+                reasons += [f"{name} cannot serve the call: {why}" for why in against]
+    if fusion is not None and faults.get(KERNELS) in fusion.unfused.values():
+        reasons.append(f"no fused kernel can serve the call: one {faults[KERNELS]}")
     if settings.fuse_named and fusion is not None:
         reasons += [f"{part} is not fused: {why}" for part, why in fusion.unfused.items() if part in settings.fuse]
         if "window_attention" in settings.fuse & fusion.fused and "window" in prepared.plans:

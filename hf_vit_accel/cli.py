@@ -46,11 +46,11 @@ def main(
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Say what runs on this machine, and run every usable attention backend against a reference.
 
-    Exits with 1 if a backend computes something wrong or crashes, else with 0.
+    Exits with 1 if a backend computes something wrong or crashes, or a GPU that is here cannot be used, else with 0.
     \f
     The keys of the JSON object; everything else is text, null stands for "none":
 
-    - ok: bool, whether no backend is wrong.
+    - ok: bool, whether no backend is wrong and no GPU unusable.
     - versions: name to version or null.
     - gpus: list of {index, name, capability ("9.0"), memory (bytes)}. gpu_problem: why they could not be asked.
     - segments: rows of each segment checked. heads: int. head_dims: list of int.

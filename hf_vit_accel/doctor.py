@@ -117,7 +117,7 @@ def examine() -> Report:
     lost: dict[torch.device, str] = {}
     verdicts = tuple(_examine_backend(backend, devices, lost) for backend in backends.ORDER)
     return Report(
-        ok=all(verdict.status != "wrong" for verdict in verdicts),
+        ok=gpu_problem is None and all(verdict.status != "wrong" for verdict in verdicts),
         versions={**env.versions(), "hf-vit-accel": hf_vit_accel.__version__},
         gpus=gpus,
         gpu_problem=gpu_problem,
@@ -321,6 +321,8 @@ def lines(report: Report) -> Iterator[str]:
         yield f"  wrong or crashed: {', '.join(wrong)}"
     else:
         yield "  every backend that was run agrees with the reference"
+    if report.gpu_problem is not None:
+        yield "  the GPU that is here cannot be used"
 
 
 def _outcomes(checks: Sequence[Check]) -> Iterator[str]:

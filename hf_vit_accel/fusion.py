@@ -85,9 +85,15 @@ class Fusion:
         ]
 
 
-def fuse_tower(tower: Any, parts: frozenset[str], device: torch.device, dtype: torch.dtype) -> Fusion:
-    """Choose the operations for a tower: those of `parts` that fit fused, everything else as its modules do it."""
-    no_kernels, unfused = why_not_triton(device, dtype), {part: "not asked for" for part in PARTS if part not in parts}
+def fuse_tower(
+    tower: Any, parts: frozenset[str], device: torch.device, dtype: torch.dtype, no_kernels: str | None = None
+) -> Fusion:
+    """Choose the operations for a tower: those of `parts` that fit fused, everything else as its modules do it.
+
+    no_kernels: why the Triton kernels are not to be used, beside what the device and the dtype tell.
+    """
+    no_kernels = why_not_triton(device, dtype) or no_kernels
+    unfused = {part: "not asked for" for part in PARTS if part not in parts}
 
     def wanted(part: str, why_not: str | None) -> bool:
         if part not in unfused and why_not is not None:

@@ -126,16 +126,16 @@ class VisionMetadata:
 def read_grid(pixels_TP: torch.Tensor, grid_thw: torch.Tensor, geometry: Geometry) -> Grid:
     """Check a tower's two inputs against each other and bring the grid to the host (the forward's one sync).
 
-    pixels_TP: floating (T, P) flattened patches. grid_thw: integer (images and videos, 3) in patches.
-    Raises ValueError for a wrong rank or dtype, an empty batch, sizes that are not positive or not a multiple of the
-    merge size, and a grid whose products do not add up to T.
+    pixels_TP: floating (T, P) flattened patches. grid_thw: integer (images and videos, 3) in patches. Both dense.
+    Raises ValueError for a wrong rank, dtype or layout, an empty batch, sizes that are not positive or not a multiple
+    of the merge size, and a grid whose products do not add up to T.
     """
-    if not isinstance(pixels_TP, torch.Tensor) or pixels_TP.dim() != 2 or not pixels_TP.is_floating_point():
+    if not _is_dense(pixels_TP) or pixels_TP.dim() != 2 or not pixels_TP.is_floating_point():
         raise ValueError(
             "expected the pixel values as a floating-point tensor of shape (patches, channels * temporal * patch * "
             f"patch), got {_describe(pixels_TP)}; pass what the processor returns, images packed along dim 0"
         )
-    if not isinstance(grid_thw, torch.Tensor) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+    if not _is_dense(grid_thw) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(
             f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
             "(frames, height, width) in patches, as the processor returns it"
@@ -167,9 +167,16 @@ def read_grid(pixels_TP: torch.Tensor, grid_thw: torch.Tensor, geometry: Geometr
     return grid
 
 
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+
+
 def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
+    if _is_dense(value):
+        assert isinstance(value, torch.Tensor)
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, torch.Tensor):
+        return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
     return f"{type(value).__name__}"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_vit_accel.backends import Choice, Kind, Plan, Request, resolve
+from hf_vit_accel.faults import KERNELS
 from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Array, Geometry, Grid, VisionMetadata, build, to_device
 
@@ -72,17 +73,22 @@ class Layout:
         return Prepared(metadata=self.metadata, tensors=tensors, plans=bound, choices=self.choices)
 
 
-def lay_out(metadata: VisionMetadata, request: Request, attention: str, fused_windows: bool) -> Layout:
+def lay_out(
+    metadata: VisionMetadata, request: Request, attention: str, fused_windows: bool, faults: Mapping[str, str]
+) -> Layout:
     """Choose a backend per kind of layer and let it plan.
 
     fused_windows: window layers need no plan, a kernel of ours attends them, unless their windows are too long for it.
+    faults: backends that failed when they ran.
     """
     arrays, plans, choices = metadata.arrays(), {}, {}
     for kind, segments in metadata.segments().items():
         if kind == "window" and fused_windows and segments.max_length <= LONGEST:
             continue
-        wanted = replace(request, kind=kind)
-        choices[kind] = resolve(attention, wanted, segments)
+        wanted = replace(request, kind=kind, longest=segments.max_length)
+        if KERNELS in faults:
+            wanted = replace(wanted, fp8=None)
+        choices[kind] = resolve(attention, wanted, segments, faults)
         plans[kind] = choices[kind].backend.plan(segments, wanted)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
     return Layout(metadata=metadata, arrays=arrays, plans=plans, choices=choices)
@@ -94,10 +100,10 @@ def stream_id(device: torch.device) -> int:
 
 
 def prepare(
-    grid: Grid, geometry: Geometry, request: Request, attention: str, fused_windows: bool
+    grid: Grid, geometry: Geometry, request: Request, attention: str, fused_windows: bool, faults: Mapping[str, str]
 ) -> tuple[Prepared, int]:
     """Lay out a grid and send everything in one copy; also the bytes that it holds."""
-    layout = lay_out(build(grid, geometry), request, attention, fused_windows)
+    layout = lay_out(build(grid, geometry), request, attention, fused_windows, faults)
     return layout.bind(to_device(layout.arrays, request.device)), layout.nbytes
 
 

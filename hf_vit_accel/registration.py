@@ -243,6 +243,7 @@ def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: torch.T
             f"{offsets_S1[0]} to {offsets_S1[-1]}; pass the offsets of all rows"
         )
     segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
+    request = replace(request, longest=segments.max_length)
     return plan_alone(resolve(name, request).backend, segments, request)
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.boundary import Settings, against_call, against_injection, request_for, unserved
 from hf_vit_accel.encoder import encode
+from hf_vit_accel.faults import KERNELS, blame
 from hf_vit_accel.fusion import Fusion, fuse_tower
 from hf_vit_accel.graphs.call import Ahead, Call, Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
@@ -93,6 +94,7 @@ class TowerState:
         self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.choices: Mapping[Kind, Choice] = {}
+        self.faults: Mapping[str, str] = {}  # what failed when it ran, and is not used until the tower is patched anew
         self.prepared: LRU[Prepared] = LRU(entries=64, cost=1 << 20)  # cost: bytes, at most 2% of the weights
         self.runner = None if settings.graphs is None else Runner(settings.graphs)
         self._device: torch.device | None = None
@@ -129,7 +131,7 @@ class TowerState:
         """The tower's fused operations, chosen again if its structure, device or dtype changed."""
         key, held = (structure, device, dtype), self._fusion
         if held is None or held[:3] != key:
-            self._fusion = held = *key, fuse_tower(tower, self.settings.fuse, device, dtype)
+            self._fusion = held = *key, fuse_tower(tower, self.settings.fuse, device, dtype, self.faults.get(KERNELS))
         return held[3]
 
     def scales(self, tower: Any, device: torch.device) -> Scales | None:
@@ -155,6 +157,11 @@ class TowerState:
         """Layers in which FP8 attention cut numbers off."""
         return [] if self._scales is None else self._scales.saturated()
 
+    def go_without(self, faults: Mapping[str, str]) -> None:
+        """Choose everything anew, without what failed."""
+        self.faults = faults
+        self.close()
+
     def close(self) -> None:
         """Drop everything that was cached, device memory included."""
         if self.runner is not None:
@@ -174,7 +181,7 @@ class TowerState:
             self._device = request.device
         return self.prepared.get(
             (grid, geometry, request, self.settings.attention, stream_id(request.device), fused_windows),
-            lambda: prepare(grid, geometry, request, self.settings.attention, fused_windows),
+            lambda: prepare(grid, geometry, request, self.settings.attention, fused_windows, self.faults),
         )
 
 
@@ -240,7 +247,10 @@ class AcceleratedForward:
         return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo))
 
     def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
-        """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`."""
+        """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`.
+
+        Memory that runs out raises as in stock.
+        """
         tower: Any = self._tower()
         if tower is None:
             raise ReferenceError("the tower of this forward was deleted; keep the model while its forward is used")
@@ -252,7 +262,31 @@ class AcceleratedForward:
             return _forward(tower, self._state, hidden_states, grid_thw, kwargs)
 
 
-def _forward(
+def _forward(tower: Any, state: TowerState, *inputs: Any) -> Any:
+    """One call. If a backend or a kernel fails that it can go without, it is run again without, and so are later ones.
+
+    What failed is remembered only if the call then succeeds. A score_mod cannot go without its backend.
+    """
+    before = state.faults
+    while True:
+        known = state.faults
+        try:
+            return _attempt(tower, state, *inputs)
+        except Exception as error:
+            faults = blame(error)
+            stuck = state.settings.score_mod is not None and KERNELS not in faults
+            if stuck or faults.keys() <= known.keys():
+                if known is not before:
+                    error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, known.items()))}.")
+                    state.go_without(before)
+                raise
+            if state.settings.strict:
+                why = "; ".join(map(" ".join, faults.items()))
+                raise FallbackError(f"strict=True and this call cannot be served as asked: {why}") from error
+            state.go_without({**state.faults, **faults})
+
+
+def _attempt(
     tower: Any, state: TowerState, hidden_states: torch.Tensor, grid_thw: torch.Tensor, kwargs: dict[str, Any]
 ) -> Any:
     """The boundary: check the call, decide its way once, go it."""
@@ -265,9 +299,9 @@ def _forward(
     if unknown:
         if state.settings.score_mod is not None:
             raise FallbackError("the score_mod cannot be applied to this call: " + "; ".join(unknown))
-        _fall_back(state, unknown)
-        state.stock_calls += 1
-        return original(hidden_states, grid_thw, **kwargs)
+        _refuse(state, unknown)
+        output = original(hidden_states, grid_thw, **kwargs)
+        return _counted(state, output, unknown, fast=False)
     check_pixels(hidden_states, tower.patch_embed.proj.weight, offloaded=structure.offloaded)
     grad = torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(parameter.requires_grad for parameter in parameters)
@@ -285,22 +319,24 @@ def _forward(
     )
     fusion = None if reasons else state.fusion(tower, structure, request.device, request.dtype)
     fused_windows = fusion is not None and "window_attention" in fusion.fused
+    unmet: list[str] = []
 
     def served(prepared: Prepared) -> None:
         state.choices = prepared.choices
-        if unmet := reasons + unserved(state.settings, fusion, prepared):
-            _fall_back(state, unmet)
+        unmet[:] = reasons + unserved(state.settings, fusion, prepared, state.faults)
+        _refuse(state, unmet)
 
+    outputs = None
     if fusion is not None and state.runner is not None:
         outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, ahead, served)
-        if outputs is not None:
-            return _output(tower, state, outputs, kwargs)
-    prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
-    served(prepared)
-    if fusion is None:
-        state.stock_calls += 1
-        return original(hidden_states, grid_thw, **kwargs, **prepared.injected())
-    return _output(tower, state, encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states), kwargs)
+    if outputs is None:
+        prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
+        served(prepared)
+        if fusion is None:
+            output = original(hidden_states, grid_thw, **kwargs, **prepared.injected())
+            return _counted(state, output, unmet, fast=False)
+        outputs = encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states)
+    return _counted(state, _output(tower, state, outputs, kwargs), unmet, fast=True)
 
 
 def _full_layers(tower: Any, state: TowerState) -> frozenset[int] | None:
@@ -314,7 +350,6 @@ def _output(tower: Any, state: TowerState, outputs: list[torch.Tensor], kwargs: 
     output_class = getattr(sys.modules[known.__module__], state.family.output)
     extra = {"deepstack_features": outputs[2:]} if state.family.deepstack else {}
     output = output_class(last_hidden_state=outputs[0], pooler_output=outputs[1], **extra)
-    state.calls += 1
     return output.to_tuple() if kwargs.get("return_dict", tower.config.return_dict) is False else output
 
 
@@ -359,7 +394,7 @@ def _replay(
                 torch.are_deterministic_algorithms_enabled(),
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             ),
-            lay_out=lambda metadata: lay_out(metadata, request, settings.attention, fused_windows),
+            lay_out=lambda metadata: lay_out(metadata, request, settings.attention, fused_windows, state.faults),
             encode=partial(encode, tower, full_layers, fusion),
         )
         result = runner.run(call, pixels_TP, served)
@@ -370,7 +405,14 @@ def _replay(
     return result
 
 
-def _fall_back(state: TowerState, reasons: list[str]) -> None:
-    if state.settings.strict:
+def _refuse(state: TowerState, reasons: list[str]) -> None:
+    if reasons and state.settings.strict:
         raise FallbackError("strict=True and this call cannot be served as asked: " + "; ".join(reasons))
-    state.fallbacks.update(reasons)
+
+
+def _counted(state: TowerState, output: Any, unmet: list[str], *, fast: bool) -> Any:
+    """A call's output, once the call is over: one that failed on its way is not counted."""
+    state.calls += fast
+    state.stock_calls += not fast
+    state.fallbacks.update(unmet)
+    return output

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from hf_vit_accel.backends.base import (
     Attend,
@@ -124,25 +125,30 @@ def require(name: str, *, fp8: bool = False) -> None:
     )
 
 
-def resolve(name: str, request: Request, segments: Segments | None = None) -> Choice:
+def resolve(
+    name: str, request: Request, segments: Segments | None = None, faults: Mapping[str, str] = MappingProxyType({})
+) -> Choice:
     """The named backend if it can serve the request, else (or for "auto") the fastest that can by measurement.
 
-    Where FP8 is asked for, that is FP8 on full layers if it can, and if it pays for these segments. Raises
-    BackendUnavailableError where none can: only with a score_mod, which no other backend may ignore.
+    Where FP8 is asked for, that is FP8 on full layers if it can, and if it pays for these segments. faults: backends
+    that failed when they ran, and how; they are not chosen again. Raises BackendUnavailableError where none can: only
+    with a score_mod, which no other backend may ignore.
     """
     if request.fp8 is not None and request.kind == "full" and segments is not None:
-        if reasons := FP8.reasons_against(request):
-            choice = resolve(name, replace(request, fp8=None))
-            return replace(choice, rejected={FP8.name: tuple(reasons), **choice.rejected})
-        if why := FP8.why_not_worth(segments, request):
-            return replace(resolve(name, replace(request, fp8=None)), not_worth={FP8.name: why})
-        return Choice(backend=FP8, rejected={})
+        reasons = [faults[FP8.name]] if FP8.name in faults else FP8.reasons_against(request)
+        why = None if reasons else FP8.why_not_worth(segments, request)
+        if not reasons and why is None:
+            return Choice(backend=FP8, rejected={})
+        choice = resolve(name, replace(request, fp8=None), segments, faults)
+        if why is not None:
+            return replace(choice, not_worth={FP8.name: why})
+        return replace(choice, rejected={FP8.name: tuple(reasons), **choice.rejected})
     order = [backend_named(known) for rule in AUTO if rule.kind == request.kind for known in rule.order]
     if name != "auto":
         order.insert(0, backend_named(name))
     rejected: dict[str, tuple[str, ...]] = {}
     for backend in order:
-        reasons = backend.reasons_against(request)
+        reasons = [faults[backend.name]] if backend.name in faults else backend.reasons_against(request)
         if not reasons:
             return Choice(backend=backend, rejected=rejected)
         rejected[backend.name] = tuple(reasons)

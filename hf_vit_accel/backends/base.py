@@ -40,7 +40,8 @@ class Request:
 
     scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
     will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score. fp8: the
-    scales of the tower's layers, where attention in FP8 is asked for.
+    scales of the tower's layers, where attention in FP8 is asked for. longest: rows of the longest segment, where
+    they are known.
     """
 
     device: torch.device
@@ -53,6 +54,7 @@ class Request:
     grad: bool = False
     score_mod: ScoreMod | None = None
     fp8: Scales | None = None
+    longest: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,10 @@ def _against_capability(needs: Needs, index: int | None) -> list[str]:
     if needs.capability is None:
         return []
     low, above = needs.capability
-    found = env.cuda_capability(index)
+    try:
+        found = env.cuda_capability(index)
+    except RuntimeError as error:  # the GPU is full, or another process has it to itself
+        return [f"the GPU cannot be used: {' '.join(str(error).split())}"]
     if low <= found < above:
         return []
     bounds = f"at least {low[0]}.{low[1]} and below {above[0]}.{above[1]}"

@@ -70,6 +70,13 @@ class FlashinferCudnn(Backend):
     def probe(self) -> list[str]:
         return list(_probe())
 
+    def reasons_against(self, request: Request) -> list[str]:
+        """As every backend's, and segments that are too long for int32 offsets."""
+        reasons, most = super().reasons_against(request), _most_rows(3 * request.heads * request.head_dim)
+        if request.longest > most:
+            reasons.append(f"a segment has more than {most} rows, past which offsets overflow")
+        return reasons
+
     def close(self) -> None:
         WORKSPACES.close()
 
@@ -94,7 +101,7 @@ class FlashinferCudnn(Backend):
 
     def prepare(self, plan: Plan) -> None:
         request = plan.request
-        if not request.packed:
+        if not request.packed or not can_prepare():
             return
         row_T3HD = torch.empty(1, 3, request.heads, request.head_dim, dtype=request.dtype, device=request.device)
         for index, (_, _, max_length) in enumerate(plan.host["chunks"]):
@@ -119,9 +126,13 @@ class FlashinferCudnn(Backend):
         )
 
 
+def _most_rows(row_elements: int) -> int:
+    return (_INT32_END - 1) // row_elements
+
+
 def _chunks(segments: Segments, row_elements: int) -> list[tuple[int, int]]:
     """Ranges of segments whose element offsets, row_elements apart per row, all stay below 2**31."""
-    most = (_INT32_END - 1) // row_elements
+    most = _most_rows(row_elements)
     if segments.max_length > most:
         raise ValueError(
             f"expected segments of at most {most} rows, got {segments.max_length}; "
@@ -151,7 +162,7 @@ def _probe() -> tuple[str, ...]:
         found = int(cudnn.backend_version())
     except Exception as error:
         return (f"importing FlashInfer's cuDNN attention failed: {type(error).__name__}: {error} ({_REMEDY})",)
-    if not prefill.CUDNN_AVAILABLE:
+    if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
         return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
     if found < _OLDEST_CUDNN:
         return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
@@ -184,7 +195,11 @@ class Workspaces:
         with self._lock:
             buffer = self._buffers.get(key)
             if buffer is None or buffer.numel() < nbytes:
-                buffer = self._buffers[key] = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=stream.device)
+                try:
+                    buffer = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=stream.device)
+                except torch.OutOfMemoryError as error:  # not the user's to mend: other backends need no workspace
+                    raise RuntimeError(f"no memory for a workspace of {nbytes} bytes") from error
+                self._buffers[key] = buffer
         return buffer
 
     def close(self) -> None:

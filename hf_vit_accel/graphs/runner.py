@@ -28,9 +28,9 @@ from hf_vit_accel.planning import Layout, Prepared
 
 __all__ = ["Runner"]
 
-_FAILURES, _CHANGES, _REMEMBERED = 3, 4, 4096
-"""Failed captures in a row after which no more are tried; replaced weights, likewise, until calls without; signatures
-that are counted."""
+_FAILURES, _REFUSED, _CHANGES, _REMEMBERED = 3, 32, 4, 4096
+"""Failed captures, in a row and in all, after which no more are tried; replaced weights, likewise, until calls without;
+signatures that are counted."""
 
 
 class _Signature:
@@ -289,8 +289,8 @@ class Runner:
         except Exception as error:
             self._failures += 1
             why = self._refused[entry.signature] = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
-            if self._failures >= _FAILURES:
-                self._off = f"{self._failures} captures failed, the last: {why}"
+            if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
+                self._off = f"{len(self._refused)} captures failed, the last: {why}"
             raise _CaptureError(why) from error
         finally:
             recorder.done()

@@ -1,0 +1,44 @@
+"""What failed while a tower ran, told from where it was raised: an attention backend, or the Triton kernels.
+
+What a machine lacks is known before a call. A library that builds no plan here, or a kernel that finds no compiler,
+shows only when it runs. Nothing is caught in a layer: the tower's boundary asks once what an error came from, goes
+without it, and runs the call again.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+
+import torch
+
+from hf_vit_accel import backends
+
+__all__ = ["KERNELS", "blame"]
+
+KERNELS = "kernels"
+"""The name under which all Triton kernels go together: what keeps one from running (no compiler, a cache folder that
+cannot be written, a GPU that Triton does not know) keeps all."""
+
+_LONGEST = 300  # characters of an error's message
+
+
+def blame(error: Exception) -> Mapping[str, str]:
+    """What to go without, and why: a backend's name or KERNELS, the innermost that the error passed through.
+
+    Empty for what must reach the user as it is: memory that ran out (people catch that, and try a smaller batch), our
+    own invariants, and whatever came from elsewhere: a user's module, torch. So are errors of the last backend, which
+    has nothing to go to.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return {}
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, AssertionError) and modules[-1].startswith("hf_vit_accel."):
+        return {}
+    names = {type(backend).__module__: backend.name for backend in (*backends.ORDER[:-1], backends.FP8)}
+    for module in reversed(modules):
+        name = KERNELS if module.startswith("hf_vit_accel.kernels.") else names.get(module)
+        if name is not None:
+            message = " ".join(str(error).split())
+            return {name: f"failed when it ran: {type(error).__name__}: {message}"[:_LONGEST]}
+    return {}
