@@ -25,6 +25,7 @@ from torch import nn
 
 from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.boundary import Settings, against_call, against_injection, request_for, unserved
+from hf_vit_accel.contract import warn_of
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.fusion import Fusion, fuse_tower
 from hf_vit_accel.graphs.call import Ahead, Call, Eager
@@ -158,6 +159,7 @@ def state_of(tower: nn.Module) -> TowerState | None:
 
 def install(tower: nn.Module, state: TowerState) -> None:
     """Give a tower its state and, on the instance, the accelerated forward. Replaces the state of a patched one."""
+    warn_of(tower)
     patched = state_of(tower)
     vars(tower)[_STATE] = state
     slot = _forward_slot(tower)
@@ -212,6 +214,7 @@ class AcceleratedForward:
         tower: Any = self._tower()
         return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo))
 
+    @torch.compiler.disable(reason="the layout is decided on the host, and the layers are fused already")
     def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
         """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`."""
         tower: Any = self._tower()
@@ -258,16 +261,21 @@ def _forward(
         if unmet := reasons + unserved(state.settings, fusion, prepared):
             _fall_back(state, unmet)
 
-    if fusion is not None and state.runner is not None:
-        outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, ahead, served)
-        if outputs is not None:
-            return _output(tower, state, outputs, kwargs)
-    prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
-    served(prepared)
-    if fusion is None:
-        state.stock_calls += 1
-        return original(hidden_states, grid_thw, **kwargs, **prepared.injected())
-    return _output(tower, state, encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states), kwargs)
+    marked = fusion is not None and torch.is_grad_enabled() and structure.marks_outputs()
+    with torch.no_grad() if marked else nullcontext():
+        outputs = None
+        if fusion is not None and state.runner is not None:
+            outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, ahead, served)
+        if outputs is None:
+            prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
+            served(prepared)
+            if fusion is None:
+                state.stock_calls += 1
+                return original(hidden_states, grid_thw, **kwargs, **prepared.injected())
+            outputs = encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states)
+    if marked:  # copies, as stock's are no leaves either and may be written to
+        outputs = [output.requires_grad_().clone() for output in outputs]
+    return _output(tower, state, outputs, kwargs)
 
 
 def _full_layers(tower: Any, state: TowerState) -> frozenset[int] | None:

@@ -16,7 +16,8 @@ MAY_IMPORT = {
     "env": set(),
     "kernels": {"env", ""},
     "metadata": set(),
-    "structure": set(),
+    "contract": set(),
+    "structure": {"contract"},
     "backends": {"metadata", "kernels", "env"},
     "planning": {"metadata", "backends", "kernels"},
     "fusion": {"kernels", "structure"},
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "config": set(),
     "graphs": {"backends", "config", "metadata", "planning"},
     "boundary": {"backends", "config", "fusion", "metadata", "planning"},
-    "tower": {"backends", "boundary", "encoder", "fusion", "graphs", "metadata", "planning", "structure"},
+    "tower": {"backends", "boundary", "contract", "encoder", "fusion", "graphs", "metadata", "planning", "structure"},
     "families": {"tower", "metadata"},
     "registration": {"boundary", "families", "metadata", "backends", "planning", "tower"},
     "api": {

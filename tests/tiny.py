@@ -135,7 +135,7 @@ def tower_of(model: nn.Module) -> Any:
 
 def pixels_for(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> torch.Tensor:
     """Random flattened patches (T, P) for a grid."""
-    width = tower.patch_embed.proj.weight[0].numel()
+    width = tower.config.in_channels * tower.config.temporal_patch_size * tower.config.patch_size**2
     rows = sum(t * h * w for t, h, w in grid)
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(**kwargs)
 
