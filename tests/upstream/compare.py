@@ -1,0 +1,85 @@
+"""Runs transformers' own model tests on stock towers and on patched ones, and compares what comes out test by test.
+
+    python tests/upstream/compare.py transformers-5.23.0            # an unpacked source distribution
+    python tests/upstream/compare.py path/to/checkout-of-v5.23.0    # with the suites of the single models
+
+Exits with 1 where a test comes out otherwise on patched towers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SUITES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+STAND_INS = {
+    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
+    "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
+}
+"""What the common tests import and source distributions leave out."""
+
+
+def prepare(source: Path) -> list[str]:
+    """The tests to run in a source tree, after what a source distribution lacks was written there."""
+    tests = source / "tests"
+    models = [tests / "models" / name for name in SUITES]
+    if all(model.is_dir() for model in models):
+        return [str(path.relative_to(source)) for model in models for path in model.glob("test_modeling_*.py")]
+    for name, text in STAND_INS.items():
+        path = tests / name
+        path.parent.mkdir(exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        if not path.exists():
+            path.write_text(text)
+    (tests / "__init__.py").touch()
+    shutil.copy(HERE / "suites.py", tests / "test_modeling_towers.py")
+    return ["tests/test_modeling_towers.py"]
+
+
+def run(source: Path, tests: list[str], *, patched: bool, more: list[str]) -> dict[str, str]:
+    """Outcome by test."""
+    report = source / f"report-{'patched' if patched else 'stock'}.xml"
+    report.unlink(missing_ok=True)
+    plugin = ["-p", "patched"] if patched else []
+    paths = [str(source), str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", f"--junitxml={report}", *plugin, *more, *tests]
+    command += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={source}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, cwd=source, env=environment, check=False)
+    if result.returncode not in (0, 1) or not report.exists():
+        raise SystemExit(f"pytest ended with {result.returncode}")
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        found[f"{case.get('classname')}::{case.get('name')}"] = kinds[0] if kinds else "passed"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("more", nargs="*", help="arguments for pytest, after --")
+    arguments = parser.parse_args()
+    source = arguments.source.resolve()
+    tests = prepare(source)
+    stock = run(source, tests, patched=False, more=arguments.more)
+    patched = run(source, tests, patched=True, more=arguments.more)
+    print("stock:  ", dict(Counter(stock.values())))
+    print("patched:", dict(Counter(patched.values())))
+    names = sorted(stock.keys() | patched.keys())
+    different = [name for name in names if stock.get(name) != patched.get(name)]
+    for name in different:
+        print(f"{name}: {stock.get(name)} on stock, {patched.get(name)} on patched towers")
+    if different or not any(outcome == "passed" for outcome in stock.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
