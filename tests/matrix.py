@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny import GRIDS, chat_inputs, pixels_for, tower_of
+from tiny import GRIDS, chat_inputs, checkpoint_layers, pixels_for, tower_of
 from torch import nn
 
 __all__ = ["ELSEWHERE", "FAMILIES", "ORDERS", "ROWS", "Row", "answers_and_features", "flat", "missing"]
@@ -191,7 +191,6 @@ def curve(model: Any) -> list[torch.Tensor]:
             save_strategy="no",
             remove_unused_columns=False,
             disable_tqdm=True,
-            gradient_checkpointing=base_of(model).is_gradient_checkpointing,
         )
         base, trained = base_of(model), [base_of(model), *parameters_of(model)]
         data = [labelled(base)] * 3
@@ -421,7 +420,7 @@ def compiled(what: str) -> Wrap:
 
 def checkpointed(*, reentrant: bool, frozen: bool = False) -> Wrap:
     def wrap(model: Any, _: ExitStack) -> Any:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        checkpoint_layers(model, reentrant=reentrant)
         if frozen:
             tower_of(model).requires_grad_(False)
         return model.train()

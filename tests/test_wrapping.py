@@ -17,7 +17,18 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from tiny import GRIDS, TINY, assert_close, chat_inputs, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import (
+    GRIDS,
+    TINY,
+    assert_close,
+    chat_inputs,
+    checkpoint_layers,
+    outputs_of,
+    pixels_for,
+    relative_error,
+    run_tower,
+    tower_of,
+)
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -283,7 +294,7 @@ def test_removed_accelerate_hooks_leave_nothing_behind(patched_when: str, name: 
 
 
 def test_reentrant_checkpointing_equals_stock(model: Any) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    checkpoint_layers(model, reentrant=True)
     model.train()
     tower, twin, grid = tower_of(model), tower_of(copy.deepcopy(model)), GRIDS["mixed"]
     hf_vit_accel.patch(model)

@@ -43,18 +43,21 @@ def prepare(source: Path) -> list[str]:
     return ["tests/test_modeling_towers.py"]
 
 
-def run(source: Path, tests: list[str], *, patched: bool, more: list[str]) -> dict[str, str]:
-    """Outcome by test."""
+def start(source: Path, tests: list[str], *, patched: bool, more: list[str]) -> subprocess.Popen[bytes]:
+    """Begin the tests; what they say goes to a file beside the report."""
     report = source / f"report-{'patched' if patched else 'stock'}.xml"
     report.unlink(missing_ok=True)
     plugin = ["-p", "patched"] if patched else []
     paths = [str(source), str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", f"--junitxml={report}", *plugin, *more, *tests]
     command += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={source}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, cwd=source, env=environment, check=False)
-    if result.returncode not in (0, 1) or not report.exists():
-        raise SystemExit(f"pytest ended with {result.returncode}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with report.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command, cwd=source, env=environment, stdout=log, stderr=log)
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """Outcome by test."""
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
@@ -69,10 +72,16 @@ def main() -> None:
     arguments = parser.parse_args()
     source = arguments.source.resolve()
     tests = prepare(source)
-    stock = run(source, tests, patched=False, more=arguments.more)
-    patched = run(source, tests, patched=True, more=arguments.more)
-    print("stock:  ", dict(Counter(stock.values())))
-    print("patched:", dict(Counter(patched.values())))
+    found = []
+    runs = [start(source, tests, patched=patched, more=arguments.more) for patched in (False, True)]
+    for name, process in zip(("stock", "patched"), runs, strict=True):
+        code, report = process.wait(), source / f"report-{name}.xml"
+        if code not in (0, 1) or not report.exists():
+            raise SystemExit(f"the tests of {name} towers ended with {code}: {report.with_suffix('.log').read_text()}")
+        found.append(outcomes(report))
+        summary = report.with_suffix(".log").read_text().splitlines()
+        print(f"{name}: {dict(Counter(found[-1].values()))}", *(line for line in summary if "towers patched" in line))
+    stock, patched = found
     names = sorted(stock.keys() | patched.keys())
     different = [name for name in names if stock.get(name) != patched.get(name)]
     for name in different:

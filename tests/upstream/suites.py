@@ -14,9 +14,10 @@ import transformers
 from tiny import TINY, chat_inputs
 from transformers import PretrainedConfig
 
+from .generation.test_utils import GenerationTesterMixin
 from .test_modeling_common import ModelTesterMixin
 
-BATCH, GRID = 2, [(1, 4, 6), (1, 4, 4)]
+BATCH, GRID = 2, [(1, 4, 6)]
 
 
 class Tester:
@@ -27,6 +28,12 @@ class Tester:
         self.batch_size, self.is_training = BATCH, True
         text = self.tiny.text
         self.num_hidden_layers, self.hidden_size = text["num_hidden_layers"], text["hidden_size"]
+        vision = self.tiny.build().config.vision_config
+        self.vision_config = {
+            "num_hidden_layers": vision.depth,
+            "hidden_size": getattr(vision, "embed_dim", vision.hidden_size),
+            "num_attention_heads": vision.num_heads,
+        }
         self.num_attention_heads, self.vocab_size = text["num_attention_heads"], text["vocab_size"]
         self.seq_length = self.prepare_config_and_inputs_for_common()[1]["input_ids"].shape[1]
 
@@ -36,13 +43,13 @@ class Tester:
         return config
 
     def prepare_config_and_inputs_for_common(self) -> tuple[PretrainedConfig, dict[str, torch.Tensor]]:
-        """Two prompts of two images each, real sizes."""
+        """Two prompts of one image each."""
         model = self.tiny.build()
         one, two = (chat_inputs(model, GRID, seed) for seed in range(BATCH))
         return model.config, {name: torch.cat([one[name], two[name]]) for name in one}
 
 
-class Common(ModelTesterMixin):
+class Common(ModelTesterMixin, GenerationTesterMixin):
     """The flags of composite vision-language models."""
 
     family: str
