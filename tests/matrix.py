@@ -8,7 +8,7 @@ package's own dependencies.
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import io
 import os
 import pickle
@@ -70,6 +70,9 @@ def missing(row: Row) -> str | None:
             importlib.import_module(package)
         except ImportError as error:
             return str(error)
+    old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+    if row.wrap is fused_patch_embed and old and importlib.util.find_spec("torchvision") is None:
+        return "this transformers imports torchvision for its fusions"
     if row.needs == LIGER and os.environ.get("TRITON_INTERPRET") != "1":
         return "Liger runs on a CPU only under TRITON_INTERPRET=1"
     return None

@@ -3,7 +3,7 @@
     python tests/upstream/compare.py transformers-5.23.0            # an unpacked source distribution
     python tests/upstream/compare.py path/to/checkout-of-v5.23.0    # with the suites of the single models
 
-Exits with 1 where a test comes out otherwise on patched towers.
+Exits with 1 where a test comes out otherwise on patched towers, those in EXPECTED aside.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ STAND_INS = {
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
 }
 """What the common tests import and source distributions leave out."""
+
+EXPECTED = {
+    "test_attention_outputs": "sets config.output_attentions, which wants the name eager, and a patched tower has ours"
+}
+"""Tests that come out otherwise on patched towers, and why that is right."""
 
 
 def prepare(source: Path) -> list[str]:
@@ -85,7 +90,9 @@ def main() -> None:
     names = sorted(stock.keys() | patched.keys())
     different = [name for name in names if stock.get(name) != patched.get(name)]
     for name in different:
-        print(f"{name}: {stock.get(name)} on stock, {patched.get(name)} on patched towers")
+        why = next((f" (it {why})" for test, why in EXPECTED.items() if name.endswith(f"::{test}")), "")
+        print(f"{name}: {stock.get(name)} on stock, {patched.get(name)} on patched towers{why}")
+    different = [name for name in different if name.split("::")[1] not in EXPECTED]
     if different or not any(outcome == "passed" for outcome in stock.values()):
         raise SystemExit(1)
 
