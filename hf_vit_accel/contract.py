@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import nn
 
-__all__ = ["KNOWN", "Known", "changes", "is_upstream", "tower_changes", "warn_of"]
+__all__ = ["KNOWN", "Known", "changes", "is_upstream", "rotation_of", "tower_changes", "warn_of"]
 
 _UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
 
@@ -142,9 +142,14 @@ def tower_changes(tower: Any) -> Iterator[str]:
         for forward in forwards:
             if forward.__module__ == home and is_upstream(forward):
                 yield from changes(forward, role)
-    rotation = getattr(sys.modules.get(home), "apply_rotary_pos_emb_vision", None)
+    rotation = rotation_of(tower)
     if rotation is not None and is_upstream(rotation):
         yield from changes(rotation, "rotation")
+
+
+def rotation_of(tower: Any) -> Any:
+    """The function that rotates queries and keys: a global of the tower's module, which anyone may replace."""
+    return getattr(sys.modules.get(type(tower).forward.__module__), "apply_rotary_pos_emb_vision", None)
 
 
 _WARNED: set[tuple[str, str]] = set()

@@ -7,6 +7,7 @@ whether anything changed and what stands against the fast path.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from hf_vit_accel.contract import is_upstream, tower_changes
+from hf_vit_accel.contract import is_upstream, rotation_of, tower_changes
 
 __all__ = ["Structure", "is_plain"]
 
@@ -89,6 +90,7 @@ class Structure:
         self._count = len(self.parameters())
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters())
         self._classes.append((type(tower), type(tower).forward))
+        self._tower, self._rotation = weakref.ref(tower), rotation_of(tower)
 
     def _read_children(self) -> list[tuple[nn.Module | None, ...]]:
         return [tuple(children.values()) for children in self._parents]
@@ -105,6 +107,7 @@ class Structure:
             and self._read_children() == self._children
             and all(kind.forward is forward for kind, forward in self._classes)
             and self._own_forwards() == self._own
+            and rotation_of(self._tower()) is self._rotation
         )
 
     def parameters(self) -> list[nn.Parameter]:
@@ -178,6 +181,8 @@ def _against_tower(tower: Any) -> Iterator[str]:
         yield f"the forward of {type(tower).__name__} is not transformers' own"
     if getattr(getattr(getattr(tower, "patch_embed", None), "proj", None), "weight", None) is None:
         yield "the tower has no patch_embed.proj with a weight"
+    if not is_upstream(rotation_of(tower)):
+        yield "the module's apply_rotary_pos_emb_vision was replaced by another"
     for name in ("rotary_pos_emb", "merger"):
         if not isinstance(getattr(tower, name, None), nn.Module):
             yield f"the tower has no module {name}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import io
-import os
 import pickle
 import sys
 import tempfile
@@ -73,8 +72,8 @@ def missing(row: Row) -> str | None:
     old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
     if row.wrap is fused_patch_embed and old and importlib.util.find_spec("torchvision") is None:
         return "this transformers imports torchvision for its fusions"
-    if row.needs == LIGER and os.environ.get("TRITON_INTERPRET") != "1":
-        return "Liger runs on a CPU only under TRITON_INTERPRET=1"
+    if row.needs == LIGER and not torch.cuda.is_available():
+        return "Liger's kernels run on a GPU"
     return None
 
 
@@ -121,8 +120,10 @@ def answers(model: Any) -> list[torch.Tensor]:
 def features(model: Any) -> list[torch.Tensor]:
     """Every output of the tower, called directly, without gradients."""
     tower, grid = tower_of(model), GRIDS["mixed"]
+    norm = tower.blocks[0].norm1.weight
+    pixels = pixels_for(tower, grid, dtype=norm.dtype, device="cpu" if norm.is_meta else norm.device)
     with torch.no_grad():
-        return flat(tower(pixels_for(tower, grid, dtype=dtype_of(model)), grid_thw=torch.tensor(grid)))
+        return flat(tower(pixels, grid_thw=torch.tensor(grid)))
 
 
 def one_image(model: Any) -> list[torch.Tensor]:
@@ -509,8 +510,17 @@ def liger_like(model: Any, _: ExitStack) -> Any:
     return model
 
 
+def other_rotation(model: Any, stack: ExitStack) -> Any:
+    """The rotation of queries and keys replaced in transformers' module, as Liger does for Qwen3-VL."""
+    home = sys.modules[type(model).__module__]
+    stock = home.apply_rotary_pos_emb_vision
+    stack.callback(setattr, home, "apply_rotary_pos_emb_vision", stock)
+    home.apply_rotary_pos_emb_vision = lambda q, k, cos, sin: stock(q, k, cos, -sin)
+    return model
+
+
 def liger(*, classes: bool) -> Wrap:
-    """Liger itself, on this instance or (before it is built) on transformers' classes."""
+    """Liger itself, on this instance or (before it is built) on transformers' classes; on the GPU."""
 
     def wrap(model: Any, stack: ExitStack) -> Any:
         from liger_kernel.transformers import monkey_patch
@@ -518,13 +528,13 @@ def liger(*, classes: bool) -> Wrap:
         family = model.config.model_type
         apply = getattr(monkey_patch, f"apply_liger_kernel_to_{family}")
         options = dict(fused_linear_cross_entropy=False, rope=False, swiglu=False)
-        home = sys.modules[type(model).__module__]
+        model, home = model.cuda(), sys.modules[type(model).__module__]
         stack.callback(vars(home).update, dict(vars(home)))
         if not classes:
             apply(**options, model=model)
             return model
         apply(**options)
-        twin = type(model)._from_config(model.config).eval()
+        twin = type(model)._from_config(model.config).eval().cuda()
         twin.load_state_dict(model.state_dict())
         return twin
 
@@ -677,6 +687,12 @@ ROWS: tuple[Row, ...] = (
     Row(name="a hook on a Linear", wrap=hooked("blocks.1.attn.proj"), outcome="stock", reasons=("hooks on blocks.1",)),
     # Other libraries that change operations
     Row(name="norms' forwards bound by another library (as Liger and `kernels` do)", wrap=liger_like, **FAST),
+    Row(
+        name="the rotation replaced in transformers' module (as Liger does for Qwen3-VL)",
+        wrap=other_rotation,
+        outcome="stock",
+        reasons=("apply_rotary_pos_emb_vision was replaced by another",),
+    ),
     Row(name="Liger on the model", wrap=liger(classes=False), needs=LIGER, use=features, bound=1e-4, **FAST),
     Row(name="Liger on the classes", wrap=liger(classes=True), needs=LIGER, use=features, bound=1e-4, **FAST),
     Row(
