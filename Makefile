@@ -1,4 +1,6 @@
 # make test   lint, types and tests (those marked gpu only where a CUDA device is present)
+# make matrix every cell of SUPPORT.md, every supported version, and transformers' own tests: hours; see noxfile.py
+# make support  SUPPORT.md, written anew
 # make demo   the example, into build/demo
 # Both set up .venv first, and again after pyproject.toml or constraints.txt changed.
 PYTHON ?= python3
@@ -6,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: test demo gpu-test format clean
+.PHONY: test matrix demo gpu-test support format clean
 .DELETE_ON_ERROR:
 
 test: $(VENV)/.installed-test
@@ -20,6 +22,12 @@ demo: $(VENV)/.installed-test
 
 gpu-test: $(VENV)/.installed-test,cuda
 	$(BIN)/pytest -q -m gpu
+
+matrix: $(VENV)/.installed-test,matrix
+	$(BIN)/nox
+
+support: $(VENV)/.installed-test
+	$(BIN)/python tests/support.py
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

@@ -7,43 +7,40 @@ whether anything changed and what stands against the fast path.
 
 from __future__ import annotations
 
-import inspect
-import os
+import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from hf_vit_accel.contract import is_upstream, rotation_of, tower_changes
+
 __all__ = ["Structure", "is_plain"]
 
-_BLOCK_PARAMETERS = {"self", "hidden_states", "cu_seqlens", "position_embeddings", "kwargs"}
-_ATTENTION_PARAMETERS = _BLOCK_PARAMETERS | {"max_seqlen"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DTYPE, _POINTER = attrgetter("dtype"), torch.Tensor.data_ptr  # twice as fast as a call by name
-_UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
 
 
-def _is_upstream(function: Any) -> bool:
-    """Whether a function's own code, and that of all it wraps, comes from transformers or torch, whatever its name."""
-    while function is not None:
-        code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(_UPSTREAM):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
+def _place(module: nn.Module) -> Any:
+    """The device to which accelerate's hook on a module brings inputs; None for no hook, or one that does more.
+
+    With `device_map` such hooks stand on every module. One that does not move weights does nothing inside a tower that
+    has them on one device.
+    """
+    hook: Any = vars(module).get("_hf_hook")
+    known = (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
+    return hook.execution_device if known and not hook.offload else None
 
 
 def _own_forward(module: nn.Module) -> Any:
     """A forward that was set on an instance; None for none, or the class's (which removed accelerate hooks leave)."""
-    forward = vars(module).get("forward")
+    forward = vars(module).get("forward" if _place(module) is None else "_old_forward")
     bound = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
     return None if bound else forward
 
@@ -55,7 +52,7 @@ def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
         return f"a {name} stands where a plain {kind.__name__} was"
     if _own_forward(module) is not None:
         return f"a {name} has a forward of its own"
-    if not _is_upstream(type(module).forward):
+    if not is_upstream(type(module).forward):
         return f"the forward of {name} was replaced by another"
     return None
 
@@ -65,7 +62,7 @@ class Structure:
 
     attentions: the attributes of every attention module. broken: what of the tower is not built as the fast path (and
     the injection of metadata) knows it. foreign: a module inside whose code is not torch's or transformers', and which
-    might act otherwise at every call. offloaded: accelerate's hooks stand on modules inside and move weights and inputs
+    might act otherwise at every call. offloaded: accelerate's hooks stand on modules inside and move weights or inputs
     themselves.
     """
 
@@ -87,12 +84,13 @@ class Structure:
         self._buffers = [module._buffers for module in modules.values() if module._buffers]
         self.attentions = [vars(m) for name, m in below.items() if _is_attention(name)]
         self.foreign = next(filter(None, map(is_plain, self._below)), None)
-        self.broken = [*_against_tower(tower), *_against_blocks(tower)]
+        self.broken = [*_against_tower(tower), *_against_blocks(tower), *tower_changes(tower)]
         self.offloaded = any("_hf_hook" in vars(module) for module in self._below)
-        self._own_reasons = list(_against_instances(below))
+        self._own_reasons = list(_against_instances(tower, below))
         self._count = len(self.parameters())
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters())
         self._classes.append((type(tower), type(tower).forward))
+        self._tower, self._rotation = weakref.ref(tower), rotation_of(tower)
 
     def _read_children(self) -> list[tuple[nn.Module | None, ...]]:
         return [tuple(children.values()) for children in self._parents]
@@ -109,6 +107,7 @@ class Structure:
             and self._read_children() == self._children
             and all(kind.forward is forward for kind, forward in self._classes)
             and self._own_forwards() == self._own
+            and rotation_of(self._tower()) is self._rotation
         )
 
     def parameters(self) -> list[nn.Parameter]:
@@ -127,7 +126,7 @@ class Structure:
         """Why the fast path would not do what the stock tower does; empty if it would."""
         reasons = [*self.broken, *self._own_reasons]
         if any(self._hook_dicts):
-            hooked = next((name for name, hooks in self._hooks if any(not _inert(h) for h in hooks.values())), None)
+            hooked = next((name for name, hooks in self._hooks if not all(map(_inert, hooks.values()))), None)
             if hooked is not None:
                 reasons.append(f"hooks on {hooked}")
         if any(_GLOBAL_HOOKS):
@@ -137,7 +136,16 @@ class Structure:
             reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
         if classes:
             reasons.append(f"parameters of a class of their own ({', '.join(sorted(c.__name__ for c in classes))})")
+        if self.offloaded and len({parameter.device for parameter in parameters}) > 1:
+            reasons.append("parameters on several devices")
         return reasons
+
+    def marks_outputs(self) -> bool:
+        """Whether a hook of transformers makes what comes out of the tower require gradients, whatever is trained.
+
+        (`enable_input_require_grads`, for checkpointing: what comes after a frozen tower is not trained otherwise.)
+        """
+        return any(map(_marks, (hook for hooks in self._hook_dicts for hook in hooks.values())))
 
 
 def _is_attention(name: str) -> bool:
@@ -146,13 +154,19 @@ def _is_attention(name: str) -> bool:
 
 def _inert(hook: Callable[..., Any]) -> bool:
     """transformers' output-capturing hooks stay on after one use and do nothing until outputs are asked for again."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or _marks(hook)
 
 
-def _against_instances(modules: dict[str, nn.Module]) -> Iterator[str]:
+def _marks(hook: Callable[..., Any]) -> bool:
+    known = "transformers.modeling_utils", "make_inputs_require_grads"
+    return (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) == known
+
+
+def _against_instances(tower: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:
     """Forwards set on instances that the fast path never calls: on blocks and attention modules, or by accelerate."""
+    place = _place(tower)
     for name, module in modules.items():
-        if "_hf_hook" in vars(module):
+        if "_hf_hook" in vars(module) and (place is None or _place(module) != place):
             yield f"accelerate hooks on {name}"
             return
         skipped = _is_attention(name) or (name.startswith("blocks.") and name.count(".") == 1)
@@ -163,10 +177,12 @@ def _against_instances(modules: dict[str, nn.Module]) -> Iterator[str]:
 
 def _against_tower(tower: Any) -> Iterator[str]:
     """What of the tower itself is not what the fast path was written against."""
-    if not _is_upstream(type(tower).forward):
+    if not is_upstream(type(tower).forward):
         yield f"the forward of {type(tower).__name__} is not transformers' own"
     if getattr(getattr(getattr(tower, "patch_embed", None), "proj", None), "weight", None) is None:
         yield "the tower has no patch_embed.proj with a weight"
+    if not is_upstream(rotation_of(tower)):
+        yield "the module's apply_rotary_pos_emb_vision was replaced by another"
     for name in ("rotary_pos_emb", "merger"):
         if not isinstance(getattr(tower, name, None), nn.Module):
             yield f"the tower has no module {name}"
@@ -185,14 +201,9 @@ def _against_blocks(tower: Any) -> Iterator[str]:
         if not all(isinstance(part, nn.Module) for part in parts):
             yield f"blocks.{index} is not norm1, attn (qkv, proj), norm2, mlp"
             return
-    for modules, known in (
-        (list(blocks), _BLOCK_PARAMETERS),
-        ([block.attn for block in blocks], _ATTENTION_PARAMETERS),
-    ):
+    for modules in (list(blocks), [block.attn for block in blocks]):
         kind: Any = type(modules[0])
         if len({type(module) for module in modules}) > 1:
             yield f"blocks hold several classes beside {kind.__name__}"
-        if not _is_upstream(kind.forward):
+        if not is_upstream(kind.forward):
             yield f"{kind.__name__}.forward was replaced by another"
-        elif (found := set(inspect.signature(kind.forward).parameters)) != known:
-            yield f"{kind.__name__}.forward takes {sorted(found)}, known is {sorted(known)}"

@@ -1,4 +1,4 @@
-"""The one accelerated forward that all families share, and its state.
+"""The one accelerated forward that all families share; its state is kept in `state`.
 
 The way of the data: pixels and `grid_thw` -> metadata on the host (once) -> a plan per kind of layer (once) -> blocks.
 Only a tower's `forward` is patched, on the instance. At its boundary, once per forward, it is decided whether this
@@ -13,27 +13,25 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import ORDER, Choice, Kind, Request
-from hf_vit_accel.boundary import Settings, against_call, against_injection, request_for, unserved
+from hf_vit_accel.backends import ORDER, Request
+from hf_vit_accel.boundary import against_call, against_injection, request_for, unserved
+from hf_vit_accel.contract import warn_of
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.faults import KERNELS, blame
-from hf_vit_accel.fusion import Fusion, fuse_tower
+from hf_vit_accel.fusion import Fusion
 from hf_vit_accel.graphs.call import Ahead, Call, Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
-from hf_vit_accel.graphs.runner import Runner
-from hf_vit_accel.metadata import LRU, Geometry, Grid, read_grid
-from hf_vit_accel.planning import Prepared, check_pixels, lay_out, prepare, stream_id
-from hf_vit_accel.scales import Scales
+from hf_vit_accel.metadata import Grid, read_grid
+from hf_vit_accel.planning import Prepared, check_pixels, lay_out
+from hf_vit_accel.state import Family, TowerState
 from hf_vit_accel.structure import Structure
 
 __all__ = [
@@ -56,135 +54,6 @@ class FallbackError(RuntimeError):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """What differs between families of towers.
-
-    towers: (module, class) of each tower class in transformers. output: name of the output class in that module.
-    geometry: what decides the sequence metadata. full_layers: indices of layers that attend per frame where others
-    attend per window; None where all do. deepstack: whether chosen layers' outputs are merged and returned too.
-    """
-
-    name: str
-    towers: tuple[tuple[str, str], ...]
-    output: str
-    geometry: Callable[[Any], Geometry]
-    full_layers: Callable[[Any], Iterable[int]] | None = None
-    deepstack: bool = False
-
-    def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
-        """The tower class that a module is an instance of, or None. Imports nothing: an instance has its class."""
-        for module_name, class_name in self.towers:
-            known = getattr(sys.modules.get(module_name), class_name, None)
-            if known is not None and isinstance(module, known):
-                return known  # type: ignore[no-any-return]
-        return None
-
-
-class TowerState:
-    """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
-
-    former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
-    instance forward that was there, if any.
-    """
-
-    def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
-        self.family, self.settings, self.former_name = family, settings, former_name
-        self.former_forward: Callable[..., Any] | None = None
-        self.calls = self.stock_calls = 0
-        self.fallbacks: Counter[str] = Counter()
-        self.choices: Mapping[Kind, Choice] = {}
-        self.faults: Mapping[str, str] = {}  # what failed when it ran, and is not used until the tower is patched anew
-        self.prepared: LRU[Prepared] = LRU(entries=64, cost=1 << 20)  # cost: bytes, at most 2% of the weights
-        self.runner = None if settings.graphs is None else Runner(settings.graphs)
-        self._device: torch.device | None = None
-        self._structure: Structure | None = None
-        self._scales: Scales | None = None
-        self._fusion: tuple[Structure, torch.device, torch.dtype, Fusion] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("family", "settings", "former_name", "former_forward")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        former_forward = state.pop("former_forward")
-        self.__init__(state.pop("family"), state.pop("settings"), **state)  # type: ignore[misc]
-        self.former_forward = former_forward
-
-    def structure(self, tower: nn.Module) -> tuple[Structure, list[nn.Parameter]]:
-        """The tower's structure, read again if it changed, and its parameters as they are now."""
-        structure = self._structure
-        parameters = [] if structure is None else structure.parameters()
-        if structure is None or not structure.current(parameters):
-            self._structure = structure = Structure(tower)
-            parameters = structure.parameters()
-            self.prepared.cost = max(1 << 20, structure.nbytes // 50)
-        return structure, parameters
-
-    def start(self, grid: Grid, pixels_TP: torch.Tensor) -> Ahead | None:
-        """Begin the replay that this grid will most likely be served by; see `Runner.start`."""
-        if self.runner is None or self._structure is None:
-            return None
-        return self.runner.start(grid, pixels_TP, self._structure.pointers(self._structure.parameters()))
-
-    def fusion(self, tower: nn.Module, structure: Structure, device: torch.device, dtype: torch.dtype) -> Fusion:
-        """The tower's fused operations, chosen again if its structure, device or dtype changed."""
-        key, held = (structure, device, dtype), self._fusion
-        if held is None or held[:3] != key:
-            self._fusion = held = *key, fuse_tower(tower, self.settings.fuse, device, dtype, self.faults.get(KERNELS))
-        return held[3]
-
-    def scales(self, tower: Any, device: torch.device) -> Scales | None:
-        """What FP8 attention on a device knows of earlier calls; None where FP8 is not asked for."""
-        fp8, held = self.settings.fp8, self._scales
-        if fp8 is None:
-            return None
-        layers, heads = len(tower.blocks), tower.blocks[0].attn.num_heads
-        if held is None or (held.device, held.layers, held.heads) != (device, layers, heads):
-            if held is not None:
-                held.close()
-            self._scales = held = Scales(
-                device=device,
-                layers=layers,
-                heads=heads,
-                calls=fp8.history,
-                fixed=self.settings.maxima,
-                shortest=fp8.shortest,
-            )
-        return held
-
-    def saturated(self) -> list[int]:
-        """Layers in which FP8 attention cut numbers off."""
-        return [] if self._scales is None else self._scales.saturated()
-
-    def go_without(self, faults: Mapping[str, str]) -> None:
-        """Choose everything anew, without what failed."""
-        self.faults = faults
-        self.close()
-
-    def close(self) -> None:
-        """Drop everything that was cached, device memory included."""
-        if self.runner is not None:
-            self.runner.close()
-        if self._scales is not None:
-            self._scales.close()
-        self.prepared.clear()
-        self._structure = self._fusion = self._scales = None
-
-    def prepare(self, geometry: Geometry, grid: Grid, request: Request, *, fused_windows: bool) -> Prepared:
-        """Metadata and plans for a grid: from the cache, or computed on the host and sent in one copy.
-
-        fused_windows: window layers need no plan where a kernel of ours attends them.
-        """
-        if request.device != self._device:
-            self.prepared.clear()
-            self._device = request.device
-        return self.prepared.get(
-            (grid, geometry, request, self.settings.attention, stream_id(request.device), fused_windows),
-            lambda: prepare(grid, geometry, request, self.settings.attention, fused_windows, self.faults),
-        )
-
-
 def state_of(tower: nn.Module) -> TowerState | None:
     """The state of a patched tower; None for a stock one."""
     return vars(tower).get(_STATE)
@@ -192,6 +61,7 @@ def state_of(tower: nn.Module) -> TowerState | None:
 
 def install(tower: nn.Module, state: TowerState) -> None:
     """Give a tower its state and, on the instance, the accelerated forward. Replaces the state of a patched one."""
+    warn_of(tower)
     patched = state_of(tower)
     vars(tower)[_STATE] = state
     slot = _forward_slot(tower)
@@ -246,6 +116,7 @@ class AcceleratedForward:
         tower: Any = self._tower()
         return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo))
 
+    @torch.compiler.disable(reason="the layout is decided on the host, and the layers are fused already")
     def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
         """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`.
 
@@ -326,16 +197,20 @@ def _attempt(
         unmet[:] = reasons + unserved(state.settings, fusion, prepared, state.faults)
         _refuse(state, unmet)
 
-    outputs = None
-    if fusion is not None and state.runner is not None:
-        outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, ahead, served)
-    if outputs is None:
-        prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
-        served(prepared)
-        if fusion is None:
-            output = original(hidden_states, grid_thw, **kwargs, **prepared.injected())
-            return _counted(state, output, unmet, fast=False)
-        outputs = encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states)
+    marked = fusion is not None and torch.is_grad_enabled() and structure.marks_outputs()
+    with torch.no_grad() if marked else nullcontext():
+        outputs = None
+        if fusion is not None and state.runner is not None:
+            outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, ahead, served)
+        if outputs is None:
+            prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
+            served(prepared)
+            if fusion is None:
+                output = original(hidden_states, grid_thw, **kwargs, **prepared.injected())
+                return _counted(state, output, unmet, fast=False)
+            outputs = encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states)
+    if marked:  # copies, as stock's are no leaves either and may be written to
+        outputs = [output.requires_grad_().clone() for output in outputs]
     return _counted(state, _output(tower, state, outputs, kwargs), unmet, fast=True)
 
 

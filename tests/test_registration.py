@@ -218,7 +218,7 @@ def test_a_composite_without_a_supported_tower_raises() -> None:
         vision_config=dict(model_type="clip_vision_model", hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
         text_config=dict(model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16),
     )
-    with pytest.raises(ValueError, match=r"towers of qwen2_vl, qwen2_5_vl, qwen3_vl; LlavaConfig has none"):
+    with pytest.raises(ValueError, match=r"towers of qwen2_vl, .*; LlavaConfig has none"):
         transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation=AUTO)
 
 

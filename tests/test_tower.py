@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import GRIDS, TINY, assert_close, chat_inputs, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import (
+    GRIDS,
+    TINY,
+    assert_close,
+    chat_inputs,
+    checkpoint_layers,
+    outputs_of,
+    pixels_for,
+    relative_error,
+    run_tower,
+    tower_of,
+)
 from torch import nn
 
 import hf_vit_accel
@@ -273,7 +284,7 @@ def test_frozen_tower_keeps_the_fast_path_with_grad_enabled(model: Any) -> None:
 
 
 def test_gradient_checkpointing_equals_stock(model: Any) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model, reentrant=False)
     model.train()
     test_gradients_go_the_stock_way_and_are_equal(model)
 

@@ -17,7 +17,18 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from tiny import GRIDS, TINY, assert_close, chat_inputs, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import (
+    GRIDS,
+    TINY,
+    assert_close,
+    chat_inputs,
+    checkpoint_layers,
+    outputs_of,
+    pixels_for,
+    relative_error,
+    run_tower,
+    tower_of,
+)
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -191,6 +202,50 @@ def test_cpu_offload_goes_the_stock_way(model: Any, when: str, way: str) -> None
     assert_close(run(tower, grid), expected, 0.0)
 
 
+def align(tower: Any, places: dict[str, Any]) -> None:
+    """Hooks that bring inputs to a place, as accelerate puts them on every module for `device_map`."""
+    for name, module in tower.named_modules():
+        place = next((places[prefix] for prefix in places if prefix and name.startswith(prefix)), places[""])
+        add_hook_to_module(module, AlignDevicesHook(execution_device=place))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_that_only_align_devices_keep_the_fast_path_of_a_tower_on_one(model: Any, when: str) -> None:
+    tower, grid = tower_of(model), GRIDS["mixed"]
+    expected = run(tower, grid)
+    if when == "before":
+        hf_vit_accel.patch(model)
+    align(tower, {"": "cpu"})
+    if when == "after":
+        hf_vit_accel.patch(model)
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 1, 0)
+    assert "patch_embed" in status_of(model).fused, "a hook that does nothing is no forward of the module's own"
+    stock = tower.blocks[1].attn._old_forward
+    tower.blocks[1].attn._old_forward = lambda *args, **kwargs: stock(*args, **kwargs) * 2
+    changed = run(tower, grid)
+    assert relative_error(changed[0], expected[0]) > 1e-2, "what a hook wraps is seen"
+    check_calls(model, 1, 1, "blocks.1.attn has a forward of its own")
+
+
+@pytest.mark.parametrize("places", [{"": "cpu", "blocks.2": torch.device("cpu")}, {"": None, "merger": "cpu"}], ids=str)
+def test_hooks_that_align_to_several_places_go_the_stock_way(model: Any, places: dict[str, Any]) -> None:
+    tower, grid = tower_of(model), GRIDS["mixed"]
+    expected = run(tower, grid)
+    hf_vit_accel.patch(model)
+    align(tower, places)
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 0, 1, "accelerate hooks on ")
+
+
+def test_parameters_on_several_devices_go_the_stock_way(model: Any) -> None:
+    tower = tower_of(model)
+    align(tower, {"": "cpu"})
+    tower.blocks[1].attn.qkv.weight = nn.Parameter(tower.blocks[1].attn.qkv.weight.to("meta"))
+    hf_vit_accel.patch(model)
+    assert status_of(model).against_fast == ("parameters on several devices",)
+
+
 @pytest.mark.parametrize("patched_when", ["before", "meanwhile", "after"])
 def test_after_offloading_the_fast_path_is_used_again(model: Any, patched_when: str) -> None:
     tower, grid = tower_of(model), GRIDS["mixed"]
@@ -239,7 +294,7 @@ def test_removed_accelerate_hooks_leave_nothing_behind(patched_when: str, name: 
 
 
 def test_reentrant_checkpointing_equals_stock(model: Any) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    checkpoint_layers(model, reentrant=True)
     model.train()
     tower, twin, grid = tower_of(model), tower_of(copy.deepcopy(model)), GRIDS["mixed"]
     hf_vit_accel.patch(model)

@@ -133,9 +133,15 @@ def tower_of(model: nn.Module) -> Any:
     return next(module for module in model.modules() if hasattr(module, "patch_embed"))
 
 
+def checkpoint_layers(model: Any, *, reentrant: bool) -> None:
+    """Turn on checkpointing of layers, by the name that this transformers has for it (another before 5.23 or so)."""
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": reentrant}})
+
+
 def pixels_for(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> torch.Tensor:
     """Random flattened patches (T, P) for a grid."""
-    width = tower.patch_embed.proj.weight[0].numel()
+    width = tower.config.in_channels * tower.config.temporal_patch_size * tower.config.patch_size**2
     rows = sum(t * h * w for t, h, w in grid)
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(**kwargs)
 

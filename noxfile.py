@@ -1,0 +1,71 @@
+"""What takes too long for every change: `make matrix` runs all of it, `nox -s NAME` one part.
+
+The versions are those of `tool.hf-vit-accel.tested` in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.options.error_on_missing_interpreters = False
+nox.options.default_venv_backend = "venv"
+
+ROOT = Path(__file__).parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TESTED = PROJECT["tool"]["hf-vit-accel"]["tested"]
+NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
+TEST = [name for name in PROJECT["project"]["optional-dependencies"]["test"] if not name.startswith(("mypy", "ruff"))]
+WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao"]
+
+
+def install(session: nox.Session, *more: str, **versions: str) -> None:
+    """The package with its tests' needs and the versions that are asked for, the newest of the others."""
+    wanted = [f"{package}=={version}.*" for package, version in (NEWEST | versions).items()]
+    session.install("-e", ".", *TEST, *wanted, *more)
+    session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
+
+
+@nox.session
+@nox.parametrize("transformers", TESTED["transformers"])
+def transformers(session: nox.Session, transformers: str) -> None:
+    """The whole suite with every line of transformers."""
+    install(session, transformers=transformers)
+    session.run("pytest", "-q", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("torch", TESTED["torch"][:-1])
+def torch(session: nox.Session, torch: str) -> None:
+    """The whole suite with every older line of torch."""
+    install(session, torch=torch)
+    session.run("pytest", "-q", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("transformers", TESTED["transformers"][1:])
+def ways(session: nox.Session, transformers: str) -> None:
+    """Every way to wrap a model, with the packages that wrap. (Liger 0.8.5 takes transformers 5.17, not 5.23.)"""
+    install(session, *WRAPPERS, transformers=transformers)
+    session.run("pytest", "-q", "--matrix", "tests/test_matrix.py", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("transformers", TESTED["transformers"])
+def upstream(session: nox.Session, transformers: str) -> None:
+    """transformers' own model tests, stock beside patched; `-- CHECKOUT` for its suites of the single models."""
+    install(session, "parameterized", transformers=transformers)
+    if session.posargs:
+        source = Path(session.posargs[0])
+    else:
+        folder = Path(session.create_tmp())
+        package = f"transformers=={transformers}.*"
+        session.run("pip", "download", "-q", "--no-deps", "--no-binary", "transformers", "-d", str(folder), package)
+        archive = max(folder.glob("transformers-*.tar.gz"), key=lambda path: path.stat().st_mtime)
+        with tarfile.open(archive) as unpacked:
+            unpacked.extractall(folder, filter="data")
+        source = folder / archive.name.removesuffix(".tar.gz")
+    session.run("python", "tests/upstream/compare.py", str(source))

@@ -1,0 +1,123 @@
+"""Writes SUPPORT.md from what is declared: families, backends' needs, versions, and the matrix of ways to wrap a model.
+
+python tests/support.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from matrix import ELSEWHERE, FAMILIES, ORDERS, ROWS, Row  # noqa: E402
+
+from hf_vit_accel import backends, families  # noqa: E402
+from hf_vit_accel.fusion import PARTS  # noqa: E402
+
+PAGE = ROOT / "SUPPORT.md"
+
+
+def page() -> str:
+    """The whole page."""
+    versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"]
+    parts = [
+        "# What is supported",
+        "",
+        "Written by `make support` from the declarations in the source; a test fails where it is stale.",
+        "",
+        "## Models",
+        "",
+        *_table(("family", "tower classes in transformers", "layers attend"), map(_family, families.FAMILIES)),
+        "",
+        "Whatever holds such a tower can be patched: the full model, the tower alone, a retrieval model built on one.",
+        "",
+        "## Versions",
+        "",
+        *_table(("package", "tested"), ((name, ", ".join(tested)) for name, tested in versions["tested"].items())),
+        "",
+        "Versions between these are expected to work. A newer transformers whose towers are built otherwise is left as",
+        "it is, with one warning that says what changed.",
+        "",
+        "## Attention backends",
+        "",
+        *_table(
+            ("backend", "runs on", "packages", "dtypes", "head dim", "gradients", "score_mod", "CUDA graphs"),
+            map(_backend, backends.ORDER),
+        ),
+        "",
+        *(
+            f"`auto` prefers, in {rule.kind} layers: {', '.join(rule.order)} ({rule.measured})."
+            for rule in backends.AUTO
+        ),
+        "",
+        "## Fused parts",
+        "",
+        *_table(("part", "what it is"), ((f"`{part}`", what) for part, what in PARTS.items())),
+        "",
+        "## Ways to wrap a model",
+        "",
+        "Each is tested in every family: patched before and after, used, compared with stock, unpatched. Fast: every",
+        "call takes the fast path. Stock: the original forward runs, with metadata and attention supplied if it takes",
+        "them, and `status` says why. Not patched: what comes out is a stock model.",
+        "",
+        *_table(("way", "outcome", "reason in `status`"), _ways()),
+        "",
+        "Tested on their own:",
+        "",
+        *_table(("way", "outcome"), ((name, outcome) for name, (outcome, _) in ELSEWHERE.items())),
+        "",
+        f"{sum(len(row.orders) for row in ROWS) * len(FAMILIES)} cells: {len(ROWS)} rows, orders and families.",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _family(family: families.Family) -> tuple[str, str, str]:
+    towers = ", ".join(f"`{kind}`" for _, kind in family.towers)
+    return family.name, towers, "per window, some per frame" if family.full_layers else "per frame"
+
+
+def _backend(backend: backends.Backend) -> tuple[str, ...]:
+    needs = backend.needs
+    on = backend.needs_on(torch.device("cuda"))
+    place = "CUDA" if needs.cuda else "any device"
+    if on.capability is not None:
+        (low, minor), (above, _) = on.capability
+        place += f", compute capability {low}.{minor} up to, not including, {above}.0"
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in needs.dtypes or ()) or "any"
+    dim = [f"a multiple of {needs.head_dim_multiple}"] if needs.head_dim_multiple > 1 else []
+    dim += [f"up to {needs.head_dim_max}"] if needs.head_dim_max else []
+    return (
+        f"`{backend.name}`",
+        place,
+        ", ".join(f"`{package.distribution}`" for package in needs.packages) or "none beside torch",
+        dtypes,
+        ", ".join(dim) or "any",
+        *("yes" if flag else "no" for flag in (needs.differentiable, needs.score_mods, backend.capturable)),
+    )
+
+
+def _ways() -> Iterable[tuple[str, str, str]]:
+    for row in ROWS:
+        needed = f" ({', '.join(f'`{package}`' for package in row.needs)})" if row.needs else ""
+        yield row.name + needed, _outcome(row), "; ".join(row.reasons)
+
+
+def _outcome(row: Row) -> str:
+    outcome = {"fast": "fast", "stock": "stock", "unpatched": "not patched"}[row.outcome]
+    outcome += ", the patch embedding as its module" if row.unfused else ""
+    return outcome if row.orders == ORDERS else f"{outcome} ({row.orders[0]})"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

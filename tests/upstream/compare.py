@@ -1,0 +1,101 @@
+"""Runs transformers' own model tests on stock towers and on patched ones, and compares what comes out test by test.
+
+    python tests/upstream/compare.py transformers-5.23.0            # an unpacked source distribution
+    python tests/upstream/compare.py path/to/checkout-of-v5.23.0    # with the suites of the single models
+
+Exits with 1 where a test comes out otherwise on patched towers, those in EXPECTED aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SUITES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+STAND_INS = {
+    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
+    "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
+}
+"""What the common tests import and source distributions leave out."""
+
+EXPECTED = {
+    "test_attention_outputs": "sets config.output_attentions, which wants the name eager, and a patched tower has ours"
+}
+"""Tests that come out otherwise on patched towers, and why that is right."""
+
+
+def prepare(source: Path) -> list[str]:
+    """The tests to run in a source tree, after what a source distribution lacks was written there."""
+    tests = source / "tests"
+    models = [tests / "models" / name for name in SUITES]
+    if all(model.is_dir() for model in models):
+        return [str(path.relative_to(source)) for model in models for path in model.glob("test_modeling_*.py")]
+    for name, text in STAND_INS.items():
+        path = tests / name
+        path.parent.mkdir(exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        if not path.exists():
+            path.write_text(text)
+    (tests / "__init__.py").touch()
+    shutil.copy(HERE / "suites.py", tests / "test_modeling_towers.py")
+    return ["tests/test_modeling_towers.py"]
+
+
+def start(source: Path, tests: list[str], *, patched: bool, more: list[str]) -> subprocess.Popen[bytes]:
+    """Begin the tests; what they say goes to a file beside the report."""
+    report = source / f"report-{'patched' if patched else 'stock'}.xml"
+    report.unlink(missing_ok=True)
+    plugin = ["-p", "patched"] if patched else []
+    paths = [str(source), str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", f"--junitxml={report}", *plugin, *more, *tests]
+    command += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={source}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with report.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command, cwd=source, env=environment, stdout=log, stderr=log)
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """Outcome by test."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        found[f"{case.get('classname')}::{case.get('name')}"] = kinds[0] if kinds else "passed"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("more", nargs="*", help="arguments for pytest, after --")
+    arguments = parser.parse_args()
+    source = arguments.source.resolve()
+    tests = prepare(source)
+    found = []
+    runs = [start(source, tests, patched=patched, more=arguments.more) for patched in (False, True)]
+    for name, process in zip(("stock", "patched"), runs, strict=True):
+        code, report = process.wait(), source / f"report-{name}.xml"
+        if code not in (0, 1) or not report.exists():
+            raise SystemExit(f"the tests of {name} towers ended with {code}: {report.with_suffix('.log').read_text()}")
+        found.append(outcomes(report))
+        summary = report.with_suffix(".log").read_text().splitlines()
+        print(f"{name}: {dict(Counter(found[-1].values()))}", *(line for line in summary if "towers patched" in line))
+    stock, patched = found
+    names = sorted(stock.keys() | patched.keys())
+    different = [name for name in names if stock.get(name) != patched.get(name)]
+    for name in different:
+        why = next((f" (it {why})" for test, why in EXPECTED.items() if name.endswith(f"::{test}")), "")
+        print(f"{name}: {stock.get(name)} on stock, {patched.get(name)} on patched towers{why}")
+    different = [name for name in different if name.split("::")[1] not in EXPECTED]
+    if different or not any(outcome == "passed" for outcome in stock.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
