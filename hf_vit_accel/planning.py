@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.backends import Choice, Kind, Plan, Request, resolve
+from hf_vit_accel.backends import FP8, Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.faults import KERNELS
 from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Array, Geometry, Grid, VisionMetadata, build, to_device
@@ -87,7 +87,7 @@ def lay_out(
             continue
         wanted = replace(request, kind=kind, longest=segments.max_length)
         if KERNELS in faults:
-            wanted = replace(wanted, fp8=None)
+            faults = {FP8.name: faults[KERNELS], **faults}
         choices[kind] = resolve(attention, wanted, segments, faults)
         plans[kind] = choices[kind].backend.plan(segments, wanted)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}

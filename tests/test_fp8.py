@@ -11,6 +11,7 @@ import json
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -27,12 +28,20 @@ from hf_vit_accel import scales as scales_module
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_longest
 from hf_vit_accel.graphs.buffers import pad_segments
+from hf_vit_accel.kernels import e4m3 as e4m3_module
+from hf_vit_accel.kernels import quantize as quantize_module
 from hf_vit_accel.kernels.e4m3 import E4M3, dequantize_reference, fit
 from hf_vit_accel.kernels.quantize import center_reference, quantize_reference
 from hf_vit_accel.scales import Maxima, Scales
 from hf_vit_accel.tower import state_of
 
 ALWAYS = Fp8Config(shortest=0)
+REAL = {
+    "_center_kernel": quantize_module.quantize,
+    "_quantize_kernel": quantize_module.quantize,
+    "_dequantize_kernel": e4m3_module.dequantize,
+    "snapshot": e4m3_module.snapshot,
+}
 GRID = [(1, 12, 8), (2, 6, 10)]
 
 
@@ -268,6 +277,60 @@ def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any)
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
     with pytest.raises(FallbackError, match="gradients"):
         tower(pixels, grid_thw=torch.tensor(GRID))
+
+
+class Unlaunchable:
+    """A kernel whose launch finds no compiler."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.mark.parametrize("kernel", ["_center_kernel", "_quantize_kernel", "_dequantize_kernel", "_snapshot_kernel"])
+def test_a_kernel_that_cannot_be_launched(
+    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """FP8 goes with all kernels; the call is right, and counted."""
+    expected = run_tower(tower_of(model), GRID)
+    for module in (quantize_module, e4m3_module):
+        for name in ("_center_kernel", "_quantize_kernel", "_dequantize_kernel", "_snapshot_kernel"):
+            launchable = MagicMock() if name != kernel else Unlaunchable()
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, launchable)
+    if kernel == "_snapshot_kernel":
+        monkeypatch.setattr(scales_module.e4m3, "snapshot", REAL["snapshot"])
+    else:
+        monkeypatch.setattr(
+            cudnn_fp8, kernel.strip("_").removesuffix("_kernel").replace("center", "quantize"), REAL[kernel]
+        )
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    for _ in range(2):
+        found = run_tower(tower_of(model), GRID)
+        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
+    status = hf_vit_accel.status(model).towers[0]
+    assert "cudnn_fp8" not in status.backends.values() and status.calls == 2
+    assert "kernels" in state_of(tower_of(model)).faults
+    assert [count for why, count in status.fallbacks.items() if "cudnn_fp8 cannot serve" in why] == [2]
+    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
+    with pytest.raises(FallbackError, match="kernels failed when it ran"):
+        run_tower(tower_of(model), GRID)
+
+
+def test_a_call_that_fails_goes_on_without(fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("EXECUTION_FAILED")
+
+    expected = run_tower(tower_of(model), GRID)
+    monkeypatch.setattr(cudnn_fp8, "_attend", fail)
+    hf_vit_accel.patch(model, fp8=ALWAYS)
+    for _ in range(2):
+        found = run_tower(tower_of(model), GRID)
+        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
+    status = hf_vit_accel.status(model).towers[0]
+    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [2]
+    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
+    with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
+        run_tower(tower_of(model), GRID)
 
 
 def test_copies_keep_the_setting_alone(fp8_on_cpu: None) -> None:
