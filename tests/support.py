@@ -48,9 +48,10 @@ def page() -> str:
         "",
         *_table(
             ("backend", "runs on", "packages", "dtypes", "head dim", "gradients", "score_mod", "CUDA graphs"),
-            map(_backend, backends.ORDER),
+            map(_backend, (*backends.ORDER, backends.FP8)),
         ),
         "",
+        f"`{backends.FP8.name}` is what `patch(fp8=True)` adds, and is not exact; it cannot be named.",
         *(
             f"`auto` prefers, in {rule.kind} layers: {', '.join(rule.order)} ({rule.measured})."
             for rule in backends.AUTO

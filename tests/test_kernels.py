@@ -447,9 +447,9 @@ COMPILED = {
         f"quantize, {'again' if again else 'first'}": (
             "quantize",
             "_quantize_kernel",
-            "qkv:*bf16 cos:*fp32 sin:*fp32 parts:*fp32 center:*fp32 used_rows:*i32 scales:*fp32 maxima:*fp32 "
+            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 scales:*fp32 maxima:*fp32 "
             "final:*fp32 unscale:*fp32 history:*fp32 position:*i32 out:*fp8e4nv rows:i32 row_stride:i32",
-            dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, GROUPS=8, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
+            dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
         )
         for again in (False, True)
     },
@@ -462,8 +462,8 @@ COMPILED = {
     "center": (
         "quantize",
         "_center_kernel",
-        "qkv:*bf16 used_rows:*i32 parts:*fp32 row_stride:i32",
-        dict(HEADS=16, DIM=72, GROUPS=8, SAMPLES=64, BLOCK_D=128),
+        "qkv:*bf16 used_rows:*i32 center:*fp32 row_stride:i32",
+        dict(HEADS=16, DIM=72, SAMPLES=256, BLOCK_D=128),
     ),
     "dequantize": (
         "e4m3",

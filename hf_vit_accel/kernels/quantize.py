@@ -6,8 +6,8 @@ e4m3 to sums of about 13 bits. Where thousands of weights are alike and values h
 for the sum that they have built up: 5% of random towers' features were lost at 4096 rows and 16% at 14416 (H200). It
 also spares the mean from being rounded to e4m3 in the output.
 
-`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `N` calls remembered, `G` groups of sampled rows; 3
-stands for q, k, v.
+`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `N` calls remembered; 3 stands for
+q, k, v.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ except ImportError:  # pragma: no cover
 
 __all__ = ["center", "center_reference", "quantize", "quantize_reference"]
 
-_GROUPS, _SAMPLES = 8, 64  # of the rows whose mean centres v
+_SAMPLES = 256  # rows whose mean centres v
 _ROWS, _WARPS = 64, 4
 _ROOM = 64.0  # how much smaller a scale may be than what fits: 2**9 of the 2**15 between normal numbers are left
 
 
 def center_reference(qkv_T3HD: torch.Tensor, used: int) -> torch.Tensor:
     """The mean of v over a sample of its first `used` rows, evenly spread, without what is not finite: fp32 (H, D)."""
-    rows_S = torch.arange(_GROUPS * _SAMPLES, device=qkv_T3HD.device) * used // (_GROUPS * _SAMPLES)
+    rows_S = torch.arange(_SAMPLES, device=qkv_T3HD.device) * used // (_SAMPLES)
     sampled_SHD = qkv_T3HD[rows_S, 2].float()
     return torch.where(sampled_SHD.isfinite(), sampled_SHD, 0.0).mean(0)
 
@@ -82,41 +82,37 @@ def quantize_reference(
 def _center_kernel(
     qkv,
     used_rows,
-    parts,
+    center,
     row_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
     SAMPLES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    head, group = tl.program_id(0), tl.program_id(1)
-    sample = (group * SAMPLES + tl.arange(0, SAMPLES)).to(tl.int64)
-    t = sample * tl.load(used_rows) // (GROUPS * SAMPLES)
-    d = tl.arange(0, BLOCK_D)
-    v = qkv + t[:, None] * row_stride + (2 * HEADS + head) * DIM + d[None, :]
+    head, d = tl.program_id(0), tl.arange(0, BLOCK_D)
+    t = tl.arange(0, SAMPLES).to(tl.int64) * tl.load(used_rows) // SAMPLES
+    v = qkv + t[:, None] * row_stride + ((2 * HEADS + head) * DIM + d)[None, :]
     x = tl.load(v, mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-    tl.store(parts + (group * HEADS + head) * DIM + d, tl.sum(x, 0) / (GROUPS * SAMPLES), mask=d < DIM)
+    tl.store(center + head * DIM + d, tl.sum(x, 0) / SAMPLES, mask=d < DIM)
 
 
 def center(qkv_T3HD: torch.Tensor, used_1: torch.Tensor) -> torch.Tensor:
-    """`center_reference` in groups of rows that add up to it: (G, H, D). used_1: int32, on the device."""
+    """`center_reference` as one kernel. used_1: int32, on the device."""
     _, _, heads, dim = qkv_T3HD.shape
-    parts_GHD = torch.empty(_GROUPS, heads, dim, device=qkv_T3HD.device)
-    _center_kernel[(heads, _GROUPS)](
+    center_HD = torch.empty(heads, dim, device=qkv_T3HD.device)
+    _center_kernel[(heads,)](
         qkv_T3HD,
         used_1,
-        parts_GHD,
+        center_HD,
         qkv_T3HD.stride(0),
         HEADS=heads,
         DIM=dim,
-        GROUPS=_GROUPS,
         SAMPLES=_SAMPLES,
         BLOCK_D=next_power_of_2(dim),
-        num_warps=4,
+        num_warps=8,
     )
-    return parts_GHD
+    return center_HD
 
 
 @jit
@@ -130,19 +126,10 @@ def _halves(x, here, is_rotated, c, s, mean1, mean2, HALF: tl.constexpr):
 
 
 @jit
-def _mean(parts, center, at, here, first, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    mean = tl.zeros(here.shape, tl.float32)
-    for group in tl.static_range(GROUPS):
-        mean += tl.load(parts + group * WIDTH + at, mask=here, other=0.0)
-    tl.store(center + at, mean, mask=here & first)
-    return mean
-
-
-@jit
-def _means(parts, center, h, here, first, j, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr):
+def _means(center, h, here, j, HEADS: tl.constexpr, HALF: tl.constexpr):
     here = here & (h < HEADS)
-    mean1 = _mean(parts, center, h * DIM + j, here, first, HEADS * DIM, GROUPS)
-    return mean1, _mean(parts, center, h * DIM + DIM // 2 + j, here, first, HEADS * DIM, GROUPS)
+    mean1 = tl.load(center + 2 * HALF * h + j, mask=here, other=0.0)
+    return mean1, tl.load(center + 2 * HALF * h + HALF + j, mask=here, other=0.0)
 
 
 @jit
@@ -173,7 +160,6 @@ def _quantize_kernel(
     qkv,
     cos,
     sin,
-    parts,
     center,
     used_rows,
     scales,
@@ -189,7 +175,6 @@ def _quantize_kernel(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     CALLS: tl.constexpr,
-    GROUPS: tl.constexpr,
     AGAIN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -239,11 +224,11 @@ def _quantize_kernel(
     scale2 = tl.sum(tl.where(head == h + 2, mine, 0.0))
     scale3 = tl.sum(tl.where(head == h + 3, mine, 0.0))
     j = tl.arange(0, PADDED // 2)[None, :]
-    is_mean, first = (j < half) & (part == 2), tl.program_id(0) == 0
-    low0, high0 = _means(parts, center, h, is_mean, first, j, HEADS, DIM, GROUPS)
-    low1, high1 = _means(parts, center, h + 1, is_mean, first, j, HEADS, DIM, GROUPS)
-    low2, high2 = _means(parts, center, h + 2, is_mean, first, j, HEADS, DIM, GROUPS)
-    low3, high3 = _means(parts, center, h + 3, is_mean, first, j, HEADS, DIM, GROUPS)
+    is_mean = (j < half) & (part == 2)
+    low0, high0 = _means(center, h, is_mean, j, HEADS, half)
+    low1, high1 = _means(center, h + 1, is_mean, j, HEADS, half)
+    low2, high2 = _means(center, h + 2, is_mean, j, HEADS, half)
+    low3, high3 = _means(center, h + 3, is_mean, j, HEADS, half)
     largest0 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
     largest1 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
     largest2 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
@@ -304,14 +289,13 @@ def quantize(
     assert padded >= dim and dim % 2 == 0 and padded == next_power_of_2(padded)
     out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
     final_3H, unscale_1 = torch.empty_like(scales_3H), scales_3H.new_empty(1)
-    parts_GHD, center_HD = center(qkv_T3HD, used_1), scales_3H.new_empty(heads, dim)
+    center_HD = center(qkv_T3HD, used_1)
 
     def launch(*, again: bool) -> None:
         _quantize_kernel[(-(-rows // _ROWS), 3 * -(-heads // 4))](
             qkv_T3HD,
             cos_TD,
             sin_TD,
-            parts_GHD,
             center_HD,
             used_1,
             scales_3H,
@@ -327,7 +311,6 @@ def quantize(
             DIM=dim,
             PADDED=padded,
             CALLS=1 if history_N3H is None else len(history_N3H),
-            GROUPS=_GROUPS,
             AGAIN=again,
             ROWS=_ROWS,
             BLOCK_T=_WARPS * 32 * 4 // (padded // 2),
