@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -109,7 +109,7 @@ def _words_of(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_words_of, inner))
 
 
-@cache
+@lru_cache(maxsize=64)
 def changes(function: Callable[..., Any], role: str) -> tuple[str, ...]:
     """How a function of transformers differs from what is known in its role; empty if it does not."""
     known, body, found = KNOWN[role], inspect.unwrap(function), []

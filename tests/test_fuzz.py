@@ -388,7 +388,7 @@ def test_cudnn_plans_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for count in range(CALLS):
             sequences = (torch.empty(1 + count, 0),) * 5
-            cudnn_backend._graph(qkv, sequences, 64 << count % 3, 1.0)
+            cudnn_backend.graph_for(qkv, sequences, 64 << count % 3, 1.0)
         assert cudnn_backend.GRAPHS.misses == before + CALLS and len(cudnn_backend.GRAPHS) == 256
     finally:
         cudnn_backend.GRAPHS.clear()

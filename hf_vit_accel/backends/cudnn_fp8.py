@@ -9,7 +9,7 @@ have no scale, and the kernel that drops the padding multiplies by what v was di
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -159,7 +159,7 @@ def _attend_packed(
     return dequantize(out_THP, scales_3H[2], center_HD, qkv_T3HD.dtype)
 
 
-@cache
+@lru_cache(maxsize=64)  # of devices
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """1, and the scale of softmax weights and what undoes it: made before any capture, kept while the process lives."""
     with torch.inference_mode(False):
