@@ -25,7 +25,7 @@ from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel import scales as scales_module
-from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
+from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_longest
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.kernels import e4m3 as e4m3_module
@@ -316,18 +316,26 @@ def test_a_kernel_that_cannot_be_launched(
         run_tower(tower_of(model), GRID)
 
 
-def test_a_call_that_fails_goes_on_without(fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["the call", "the library's plan"])
+def test_a_call_that_fails_goes_on_without(
+    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Also where it fails in the code that FP8 shares with a backend in the dtype, which may work all the same."""
+
     def fail(*_: Any) -> Any:
         raise RuntimeError("EXECUTION_FAILED")
 
     expected = run_tower(tower_of(model), GRID)
-    monkeypatch.setattr(cudnn_fp8, "_attend", fail)
+    monkeypatch.setattr(cudnn_fp8, "_attend", fail if where == "the call" else cudnn_fp8._attend_cuda)
+    monkeypatch.setattr(flashinfer_cudnn, "_prefill_module", fail)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     hf_vit_accel.patch(model, fp8=ALWAYS)
     for _ in range(2):
         found = run_tower(tower_of(model), GRID)
         assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
     status = hf_vit_accel.status(model).towers[0]
-    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [2]
+    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [2], status.fallbacks
+    assert state_of(tower_of(model)).faults.keys() == {FP8.name}
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
     with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
         run_tower(tower_of(model), GRID)
@@ -341,6 +349,25 @@ def test_copies_keep_the_setting_alone(fp8_on_cpu: None) -> None:
         found = run_tower(tower_of(twin), GRID)
         assert all(map(torch.equal, found, expected))
         assert scales_of(twin) is not scales_of(model)
+
+
+def test_graphs_go_with_the_memory_that_they_write_to(
+    fp8_on_cpu: None,
+    on_cpu: Any,  # noqa: F811
+    model: Any,
+) -> None:
+    """A model that was elsewhere in between may come back to where its weights lay; its history does not."""
+    patch(model, fp8=ALWAYS)
+    tower, grid = tower_of(model), [(1, 10, 10)]
+    run_tower(tower, grid)
+    state, pixels = state_of(tower), pixels_for(tower, grid)
+    assert state is not None and state.start(tuple(grid), pixels) is not None
+    run_tower(tower, grid)
+    state.scales(tower, torch.device("meta"))
+    assert state.start(tuple(grid), pixels) is None and not status_of(model).graphs
+    captured = status_of(model).captures
+    run_tower(tower, grid)
+    assert status_of(model).captures == captured + 1
 
 
 def test_memory_is_given_back(fp8_on_cpu: None) -> None:
