@@ -443,6 +443,8 @@ BAD = {
     "other heads": _GOOD | {"layers": [_LAYER | {"q": [1.0, 2.0]}]},
     "a layer that is a number": _GOOD | {"layers": [3]},
     "huge": _GOOD | {"layers": [_LAYER | {"q": [10**400]}]},
+    "beyond float32": _GOOD | {"layers": [_LAYER | {"q": [1e39]}]},
+    "beyond float32 with its margin": _GOOD | {"margin": 1e30, "layers": [_LAYER | {"q": [1e20]}]},
 }
 
 
@@ -468,13 +470,48 @@ def test_maxima_of_another_model_are_refused(fp8_on_cpu: None, tmp_path: Path) -
     assert state_of(tower_of(model)) is None
 
 
+def test_maxima_of_another_family_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
+    """Qwen2-VL and Qwen2.5-VL have towers of one shape, but in the latter most layers never had maxima."""
+    model = TINY["qwen2_vl"].build()
+    tower = tower_of(model)
+    values = tuple(tuple((1.0,) * tower.blocks[0].attn.num_heads for _ in range(3)) for _ in tower.blocks)
+    path = Maxima(values=values, margin=1.0, model="qwen2_5_vl").save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"maxima of qwen2_vl.*got those of 'qwen2_5_vl'"):
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    assert state_of(tower) is None
+    for name in ("qwen2_vl", ""):
+        path = Maxima(values=values, margin=1.0, model=name).save(tmp_path / "same.json")
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+
+
+def test_maxima_stand_for_the_layers_that_were_there(fp8_on_cpu: None, tmp_path: Path) -> None:
+    """A layer that is taken out afterwards would give those behind it the scales of others."""
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    values = tuple(((8.0, 8.0),) * 3 for _ in tower.blocks)
+    path = Maxima(values=values, margin=1.0).save(tmp_path / "maxima.json")
+    hf_vit_accel.patch(model, fp8=Fp8Config(scales=path, shortest=0))
+    run_tower(tower, GRID)
+    del tower.blocks[-1]
+    run_tower(tower, GRID)
+    status = hf_vit_accel.status(model).towers[0]
+    assert "cudnn_fp8" not in status.backends.values() and status.fp8 is not None
+    assert any("maxima of 4 layers of 2 heads, the tower has 3 of 2" in why for why in status.fallbacks)
+
+
 def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
     model = TINY["qwen3_vl"].build()
-    for images, match in (([], "at least one image"), ([{"input_ids": 1}], "pixel_values")):
+    image = {"pixel_values": pixels_for(tower_of(model), GRID), "image_grid_thw": torch.tensor(GRID)}
+    for images, match in (
+        ([], "at least one image"),
+        ([{"input_ids": 1}], "pixel_values"),
+        (image, r"a list of .* got one"),
+    ):
         with pytest.raises(ValueError, match=match):
             hf_vit_accel.calibrate(model, images, tmp_path / "none.json")
-    with pytest.raises(ValueError, match="margin"):
-        hf_vit_accel.calibrate(model, [], tmp_path / "none.json", margin=0.5)
+    for margin in (0.5, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="margin"):
+            hf_vit_accel.calibrate(model, [image], tmp_path / "none.json", margin=margin)
     assert not list(tmp_path.iterdir()) and state_of(tower_of(model)) is None
 
 
@@ -487,6 +524,7 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
         (dict(scales=3), "path"),
         (dict(history=0), "history"),
         (dict(history=True), "history"),
+        (dict(history=1025), "history to be an integer from 1 to 1024"),
         (dict(shortest=-1), "sh"),
     ],
 )
