@@ -62,8 +62,8 @@ def patch(
     settings = _settings(attention, fuse, cuda_graphs, fp8, strict)
     towers = towers_of(model)
     require(settings.attention, fp8=settings.fp8 is not None)
-    for path, tower, _ in towers:
-        _check_maxima(path, tower, settings)
+    for path, tower, family in towers:
+        _check_maxima(path, tower, family, settings)
     if settings.strict:
         for path, tower, _ in towers:
             _check_strict(path, tower, settings)
@@ -347,9 +347,14 @@ def _settings(
     )
 
 
-def _check_maxima(path: str, tower: Any, settings: Settings) -> None:
+def _check_maxima(path: str, tower: Any, family: Family, settings: Settings) -> None:
     if settings.fp8 is None or settings.maxima is None:
         return
+    if settings.maxima.model not in ("", family.name):
+        raise ValueError(
+            f"expected FP8 maxima of {family.name}, got those of {settings.maxima.model!r} in {settings.fp8.scales}; "
+            "make them with this model by hf_vit_accel.calibrate"
+        )
     expected = len(tower.blocks), tower.blocks[0].attn.num_heads
     if settings.maxima.shape != expected:
         raise ValueError(

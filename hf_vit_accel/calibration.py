@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,11 +35,13 @@ def calibrate(
 
     The tower runs with attention in FP8 at every length meanwhile; afterwards it is patched as it was, or not at all.
 
-    Raises ValueError for a model with several towers, no images, images without pixels, and a margin below 1;
-    BackendUnavailableError where FP8 cannot run; FallbackError for a tower that cannot be served.
+    Raises ValueError for a model with several towers, no images, images without pixels, and a margin that is no finite
+    number of at least 1; BackendUnavailableError where FP8 cannot run; FallbackError for a tower that cannot be served.
     """
-    if not margin >= 1:
-        raise ValueError(f"expected a margin of at least 1, got {margin!r}")
+    if not 1 <= margin < math.inf:
+        raise ValueError(f"expected a finite margin of at least 1, got {margin!r}")
+    if isinstance(images, Mapping):
+        raise ValueError("expected a list of what a processor returns for each call, got one; pass [images]")
     (_, tower, family), *others = towers_of(model)
     if others:
         raise ValueError("expected a model with one vision tower, got several; pass the tower itself")

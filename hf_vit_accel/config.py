@@ -59,7 +59,7 @@ class Fp8Config:
     scales: a file written by `hf_vit_accel.calibrate`, whose maxima every call is scaled by; numbers beyond them and
     their margin are cut off, which `status` tells. None: each layer and head is scaled by the absolute maxima of the
     last calls, or by its own where that would cut anything off.
-    history: how many calls that is.
+    history: how many calls that is, at most 1024.
     shortest: rows that a row attends to, on average, from which FP8 is used; None for where it was measured to be
     faster. Windows never use it.
 
@@ -73,14 +73,15 @@ class Fp8Config:
     def __post_init__(self) -> None:
         if self.scales is not None and not isinstance(self.scales, str | os.PathLike):
             raise ValueError(f"expected scales to be the path of a file or None, got {self.scales!r}")
-        _check_integer("history", self.history, least=1)
+        _check_integer("history", self.history, least=1, most=1024)  # one program of a kernel reads them all
         if self.shortest is not None:
             _check_integer("shortest", self.shortest, least=0)
 
 
-def _check_integer(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"expected {name} to be an integer of at least {least}, got {value!r}")
+def _check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        raise ValueError(f"expected {name} to be an integer {wanted}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,9 @@ _LONGEST = 300  # characters of an error's message
 
 
 def blame(error: Exception) -> Mapping[str, str]:
-    """What to go without, and why: a backend's name or KERNELS, the innermost that the error passed through.
+    """What to go without, and why: KERNELS where the error came out of one of them, else the backend that was called.
 
+    A backend may be built on another one's code, and fail in it: what was called is the outermost.
     Empty for what must reach the user as it is: memory that ran out (people catch that, and try a smaller batch), our
     own invariants, and whatever came from elsewhere: a user's module, torch. So are errors of the last backend, which
     has nothing to go to.
@@ -36,9 +37,10 @@ def blame(error: Exception) -> Mapping[str, str]:
     if isinstance(error, AssertionError) and modules[-1].startswith("hf_vit_accel."):
         return {}
     names = {type(backend).__module__: backend.name for backend in (*backends.ORDER[:-1], backends.FP8)}
-    for module in reversed(modules):
-        name = KERNELS if module.startswith("hf_vit_accel.kernels.") else names.get(module)
-        if name is not None:
-            message = " ".join(str(error).split())
-            return {name: f"failed when it ran: {type(error).__name__}: {message}"[:_LONGEST]}
-    return {}
+    passed = [KERNELS if module.startswith("hf_vit_accel.kernels.") else names.get(module) for module in modules]
+    found = [name for name in passed if name is not None]
+    if not found:
+        return {}
+    message = " ".join(str(error).split())
+    name = KERNELS if found[-1] == KERNELS else found[0]
+    return {name: f"failed when it ran: {type(error).__name__}: {message}"[:_LONGEST]}

@@ -19,6 +19,7 @@ from hf_vit_accel.kernels import e4m3
 __all__ = ["LayerScales", "Maxima", "Scales"]
 
 _FORMAT, _VERSION = "hf-vit-accel fp8 maxima", 1
+_LARGEST_NUMBER = torch.finfo(torch.float32).max
 _LARGEST_FILE = 64 << 20  # bytes; a file of 32 layers of 16 heads takes 40 KB
 
 
@@ -26,7 +27,7 @@ _LARGEST_FILE = 64 << 20  # bytes; a file of 32 layers of 16 heads takes 40 KB
 class Maxima:
     """Absolute maxima of q, k (rotated) and v: per layer, three lists of one number a head, in the model's own units.
 
-    margin: what they are multiplied by before scales follow from them. model: what they were found with, for people.
+    margin: what they are multiplied by before scales follow from them. model: the family that they were found with.
     """
 
     values: tuple[tuple[tuple[float, ...], ...], ...]
@@ -74,6 +75,8 @@ class Maxima:
         values = tuple(tuple(tuple(map(_number, _listed(layer[part]))) for part in "qkv") for layer in layers)
         if len({len(heads) for layer in values for heads in layer}) != 1:
             raise ValueError("layers, or q, k and v, have different numbers of heads")
+        if max(number for layer in values for heads in layer for number in heads) * margin > _LARGEST_NUMBER:
+            raise ValueError("numbers, or numbers times the margin, are larger than any of a model's")
         return cls(values=values, margin=margin, model=str(content.get("model", "")))
 
 
@@ -124,6 +127,13 @@ class Scales:
         self.device, self.layers, self.heads, self.shortest = device, layers, heads, shortest
         self._calls, self._fixed = 1 if fixed else calls, fixed
         self._held: tuple[torch.Tensor, ...] | None = None
+
+    def why_unfit(self) -> str | None:
+        """Why the file's maxima cannot serve the tower, whose layers may have changed; None if they can."""
+        if self._fixed is None or self._fixed.shape == (self.layers, self.heads):
+            return None
+        layers, heads = self._fixed.shape
+        return f"the file holds maxima of {layers} layers of {heads} heads, the tower has {self.layers} of {self.heads}"
 
     def allocate(self) -> tuple[torch.Tensor, ...]:
         """Make what lives on the device, if it is not there: before anything is captured."""

@@ -114,6 +114,8 @@ class TowerState:
         layers, heads = len(tower.blocks), tower.blocks[0].attn.num_heads
         if held is None or (held.device, held.layers, held.heads) != (device, layers, heads):
             if held is not None:
+                if self.runner is not None:
+                    self.runner.close()  # its graphs write to the memory that goes
                 held.close()
             self._scales = held = Scales(
                 device=device,

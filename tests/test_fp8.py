@@ -25,7 +25,7 @@ from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel import scales as scales_module
-from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
+from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_longest
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.kernels import e4m3 as e4m3_module
@@ -316,18 +316,26 @@ def test_a_kernel_that_cannot_be_launched(
         run_tower(tower_of(model), GRID)
 
 
-def test_a_call_that_fails_goes_on_without(fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["the call", "the library's plan"])
+def test_a_call_that_fails_goes_on_without(
+    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Also where it fails in the code that FP8 shares with a backend in the dtype, which may work all the same."""
+
     def fail(*_: Any) -> Any:
         raise RuntimeError("EXECUTION_FAILED")
 
     expected = run_tower(tower_of(model), GRID)
-    monkeypatch.setattr(cudnn_fp8, "_attend", fail)
+    monkeypatch.setattr(cudnn_fp8, "_attend", fail if where == "the call" else cudnn_fp8._attend_cuda)
+    monkeypatch.setattr(flashinfer_cudnn, "_prefill_module", fail)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     hf_vit_accel.patch(model, fp8=ALWAYS)
     for _ in range(2):
         found = run_tower(tower_of(model), GRID)
         assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
     status = hf_vit_accel.status(model).towers[0]
-    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [2]
+    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [2], status.fallbacks
+    assert state_of(tower_of(model)).faults.keys() == {FP8.name}
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
     with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
         run_tower(tower_of(model), GRID)
@@ -341,6 +349,25 @@ def test_copies_keep_the_setting_alone(fp8_on_cpu: None) -> None:
         found = run_tower(tower_of(twin), GRID)
         assert all(map(torch.equal, found, expected))
         assert scales_of(twin) is not scales_of(model)
+
+
+def test_graphs_go_with_the_memory_that_they_write_to(
+    fp8_on_cpu: None,
+    on_cpu: Any,  # noqa: F811
+    model: Any,
+) -> None:
+    """A model that was elsewhere in between may come back to where its weights lay; its history does not."""
+    patch(model, fp8=ALWAYS)
+    tower, grid = tower_of(model), [(1, 10, 10)]
+    run_tower(tower, grid)
+    state, pixels = state_of(tower), pixels_for(tower, grid)
+    assert state is not None and state.start(tuple(grid), pixels) is not None
+    run_tower(tower, grid)
+    state.scales(tower, torch.device("meta"))
+    assert state.start(tuple(grid), pixels) is None and not status_of(model).graphs
+    captured = status_of(model).captures
+    run_tower(tower, grid)
+    assert status_of(model).captures == captured + 1
 
 
 def test_memory_is_given_back(fp8_on_cpu: None) -> None:
@@ -416,6 +443,8 @@ BAD = {
     "other heads": _GOOD | {"layers": [_LAYER | {"q": [1.0, 2.0]}]},
     "a layer that is a number": _GOOD | {"layers": [3]},
     "huge": _GOOD | {"layers": [_LAYER | {"q": [10**400]}]},
+    "beyond float32": _GOOD | {"layers": [_LAYER | {"q": [1e39]}]},
+    "beyond float32 with its margin": _GOOD | {"margin": 1e30, "layers": [_LAYER | {"q": [1e20]}]},
 }
 
 
@@ -441,13 +470,48 @@ def test_maxima_of_another_model_are_refused(fp8_on_cpu: None, tmp_path: Path) -
     assert state_of(tower_of(model)) is None
 
 
+def test_maxima_of_another_family_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
+    """Qwen2-VL and Qwen2.5-VL have towers of one shape, but in the latter most layers never had maxima."""
+    model = TINY["qwen2_vl"].build()
+    tower = tower_of(model)
+    values = tuple(tuple((1.0,) * tower.blocks[0].attn.num_heads for _ in range(3)) for _ in tower.blocks)
+    path = Maxima(values=values, margin=1.0, model="qwen2_5_vl").save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"maxima of qwen2_vl.*got those of 'qwen2_5_vl'"):
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    assert state_of(tower) is None
+    for name in ("qwen2_vl", ""):
+        path = Maxima(values=values, margin=1.0, model=name).save(tmp_path / "same.json")
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+
+
+def test_maxima_stand_for_the_layers_that_were_there(fp8_on_cpu: None, tmp_path: Path) -> None:
+    """A layer that is taken out afterwards would give those behind it the scales of others."""
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    values = tuple(((8.0, 8.0),) * 3 for _ in tower.blocks)
+    path = Maxima(values=values, margin=1.0).save(tmp_path / "maxima.json")
+    hf_vit_accel.patch(model, fp8=Fp8Config(scales=path, shortest=0))
+    run_tower(tower, GRID)
+    del tower.blocks[-1]
+    run_tower(tower, GRID)
+    status = hf_vit_accel.status(model).towers[0]
+    assert "cudnn_fp8" not in status.backends.values() and status.fp8 is not None
+    assert any("maxima of 4 layers of 2 heads, the tower has 3 of 2" in why for why in status.fallbacks)
+
+
 def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
     model = TINY["qwen3_vl"].build()
-    for images, match in (([], "at least one image"), ([{"input_ids": 1}], "pixel_values")):
+    image = {"pixel_values": pixels_for(tower_of(model), GRID), "image_grid_thw": torch.tensor(GRID)}
+    for images, match in (
+        ([], "at least one image"),
+        ([{"input_ids": 1}], "pixel_values"),
+        (image, r"a list of .* got one"),
+    ):
         with pytest.raises(ValueError, match=match):
             hf_vit_accel.calibrate(model, images, tmp_path / "none.json")
-    with pytest.raises(ValueError, match="margin"):
-        hf_vit_accel.calibrate(model, [], tmp_path / "none.json", margin=0.5)
+    for margin in (0.5, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="margin"):
+            hf_vit_accel.calibrate(model, [image], tmp_path / "none.json", margin=margin)
     assert not list(tmp_path.iterdir()) and state_of(tower_of(model)) is None
 
 
@@ -460,6 +524,7 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
         (dict(scales=3), "path"),
         (dict(history=0), "history"),
         (dict(history=True), "history"),
+        (dict(history=1025), "history to be an integer from 1 to 1024"),
         (dict(shortest=-1), "sh"),
     ],
 )

@@ -325,6 +325,20 @@ def test_scales_fit() -> None:
 
 
 @where
+def test_scales_of_extremes_are_normal_numbers(at: dict[str, Any]) -> None:
+    """Beside a head of huge numbers one that is silent must not make the scale that all scores share infinite."""
+    sizes = torch.tensor([0.0, 1e-45, 1e-30, 1e-5, 1.0, 1e5, 1e16, 1e30, 3e38])
+    maxima_L3H = torch.stack([each.view(-1, 1).expand(3, 2) for each in torch.cartesian_prod(sizes, sizes, sizes)])
+    maxima_L3H = torch.cat((maxima_L3H, maxima_L3H.roll(1, 1), maxima_L3H.flip(0)), 2).to(at["device"])
+    scales_L3H, _ = snapshot(maxima_L3H.unsqueeze(1))
+    assert torch.equal(scales_L3H, fit(maxima_L3H))
+    assert (scales_L3H >= torch.finfo(torch.float32).tiny).all() and scales_L3H.isfinite().all()
+    products_LH = scales_L3H[:, 0] * scales_L3H[:, 1]
+    assert (products_LH == products_LH[:, :1]).all() and (1 / products_LH).isfinite().all()
+    assert ((maxima_L3H * scales_L3H <= LARGEST) | (maxima_L3H > 1e16)).all()
+
+
+@where
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize(("dim", "padded"), [(64, 64), (72, 128), (80, 128), (16, 64), (24, 32)])
 def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, history: str) -> None:

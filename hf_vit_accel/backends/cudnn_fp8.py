@@ -65,6 +65,8 @@ class CudnnFp8(FlashinferCudnn):
             reasons.append("the stock blocks run, which rotate q and k themselves")
         if why := why_not_triton(request.device, request.dtype):
             reasons.append(why)
+        if request.fp8 is not None and (why := request.fp8.why_unfit()):
+            reasons.append(why)
         return reasons
 
     def why_not_worth(self, segments: Segments, request: Request) -> str | None:

@@ -25,7 +25,7 @@ __all__ = ["E4M3", "LARGEST", "dequantize", "dequantize_reference", "fit", "fit_
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
-_LOWEST_POWER, _HIGHEST_POWER = -60, 40  # of a scale: products of two stay within float32
+_LOWEST_POWER, _HIGHEST_POWER = -50, 25  # of a scale: products of two, divided by a third, are normal in float32
 
 
 def fit(maxima_3H: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def fit(maxima_3H: torch.Tensor) -> torch.Tensor:
 def _fit(maxima):
     bits = maxima.to(tl.int32, bitcast=True)
     power = 8 - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    power = tl.minimum(tl.maximum(power, -60), 40)
+    power = tl.minimum(tl.maximum(power, -50), 25)  # as _LOWEST_POWER, _HIGHEST_POWER
     return ((power + 127) << 23).to(tl.float32, bitcast=True)
 
 
