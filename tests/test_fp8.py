@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -349,6 +351,42 @@ def test_copies_keep_the_setting_alone(fp8_on_cpu: None) -> None:
         found = run_tower(tower_of(twin), GRID)
         assert all(map(torch.equal, found, expected))
         assert scales_of(twin) is not scales_of(model)
+
+
+def test_what_all_streams_share_is_there_before_another_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A position in the history that is still to be cleared would lead to a write anywhere."""
+    settled: list[torch.device] = []
+    monkeypatch.setattr(scales_module, "settle", settled.append)
+    monkeypatch.setattr(cudnn_fp8, "settle", settled.append)
+    cpu = torch.device("cpu")
+    scales = Scales(device=cpu, layers=2, heads=HEADS)
+    assert scales.allocate() is scales.allocate() and settled == [cpu]
+    cudnn_fp8._constants.cache_clear()
+    assert [float(x) for x in cudnn_fp8._constants(cpu)] == [1, 256, 1 / 256] and settled == [cpu, cpu]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_settling_waits_but_for_a_capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+    stream = MagicMock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    scales_module.settle(torch.device("cpu"))
+    assert not stream.synchronize.called
+    scales_module.settle(torch.device("cuda", 0))
+    assert stream.synchronize.called != capturing
+
+
+def test_threads_share_one_history() -> None:
+    """Two that make it at once would leave one of them, or a graph, with what is given back."""
+    for _ in range(20):
+        scales, barrier = Scales(device=torch.device("cpu"), layers=2, heads=HEADS), threading.Barrier(4)
+
+        def allocate(_: int, scales: Scales = scales, barrier: threading.Barrier = barrier) -> int:
+            barrier.wait()
+            return id(scales.allocate())
+
+        with ThreadPoolExecutor(4) as pool:
+            assert len(set(pool.map(allocate, range(4)))) == 1
 
 
 def test_graphs_go_with_the_memory_that_they_write_to(
@@ -699,6 +737,21 @@ def test_gpu_replays_do_not_depend_on_earlier_calls(on_gpu: None, model: Any) ->
         found = run_tower(tower, grid)
         assert max(relative_error(f, e) for f, e in zip(found, first, strict=True)) < 5e-3, spoil
     assert status_of(model).replays >= 7
+
+
+@pytest.mark.gpu
+def test_gpu_what_streams_share_is_there(on_gpu: None) -> None:
+    maxima = Maxima(values=(((8.0,) * HEADS,) * 3,), margin=1.0)
+    cudnn_fp8._constants.cache_clear()
+    device = torch.device("cuda", 0)
+    scales = Scales(device=device, layers=1, heads=HEADS, fixed=maxima)
+    torch.full((1 << 20,), 7, dtype=torch.int32, device=device)  # what is left in memory that is used again
+    torch.cuda._sleep(1 << 28)
+    made = *scales.allocate(), *cudnn_fp8._constants(device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = [x.clone() for x in made]
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, made))
 
 
 @pytest.mark.gpu
