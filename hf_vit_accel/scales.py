@@ -10,13 +10,14 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 
 from hf_vit_accel.kernels import e4m3
 
-__all__ = ["LayerScales", "Maxima", "Scales"]
+__all__ = ["LayerScales", "Maxima", "Scales", "settle"]
 
 _FORMAT, _VERSION = "hf-vit-accel fp8 maxima", 1
 _LARGEST_NUMBER = torch.finfo(torch.float32).max
@@ -93,6 +94,12 @@ def _number(value: Any, least: float = 0.0) -> float:
     return number
 
 
+def settle(device: torch.device) -> None:
+    """Let the host wait until what was queued on the current stream is there for all others, which do not wait."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+
+
 @dataclass(frozen=True, eq=False)
 class LayerScales:
     """What one layer of one call quantises by; see `kernels.quantize.quantize`. unscale_1: None if it is to come."""
@@ -127,6 +134,7 @@ class Scales:
         self.device, self.layers, self.heads, self.shortest = device, layers, heads, shortest
         self._calls, self._fixed = 1 if fixed else calls, fixed
         self._held: tuple[torch.Tensor, ...] | None = None
+        self._lock = Lock()
 
     def why_unfit(self) -> str | None:
         """Why the file's maxima cannot serve the tower, whose layers may have changed; None if they can."""
@@ -136,22 +144,25 @@ class Scales:
         return f"the file holds maxima of {layers} layers of {heads} heads, the tower has {self.layers} of {self.heads}"
 
     def allocate(self) -> tuple[torch.Tensor, ...]:
-        """Make what lives on the device, if it is not there: before anything is captured."""
-        if self._held is None:
-            shape = self.layers, self._calls, 3, self.heads
-            with torch.inference_mode(False):
-                history_LN3H = torch.zeros(shape, device=self.device)
-                position_L = torch.zeros(self.layers, dtype=torch.int32, device=self.device)
-                held: tuple[torch.Tensor, ...] = (history_LN3H, position_L)
-                if self._fixed is not None:
-                    # A head that was silent while the file was made still gets room.
-                    maxima_L3H = torch.tensor(self._fixed.values) * self._fixed.margin
-                    maxima_L3H = maxima_L3H.clamp(min=maxima_L3H.amax(-1, keepdim=True) / 256)
-                    scales_L3H = e4m3.fit(torch.where(maxima_L3H == 0, 1.0, maxima_L3H))
-                    unscale_L = 1 / (scales_L3H[:, 0, 0] * scales_L3H[:, 1, 0])
-                    held = *held, scales_L3H.to(self.device), unscale_L.to(self.device)
-            self._held = held
-        return self._held
+        """Make what lives on the device, if it is not there: before anything is captured, once for all streams."""
+        with self._lock:
+            if self._held is None:
+                with torch.inference_mode(False):
+                    self._held = self._made()
+                settle(self.device)
+            return self._held
+
+    def _made(self) -> tuple[torch.Tensor, ...]:
+        history_LN3H = torch.zeros(self.layers, self._calls, 3, self.heads, device=self.device)
+        position_L = torch.zeros(self.layers, dtype=torch.int32, device=self.device)
+        if self._fixed is None:
+            return history_LN3H, position_L
+        # A head that was silent while the file was made still gets room.
+        maxima_L3H = torch.tensor(self._fixed.values) * self._fixed.margin
+        maxima_L3H = maxima_L3H.clamp(min=maxima_L3H.amax(-1, keepdim=True) / 256)
+        scales_L3H = e4m3.fit(torch.where(maxima_L3H == 0, 1.0, maxima_L3H))
+        unscale_L = 1 / (scales_L3H[:, 0, 0] * scales_L3H[:, 1, 0])
+        return history_LN3H, position_L, scales_L3H.to(self.device), unscale_L.to(self.device)
 
     def begin(self) -> list[LayerScales]:
         """What each layer of a call that begins now quantises by."""

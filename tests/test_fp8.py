@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -351,6 +353,42 @@ def test_copies_keep_the_setting_alone(fp8_on_cpu: None) -> None:
         assert scales_of(twin) is not scales_of(model)
 
 
+def test_what_all_streams_share_is_there_before_another_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A position in the history that is still to be cleared would lead to a write anywhere."""
+    settled: list[torch.device] = []
+    monkeypatch.setattr(scales_module, "settle", settled.append)
+    monkeypatch.setattr(cudnn_fp8, "settle", settled.append)
+    cpu = torch.device("cpu")
+    scales = Scales(device=cpu, layers=2, heads=HEADS)
+    assert scales.allocate() is scales.allocate() and settled == [cpu]
+    cudnn_fp8._constants.cache_clear()
+    assert [float(x) for x in cudnn_fp8._constants(cpu)] == [1, 256, 1 / 256] and settled == [cpu, cpu]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_settling_waits_but_for_a_capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+    stream = MagicMock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    scales_module.settle(torch.device("cpu"))
+    assert not stream.synchronize.called
+    scales_module.settle(torch.device("cuda", 0))
+    assert stream.synchronize.called != capturing
+
+
+def test_threads_share_one_history() -> None:
+    """Two that make it at once would leave one of them, or a graph, with what is given back."""
+    for _ in range(20):
+        scales, barrier = Scales(device=torch.device("cpu"), layers=2, heads=HEADS), threading.Barrier(4)
+
+        def allocate(_: int, scales: Scales = scales, barrier: threading.Barrier = barrier) -> int:
+            barrier.wait()
+            return id(scales.allocate())
+
+        with ThreadPoolExecutor(4) as pool:
+            assert len(set(pool.map(allocate, range(4)))) == 1
+
+
 def test_graphs_go_with_the_memory_that_they_write_to(
     fp8_on_cpu: None,
     on_cpu: Any,  # noqa: F811
@@ -402,6 +440,34 @@ def test_calibrated_scales(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None
     assert all(map(torch.equal, run_tower(tower_of(twin), GRID), found))
 
 
+def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: Path) -> None:
+    """Whatever their order, and whatever the model is patched with meanwhile, which goes on as it was."""
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    hf_vit_accel.patch(model, fp8=Fp8Config(history=3, shortest=0))
+    run_tower(tower, GRID)
+    state = state_of(tower)
+    images = [{"pixel_values": pixels_for(tower, GRID, seed), "image_grid_thw": torch.tensor(GRID)} for seed in (0, 1)]
+    found = []
+    for calls in ([images[0]], [images[1]], images, images[::-1]):
+        values = Maxima.load(hf_vit_accel.calibrate(model, calls, tmp_path / "maxima.json")).values
+        found.append(torch.tensor(values))
+    largest = torch.maximum(found[0], found[1])
+    assert not torch.equal(largest, found[0]) and not torch.equal(largest, found[1])
+    assert torch.equal(found[2], largest) and torch.equal(found[3], largest)
+    assert state_of(tower) is state and scales_of(model).allocate()[0].shape[1] == 3
+
+
+def test_calibration_refuses_a_tower_that_does_not_run_in_fp8(fp8_on_cpu: None, tmp_path: Path) -> None:
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    tower.blocks[0].register_forward_hook(lambda *_: None)
+    images = [{"pixel_values": pixels_for(tower, GRID), "image_grid_thw": torch.tensor(GRID)}]
+    with pytest.raises(FallbackError, match="hooks on"):
+        hf_vit_accel.calibrate(model, images, tmp_path / "maxima.json")
+    assert not list(tmp_path.iterdir()) and state_of(tower) is None
+
+
 def test_what_is_cut_off_is_told(fp8_on_cpu: None, tmp_path: Path) -> None:
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
@@ -411,6 +477,24 @@ def test_what_is_cut_off_is_told(fp8_on_cpu: None, tmp_path: Path) -> None:
     assert "cut off" not in str(hf_vit_accel.status(model))
     run_tower(tower, GRID)
     assert "cut off beyond them in layers 0, 1, 2, 3" in str(hf_vit_accel.status(model))
+
+
+def test_scales_of_a_file() -> None:
+    """With the margin, room for a head that was silent, and something for a layer that never ran in FP8."""
+    values = ((1.0, 0.0), (2.0, 2.0), (4.0, 0.001)), ((0.0, 0.0),) * 3
+    maxima = Maxima(values=values, margin=4.0)
+    scales = Scales(device=torch.device("cpu"), layers=2, heads=2, fixed=maxima)
+    with torch.inference_mode():
+        assert not any(held.is_inference() for held in scales.allocate()), "replays outside of it write there"
+        first, second = scales.begin()
+    assert first.scales_3H.tolist() == [[64.0, 64.0], [32.0, 32.0], [16.0, 4096.0]]
+    assert second.scales_3H.tolist() == [[256.0, 256.0]] * 3
+    assert [float(layer.unscale_1) for layer in (first, second)] == [1 / 2048, 1 / 65536]
+    second.maxima_3H[2, 1] = 448 / 256
+    first.maxima_3H[2, 0] = 448 / 16
+    assert scales.saturated() == [] and float(scales.seen()[1, 2, 1]) == 448 / 256
+    first.maxima_3H[2, 0] += 0.1
+    assert scales.saturated() == [0]
 
 
 def test_maxima_are_written_and_read(tmp_path: Path) -> None:
@@ -699,6 +783,21 @@ def test_gpu_replays_do_not_depend_on_earlier_calls(on_gpu: None, model: Any) ->
         found = run_tower(tower, grid)
         assert max(relative_error(f, e) for f, e in zip(found, first, strict=True)) < 5e-3, spoil
     assert status_of(model).replays >= 7
+
+
+@pytest.mark.gpu
+def test_gpu_what_streams_share_is_there(on_gpu: None) -> None:
+    maxima = Maxima(values=(((8.0,) * HEADS,) * 3,), margin=1.0)
+    cudnn_fp8._constants.cache_clear()
+    device = torch.device("cuda", 0)
+    scales = Scales(device=device, layers=1, heads=HEADS, fixed=maxima)
+    torch.full((1 << 20,), 7, dtype=torch.int32, device=device)  # what is left in memory that is used again
+    torch.cuda._sleep(1 << 28)
+    made = *scales.allocate(), *cudnn_fp8._constants(device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = [x.clone() for x in made]
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, made))
 
 
 @pytest.mark.gpu

@@ -343,16 +343,29 @@ def test_scales_of_extremes_are_normal_numbers(at: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("dim", "padded"), [(64, 64), (72, 128), (80, 128), (16, 64), (24, 32)])
 def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, history: str) -> None:
     """Bit for bit, scales and maxima too; rows of padding are poisoned and reach neither."""
+    check_quantize(at, dim, padded, history)
+
+
+@where
+@pytest.mark.parametrize("heads", [1, 7])
+@pytest.mark.parametrize("history", ["none", "fits"])
+def test_quantize_any_number_of_heads(exact_e4m3: None, at: dict[str, Any], heads: int, history: str) -> None:
+    """A program takes 4 of them and 64 rows: more than one has, and less."""
+    check_quantize(at | {"heads": heads, "rows": at["rows"] + 60}, 72, 128, history)
+
+
+def check_quantize(at: dict[str, Any], dim: int, padded: int, history: str) -> None:
     rows, heads, layers, calls, layer = at["rows"], at["heads"], 3, 4, 1
     used = rows - 2
     qkv_T3HD, angles_TD = (
         draw(rows, 3, heads, dim, at=at),
         draw(rows, dim // 2, at=at, dtype=torch.float32).repeat(1, 2),
     )
-    qkv_T3HD[:, 0, 1] *= 30
+    qkv_T3HD *= torch.tensor([2.0**-head for head in range(heads)]).view(-1, 1).to(qkv_T3HD)
+    qkv_T3HD[:, 0, -1] *= 30
     qkv_T3HD[:, 2] = qkv_T3HD[:, 2] * 0.01 + torch.linspace(-3, 3, heads * dim).view(heads, dim).to(qkv_T3HD)
     qkv_T3HD[used:] = float("nan")
-    qkv_T3HD[used, 0, 0, 0] = 1e4
+    qkv_T3HD[used, ..., [0, dim // 2]] = 1e4  # which a rotation pairs
     qkv_T3HD[0, :, 0, 1] = torch.tensor([float("inf"), float("nan"), float("-inf")])
     cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
     history_LN3H = torch.zeros(layers, calls, 3, heads, device=at["device"])

@@ -28,7 +28,7 @@ from hf_vit_accel.kernels.e4m3 import E4M3, dequantize
 from hf_vit_accel.kernels.launch import why_not_triton
 from hf_vit_accel.kernels.quantize import quantize
 from hf_vit_accel.metadata import Segments
-from hf_vit_accel.scales import LayerScales, Scales
+from hf_vit_accel.scales import LayerScales, Scales, settle
 
 SHORTEST = 5120
 """Rows of the segment that a row is in, on average, from which FP8 is faster than the best of the others (H200: a tower
@@ -166,7 +166,9 @@ def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.
     """1, and the scale of softmax weights and what undoes it: made before any capture, kept while the process lives."""
     with torch.inference_mode(False):
         one = torch.ones(1, device=device)
-        return one, one * _WEIGHTS_SCALE, one / _WEIGHTS_SCALE
+        constants = one, one * _WEIGHTS_SCALE, one / _WEIGHTS_SCALE
+    settle(device)
+    return constants
 
 
 def _built(qkv: Any, lengths: torch.Tensor, offsets: torch.Tensor, max_length: int, scale: float, out: Any) -> Any:
