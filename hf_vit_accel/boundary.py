@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from hf_vit_accel.backends import FP8, Request, ScoreMod
 from hf_vit_accel.config import Fp8Config, GraphConfig
@@ -19,7 +20,7 @@ from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.planning import POPPED, Prepared
 from hf_vit_accel.scales import Maxima, Scales
 
-__all__ = ["Settings", "against_call", "against_injection", "request_for", "unserved"]
+__all__ = ["Settings", "against_call", "against_injection", "request_for", "transformed", "unserved"]
 
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -70,7 +71,16 @@ def against_call(
         reasons.append("attention weights are dropped out")
     if len({attention["scaling"] for attention in attentions}) > 1:
         reasons.append("layers scale attention differently")
+    if len({(attention["num_heads"], attention["head_dim"]) for attention in attentions}) > 1:
+        reasons.append("layers have different heads")
+    if transformed():
+        reasons.append("a transform of torch.func or forward-mode differentiation is at work")
     return reasons
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, which kernels and backends do not know."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared, faults: Mapping[str, str]) -> list[str]:

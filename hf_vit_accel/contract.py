@@ -15,14 +15,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-__all__ = ["KNOWN", "Known", "changes", "is_upstream", "rotation_of", "tower_changes", "warn_of"]
+__all__ = [
+    "HELPERS",
+    "KNOWN",
+    "Known",
+    "changes",
+    "helpers_of",
+    "is_upstream",
+    "makes_angles",
+    "tower_changes",
+    "warn_of",
+]
 
 _UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
 
@@ -67,11 +77,6 @@ KNOWN: dict[str, Known] = {
         ),
         needed=_words("ALL_ATTENTION_FUNCTIONS apply_rotary_pos_emb_vision is_flash_attention_requested proj qkv"),
     ),
-    "rotation": Known(
-        parameters=_words("q k cos sin"),
-        words=_words("dtype float rotate_half to unsqueeze"),
-        needed=_words("rotate_half"),
-    ),
     "norm": Known(
         parameters=_words("hidden_states"),
         words=_words("dtype float32 mean pow rsqrt to torch variance_epsilon weight"),
@@ -93,6 +98,45 @@ KNOWN: dict[str, Known] = {
 }
 """The forwards that are computed without being called, in transformers 5.15 to 5.23, by their role in a tower."""
 
+HELPERS: dict[str, Known] = {
+    "apply_rotary_pos_emb_vision": Known(
+        parameters=_words("q k cos sin"),
+        words=_words("cat dtype float rotate_half shape to torch unsqueeze"),
+        needed=_words("rotate_half"),
+    ),
+    "rotate_half": Known(parameters=_words("x"), words=_words("cat shape torch")),
+    "get_vision_position_ids": Known(
+        parameters=None,
+        words=_words(
+            """append arange cat device expand flatten int isinstance len meshgrid pop repeat repeat_interleave reshape
+            stack tensor tolist torch transpose zip"""
+        ),
+    ),
+    "get_vision_attention_seqlens": Known(
+        parameters=None,
+        words=_words(
+            """F cumsum dtype get_max_seqlen get_vision_cu_seqlens int32 is_flash_attention_requested is_tracing item
+            jit max pad pop repeat_interleave torch"""
+        ),
+    ),
+    "get_vision_window_index": Known(
+        parameters=None,
+        words=_words(
+            """F append arange cat cumsum device extend int int32 pad permute pop reshape sum tensor tolist torch
+            unique_consecutive"""
+        ),
+    ),
+    "get_vision_interpolation_indices_and_weights": Known(
+        parameters=None,
+        words=_words(
+            """F ValueError _interpolation_axis_taps_weights abs arange clamp cumsum device float32 floor long pad pop
+            repeat_interleave reshape shape sum to torch where"""
+        ),
+    ),
+    "permute_input_for_window_attn": Known(parameters=None, words=_words("reshape spatial_merge_unit")),
+}
+"""The functions and methods that compute for a tower beside its modules, and whose results we compute ourselves."""
+
 
 def is_upstream(function: Any) -> bool:
     """Whether a function's own code, and that of all it wraps, comes from transformers or torch, whatever its name."""
@@ -109,14 +153,23 @@ def _words_of(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_words_of, inner))
 
 
-@lru_cache(maxsize=64)
+def _called(function: Any, words: frozenset[str] | set[str]) -> Iterator[Any]:
+    for word in words:
+        inner = inspect.unwrap(function.__globals__.get(word, len))
+        if isinstance(inner, FunctionType) and inner.__module__ == function.__module__:
+            yield inner
+
+
+@lru_cache(maxsize=256)
 def changes(function: Callable[..., Any], role: str) -> tuple[str, ...]:
     """How a function of transformers differs from what is known in its role; empty if it does not."""
-    known, body, found = KNOWN[role], inspect.unwrap(function), []
+    known, body, found = {**KNOWN, **HELPERS}[role], inspect.unwrap(function), []
     parameters = set(inspect.signature(body).parameters) - {"self"}
     if known.parameters is not None and parameters != known.parameters:
         found.append(f"{body.__qualname__} takes {sorted(parameters)}, known is {sorted(known.parameters)}")
     words = _words_of(body.__code__)
+    if role in HELPERS:  # and those of what it calls in its own module
+        words = words.union(*(_words_of(inner.__code__) for inner in _called(body, words)))
     if new := sorted(words - known.words):
         found.append(f"{body.__qualname__} uses {', '.join(new)}, which it did not")
     if gone := sorted(known.needed - words):
@@ -142,14 +195,26 @@ def tower_changes(tower: Any) -> Iterator[str]:
         for forward in forwards:
             if forward.__module__ == home and is_upstream(forward):
                 yield from changes(forward, role)
-    rotation = rotation_of(tower)
-    if rotation is not None and is_upstream(rotation):
-        yield from changes(rotation, "rotation")
+    for name, function in helpers_of(tower).items():
+        if is_upstream(function):
+            yield from changes(function, name)
 
 
-def rotation_of(tower: Any) -> Any:
-    """The function that rotates queries and keys: a global of the tower's module, which anyone may replace."""
-    return getattr(sys.modules.get(type(tower).forward.__module__), "apply_rotary_pos_emb_vision", None)
+def helpers_of(tower: Any) -> dict[str, Any]:
+    """The `HELPERS` that a tower has: methods of its class, or globals of its module, which anyone may replace."""
+    kind = type(tower)
+    home = sys.modules.get(kind.forward.__module__)
+    found = {name: getattr(kind, name, None) or getattr(home, name, None) for name in HELPERS}
+    return {name: function for name, function in found.items() if function is not None}
+
+
+def makes_angles(tower: Any) -> bool:
+    """Whether a tower itself makes cos and sin of angles that its `rotary_pos_emb` returns (transformers before 5.17).
+
+    (Told by the tower's code, for whatever stands in the module's place may hide what it takes.)
+    """
+    code = getattr(inspect.unwrap(type(tower).forward), "__code__", None)
+    return code is not None and "cos" in code.co_names
 
 
 _WARNED: set[tuple[str, str]] = set()

@@ -8,7 +8,6 @@ chosen in a layer. Weights are read from their modules at every call: what chang
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_vit_accel.contract import makes_angles
 from hf_vit_accel.kernels.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
 from hf_vit_accel.kernels.launch import why_not_descriptors, why_not_triton
 from hf_vit_accel.kernels.linear_activation import linear_quick_gelu, linear_swiglu
@@ -129,7 +129,7 @@ def fuse_tower(
         ),
         embed=embedding,
         add_positions=_positions(table, fused=wanted("positions", no_table)),
-        tables=_tables(tower.rotary_pos_emb),
+        tables=_tables(tower),
         rotate=rope_ if fused_rope else _rope_apart,
         merge=merge,
         deepstack=tuple(deepstack),
@@ -140,13 +140,14 @@ def fuse_tower(
     )
 
 
-def _tables(rotary: Any) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def _tables(tower: Any) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """cos and sin by the tower's own module, whatever its frequencies."""
-    if "x" in inspect.signature(rotary.forward).parameters:
+    rotary = tower.rotary_pos_emb
+    if not makes_angles(tower):
         return rotary  # type: ignore[no-any-return]
 
     def tables(x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        half_TD = rotary(positions_T2)  # transformers before 5.17 returned the angles of one half
+        half_TD = rotary(positions_T2)  # the angles of one half
         angles_TD = torch.cat((half_TD, half_TD), dim=-1)
         return angles_TD.cos(), angles_TD.sin()
 
@@ -282,7 +283,10 @@ def _parts_of_mlp(mlp: Any) -> tuple[list[Any], Any, Any]:
 def _against_mlp(mlp: Any) -> str | None:
     if why := is_plain(mlp):
         return why
-    before, activation, after = _parts_of_mlp(mlp)
+    try:
+        before, activation, after = _parts_of_mlp(mlp)
+    except AttributeError:
+        return f"{type(mlp).__name__} is not an MLP that is known"
     for linear in (*before, after):
         if why := is_plain(linear, nn.Linear):
             return why

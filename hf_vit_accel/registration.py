@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, require, resolve
-from hf_vit_accel.boundary import Settings
+from hf_vit_accel.boundary import Settings, transformed
 from hf_vit_accel.families import FAMILIES, family_of
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.planning import PLANS, stream_id
@@ -163,15 +163,17 @@ def vision_attention(
         return out, None
     prepared = kwargs.get(PLANS)
     score_mod = None if prepared is None else prepared.plans["full"].request.score_mod
-    if dropout:
+    if dropout or transformed():
         if score_mod is not None:
-            raise FallbackError("the score_mod cannot be applied to this call: attention weights are dropped out")
-        return _attend_with_dropout(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
+            why = "attention weights are dropped out" if dropout else "a transform of torch.func is at work"
+            raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
+        return _attend_as_stock(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan: Plan | None = prepared.plan_for(cu_seq_lens_q) if prepared is not None else None
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if plan is None or (needs_grad and not plan.request.grad):
+    known = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
+    if plan is None or not known or (needs_grad and not plan.request.grad):
         plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad, score_mod=score_mod)
     elif plan.request.scale != scale:
         plan = replace(plan, request=replace(plan.request, scale=scale))
@@ -181,7 +183,7 @@ def vision_attention(
     return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0), None
 
 
-def _attend_with_dropout(
+def _attend_as_stock(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -190,7 +192,7 @@ def _attend_with_dropout(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """As stock attends without varlen kernels: segment by segment, so that weights can be dropped."""
+    """As stock attends without varlen kernels: segment by segment, by what torch can drop out and transform."""
     lengths = cu_seqlens_S1.diff().tolist()
     segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     outs = [

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from hf_vit_accel.contract import is_upstream, rotation_of, tower_changes
+from hf_vit_accel.contract import helpers_of, is_upstream, tower_changes
 
 __all__ = ["Structure", "is_plain"]
 
@@ -54,6 +54,8 @@ def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
         return f"a {name} has a forward of its own"
     if not is_upstream(type(module).forward):
         return f"the forward of {name} was replaced by another"
+    if not is_upstream(type(module).__call__):
+        return f"the __call__ of {name} was replaced by another"
     return None
 
 
@@ -77,7 +79,8 @@ class Structure:
         self._types = list(map(type, self._below))
         self._attributes = [vars(module) for module in self._below]
         self._own = self._own_forwards()
-        self._classes: list[Any] = [(kind, kind.forward) for kind in {type(module) for module in below.values()}]
+        kinds = {type(module) for module in below.values()}
+        self._classes: list[Any] = [(kind, kind.forward, kind.__call__) for kind in kinds]
         hooks = [(name, vars(m)[kind]) for name, m in below.items() for kind in _HOOKS if kind in vars(m)]
         self._hooks, self._hook_dicts = hooks, [of_module for _, of_module in hooks]
         self._parameters = [module._parameters for module in modules.values() if module._parameters]
@@ -89,8 +92,8 @@ class Structure:
         self._own_reasons = list(_against_instances(tower, below))
         self._count = len(self.parameters())
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters())
-        self._classes.append((type(tower), type(tower).forward))
-        self._tower, self._rotation = weakref.ref(tower), rotation_of(tower)
+        self._classes.append((type(tower), type(tower).forward, type(tower).__call__))
+        self._tower, self._helpers = weakref.ref(tower), helpers_of(tower)
 
     def _read_children(self) -> list[tuple[nn.Module | None, ...]]:
         return [tuple(children.values()) for children in self._parents]
@@ -105,9 +108,9 @@ class Structure:
             list(map(type, self._below)) == self._types
             and len(parameters) == self._count
             and self._read_children() == self._children
-            and all(kind.forward is forward for kind, forward in self._classes)
+            and all(kind.forward is forward and kind.__call__ is call for kind, forward, call in self._classes)
             and self._own_forwards() == self._own
-            and rotation_of(self._tower()) is self._rotation
+            and helpers_of(self._tower()) == self._helpers
         )
 
     def parameters(self) -> list[nn.Parameter]:
@@ -163,8 +166,16 @@ def _marks(hook: Callable[..., Any]) -> bool:
 
 
 def _against_instances(tower: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:
-    """Forwards set on instances that the fast path never calls: on blocks and attention modules, or by accelerate."""
+    """What instances hold that the fast path would not see.
+
+    Forwards on blocks and attention modules, which it never calls, or by accelerate; weights that are no parameters,
+    whose gradients, dtypes and addresses nobody looks at.
+    """
     place = _place(tower)
+    for name, module in modules.items():
+        if any(isinstance(vars(module).get(weight), torch.Tensor) for weight in ("weight", "bias")):
+            yield f"a weight of {name} is not a parameter"
+            break
     for name, module in modules.items():
         if "_hf_hook" in vars(module) and (place is None or _place(module) != place):
             yield f"accelerate hooks on {name}"
@@ -181,8 +192,9 @@ def _against_tower(tower: Any) -> Iterator[str]:
         yield f"the forward of {type(tower).__name__} is not transformers' own"
     if getattr(getattr(getattr(tower, "patch_embed", None), "proj", None), "weight", None) is None:
         yield "the tower has no patch_embed.proj with a weight"
-    if not is_upstream(rotation_of(tower)):
-        yield "the module's apply_rotary_pos_emb_vision was replaced by another"
+    for name, function in helpers_of(tower).items():
+        if not is_upstream(function):
+            yield f"{name} was replaced by another"
     for name in ("rotary_pos_emb", "merger"):
         if not isinstance(getattr(tower, name, None), nn.Module):
             yield f"the tower has no module {name}"
@@ -205,5 +217,6 @@ def _against_blocks(tower: Any) -> Iterator[str]:
         kind: Any = type(modules[0])
         if len({type(module) for module in modules}) > 1:
             yield f"blocks hold several classes beside {kind.__name__}"
-        if not is_upstream(kind.forward):
-            yield f"{kind.__name__}.forward was replaced by another"
+        for name in ("forward", "__call__"):
+            if not is_upstream(getattr(kind, name)):
+                yield f"{kind.__name__}.{name} was replaced by another"

@@ -64,14 +64,14 @@ def install(tower: nn.Module, state: TowerState) -> None:
     warn_of(tower)
     patched = state_of(tower)
     vars(tower)[_STATE] = state
-    slot = _forward_slot(tower)
-    if patched is None:
+    ours = next((slot for slot in _SLOTS if isinstance(vars(tower).get(slot), AcceleratedForward)), None)
+    slot = ours or _forward_slot(tower)
+    if patched is None or ours is None:  # someone may have wrapped ours since, and is not to be lost
         state.former_forward = vars(tower).get(slot)
     else:
         state.former_forward = patched.former_forward
-        slot = next((s for s in _SLOTS if isinstance(vars(tower).get(s), AcceleratedForward)), slot)
-        if patched is not state:
-            patched.close()
+    if patched is not None and patched is not state:
+        patched.close()
     vars(tower)[slot] = AcceleratedForward(tower, state)
 
 
@@ -180,6 +180,8 @@ def _attempt(
     reasons = structure.reasons(parameters) + against_call(
         tower, structure.attentions, kwargs, hidden_states.device, grad
     )
+    if structure.foreign and torch.is_grad_enabled() and not grad:
+        reasons.append(f"{structure.foreign}, and might train what is not the tower's; use torch.no_grad()")
     request = request_for(
         tower,
         hidden_states.device,

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "scales": {"kernels"},
     "backends": {"metadata", "kernels", "scales", "env"},
     "planning": {"metadata", "backends", "faults", "kernels"},
-    "fusion": {"kernels", "structure"},
+    "fusion": {"contract", "kernels", "structure"},
     "encoder": {"backends", "fusion", "kernels", "planning"},
     "config": set(),
     "graphs": {"backends", "config", "metadata", "planning"},

@@ -71,13 +71,13 @@ def forwards_of(tower: Any) -> dict[str, Any]:
         "patch_embed": tower.patch_embed,
     }
     found = {role: type(module).forward for role, module in modules.items()}
-    return found | {"rotation": home_of(tower).apply_rotary_pos_emb_vision}
+    return found | contract.helpers_of(tower)
 
 
-@pytest.mark.parametrize("role", contract.KNOWN)
+@pytest.mark.parametrize("role", [*contract.KNOWN, *contract.HELPERS])
 def test_the_code_of_a_role_is_known(tower: Any, role: str) -> None:
-    forward = forwards_of(tower)[role]
-    if forward is nn.LayerNorm.forward:
+    forward = forwards_of(tower).get(role)
+    if forward in (None, nn.LayerNorm.forward):
         return
     assert contract.is_upstream(forward) and contract.changes(forward, role) == ()
 
@@ -89,7 +89,7 @@ def test_no_change_is_reported(tower: Any) -> None:
 
 def test_frequencies_are_a_module_of_positions(tower: Any) -> None:
     assert list(inspect.signature(tower.rotary_pos_emb.forward).parameters) in (["x", "position_ids"], ["position_ids"])
-    cos, sin = fusion._tables(tower.rotary_pos_emb)(torch.zeros(6, 4), torch.arange(12).view(6, 2))
+    cos, sin = fusion._tables(tower)(torch.zeros(6, 4), torch.arange(12).view(6, 2))
     assert cos.shape == sin.shape == (6, tower.blocks[0].attn.head_dim)
     assert_close([cos.square() + sin.square()], [torch.ones_like(cos)])
 
@@ -264,13 +264,21 @@ NEWER = {
     "an operation less": ("block", BLOCK.format(more="", mlp="self.mlp(hidden_states)"), "no longer uses norm2"),
     "an argument more": ("block", BLOCK.format(more=", scale=None", mlp=MLP), "known is ['cu_seqlens'"),
     "another rotation": (
-        "rotation",
+        "apply_rotary_pos_emb_vision",
         """
         def apply_rotary_pos_emb_vision(q, k, cos, sin):
             cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
             return q * cos.neg() + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
         """,
         "apply_rotary_pos_emb_vision uses neg",
+    ),
+    "other positions": (
+        "get_vision_position_ids",
+        """
+        def get_vision_position_ids(grid_thw, *args, **kwargs):
+            return torch.stack([torch.arange(int(grid_thw.prod(1).sum()))] * 2, 1)
+        """,
+        "get_vision_position_ids uses prod",
     ),
 }
 
@@ -283,8 +291,8 @@ def test_a_tower_that_changed_upstream_stays_stock_with_one_warning(tower: Any, 
         kind = type(tower.blocks[0])
         monkeypatch.setattr(kind, "forward", from_upstream(source, home_of(tower), kind.forward))
     else:
-        function = home_of(tower).apply_rotary_pos_emb_vision
-        monkeypatch.setattr(home_of(tower), role_name(function), from_upstream(source, home_of(tower), function))
+        function = getattr(home_of(tower), role)
+        monkeypatch.setattr(home_of(tower), role, from_upstream(source, home_of(tower), function))
     expected = run_tower(tower, GRIDS["mixed"])
     if case != "an argument more":
         assert relative_error(expected[0], before[0]) > 1e-3, "the change matters"
@@ -302,10 +310,6 @@ def test_a_tower_that_changed_upstream_stays_stock_with_one_warning(tower: Any, 
         hf_vit_accel.patch(tower, strict=True)
     hf_vit_accel.unpatch(tower)
     assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)
-
-
-def role_name(function: Any) -> str:
-    return str(function.__name__)
 
 
 def test_a_newer_version_that_did_not_change_is_fast(tower: Any, monkeypatch: Any) -> None:

@@ -1,0 +1,234 @@
+"""What others put in the place of a tower's parts, or around them: served as stock serves it, or left to stock."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+from torch.autograd import forward_ad
+
+import hf_vit_accel
+from hf_vit_accel import fusion
+from hf_vit_accel.contract import HELPERS
+from hf_vit_accel.registration import vision_attention
+from hf_vit_accel.tower import state_of
+
+GRID = GRIDS["mixed"]
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(params=FAMILIES)
+def tower(request: Any) -> Any:
+    return tower_of(TINY[request.param].build())
+
+
+def check_reason(tower: Any, reason: str) -> None:
+    """Every call since patching went the stock way, for this reason alone."""
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.calls == 0 and status.stock_calls > 0, str(status)
+    assert all(reason in found for found in status.fallbacks), str(status)
+
+
+# --- code that the fast path stands in for --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HELPERS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_functions_replaced_in_transformers_module_are_used(tower: Any, name: str, when: str, monkeypatch: Any) -> None:
+    home = sys.modules[type(tower).forward.__module__]
+    owner = type(tower) if hasattr(type(tower), name) else home
+    stock, before, calls = getattr(owner, name, None), run_tower(tower, GRID), []
+    if stock is None:
+        return
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return _changed(name, stock(*args, **kwargs))
+
+    if when == "after":
+        hf_vit_accel.patch(tower)
+        run_tower(tower, GRID)
+    monkeypatch.setattr(owner, name, other)
+    hf_vit_accel.unpatch(tower)
+    expected = run_tower(tower, GRID)
+    assert relative_error(expected[0], before[0]) > 1e-3 and calls, "the change matters"
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRID), expected)
+    check_reason(tower, f"{name} was replaced by another")
+
+
+def _changed(name: str, result: Any) -> Any:
+    """Something else of the same kind."""
+    if name == "get_vision_position_ids":
+        return result * 2
+    if name == "get_vision_attention_seqlens":  # all frames as one
+        offsets, longest = result
+        return offsets[[0, -1]], longest if longest is None else int(offsets[-1])
+    if name == "get_vision_window_index":
+        return result[0].flip(0), *result[1:]
+    if name == "get_vision_interpolation_indices_and_weights":
+        return result[0], result[1] * 2
+    return tuple(part * 0.5 for part in result) if isinstance(result, tuple) else result * 0.5
+
+
+@pytest.mark.parametrize("part", ["block", "attention"])
+def test_calls_replaced_on_a_class_are_made(tower: Any, part: str, monkeypatch: Any) -> None:
+    kind: Any = type(tower.blocks[0] if part == "block" else tower.blocks[0].attn)
+    stock = kind.__call__
+    hf_vit_accel.patch(tower)
+    before = run_tower(tower, GRID)
+    monkeypatch.setattr(kind, "__call__", lambda self, *args, **kwargs: stock(self, *args, **kwargs) * 1.5)
+    found = run_tower(tower, GRID)
+    assert relative_error(found[0], before[0]) > 1e-3 and state_of(tower).stock_calls == 1
+    hf_vit_accel.unpatch(tower)
+    assert_close(found, run_tower(tower, GRID))
+
+
+def test_a_wrapper_of_the_forward_outlives_patching_again(tower: Any) -> None:
+    hf_vit_accel.patch(tower)
+    inner, before = tower.forward, run_tower(tower, GRID)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        output.pooler_output = output.pooler_output * 2
+        return output
+
+    tower.forward = wrapper
+    expected = [before[0], before[1] * 2, *before[2:]]
+    for _ in range(2):
+        assert_close(run_tower(tower, GRID), expected)
+        hf_vit_accel.patch(tower, fuse=False)
+    assert_close(run_tower(tower, GRID), expected)
+    check_reason(tower, "the tower has a forward of its own")
+    hf_vit_accel.unpatch(tower)
+    assert tower.forward is wrapper
+    assert_close(run_tower(tower, GRID), expected)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: Any, named: bool) -> None:
+    class Anything(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    class Named(Anything):
+        def forward(self, rows: Any, *more: Any) -> Any:
+            return self.inner(rows, *more)
+
+    tower.rotary_pos_emb = (Named if named else Anything)(tower.rotary_pos_emb)
+    expected = run_tower(tower, GRID)
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRID), expected)
+    assert state_of(tower).calls == 1
+
+
+@pytest.mark.parametrize("make", [nn.Identity, lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU())])
+def test_an_mlp_of_another_kind_is_not_fused(tower: Any, make: Callable[[], nn.Module], monkeypatch: Any) -> None:
+    """(Told before any kernel runs, so that it shows without a GPU.)"""
+    monkeypatch.setattr(fusion, "why_not_triton", lambda *_: None)
+    tower.blocks[1].mlp = mlp = make()
+    chosen = fusion.fuse_tower(tower, frozenset(fusion.PARTS), torch.device("cpu"), torch.bfloat16)
+    assert "is not an MLP that is known" in chosen.unfused["mlp"] and chosen.layers[1].mlp is mlp
+
+
+def test_layers_of_different_heads(tower: Any) -> None:
+    """Heads pruned from one layer: no plan for the others' heads reaches it."""
+    attention = tower.blocks[1].attn
+    dim = attention.head_dim
+    attention.qkv, attention.proj = nn.Linear(attention.qkv.in_features, 3 * dim), nn.Linear(dim, 2 * dim)
+    attention.num_heads = 1
+    expected = run_tower(tower, GRID)
+    hf_vit_accel.patch(tower)
+    seen: list[Any] = []
+    tower.blocks[1].register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs), with_kwargs=True)
+    assert_close(run_tower(tower, GRID), expected)
+    prepared = seen[0]["vision_plans"]
+    rows, plan = sum(t * h * w for t, h, w in GRID), prepared.plans["full"]
+
+    class Never:
+        def attend(self, *_: Any) -> torch.Tensor:
+            raise AssertionError("a plan for other heads")
+
+    prepared = replace(prepared, plans={"full": replace(plan, backend=Never())})
+    q, k, v = torch.randn(3, 1, 1, rows, dim)
+    kwargs = dict(scaling=attention.scaling, cu_seq_lens_q=prepared.tensors["cu_seqlens"], vision_plans=prepared)
+    assert vision_attention(attention, q, k, v, None, **kwargs)[0].shape == (1, rows, 1, dim)
+
+
+# --- gradients that are not the parameters' -------------------------------------------------------------------------
+
+
+def features(tower: Any, pixels: torch.Tensor) -> torch.Tensor:
+    return tower(pixels, grid_thw=torch.tensor(GRID)).pooler_output
+
+
+def test_what_is_trained_outside_a_frozen_tower_gets_its_gradients(tower: Any) -> None:
+    linear = tower.requires_grad_(False).blocks[0].attn.qkv
+    outside, inner = nn.Linear(linear.in_features, linear.out_features), linear.forward
+    linear.forward = lambda x: inner(x) + outside(x)
+
+    def gradients() -> list[torch.Tensor]:
+        loss = features(tower, pixels_for(tower, GRID)).square().mean()
+        return list(torch.autograd.grad(loss, list(outside.parameters())))
+
+    expected = gradients()
+    hf_vit_accel.patch(tower)
+    assert_close(gradients(), expected)
+    check_reason(tower, "might train what is not the tower's")
+    run_tower(tower, GRID)
+    assert state_of(tower).calls == 1, "fast without gradients"
+
+
+def test_weights_that_are_no_parameters(tower: Any) -> None:
+    """As a hypernetwork sets them: of any dtype, anywhere, new at every step, with gradients of their own."""
+    linear = tower.requires_grad_(False).blocks[0].attn.qkv
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    hf_vit_accel.patch(tower)
+    weight = linear.weight.detach().clone()
+    del linear.weight
+    found = []
+    for _ in range(2):
+        for scale in (1.0, 1.5):
+            linear.weight = (weight * scale).requires_grad_()
+            loss = features(tower, pixels_for(tower, GRID)).square().mean()
+            found += [loss.detach(), *torch.autograd.grad(loss, [linear.weight])]
+        if state_of(tower) is not None:
+            check_reason(tower, "a weight of blocks.0.attn.qkv is not a parameter")
+            hf_vit_accel.unpatch(tower)
+    assert_close(found[:4], found[4:])
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], list[torch.Tensor]]] = {
+    "vmap": lambda tower, x, y: [torch.vmap(lambda pixels: features(tower, pixels))(torch.stack([x, y]))],
+    "jvp": lambda tower, x, y: list(torch.func.jvp(lambda pixels: features(tower, pixels), (x,), (y,))),
+    "dual numbers": lambda tower, x, y: _dual(tower, x, y),
+}
+
+
+def _dual(tower: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    with forward_ad.dual_level():
+        return list(forward_ad.unpack_dual(features(tower, forward_ad.make_dual(x, y))))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_func_go_the_stock_way(tower: Any, name: str) -> None:
+    tower.requires_grad_(False)
+    x, y = (pixels_for(tower, GRID, seed) for seed in range(2))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = TRANSFORMS[name](tower, x, y)
+        hf_vit_accel.patch(tower)
+        assert_close(TRANSFORMS[name](tower, x, y), expected)
+    check_reason(tower, "a transform of torch.func")
+    assert_close(run_tower(tower, GRID), outputs_of(tower(x, grid_thw=torch.tensor(GRID))))
