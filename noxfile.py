@@ -18,14 +18,16 @@ ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TESTED = PROJECT["tool"]["hf-vit-accel"]["tested"]
 NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
+OLDEST = {package: versions[0] for package, versions in TESTED.items()}
 TEST = [name for name in PROJECT["project"]["optional-dependencies"]["test"] if not name.startswith(("mypy", "ruff"))]
+TRITON = "triton<3.8; sys_platform == 'linux'"  # beside a CPU build of torch nothing else bounds it, and 3.9 is too new
 WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao"]
 
 
 def install(session: nox.Session, *more: str, **versions: str) -> None:
     """The package with its tests' needs and the versions that are asked for, the newest of the others."""
     wanted = [f"{package}=={version}.*" for package, version in (NEWEST | versions).items()]
-    session.install("-e", ".", *TEST, *wanted, *more)
+    session.install("-e", ".", *TEST, TRITON, *wanted, *more)
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
 
 
@@ -42,6 +44,13 @@ def transformers(session: nox.Session, transformers: str) -> None:
 def torch(session: nox.Session, torch: str) -> None:
     """The whole suite with every older line of torch."""
     install(session, torch=torch)
+    session.run("pytest", "-q", *session.posargs)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """The whole suite with the oldest lines of all at once."""
+    install(session, **OLDEST)
     session.run("pytest", "-q", *session.posargs)
 
 

@@ -732,5 +732,22 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "stock",
         "test_tower.py::test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way",
     ),
+    "functions replaced in transformers' module": (
+        "stock",
+        "test_replaced.py::test_functions_replaced_in_transformers_module_are_used",
+    ),
+    "a patched forward that you wrapped, patched again": (
+        "stock, inside your wrapper",
+        "test_replaced.py::test_a_wrapper_of_the_forward_outlives_patching_again",
+    ),
+    "weights that are no parameters": ("stock", "test_replaced.py::test_weights_that_are_no_parameters"),
+    "modules of your own in a frozen tower": (
+        "fast; stock while gradients are recorded",
+        "test_replaced.py::test_what_is_trained_outside_a_frozen_tower_gets_its_gradients",
+    ),
+    "`vmap`, `jvp`, forward-mode differentiation": (
+        "stock",
+        "test_replaced.py::test_transforms_of_torch_func_go_the_stock_way",
+    ),
 }
 """Ways whose tests need more than a row says: what comes out, and the test that shows it."""

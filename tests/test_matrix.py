@@ -119,14 +119,15 @@ def test_what_follows_a_frozen_tower_is_trained_under_checkpointing(family: str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_towers_are_one_call_for_every_layout(family: str) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
+def test_compiled_towers_are_one_call_for_every_layout(family: str, backend: str) -> None:
     """torch.compile meets one opaque call: no graph breaks inside the tower, nothing compiled anew for new layouts."""
     from torch._dynamo.utils import counters
 
     model = TINY[family].build()
     tower = tower_of(model)
     # Several rows each: torch compiles anew for the size of 1.
-    grids = [GRIDS["images"], GRIDS["mixed"], [(1, 4, 6), (1, 8, 8)], [(2, 4, 4)] * 3]
+    grids = [GRIDS["images"], GRIDS["mixed"], [(2, 4, 4)] * 3, *([(1, 4, 2 * n), (1, 8, 8)] for n in range(3, 20))]
 
     def run(call: Any) -> list[list[torch.Tensor]]:
         with torch.no_grad():
@@ -143,11 +144,15 @@ def test_compiled_towers_are_one_call_for_every_layout(family: str) -> None:
         for call, graphs in ((tower, 0), (features, 2)):
             torch._dynamo.reset()
             counters.clear()
-            compiled = torch.compile(call, backend="eager", dynamic=True)
+            compiled = torch.compile(call, backend=backend, dynamic=True)
             for found, wanted in zip(run(compiled), expected, strict=True):
                 assert_close(found, wanted)
             assert counters["stats"].get("unique_graphs", 0) == graphs, counters
             assert sum(counters["graph_break"].values()) == bool(graphs), counters
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="the layout is decided on the host"):
+            torch.compile(features, backend=backend, fullgraph=True)(
+                pixels_for(tower, grids[0]), torch.tensor(grids[0])
+            )
     finally:
         torch._dynamo.reset()
     assert state_of(tower).calls == 2 * len(grids)
