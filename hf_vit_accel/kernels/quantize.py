@@ -28,7 +28,7 @@ __all__ = ["center", "center_reference", "quantize", "quantize_reference"]
 
 _SAMPLES = 256  # rows whose mean centres v
 _ROWS, _WARPS = 64, 4
-_ROOM = 64.0  # how much smaller a scale may be than what fits: 2**9 of the 2**15 between normal numbers are left
+_ROOM = 4.0  # how much smaller a scale may be than what fits; averages of many values are small, and need what is left
 
 
 def center_reference(qkv_T3HD: torch.Tensor, used: int) -> torch.Tensor:
@@ -198,7 +198,7 @@ def _quantize_kernel(
             used = tl.load(scales + each * HEADS + head, mask=inside_h, other=float("inf"))
             unfit |= (inside_h & (found * used > 448.0)).to(tl.int32)
             own = q if each == 0 else (k if each == 1 else v)
-            unfit |= (inside_h & (own > used * 64.0)).to(tl.int32)
+            unfit |= (inside_h & (own > used * 4.0)).to(tl.int32)  # _ROOM
         redone = tl.max(unfit) > 0
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             q_used = tl.where(redone, q, tl.load(scales + head, mask=inside_h, other=1.0))
