@@ -339,7 +339,9 @@ def test_flex_runs_on_this_machine_whatever_it_has() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [3, "near", lambda score: score, lambda a, b, c, d: a, lambda a, b, c, d, e, f: a, torch.zeros], ids=str
+    "wrong",
+    [3, "near", lambda score: score, lambda a, b, c, d: a, lambda a, b, c, d, e, f: a, torch.zeros],
+    ids=["a number", "a name", "of one", "of four", "of six", "a builtin"],
 )
 def test_config_is_checked(wrong: Any) -> None:
     if wrong is torch.zeros:  # callable with anything: a builtin without a signature
