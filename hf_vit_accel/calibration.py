@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_vit_accel.api import patched, towers_of
+from hf_vit_accel.backends import FP8
 from hf_vit_accel.config import Fp8Config
 from hf_vit_accel.scales import Maxima
 from hf_vit_accel.tower import state_of
@@ -35,8 +36,9 @@ def calibrate(
 
     The tower runs with attention in FP8 at every length meanwhile; afterwards it is patched as it was, or not at all.
 
-    Raises ValueError for a model with several towers, no images, images without pixels, and a margin that is no finite
-    number of at least 1; BackendUnavailableError where FP8 cannot run; FallbackError for a tower that cannot be served.
+    Raises ValueError for a model with several towers, no images, images without pixels or too large for FP8, and a
+    margin that is no finite number of at least 1; BackendUnavailableError where FP8 cannot run; FallbackError for a
+    tower that cannot be served.
     """
     if not 1 <= margin < math.inf:
         raise ValueError(f"expected a finite margin of at least 1, got {margin!r}")
@@ -60,8 +62,13 @@ def calibrate(
                     continue
                 tower(pixels_TP.to(weight.device, weight.dtype), grid_thw=grid_thw)
                 state = state_of(tower)
-                scales = None if state is None else state.scales(tower, weight.device)
+                assert state is not None
+                choice, scales = state.choices["full"], state.scales(tower, weight.device)
                 assert scales is not None
+                if choice.backend is not FP8:  # its maxima were not looked at: zeros, or those of the call before
+                    raise ValueError(
+                        f"expected images that FP8 can attend to: {choice.not_worth[FP8.name]}; pass fewer at once"
+                    )
                 seen_L3H = scales.seen()
                 largest = seen_L3H if largest is None else torch.maximum(largest, seen_L3H)
     if largest is None:

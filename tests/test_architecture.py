@@ -68,7 +68,7 @@ MAY_IMPORT = {
         "metadata",
         "env",
     },
-    "calibration": {"api", "config", "scales", "tower"},
+    "calibration": {"api", "backends", "config", "scales", "tower"},
     "doctor": {"backends", "metadata", "env", ""},
     "bench": {"api", "boundary", "backends", "config", "env", "graphs", "families", "metadata", "planning", "tower"},
     "cli": {"doctor", "bench", ""},

@@ -269,7 +269,7 @@ class Launched:
         return next(each for each in self.family()[1:] if each.environ().get("RANK") == str(rank))
 
     def kill(self) -> None:
-        """The launcher and its workers, each in a session of its own, at once."""
+        """The launcher and its workers, each a leader of its own process group, at once."""
         family = self.family()
         for process in family:
             process.send_signal(signal.SIGKILL)

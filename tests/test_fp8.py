@@ -599,6 +599,40 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()) and state_of(tower_of(model)) is None
 
 
+def test_calibrate_refuses_what_fp8_did_not_attend_to(
+    fp8_on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its maxima would be zeros, or those of the image before."""
+    model = TINY["qwen3_vl"].build()
+    images = [
+        {"pixel_values": pixels_for(tower_of(model), grid), "image_grid_thw": torch.tensor(grid)}
+        for grid in ([(1, 4, 4)], GRID)
+    ]
+    small = CudnnFp8.why_not_worth
+    monkeypatch.setattr(
+        CudnnFp8, "why_not_worth", lambda self, s, r: "too many rows" if s.rows > 100 else small(self, s, r)
+    )
+    with pytest.raises(ValueError, match="too many rows"):
+        hf_vit_accel.calibrate(model, images, tmp_path / "none.json")
+    assert not list(tmp_path.iterdir()) and state_of(tower_of(model)) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((9, 0), E4M3), ((10, 0), torch.bfloat16), ((12, 0), torch.bfloat16)]
+)
+def test_newer_gpus_write_the_towers_dtype(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(cudnn_fp8.env, "cuda_capability", lambda index: capability)
+    asked = request("cpu", torch.bfloat16, 80, packed=True)
+    length, scale, found = cudnn_fp8._fixed(FP8.plan(segments_of([300, 200]), asked))
+    assert (length, scale, found) == (384, asked.scale, dtype)
+    rows_THP = torch.zeros(3, 2, 128, device="meta").to(E4M3)
+    nothing = torch.zeros(1, device="meta")
+    out = torch.ops.hf_vit_accel.cudnn_attention_fp8(*[rows_THP] * 3, *[nothing] * 3, length, scale, found)
+    assert (out.shape, out.dtype) == (rows_THP.shape, dtype)
+
+
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
 
@@ -781,8 +815,7 @@ def test_gpu_replays_do_not_depend_on_earlier_calls(on_gpu: None, model: Any) ->
         with torch.no_grad():
             tower(pixels_for(tower, grid, device="cuda", dtype=torch.bfloat16) * spoil, grid_thw=torch.tensor(grid))
         found = run_tower(tower, grid)
-        # Within what e4m3 rounds: other powers of two round otherwise at the bottom.
-        assert max(relative_error(f, e) for f, e in zip(found, first, strict=True)) < 0.02, spoil
+        assert max(relative_error(f, e) for f, e in zip(found, first, strict=True)) < 5e-3, spoil
     assert status_of(model).replays >= 7
 
 

@@ -6,8 +6,7 @@ e4m3 to sums of about 13 bits. Where thousands of weights are alike and values h
 for the sum that they have built up: 5% of random towers' features were lost at 4096 rows and 16% at 14416 (H200). It
 also spares the mean from being rounded to e4m3 in the output.
 
-`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `N` calls remembered; 3 stands for
-q, k, v.
+`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `N` calls remembered; 3: q, k, v.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ROOM = 4.0  # how much smaller a scale may be than what fits; averages of many 
 
 def center_reference(qkv_T3HD: torch.Tensor, used: int) -> torch.Tensor:
     """The mean of v over a sample of its first `used` rows, evenly spread, without what is not finite: fp32 (H, D)."""
-    rows_S = torch.arange(_SAMPLES, device=qkv_T3HD.device) * used // (_SAMPLES)
+    rows_S = torch.arange(_SAMPLES, device=qkv_T3HD.device) * used // _SAMPLES
     sampled_SHD = qkv_T3HD[rows_S, 2].float()
     return torch.where(sampled_SHD.isfinite(), sampled_SHD, 0.0).mean(0)
 
@@ -50,11 +49,10 @@ def quantize_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate q and k in fp32, and bring q, k, v to e4m3: (3, T, H, P), the scales (3, H), this call's maxima (3, H).
 
-    center_HD: is taken off v.
-    used: rows that count; what stands after them never reaches a maximum. maxima_N3H: absolute maxima of earlier
-    calls, whose scales serve unless something of this call overflows, or would be lost at the bottom because an earlier
-    call was so much larger; then this call's own do. fixed_3H: scales to take
-    instead, whatever overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
+    used: rows that count; what stands after them never reaches a maximum. center_HD: is taken off v. maxima_N3H:
+    absolute maxima of earlier calls, whose scales serve unless something of this call overflows, or would be lost at
+    the bottom because an earlier call was so much larger; then this call's own do. fixed_3H: scales to take instead,
+    whatever overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
     """
     qkv = qkv_T3HD.float()
     cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
