@@ -21,7 +21,7 @@ NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
 OLDEST = {package: versions[0] for package, versions in TESTED.items()}
 TEST = [name for name in PROJECT["project"]["optional-dependencies"]["test"] if not name.startswith(("mypy", "ruff"))]
 TRITON = "triton<3.8; sys_platform == 'linux'"  # beside a CPU build of torch nothing else bounds it, and 3.9 is too new
-WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao"]
+WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao", "torchvision"]
 
 
 def install(session: nox.Session, *more: str, **versions: str) -> None:
@@ -31,12 +31,16 @@ def install(session: nox.Session, *more: str, **versions: str) -> None:
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
 
 
+def run_suite(session: nox.Session, *arguments: str) -> None:
+    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", *arguments, *session.posargs)
+
+
 @nox.session
 @nox.parametrize("transformers", TESTED["transformers"])
 def transformers(session: nox.Session, transformers: str) -> None:
     """The whole suite with every line of transformers."""
     install(session, transformers=transformers)
-    session.run("pytest", "-q", *session.posargs)
+    run_suite(session)
 
 
 @nox.session
@@ -44,14 +48,14 @@ def transformers(session: nox.Session, transformers: str) -> None:
 def torch(session: nox.Session, torch: str) -> None:
     """The whole suite with every older line of torch."""
     install(session, torch=torch)
-    session.run("pytest", "-q", *session.posargs)
+    run_suite(session)
 
 
 @nox.session
 def oldest(session: nox.Session) -> None:
     """The whole suite with the oldest lines of all at once."""
     install(session, **OLDEST)
-    session.run("pytest", "-q", *session.posargs)
+    run_suite(session)
 
 
 @nox.session
@@ -59,7 +63,7 @@ def oldest(session: nox.Session) -> None:
 def ways(session: nox.Session, transformers: str) -> None:
     """Every way to wrap a model, with the packages that wrap. (Liger 0.8.5 takes transformers 5.17, not 5.23.)"""
     install(session, *WRAPPERS, transformers=transformers)
-    session.run("pytest", "-q", "--matrix", "tests/test_matrix.py", *session.posargs)
+    run_suite(session, "--matrix", "tests/test_matrix.py")
 
 
 @nox.session

@@ -123,7 +123,7 @@ def features(model: Any) -> list[torch.Tensor]:
     norm = tower.blocks[0].norm1.weight
     pixels = pixels_for(tower, grid, dtype=norm.dtype, device="cpu" if norm.is_meta else norm.device)
     with torch.no_grad():
-        return flat(tower(pixels, grid_thw=torch.tensor(grid)))
+        return flat(tower(pixels, grid_thw=torch.tensor(grid, device=pixels.device)))
 
 
 def one_image(model: Any) -> list[torch.Tensor]:
@@ -549,9 +549,8 @@ def fused_patch_embed(model: Any, stack: ExitStack) -> Any:
     model.save_pretrained(folder)
     kinds = {module.config.model_type for module in model.modules() if hasattr(module, "config")}
     for kind in kinds:
-        known = conversion_mapping.get_checkpoint_conversion_mapping(kind)
-        if known is not None:
-            stack.callback(conversion_mapping.register_checkpoint_conversion_mapping, kind, known, overwrite=True)
+        known = conversion_mapping.get_checkpoint_conversion_mapping(kind) or []
+        stack.callback(conversion_mapping.register_checkpoint_conversion_mapping, kind, known, overwrite=True)
     stack.callback(monkey_patching.clear_patch_mapping)
     fused = type(model).from_pretrained(folder, fusion_config={"patch_embeddings": True}).eval()
     linear, convolution = tower_of(fused).patch_embed.linear_proj, tower_of(model).patch_embed.proj

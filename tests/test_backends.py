@@ -16,7 +16,16 @@ from tiny import relative_error
 from torch import nn
 
 from hf_vit_accel import backends, env
-from hf_vit_accel.backends import ORDER, Backend, BackendUnavailableError, Request, backend_named, plan_alone, resolve
+from hf_vit_accel.backends import (
+    FP8,
+    ORDER,
+    Backend,
+    BackendUnavailableError,
+    Request,
+    backend_named,
+    plan_alone,
+    resolve,
+)
 from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends.base import Needs
@@ -306,6 +315,17 @@ def test_a_named_backend_comes_first_and_its_rejection_is_told(monkeypatch: pyte
     assert resolve("flashinfer_cudnn", request("cuda", torch.bfloat16)).backend.name == "flashinfer_cudnn"
     choice = resolve("flashinfer_cudnn", request("cuda", torch.float32))
     assert choice.backend.name == "sdpa" and "float32" in choice.rejected["flashinfer_cudnn"][0]
+
+
+def test_nothing_heavy_is_imported_for_what_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing FlashInfer takes seconds."""
+    fake_machine(monkeypatch)
+    probed = []
+    monkeypatch.setattr(cudnn_backend, "_probe", lambda: probed.append("cuDNN") or ())
+    for device, changes in (("cpu", {}), ("cuda", dict(dtype=torch.float32)), ("cuda", dict(grad=True))):
+        asked = request(device, **{"dtype": torch.bfloat16} | changes)
+        assert FlashinferCudnn().reasons_against(asked) and FP8.reasons_against(asked) and not probed
+    assert not FlashinferCudnn().reasons_against(request("cuda", torch.bfloat16)) and probed
 
 
 def test_the_table_names_every_backend_and_cites_a_measurement() -> None:

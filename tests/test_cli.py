@@ -188,7 +188,7 @@ def test_a_probe_that_crashes(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> 
     def crash(self: Sdpa) -> list[str]:
         raise OSError("libcuda")
 
-    monkeypatch.setattr(Sdpa, "reasons_against_machine", crash)
+    monkeypatch.setattr(Sdpa, "probe", crash)
     result = doctor("--json")
     assert result.exit_code == 1
     report = read(result)

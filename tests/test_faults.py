@@ -157,7 +157,6 @@ def flashinfer(operator_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Flashi
     monkeypatch.setattr(cudnn_backend, "_prefill_module", lambda: fake)
     monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(backend_version=lambda: 92000))
     monkeypatch.setattr(kind, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
-    monkeypatch.setattr(kind, "reasons_against_machine", kind.probe)
     stream = SimpleNamespace(device=torch.device("cpu"), cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -351,6 +350,7 @@ def test_a_flashinfer_without_known_pieces_is_called_by_its_public_function(
 
 def _fa3(monkeypatch: Any, error: Exception) -> None:
     monkeypatch.setattr(fa3_backend.FlashAttention3, "needs", replace(ANYWHERE, differentiable=False))
+    monkeypatch.setattr(fa3_backend.FlashAttention3, "probe", lambda self: [])
     monkeypatch.setattr(fa3_backend, "_attend", raises(error))
 
 

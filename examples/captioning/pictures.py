@@ -111,7 +111,8 @@ def read_frames(file: BinaryIO, suffix: str, processor: Any, max_pixels: int = M
         raise ValueError("the file is empty")
 
     def sample(metadata: Any, **_: Any) -> Any:
-        if not metadata.total_num_frames:  # as pyav finds in most of `.webm` and `.mkv`
+        # pyav finds none in most of `.webm` and `.mkv`, opencv -1 in damaged data.
+        if (metadata.total_num_frames or 0) <= 0:
             raise ValueError(f"{available[0]} does not find out how many frames there are: pip install torchcodec")
         if metadata.width * metadata.height > max_pixels:
             raise ValueError(f"{metadata.width} x {metadata.height} pixels, the limit is {max_pixels}")

@@ -123,16 +123,7 @@ class Backend(ABC):
 
     def reasons_against_machine(self) -> list[str]:
         """Why this backend cannot run on this machine at all, whatever the call; empty if it can."""
-        return self._against_machine(self.needs)
-
-    def _against_machine(self, needs: Needs) -> list[str]:
-        reasons = [why for package in needs.packages if (why := env.why_missing(package))]
-        if not needs.cuda:
-            return reasons
-        if not env.has_cuda():
-            return [*reasons, "torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)"]
-        reasons += _against_capability(needs, None)
-        return reasons or self.probe()
+        return _against_machine(self.needs) or self.probe()
 
     def probe(self) -> list[str]:
         """What only importing the packages can tell; called where nothing else stands against the backend."""
@@ -140,9 +131,9 @@ class Backend(ABC):
 
     def reasons_against(self, request: Request) -> list[str]:
         """Why this backend cannot serve a request, this machine included; empty if it can."""
-        needs, reasons = self.needs_on(request.device), self.reasons_against_machine()
+        needs, reasons = self.needs_on(request.device), _against_machine(self.needs)
         if needs is not self.needs:
-            reasons += self._against_machine(needs)
+            reasons += _against_machine(needs)
         if needs.cuda and request.device.type != "cuda":
             reasons.append(f"the tensors are on {request.device}, it runs on cuda")
         elif needs.cuda and not reasons:
@@ -158,7 +149,7 @@ class Backend(ABC):
             reasons.append("gradients are required and it has no backward pass here")
         if request.score_mod is not None and not needs.score_mods:
             reasons.append("a score_mod is given and it applies none")
-        return reasons
+        return reasons or self.probe()
 
     def close(self) -> None:  # noqa: B027  (most backends hold no memory between calls)
         """Give back memory that is held between calls."""
@@ -182,6 +173,13 @@ class Backend(ABC):
             return self.attend(q_THD, k_THD, v_THD, plan)
 
         return [attend] * layers
+
+
+def _against_machine(needs: Needs) -> list[str]:
+    reasons = [why for package in needs.packages if (why := env.why_missing(package))]
+    if needs.cuda and not env.has_cuda():
+        return [*reasons, "torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)"]
+    return reasons + _against_capability(needs, None) if needs.cuda else reasons
 
 
 def _against_capability(needs: Needs, index: int | None) -> list[str]:
