@@ -530,6 +530,9 @@ def liger(*, classes: bool) -> Wrap:
         options = dict(fused_linear_cross_entropy=False, rope=False, swiglu=False)
         model, home = model.cuda(), sys.modules[type(model).__module__]
         stack.callback(vars(home).update, dict(vars(home)))
+        # Stock's convolution would round fp32 to TF32, which the product in its place does not.
+        stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        torch.backends.cudnn.allow_tf32 = False
         if not classes:
             apply(**options, model=model)
             return model
