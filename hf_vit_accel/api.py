@@ -250,7 +250,8 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         weight = tower.patch_embed.proj.weight
         fusion = state.fusion(tower, structure, weight.device, weight.dtype)
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
-    window = family.geometry(tower).window
+    # A tower that is not served may lack what tells its windows.
+    window = family.geometry(tower).window if fusion is not None else None
     kernel_fits = not state.choices and fusion is not None and "window_attention" in fusion.fused
     kernel_fits = kernel_fits and window is not None and (window * tower.spatial_merge_size) ** 2 <= LONGEST
     if backends and family.full_layers and ("window" not in backends or kernel_fits):

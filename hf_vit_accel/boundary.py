@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.jit._trace import is_tracing
 
 from hf_vit_accel.backends import FP8, Request, ScoreMod
 from hf_vit_accel.config import Fp8Config, GraphConfig
@@ -20,7 +21,15 @@ from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.planning import POPPED, Prepared
 from hf_vit_accel.scales import Maxima, Scales
 
-__all__ = ["Settings", "against_call", "against_injection", "request_for", "transformed", "unserved"]
+__all__ = [
+    "Settings",
+    "against_call",
+    "against_injection",
+    "against_positions",
+    "request_for",
+    "transformed",
+    "unserved",
+]
 
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -42,17 +51,24 @@ class Settings:
     strict: bool = False
 
 
-def against_injection(tower: Any, former_forward: Any, geometry: Geometry, kwargs: Mapping[str, Any]) -> list[str]:
-    """Why a call must reach the stock forward as it is, without metadata of ours."""
+def against_injection(tower: Any, former_forward: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """Why a call must reach the stock forward as it is, whatever it holds, without metadata of ours."""
     reasons = []
     # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
     if getattr(former_forward, "__func__", None) is not type(tower).forward and former_forward is not None:
         reasons.append("the tower has a forward of its own")
-    if geometry.table is None and hasattr(tower, "pos_embed"):
-        reasons.append("positions are interpolated in a way that is not known")
     if any(name in kwargs for name in POPPED):
         reasons.append("the caller supplies sequence metadata")
+    if is_tracing():  # which records no tensors that numpy makes
+        reasons.append("torch.jit.trace is at work")
     return reasons
+
+
+def against_positions(tower: Any, geometry: Geometry) -> list[str]:
+    """Why metadata of ours would not be what the stock forward computes."""
+    if geometry.table is None and hasattr(tower, "pos_embed"):
+        return ["positions are interpolated in a way that is not known"]
+    return []
 
 
 def against_call(

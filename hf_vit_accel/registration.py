@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.jit._trace import is_tracing
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -156,14 +157,14 @@ def vision_attention(
 
     Raises FallbackError for what a score_mod cannot be applied to.
     """
-    if cu_seq_lens_q is None or getattr(module, "is_causal", True):
+    if cu_seq_lens_q is None or kwargs.get("is_causal", getattr(module, "is_causal", True)):
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
     prepared = kwargs.get(PLANS)
     score_mod = None if prepared is None else prepared.plans["full"].request.score_mod
-    if dropout or transformed():
+    if dropout or transformed() or is_tracing():
         if score_mod is not None:
             why = "attention weights are dropped out" if dropout else "a transform of torch.func is at work"
             raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
@@ -192,7 +193,7 @@ def _attend_as_stock(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """As stock attends without varlen kernels: segment by segment, by what torch can drop out and transform."""
+    """As stock attends without varlen kernels: segment by segment, by what torch can drop out, transform and trace."""
     lengths = cu_seqlens_S1.diff().tolist()
     segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     outs = [

@@ -11,6 +11,7 @@ the stock way: the original forward, with the metadata injected through the keyw
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from hf_vit_accel.backends import ORDER, Request
-from hf_vit_accel.boundary import against_call, against_injection, request_for, unserved
+from hf_vit_accel.boundary import against_call, against_injection, against_positions, request_for, unserved
 from hf_vit_accel.contract import warn_of
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.faults import KERNELS, blame
@@ -108,6 +109,7 @@ class AcceleratedForward:
 
     def __init__(self, tower: nn.Module, state: TowerState) -> None:
         self._tower, self._state = weakref.ref(tower), state
+        self.__signature__ = inspect.signature(type(tower).forward.__get__(tower))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._tower(), self._state)
@@ -117,7 +119,7 @@ class AcceleratedForward:
         return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo))
 
     @torch.compiler.disable(reason="the layout is decided on the host, and the layers are fused already")
-    def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`.
 
         Memory that runs out raises as in stock.
@@ -127,10 +129,11 @@ class AcceleratedForward:
             raise ReferenceError("the tower of this forward was deleted; keep the model while its forward is used")
         if state_of(tower) is not self._state:  # unpatched, or patched anew, while someone (a hook) holds this one
             original = self._state.former_forward or partial(type(tower).forward, tower)
-            return original(hidden_states, grid_thw, **kwargs)
-        on_cuda = isinstance(hidden_states, torch.Tensor) and hidden_states.is_cuda
-        with torch.cuda.device(hidden_states.device) if on_cuda else nullcontext():
-            return _forward(tower, self._state, hidden_states, grid_thw, kwargs)
+            return original(*args, **kwargs)
+        pixels: Any = args[0] if args else kwargs.get("hidden_states")
+        on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
+        with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
+            return _forward(tower, self._state, args, kwargs)
 
 
 def _forward(tower: Any, state: TowerState, *inputs: Any) -> Any:
@@ -157,28 +160,39 @@ def _forward(tower: Any, state: TowerState, *inputs: Any) -> Any:
             state.go_without({**state.faults, **faults})
 
 
-def _attempt(
-    tower: Any, state: TowerState, hidden_states: torch.Tensor, grid_thw: torch.Tensor, kwargs: dict[str, Any]
-) -> Any:
+def forward(hidden_states: Any, grid_thw: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The arguments of a tower's forward, by the names of stock's (and errors about them under its name)."""
+    return hidden_states, grid_thw, kwargs
+
+
+def _attempt(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The boundary: check the call, decide its way once, go it."""
     original = state.former_forward or partial(type(tower).forward, tower)
-    geometry = state.family.geometry(tower)
-    grid = read_grid(hidden_states, grid_thw, geometry)
-    ahead = state.start(grid, hidden_states)  # the device works while the host checks
-    structure, parameters = state.structure(tower)
-    unknown = structure.broken + against_injection(tower, state.former_forward, geometry, kwargs)
+    unknown = against_injection(tower, state.former_forward, kwargs)
+    if not unknown:
+        try:
+            hidden_states, grid_thw, others = forward(*args, **kwargs)
+            geometry = state.family.geometry(tower)
+            grid = read_grid(hidden_states, grid_thw, geometry)
+        except (AttributeError, TypeError, ValueError):
+            unknown = state.structure(tower)[0].broken  # what is not as we know it may take what we do not
+            if not unknown:
+                raise
+    if not unknown:
+        ahead = state.start(grid, hidden_states)  # the device works while the host checks
+        structure, parameters = state.structure(tower)
+        unknown = structure.broken + against_positions(tower, geometry)
     if unknown:
         if state.settings.score_mod is not None:
             raise FallbackError("the score_mod cannot be applied to this call: " + "; ".join(unknown))
         _refuse(state, unknown)
-        output = original(hidden_states, grid_thw, **kwargs)
-        return _counted(state, output, unknown, fast=False)
+        return _counted(state, original(*args, **kwargs), unknown, fast=False)
     check_pixels(hidden_states, tower.patch_embed.proj.weight, offloaded=structure.offloaded)
     grad = torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(parameter.requires_grad for parameter in parameters)
     )
     reasons = structure.reasons(parameters) + against_call(
-        tower, structure.attentions, kwargs, hidden_states.device, grad
+        tower, structure.attentions, others, hidden_states.device, grad
     )
     if structure.foreign and torch.is_grad_enabled() and not grad:
         reasons.append(f"{structure.foreign}, and might train what is not the tower's; use torch.no_grad()")
@@ -208,12 +222,12 @@ def _attempt(
             prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
             served(prepared)
             if fusion is None:
-                output = original(hidden_states, grid_thw, **kwargs, **prepared.injected())
+                output = original(hidden_states, grid_thw, **others, **prepared.injected())
                 return _counted(state, output, unmet, fast=False)
             outputs = encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
-    return _counted(state, _output(tower, state, outputs, kwargs), unmet, fast=True)
+    return _counted(state, _output(tower, state, outputs, others), unmet, fast=True)
 
 
 def _full_layers(tower: Any, state: TowerState) -> frozenset[int] | None:

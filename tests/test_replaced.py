@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -232,3 +233,92 @@ def test_transforms_of_torch_func_go_the_stock_way(tower: Any, name: str) -> Non
         assert_close(TRANSFORMS[name](tower, x, y), expected)
     check_reason(tower, "a transform of torch.func")
     assert_close(run_tower(tower, GRID), outputs_of(tower(x, grid_thw=torch.tensor(GRID))))
+
+
+# --- forwards that are not transformers' ----------------------------------------------------------------------------
+
+
+def _of_other_names(self: Any, pixel_values: torch.Tensor, sizes: Any, scale: float = 1.0) -> Any:
+    return type(self).__mro__[1].forward(self, torch.cat(pixel_values) * scale, torch.tensor(sizes))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", ["class", "instance"])
+def test_a_forward_of_your_own_takes_what_it_takes(tower: Any, how: str, when: str) -> None:
+    """Other names, more arguments, lists: all that transformers' own forward does not take."""
+    pixels = [pixels_for(tower, GRID)]
+
+    def change() -> None:
+        if how == "class":
+            tower.__class__ = type("Mine", (type(tower),), {"forward": _of_other_names})
+        else:
+            inner = tower.forward
+            tower.forward = lambda pixel_values, sizes, scale=1.0: inner(torch.cat(pixel_values) * scale, sizes())
+
+    sizes: Any = GRID if how == "class" else lambda: torch.tensor(GRID)
+
+    def run() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return outputs_of(tower(pixels, sizes, 0.5)) + outputs_of(tower(pixel_values=pixels, sizes=sizes))
+
+    expected = run_tower(tower, GRID)
+    if when == "after":
+        hf_vit_accel.patch(tower)
+    change()
+    hf_vit_accel.patch(tower)
+    found = run()
+    assert_close(found[len(found) // 2 :], expected)
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.calls in (0, 2) and sum((status.calls, status.stock_calls)) >= 2, str(status)
+    hf_vit_accel.unpatch(tower)
+    assert_close(found, run())
+
+
+def test_a_tower_without_what_tells_its_layout_stays_stock(tower: Any) -> None:
+    """As where a newer transformers keeps it elsewhere."""
+    known = type(tower)
+
+    def forward(self: Any, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> Any:
+        lost = {name: self.__dict__.pop(name, None) for name in kept}
+        self.__dict__.update(kept)
+        output = known.forward(self, hidden_states, grid_thw, **kwargs)
+        for name in kept:
+            del self.__dict__[name]
+        assert set(lost.values()) == {None}
+        return output
+
+    expected, kept = run_tower(tower, GRID), {}
+    tower.__class__ = type("Newer", (known,), {"forward": forward})
+    for name in ("spatial_merge_size", "window_size", "interpolation_mode"):
+        if name in vars(tower):
+            kept[name] = vars(tower).pop(name)
+    hf_vit_accel.patch(tower)
+    assert "the forward of Newer is not transformers' own" in str(hf_vit_accel.status(tower))
+    assert_close(run_tower(tower, GRID), expected)
+    check_reason(tower, "the forward of Newer is not transformers' own")
+
+
+def test_stocks_own_complaint_about_missing_arguments(tower: Any) -> None:
+    hf_vit_accel.patch(tower)
+    assert list(inspect.signature(tower.forward).parameters) == ["hidden_states", "grid_thw", "kwargs"]
+    with pytest.raises(TypeError, match=r"forward\(\) missing 1 required positional argument: 'grid_thw'"):
+        tower(pixels_for(tower, GRID))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace_goes_the_stock_way(tower: Any) -> None:
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = tower
+
+        def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+            return self.tower(pixels, grid_thw).pooler_output
+
+    hf_vit_accel.patch(tower)
+    one, other = (pixels_for(tower, GRID, seed) for seed in range(2))
+    expected = run_tower(tower, GRID, 1)[1]
+    with torch.no_grad():
+        traced = torch.jit.trace(Features().eval(), (one, torch.tensor(GRID)), check_trace=False)
+        assert_close([traced(other, torch.tensor(GRID))], [expected])
+    assert dict(state_of(tower).fallbacks) == {"torch.jit.trace is at work": 1}
