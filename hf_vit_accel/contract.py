@@ -27,6 +27,7 @@ __all__ = [
     "KNOWN",
     "Known",
     "changes",
+    "forward_of",
     "helpers_of",
     "is_upstream",
     "makes_angles",
@@ -140,12 +141,18 @@ HELPERS: dict[str, Known] = {
 
 def is_upstream(function: Any) -> bool:
     """Whether a function's own code, and that of all it wraps, comes from transformers or torch, whatever its name."""
-    while function is not None:
+    while True:
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(_UPSTREAM):
             return False
         function = getattr(function, "__wrapped__", None)
-    return True
+        if function is None:
+            return True
+
+
+def forward_of(kind: type[nn.Module]) -> Any:
+    """The forward of a class; None where only instances have one (modules of torch.jit)."""
+    return getattr(kind, "forward", None)
 
 
 def _words_of(code: CodeType) -> set[str]:
@@ -191,9 +198,9 @@ def tower_changes(tower: Any) -> Iterator[str]:
         "patch_embed": [getattr(tower, "patch_embed", None)],
     }
     for role, modules in by_role.items():
-        forwards = dict.fromkeys(type(module).forward for module in modules if isinstance(module, nn.Module))
+        forwards = dict.fromkeys(forward_of(type(module)) for module in modules if isinstance(module, nn.Module))
         for forward in forwards:
-            if forward.__module__ == home and is_upstream(forward):
+            if is_upstream(forward) and forward.__module__ == home:
                 yield from changes(forward, role)
     for name, function in helpers_of(tower).items():
         if is_upstream(function):
@@ -201,10 +208,13 @@ def tower_changes(tower: Any) -> Iterator[str]:
 
 
 def helpers_of(tower: Any) -> dict[str, Any]:
-    """The `HELPERS` that a tower has: methods of its class, or globals of its module, which anyone may replace."""
-    kind = type(tower)
+    """The `HELPERS` that a tower has: methods of its own or of its class, or globals of its module.
+
+    Anyone may replace them.
+    """
+    kind, own = type(tower), vars(tower)
     home = sys.modules.get(kind.forward.__module__)
-    found = {name: getattr(kind, name, None) or getattr(home, name, None) for name in HELPERS}
+    found = {name: own.get(name) or getattr(kind, name, None) or getattr(home, name, None) for name in HELPERS}
     return {name: function for name, function in found.items() if function is not None}
 
 

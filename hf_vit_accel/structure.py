@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from hf_vit_accel.contract import helpers_of, is_upstream, tower_changes
+from hf_vit_accel.contract import forward_of, helpers_of, is_upstream, tower_changes
 
 __all__ = ["Structure", "is_plain"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DTYPE, _POINTER = attrgetter("dtype"), torch.Tensor.data_ptr  # twice as fast as a call by name
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
@@ -39,10 +40,15 @@ def _place(module: nn.Module) -> Any:
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """A forward that was set on an instance; None for none, or the class's (which removed accelerate hooks leave)."""
+    """A forward that was set on an instance; None for none, or the class's (which removed accelerate hooks leave).
+
+    Or the method that a convolution's forward calls, where people change its padding.
+    """
     forward = vars(module).get("forward" if _place(module) is None else "_old_forward")
-    bound = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
-    return None if bound else forward
+    function = getattr(forward, "__func__", None)
+    if function is forward_of(type(module)) and getattr(forward, "__self__", None) is module:
+        forward = None
+    return forward or vars(module).get("_conv_forward")
 
 
 def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
@@ -52,7 +58,7 @@ def is_plain(module: Any, kind: type[nn.Module] | None = None) -> str | None:
         return f"a {name} stands where a plain {kind.__name__} was"
     if _own_forward(module) is not None:
         return f"a {name} has a forward of its own"
-    if not is_upstream(type(module).forward):
+    if not is_upstream(forward_of(type(module))):
         return f"the forward of {name} was replaced by another"
     if not is_upstream(type(module).__call__):
         return f"the __call__ of {name} was replaced by another"
@@ -78,12 +84,13 @@ class Structure:
         self._below = list(below.values())
         self._types = list(map(type, self._below))
         self._attributes = [vars(module) for module in self._below]
-        self._own = self._own_forwards()
         kinds = {type(module) for module in below.values()}
-        self._classes: list[Any] = [(kind, kind.forward, kind.__call__) for kind in kinds]
-        hooks = [(name, vars(m)[kind]) for name, m in below.items() for kind in _HOOKS if kind in vars(m)]
-        self._hooks, self._hook_dicts = hooks, [of_module for _, of_module in hooks]
+        self._classes: list[Any] = [(kind, forward_of(kind), kind.__call__) for kind in kinds]
+        self._names = list(below)
         self._parameters = [module._parameters for module in modules.values() if module._parameters]
+        self._parameter_names = self._read_names()
+        self._convolutions = [module for module in self._below if hasattr(module, "_conv_forward")]
+        self._own = self._own_forwards()
         self._buffers = [module._buffers for module in modules.values() if module._buffers]
         self.attentions = [vars(m) for name, m in below.items() if _is_attention(name)]
         self.foreign = next(filter(None, map(is_plain, self._below)), None)
@@ -100,15 +107,19 @@ class Structure:
 
     def _own_forwards(self) -> list[Any]:
         found = [index for index, attributes in enumerate(self._attributes) if "forward" in attributes]
-        return [_own_forward(self._below[index]) for index in found]
+        return [*(_own_forward(self._below[index]) for index in found), *map(_own_forward, self._convolutions)]
+
+    def _read_names(self) -> list[str]:
+        return [name for parameters in self._parameters for name in parameters.keys()]  # noqa: SIM118  (torch.jit's)
 
     def current(self, parameters: list[nn.Parameter]) -> bool:
         """Whether the tower still holds the very modules and forwards that were read."""
         return (
             list(map(type, self._below)) == self._types
             and len(parameters) == self._count
+            and self._read_names() == self._parameter_names
             and self._read_children() == self._children
-            and all(kind.forward is forward and kind.__call__ is call for kind, forward, call in self._classes)
+            and all(forward_of(kind) is forward and kind.__call__ is call for kind, forward, call in self._classes)
             and self._own_forwards() == self._own
             and helpers_of(self._tower()) == self._helpers
         )
@@ -128,8 +139,8 @@ class Structure:
     def reasons(self, parameters: list[nn.Parameter]) -> list[str]:
         """Why the fast path would not do what the stock tower does; empty if it would."""
         reasons = [*self.broken, *self._own_reasons]
-        if any(self._hook_dicts):
-            hooked = next((name for name, hooks in self._hooks if not all(map(_inert, hooks.values()))), None)
+        if any(chain.from_iterable(map(_HOOKS, self._attributes))):
+            hooked = next((name for name, hook in self._hooks() if not _inert(hook)), None)
             if hooked is not None:
                 reasons.append(f"hooks on {hooked}")
         if any(_GLOBAL_HOOKS):
@@ -148,7 +159,13 @@ class Structure:
 
         (`enable_input_require_grads`, for checkpointing: what comes after a frozen tower is not trained otherwise.)
         """
-        return any(map(_marks, (hook for hooks in self._hook_dicts for hook in hooks.values())))
+        return any(_marks(hook) for _, hook in self._hooks())
+
+    def _hooks(self) -> Iterator[tuple[str, Any]]:
+        """Every hook inside, read from where it is now: people clear them by a new dict in the place of the old."""
+        for name, attributes in zip(self._names, self._attributes, strict=True):
+            for hooks in _HOOKS(attributes):
+                yield from ((name, hook) for hook in hooks.values())
 
 
 def _is_attention(name: str) -> bool:
@@ -218,5 +235,5 @@ def _against_blocks(tower: Any) -> Iterator[str]:
         if len({type(module) for module in modules}) > 1:
             yield f"blocks hold several classes beside {kind.__name__}"
         for name in ("forward", "__call__"):
-            if not is_upstream(getattr(kind, name)):
+            if not is_upstream(getattr(kind, name, None)):
                 yield f"{kind.__name__}.{name} was replaced by another"

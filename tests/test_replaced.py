@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -322,3 +323,99 @@ def test_jit_trace_goes_the_stock_way(tower: Any) -> None:
         traced = torch.jit.trace(Features().eval(), (one, torch.tensor(GRID)), check_trace=False)
         assert_close([traced(other, torch.tensor(GRID))], [expected])
     assert dict(state_of(tower).fallbacks) == {"torch.jit.trace is at work": 1}
+
+
+# --- what is changed on instances -----------------------------------------------------------------------------------
+
+
+def _hooks_in_a_new_dict(tower: Any) -> None:
+    tower.blocks[1]._forward_hooks = OrderedDict()  # as people clear them
+    tower.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _convolution(tower: Any) -> None:
+    convolution = tower.patch_embed.proj
+    inner = convolution._conv_forward
+    convolution._conv_forward = lambda *args: inner(*args) * 2
+
+
+def _method_of_the_tower(tower: Any) -> None:
+    if hasattr(tower, "permute_input_for_window_attn"):
+        inner = tower.permute_input_for_window_attn
+        tower.permute_input_for_window_attn = lambda *args, **kwargs: inner(*args, **kwargs) * 2
+
+
+def _merge_size_of_the_config(tower: Any) -> None:
+    tower.config.spatial_merge_size = 4  # Qwen3-VL's interpolation reads it there, all else from the tower
+
+
+def _causal_modules(tower: Any) -> None:
+    """Stock tells the attention function that it is not causal, whatever the module says."""
+    tower.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    for block in tower.blocks:
+        block.attn.is_causal = True
+
+
+def _weight_made_of_a_parameter(tower: Any) -> None:
+    linear = tower.blocks[0].attn.qkv
+    weight = linear.weight.detach() * 2
+    del linear.weight
+    linear.register_parameter("raw", nn.Parameter(weight, requires_grad=False))  # as many parameters as before
+    linear.weight = weight.clone()
+
+
+CHANGES = {
+    "hooks in a new dict": (_hooks_in_a_new_dict, "hooks on blocks.1"),
+    "a convolution's own method": (_convolution, ""),
+    "a method of the tower": (_method_of_the_tower, "permute_input_for_window_attn was replaced"),
+    "the merge size of the config": (_merge_size_of_the_config, "positions are interpolated"),
+    "causal modules": (_causal_modules, "hooks on blocks.1"),
+    "a weight made of a parameter": (_weight_made_of_a_parameter, "a weight of blocks.0.attn.qkv is not a parameter"),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_on_instances_is_seen(tower: Any, name: str, when: str) -> None:
+    change, reason = CHANGES[name]
+    before = run_tower(tower, GRID)
+    if when == "after":
+        hf_vit_accel.patch(tower)
+        run_tower(tower, GRID)
+    change(tower)
+    for _ in range(2):
+        found = run_tower(tower, GRID)
+        if state_of(tower) is None:
+            hf_vit_accel.patch(tower)
+    [status] = hf_vit_accel.status(tower).towers
+    hf_vit_accel.unpatch(tower)
+    expected = run_tower(tower, GRID)
+    assert_close(found, expected)
+    if relative_error(expected[0], before[0]) > 1e-3:
+        assert any(reason in why for why in status.fallbacks) == bool(reason), str(status)
+    else:
+        assert name in ("a method of the tower", "the merge size of the config"), "of one family only"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("how", ["trace", "script"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_modules_of_torch_jit(tower: Any, how: str, when: str) -> None:
+    """Whose classes have no forward."""
+    block, width = tower.blocks[1], tower.blocks[1].attn.qkv.in_features
+    if how == "trace":
+        other = torch.jit.trace(block.mlp, torch.randn(8, width))
+    else:
+        other = torch.jit.script(nn.Sequential(nn.Linear(width, width), nn.GELU()))
+    mlp, block.mlp = block.mlp, other
+    expected = run_tower(tower, GRID)
+    if when == "after":
+        block.mlp = mlp
+        hf_vit_accel.patch(tower)
+        run_tower(tower, GRID)
+        block.mlp = other
+    else:
+        hf_vit_accel.patch(tower)
+    assert "patched" in str(hf_vit_accel.status(tower))
+    for _ in range(2):
+        assert_close(run_tower(tower, GRID), expected)

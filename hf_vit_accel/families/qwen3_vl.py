@@ -10,6 +10,7 @@ from hf_vit_accel.tower import Family
 
 def _geometry(tower: Any) -> Geometry:
     known = (tower.interpolation_mode, tower.interpolation_align_corners) == ("bilinear", True)
+    known = known and tower.config.spatial_merge_size == tower.spatial_merge_size  # stock interpolates by the config's
     return Geometry(merge=tower.spatial_merge_size, table=tower.num_grid_per_side if known else None)
 
 
