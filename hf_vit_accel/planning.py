@@ -104,7 +104,9 @@ def prepare(
 ) -> tuple[Prepared, int]:
     """Lay out a grid and send everything in one copy; also the bytes that it holds."""
     layout = lay_out(build(grid, geometry), request, attention, fused_windows, faults)
-    return layout.bind(to_device(layout.arrays, request.device)), layout.nbytes
+    with torch.inference_mode(False):  # kept for later calls, which may record gradients through what is indexed
+        tensors = to_device(layout.arrays, request.device)
+    return layout.bind(tensors), layout.nbytes
 
 
 def check_pixels(pixels_TP: torch.Tensor, weight: torch.Tensor, *, offloaded: bool) -> None:

@@ -419,3 +419,23 @@ def test_modules_of_torch_jit(tower: Any, how: str, when: str) -> None:
     assert "patched" in str(hf_vit_accel.status(tower))
     for _ in range(2):
         assert_close(run_tower(tower, GRID), expected)
+
+
+def test_inference_mode_and_then_gradients_from_a_hook(tower: Any) -> None:
+    """A layout from inference mode serves a frozen tower whose embeddings a hook makes require gradients."""
+    tower.requires_grad_(False)
+    tower.patch_embed.register_forward_hook(lambda module, args, output: output.requires_grad_())
+
+    def gradients() -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        handle = tower.patch_embed.register_forward_hook(lambda module, args, output: seen.append(output))
+        loss = features(tower, pixels_for(tower, GRID)).square().mean()
+        handle.remove()
+        return list(torch.autograd.grad(loss, seen))
+
+    expected = gradients()
+    hf_vit_accel.patch(tower)
+    with torch.inference_mode():
+        tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID))
+    assert_close(gradients(), expected)
+    assert state_of(tower).prepared.hits == 1
