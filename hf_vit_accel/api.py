@@ -118,11 +118,14 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
 
     Raises ValueError for a model that is not patched with `cuda_graphs`, and for sizes that are no grids.
     """
-    towers = [(tower, state.runner) for _, tower, _ in towers_of(model) if (state := state_of(tower)) and state.runner]
+    states = [(tower, state_of(tower)) for _, tower, _ in towers_of(model)]
+    towers = [(tower, state, state.runner) for tower, state in states if state is not None and state.runner is not None]
     if not towers:
         raise ValueError("expected a model patched with cuda_graphs; call hf_vit_accel.patch(model, cuda_graphs=True)")
     calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
-    for tower, runner in towers:
+    for tower, state, runner in towers:
+        if state.structure(tower)[0].broken:
+            continue  # all its calls go the stock way, as status tells
         merge, weight = tower.spatial_merge_size, tower.patch_embed.proj.weight
         budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(runner.budgets)]
         for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):

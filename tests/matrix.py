@@ -742,6 +742,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "stock, inside your wrapper",
         "test_replaced.py::test_a_wrapper_of_the_forward_outlives_patching_again",
     ),
+    "`torch.jit.trace`": ("stock", "test_replaced.py::test_jit_trace_goes_the_stock_way"),
+    "modules of `torch.jit` in the tower": ("fast", "test_replaced.py::test_modules_of_torch_jit"),
     "weights that are no parameters": ("stock", "test_replaced.py::test_weights_that_are_no_parameters"),
     "modules of your own in a frozen tower": (
         "fast; stock while gradients are recorded",

@@ -299,6 +299,13 @@ def test_a_tower_without_what_tells_its_layout_stays_stock(tower: Any) -> None:
     check_reason(tower, "the forward of Newer is not transformers' own")
 
 
+def test_nothing_is_captured_for_a_tower_that_is_not_served(tower: Any) -> None:
+    tower.patch_embed = nn.Sequential(tower.patch_embed)
+    hf_vit_accel.patch(tower, cuda_graphs=True)
+    [status] = hf_vit_accel.warmup(tower, progress=False).towers
+    assert status.against_fast == ("the tower has no patch_embed.proj with a weight",)
+
+
 def test_stocks_own_complaint_about_missing_arguments(tower: Any) -> None:
     hf_vit_accel.patch(tower)
     assert list(inspect.signature(tower.forward).parameters) == ["hidden_states", "grid_thw", "kwargs"]
