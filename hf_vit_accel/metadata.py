@@ -26,7 +26,7 @@ __all__ = [
     "VisionMetadata",
     "build",
     "pack",
-    "read_grid",
+    "read_inputs",
     "send",
     "to_device",
     "unpack",
@@ -123,18 +123,19 @@ class VisionMetadata:
         return {name: array for name, array in named.items() if array is not None}
 
 
-def read_grid(pixels_TP: torch.Tensor, grid_thw: torch.Tensor, geometry: Geometry) -> Grid:
-    """Check a tower's two inputs against each other and bring the grid to the host (the forward's one sync).
+def read_inputs(
+    pixels: torch.Tensor, grid_thw: torch.Tensor, geometry: Geometry, width: int | None = None
+) -> tuple[torch.Tensor, Grid]:
+    """Check a tower's two inputs against each other; pixels as (T, P), and the grid on the host (the one sync).
 
-    pixels_TP: floating (T, P) flattened patches. grid_thw: integer (images and videos, 3) in patches. Both dense.
-    Raises ValueError for a wrong rank, dtype or layout, an empty batch, sizes that are not positive or not a multiple
-    of the merge size, and a grid whose products do not add up to T.
+    pixels: (T, P) flattened patches, or their values in another shape, of any real dtype, as stock reads them. width:
+    P, where it is known. grid_thw: integer (images and videos, 3) in patches; rows of no frames, which pad, are left
+    out. Both dense.
+    Raises ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the
+    merge size, and pixels that are not as many as the grid's products add up to.
     """
-    if not _is_dense(pixels_TP) or pixels_TP.dim() != 2 or not pixels_TP.is_floating_point():
-        raise ValueError(
-            "expected the pixel values as a floating-point tensor of shape (patches, channels * temporal * patch * "
-            f"patch), got {_describe(pixels_TP)}; pass what the processor returns, images packed along dim 0"
-        )
+    if not _is_dense(pixels) or pixels.is_complex() or (width is None and pixels.dim() != 2):
+        raise ValueError(_WRONG_PIXELS.format(_describe(pixels)))
     if not _is_dense(grid_thw) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(
             f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
@@ -142,29 +143,43 @@ def read_grid(pixels_TP: torch.Tensor, grid_thw: torch.Tensor, geometry: Geometr
         )
     if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
         raise ValueError(f"expected an integer grid_thw, got {_describe(grid_thw)}; convert it with .long()")
-    if grid_thw.device.type != "cpu" and grid_thw.device != pixels_TP.device:
+    if grid_thw.device.type != "cpu" and grid_thw.device != pixels.device:
         raise ValueError(
-            f"expected grid_thw on the CPU or with the pixel values on {pixels_TP.device}, got it on "
+            f"expected grid_thw on the CPU or with the pixel values on {pixels.device}, got it on "
             f"{grid_thw.device}; move both to the model's device"
         )
-    if grid_thw.shape[0] == 0:
-        raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
-    grid: Grid = tuple((t, h, w) for t, h, w in grid_thw.tolist())
-    for row, (t, h, w) in enumerate(grid):
-        if t < 1 or h < 1 or w < 1:
+    sizes = []
+    for row, (t, h, w) in enumerate(grid_thw.tolist()):
+        padding = t == 0 and h >= 0 and w >= 0
+        if not padding and (t < 1 or h < 1 or w < 1):
             raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)} in row {row}; drop that entry")
         if h % geometry.merge or w % geometry.merge:
             raise ValueError(
                 f"expected height and width in multiples of the merge size {geometry.merge}, got {(t, h, w)} in row "
                 f"{row} of grid_thw; resize images the way the model's processor does"
             )
+        if not padding:
+            sizes.append((t, h, w))
+    if not sizes:
+        raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
+    grid: Grid = tuple(sizes)
     rows = sum(t * h * w for t, h, w in grid)
-    if rows != pixels_TP.shape[0]:
+    if width is not None and pixels.shape != (rows, width) and pixels.numel() == rows * width:
+        pixels = pixels.reshape(rows, width)
+    if pixels.dim() != 2:
+        raise ValueError(_WRONG_PIXELS.format(_describe(pixels)))
+    if rows != pixels.shape[0]:
         raise ValueError(
-            f"expected {rows} rows of pixel values for this grid_thw (the sum of t*h*w), got {pixels_TP.shape[0]}; "
+            f"expected {rows} rows of pixel values for this grid_thw (the sum of t*h*w), got {pixels.shape[0]}; "
             "pass the pixel values and the grid of the same images"
         )
-    return grid
+    return pixels, grid
+
+
+_WRONG_PIXELS = (
+    "expected the pixel values as a tensor of real numbers of shape (patches, channels * temporal * patch * patch), "
+    "got {}; pass what the processor returns, images packed along dim 0"
+)
 
 
 def _is_dense(value: object) -> bool:

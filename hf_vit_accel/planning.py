@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from hf_vit_accel.faults import KERNELS
 from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Array, Geometry, Grid, VisionMetadata, build, to_device
 
-__all__ = ["PLANS", "POPPED", "Layout", "Prepared", "check_pixels", "lay_out", "prepare", "stream_id"]
+__all__ = ["PLANS", "POPPED", "Layout", "Prepared", "check_pixels", "lay_out", "prepare", "stream_id", "width_of"]
 
 PLANS = "vision_plans"
 """The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
@@ -109,12 +110,17 @@ def prepare(
     return layout.bind(tensors), layout.nbytes
 
 
+def width_of(weight: torch.Tensor) -> int | None:
+    """Values of a patch, by the weight of its convolution; None for a weight packed by a quantiser."""
+    return math.prod(weight.shape[1:]) if weight.dim() == 5 else None
+
+
 def check_pixels(pixels_TP: torch.Tensor, weight: torch.Tensor, *, offloaded: bool) -> None:
-    """Raise ValueError for pixels that do not fit the convolution's weight (stock would reinterpret another width).
+    """Raise ValueError for pixels that do not fit the convolution's weight.
 
     offloaded: weights and inputs are moved by hooks, so that devices may differ.
     """
-    if weight.dim() == 5 and pixels_TP.shape[1] != (width := weight[0].numel()):
+    if pixels_TP.shape[1] != (width := width_of(weight) or pixels_TP.shape[1]):
         raise ValueError(
             f"expected {width} values per patch (channels * temporal * patch * patch), got {pixels_TP.shape[1]}; "
             "use the processor of this very model"

@@ -30,8 +30,8 @@ from hf_vit_accel.faults import KERNELS, blame
 from hf_vit_accel.fusion import Fusion
 from hf_vit_accel.graphs.call import Ahead, Call, Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
-from hf_vit_accel.metadata import Grid, read_grid
-from hf_vit_accel.planning import Prepared, check_pixels, lay_out
+from hf_vit_accel.metadata import Grid, read_inputs
+from hf_vit_accel.planning import Prepared, check_pixels, lay_out, width_of
 from hf_vit_accel.state import Family, TowerState
 from hf_vit_accel.structure import Structure
 
@@ -173,7 +173,8 @@ def _attempt(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[
         try:
             hidden_states, grid_thw, others = forward(*args, **kwargs)
             geometry = state.family.geometry(tower)
-            grid = read_grid(hidden_states, grid_thw, geometry)
+            width = width_of(tower.patch_embed.proj.weight)
+            hidden_states, grid = read_inputs(hidden_states, grid_thw, geometry, width)
         except (AttributeError, TypeError, ValueError):
             unknown = state.structure(tower)[0].broken  # what is not as we know it may take what we do not
             if not unknown:

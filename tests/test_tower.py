@@ -671,7 +671,8 @@ def test_patched_inside_patched_keeps_the_outer_statistics(shared: Any) -> None:
 
 BAD = {
     "rows disagree": (lambda p, g: (p[:-4], g), "expected 96 rows of pixel values"),
-    "zero frames": (lambda p, g: (p, torch.tensor([[0, 12, 8]])), "positive sizes"),
+    "no frames": (lambda p, g: (p, torch.tensor([[0, 12, 8]])), "at least one image"),
+    "no rows": (lambda p, g: (p, torch.tensor([[1, 0, 8]])), "positive sizes"),
     "negative": (lambda p, g: (p, torch.tensor([[1, -12, -8]])), "positive sizes"),
     "merge does not divide": (lambda p, g: (p, torch.tensor([[1, 32, 3]])), "multiples of the merge size 2"),
     "empty batch": (lambda p, g: (p[:0], g[:0]), "at least one image"),
@@ -679,8 +680,8 @@ BAD = {
     "grid columns": (lambda p, g: (p, g[:, :2]), r"shape \(images and videos, 3\)"),
     "grid dtype": (lambda p, g: (p, g.float()), "integer grid_thw"),
     "grid is a list": (lambda p, g: (p, g.tolist()), r"got list"),
-    "pixel rank": (lambda p, g: (p[None], g), "floating-point tensor of shape"),
-    "pixel dtype": (lambda p, g: (p.int(), g), "floating-point tensor of shape"),
+    "pixel rank": (lambda p, g: (p[None, 1:], g), "tensor of real numbers of shape"),
+    "pixel dtype": (lambda p, g: (p.to(torch.complex64), g), "tensor of real numbers of shape"),
     "pixel width": (lambda p, g: (p[:, :-1], g), "values per patch"),
     "devices": (lambda p, g: (p.to("meta"), g), "on the tower's device cpu"),
     "grid device": (lambda p, g: (p, g.to("meta")), "grid_thw on the CPU or with the pixel values"),
@@ -696,6 +697,31 @@ def test_bad_input_is_a_value_error_and_the_next_call_is_right(shared: Any, case
         with pytest.raises(ValueError, match=message), torch.no_grad():
             tower(*spoil(pixels_for(tower, grid), torch.tensor(grid)))
         assert_close(run_tower(tower, grid), expected)
+
+
+ODD: dict[str, Any] = {
+    "a batch": lambda p, g: (p[None], g),
+    "images of patches": lambda p, g: (p.view(-1, 3, 2, 4, 4), g),
+    "flat": lambda p, g: (p.flatten(), g),
+    "wider rows": lambda p, g: (p.view(-1, 192), g),
+    "integers": lambda p, g: ((p * 10).to(torch.int32), g),
+    "bytes": lambda p, g: ((p.abs() * 10).to(torch.uint8), g),
+    "padding rows in the grid": lambda p, g: (p, torch.cat([g.new_zeros(1, 3), g, g.new_tensor([[0, 6, 4]])])),
+}
+"""What stock reads as it reads what the processor returns."""
+
+
+@pytest.mark.parametrize("way", ["fast", "unfused", "gradients"])
+@pytest.mark.parametrize("case", ODD)
+def test_odd_input_that_stock_takes_is_taken(shared: Any, case: str, way: str) -> None:
+    tower, grid = tower_of(shared), GRIDS["images"]
+    given = ODD[case](pixels_for(tower, grid), torch.tensor(grid))
+    with torch.set_grad_enabled(way == "gradients"):
+        expected = outputs_of(tower(*given))
+        with hf_vit_accel.patched(shared, fuse=way != "unfused"):
+            assert_close(outputs_of(tower(*given)), expected)
+            state = state_of(tower)
+            assert (state.calls, state.stock_calls) == ((0, 1) if way == "gradients" else (1, 0))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
