@@ -145,6 +145,16 @@ def test_attention_is_near(fp8_on_cpu: None, head_dim: int, layout: str) -> None
     assert relative_error(found, exact(qkv, lengths, wanted.scale)) < 0.06
 
 
+@pytest.mark.parametrize("power", [6, 8])
+def test_a_head_of_large_scores_spares_the_others(fp8_on_cpu: None, power: int) -> None:
+    """All heads share the scale of their scores: what it costs those of small ones is halved between q and k."""
+    wanted = request("cpu", torch.float32, 72)
+    q, k, v = draw(512, 72, torch.float32, "cpu", 0, False)
+    q[:, 0], k[:, 0] = q[:, 0] * 2**power, k[:, 0] * 2**power
+    found, expected = plan_alone(FP8, segments_of([512]), wanted).attend(q, k, v), exact((q, k, v), [512], wanted.scale)
+    assert relative_error(found[:, 1:], expected[:, 1:]) < 0.06
+
+
 def test_towers_are_near_and_say_so(fp8_on_cpu: None, model: Any) -> None:
     expected = run_tower(tower_of(model), GRID)
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
@@ -522,7 +532,7 @@ def test_scales_of_a_file() -> None:
     with torch.inference_mode():
         assert not any(held.is_inference() for held in scales.allocate()), "replays outside of it write there"
         first, second = scales.begin()
-    assert first.scales_3H.tolist() == [[64.0, 64.0], [32.0, 32.0], [16.0, 4096.0]]
+    assert first.scales_3H.tolist() == [[64.0, 1024.0], [32.0, 2.0], [16.0, 4096.0]]
     assert second.scales_3H.tolist() == [[256.0, 256.0]] * 3
     assert [float(layer.unscale_1) for layer in (first, second)] == [1 / 2048, 1 / 65536]
     second.maxima_3H[2, 1] = 448 / 256
