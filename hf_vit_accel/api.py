@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -124,7 +125,9 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
     calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
     for tower, runner in towers:
         merge, weight = tower.spatial_merge_size, tower.patch_embed.proj.weight
-        budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(runner.budgets)]
+        # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
+        counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets))]
+        budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
         for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
             rows = sum(t * h * w for t, h, w in grid)
             pixels_TP = torch.zeros(rows, weight[0].numel(), dtype=weight.dtype, device=weight.device)

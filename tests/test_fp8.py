@@ -302,6 +302,21 @@ def test_replays_do_not_depend_on_earlier_calls(
     check_replays(model, kind, 2e-3)
 
 
+def test_warmup_captures_what_calls_replay(
+    fp8_on_cpu: None,
+    on_cpu: Any,  # noqa: F811
+    model: Any,
+) -> None:
+    """A call that fills a budget leaves FP8 out for its empty segment: what other calls need is captured all the same."""
+    patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=ALWAYS)
+    hf_vit_accel.warmup(model, progress=False)
+    captured = status_of(model).captures
+    for grid in ([(1, 30, 32)], [(1, 10, 10)], [(1, 20, 18)], [(1, 2, 2)]):
+        run_tower(tower_of(model), grid)
+        assert backends_of(model)["full"] == "cudnn_fp8"
+    assert status_of(model).captures == captured == len(status_of(model).budgets)
+
+
 def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
     expected = run_tower(tower_of(model), GRID)
     hf_vit_accel.patch(model, fp8=True, strict=True)
