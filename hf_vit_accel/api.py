@@ -243,7 +243,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
         device = tower.patch_embed.proj.weight.device
         scales = state.scales(tower, device)
-        request = request_for(tower, device, score_mod=state.settings.score_mod, fp8=scales)
+        request = request_for(tower, device, packed=not against, score_mod=state.settings.score_mod, fp8=scales)
         try:
             choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
         except BackendUnavailableError as error:

@@ -307,7 +307,7 @@ def test_warmup_captures_what_calls_replay(
     on_cpu: Any,  # noqa: F811
     model: Any,
 ) -> None:
-    """A call that fills a budget leaves FP8 out for its empty segment: what other calls need is captured all the same."""
+    """A call that fills a budget goes without FP8, for its empty segment: others need other graphs."""
     patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=ALWAYS)
     hf_vit_accel.warmup(model, progress=False)
     captured = status_of(model).captures
@@ -325,6 +325,36 @@ def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
     status = hf_vit_accel.status(model).towers[0]
     assert "cudnn_fp8" not in status.backends.values() and not status.fallbacks
     assert status.fp8 is not None and "not used by the last call: rows attend to" in status.fp8
+
+
+def test_status_tells_of_the_last_call_replayed(
+    fp8_on_cpu: None,
+    on_cpu: Any,  # noqa: F811
+    model: Any,
+) -> None:
+    """Not of the one that its graph was captured for."""
+    patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=Fp8Config(shortest=5000))
+    told = []
+    for grid in ([(1, 30, 32)], [(2, 16, 30)]):
+        run_tower(tower_of(model), grid)
+        told.append(str(hf_vit_accel.status(model).towers[0].fp8).split("rows attend to ")[1])
+    assert status_of(model).captures == 1 and status_of(model).replays == 2
+    assert int(told[0].split()[0]) > 800 and int(told[1].split()[0]) < 500, told
+
+
+def test_what_it_cannot_serve_is_told_before_any_call(
+    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_vit_accel.patch(model, fp8=True)
+    assert "cudnn_fp8" not in str(hf_vit_accel.status(model)), "how long segments are is not known"
+    handle = tower_of(model).blocks[0].register_forward_hook(lambda *_: None)
+    hf_vit_accel.patch(model, fp8=True)
+    assert "cudnn_fp8: the stock blocks run" in str(hf_vit_accel.status(model))
+    handle.remove()
+    monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, dtypes=(torch.bfloat16,)))
+    rejected = hf_vit_accel.status(model).towers[0].rejected
+    assert rejected["full"][FP8.name] == ("the dtype is float32, it takes bfloat16",)
+    assert FP8.name not in rejected.get("window", {})
 
 
 def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any) -> None:
