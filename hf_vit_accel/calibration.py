@@ -51,15 +51,18 @@ def calibrate(
     weight = tower.patch_embed.proj.weight
     with patched(tower, fp8=Fp8Config(history=1, shortest=0), strict=True), torch.no_grad():
         for each in images:
-            found = [(each.get(pixels), each.get(grid)) for pixels, grid in _PIXELS]
-            if all(pixels_TP is None for pixels_TP, _ in found):
+            keys = sorted(each) if isinstance(each, Mapping) else []
+            found = [(each[pixels], each.get(grid)) for pixels, grid in _PIXELS if pixels in keys]
+            found = [(pixels_TP, grid_thw) for pixels_TP, grid_thw in found if pixels_TP is not None]
+            if not found:
                 raise ValueError(
                     "expected what a processor returns, with 'pixel_values' and 'image_grid_thw' or their videos' "
-                    f"names, got {type(each).__name__} with {sorted(each)}"
+                    f"names, got {type(each).__name__} with {keys}"
                 )
             for pixels_TP, grid_thw in found:
-                if pixels_TP is None:
-                    continue
+                if not isinstance(pixels_TP, torch.Tensor):
+                    got = type(pixels_TP).__name__
+                    raise ValueError(f"expected pixel values as tensors, got {got}; process with return_tensors='pt'")
                 tower(pixels_TP.to(weight.device, weight.dtype), grid_thw=grid_thw)
                 state = state_of(tower)
                 assert state is not None

@@ -679,6 +679,8 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
     for images, match in (
         ([], "at least one image"),
         ([{"input_ids": 1}], "pixel_values"),
+        ([object()], "what a processor returns.* got object"),
+        ([{**image, "pixel_values": image["pixel_values"].numpy()}], "tensors.* got ndarray"),
         (image, r"a list of .* got one"),
     ):
         with pytest.raises(ValueError, match=match):
