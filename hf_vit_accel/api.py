@@ -365,6 +365,18 @@ def _check_maxima(path: str, tower: Any, family: Family, settings: Settings) -> 
             f"{settings.maxima.shape[0]} of {settings.maxima.shape[1]} in {settings.fp8.scales}; make them with this "
             "model by hf_vit_accel.calibrate"
         )
+    if silent := silent_layers(settings.maxima, tower, family):
+        raise ValueError(
+            "expected FP8 maxima of every layer that attends per frame, got zeros for layers "
+            f"{', '.join(map(str, silent))} in {settings.fp8.scales}; make them with this model by "
+            "hf_vit_accel.calibrate"
+        )
+
+
+def silent_layers(maxima: Maxima, tower: Any, family: Family) -> list[int]:
+    """Layers that FP8 serves and of which there are no maxima: all zeros, as of those that it does not serve."""
+    full = range(len(maxima.values)) if family.full_layers is None else set(family.full_layers(tower))
+    return [index for index, layer in enumerate(maxima.values) if index in full and not any(map(any, layer))]
 
 
 def _check_strict(path: str, tower: Any, settings: Settings) -> None:

@@ -658,6 +658,30 @@ def test_maxima_of_another_family_are_refused(fp8_on_cpu: None, tmp_path: Path) 
         hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
 
 
+def test_maxima_of_other_layers_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
+    """Where only some layers attend per frame, the others of a file are zeros: anything would be cut off by those."""
+    model = TINY["qwen2_5_vl"].build()
+    tower = tower_of(model)
+    images = [{"pixel_values": pixels_for(tower, GRID), "image_grid_thw": torch.tensor(GRID)}]
+    path = hf_vit_accel.calibrate(model, images, tmp_path / "maxima.json")
+    full = tower.fullatt_block_indexes
+    tower.fullatt_block_indexes = [index for index in range(len(tower.blocks)) if index not in full]
+    with pytest.raises(ValueError, match=r"zeros for layers 0, 2 in .*maxima\.json"):
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    assert state_of(tower) is None
+    tower.fullatt_block_indexes = [*full, 99]
+    hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+
+
+def test_calibrate_refuses_images_whose_features_are_not_finite(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None:
+    pixels = pixels_for(tower_of(model), GRID) * float("nan")
+    with pytest.raises(ValueError, match="not finite in layers"):
+        hf_vit_accel.calibrate(
+            model, [{"pixel_values": pixels, "image_grid_thw": torch.tensor(GRID)}], tmp_path / "none.json"
+        )
+    assert not list(tmp_path.iterdir())
+
+
 def test_maxima_stand_for_the_layers_that_were_there(fp8_on_cpu: None, tmp_path: Path) -> None:
     """A layer that is taken out afterwards would give those behind it the scales of others."""
     model = TINY["qwen3_vl"].build()
