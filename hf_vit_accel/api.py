@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -127,7 +128,9 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         if state.structure(tower)[0].broken:
             continue  # all its calls go the stock way, as status tells
         merge, weight = tower.spatial_merge_size, tower.patch_embed.proj.weight
-        budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(runner.budgets)]
+        # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
+        counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets))]
+        budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
         for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
             rows = sum(t * h * w for t, h, w in grid)
             pixels_TP = torch.zeros(rows, weight[0].numel(), dtype=weight.dtype, device=weight.device)
@@ -243,7 +246,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
         device = tower.patch_embed.proj.weight.device
         scales = state.scales(tower, device)
-        request = request_for(tower, device, score_mod=state.settings.score_mod, fp8=scales)
+        request = request_for(tower, device, packed=not against, score_mod=state.settings.score_mod, fp8=scales)
         try:
             choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
         except BackendUnavailableError as error:
@@ -366,6 +369,18 @@ def _check_maxima(path: str, tower: Any, family: Family, settings: Settings) -> 
             f"{settings.maxima.shape[0]} of {settings.maxima.shape[1]} in {settings.fp8.scales}; make them with this "
             "model by hf_vit_accel.calibrate"
         )
+    if silent := silent_layers(settings.maxima, tower, family):
+        raise ValueError(
+            "expected FP8 maxima of every layer that attends per frame, got zeros for layers "
+            f"{', '.join(map(str, silent))} in {settings.fp8.scales}; make them with this model by "
+            "hf_vit_accel.calibrate"
+        )
+
+
+def silent_layers(maxima: Maxima, tower: Any, family: Family) -> list[int]:
+    """Layers that FP8 serves and of which there are no maxima: all zeros, as of those that it does not serve."""
+    full = range(len(maxima.values)) if family.full_layers is None else set(family.full_layers(tower))
+    return [index for index, layer in enumerate(maxima.values) if index in full and not any(map(any, layer))]
 
 
 def _check_strict(path: str, tower: Any, settings: Settings) -> None:

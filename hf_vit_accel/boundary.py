@@ -18,7 +18,7 @@ from hf_vit_accel.config import Fp8Config, GraphConfig
 from hf_vit_accel.faults import KERNELS
 from hf_vit_accel.fusion import PARTS, Fusion
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.planning import POPPED, Prepared
+from hf_vit_accel.planning import POPPED, Layout, Prepared
 from hf_vit_accel.scales import Maxima, Scales
 
 __all__ = [
@@ -99,7 +99,9 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def unserved(settings: Settings, fusion: Fusion | None, prepared: Prepared, faults: Mapping[str, str]) -> list[str]:
+def unserved(
+    settings: Settings, fusion: Fusion | None, prepared: Prepared | Layout, faults: Mapping[str, str]
+) -> list[str]:
     """What this call does not get: a backend or parts to fuse that the user named, and whatever failed when it ran."""
     reasons = []
     for choice in prepared.choices.values():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.api import patched, towers_of
+from hf_vit_accel.api import patched, silent_layers, towers_of
 from hf_vit_accel.backends import FP8
 from hf_vit_accel.config import Fp8Config
 from hf_vit_accel.scales import Maxima
@@ -36,9 +36,9 @@ def calibrate(
 
     The tower runs with attention in FP8 at every length meanwhile; afterwards it is patched as it was, or not at all.
 
-    Raises ValueError for a model with several towers, no images, images without pixels or too large for FP8, and a
-    margin that is no finite number of at least 1; BackendUnavailableError where FP8 cannot run; FallbackError for a
-    tower that cannot be served.
+    Raises ValueError for a model with several towers, no images, images without pixels, too large for FP8 or without
+    finite features, and a margin that is no finite number of at least 1; BackendUnavailableError where FP8 cannot run;
+    FallbackError for a tower that cannot be served.
     """
     if not 1 <= margin < math.inf:
         raise ValueError(f"expected a finite margin of at least 1, got {margin!r}")
@@ -51,15 +51,18 @@ def calibrate(
     weight = tower.patch_embed.proj.weight
     with patched(tower, fp8=Fp8Config(history=1, shortest=0), strict=True), torch.no_grad():
         for each in images:
-            found = [(each.get(pixels), each.get(grid)) for pixels, grid in _PIXELS]
-            if all(pixels_TP is None for pixels_TP, _ in found):
+            keys = sorted(each) if isinstance(each, Mapping) else []
+            found = [(each[pixels], each.get(grid)) for pixels, grid in _PIXELS if pixels in keys]
+            found = [(pixels_TP, grid_thw) for pixels_TP, grid_thw in found if pixels_TP is not None]
+            if not found:
                 raise ValueError(
                     "expected what a processor returns, with 'pixel_values' and 'image_grid_thw' or their videos' "
-                    f"names, got {type(each).__name__} with {sorted(each)}"
+                    f"names, got {type(each).__name__} with {keys}"
                 )
             for pixels_TP, grid_thw in found:
-                if pixels_TP is None:
-                    continue
+                if not isinstance(pixels_TP, torch.Tensor):
+                    got = type(pixels_TP).__name__
+                    raise ValueError(f"expected pixel values as tensors, got {got}; process with return_tensors='pt'")
                 tower(pixels_TP.to(weight.device, weight.dtype), grid_thw=grid_thw)
                 state = state_of(tower)
                 assert state is not None
@@ -74,4 +77,10 @@ def calibrate(
     if largest is None:
         raise ValueError("expected at least one image to calibrate with, got none")
     values = tuple(tuple(tuple(heads) for heads in layer) for layer in largest.tolist())
-    return Maxima(values=values, margin=float(margin), model=family.name).save(path)
+    maxima = Maxima(values=values, margin=float(margin), model=family.name)
+    if silent := silent_layers(maxima, tower, family):
+        layers = ", ".join(map(str, silent))
+        raise ValueError(
+            f"expected images whose features are finite, got zeros or what is not finite in layers {layers}"
+        )
+    return maxima.save(path)

@@ -23,8 +23,8 @@ class FlexConfig:
 
     Pairs of different frames or windows stay left out, but after their scores were changed like all others, rows of
     padding among them: clamp what you index a tensor with. Captured tensors are constants: they may change in place,
-    but gradients reach queries, keys and values only. When another tensor takes the place of a captured one, patch
-    again, or CUDA graphs go on with the former.
+    but gradients reach queries, keys and values only. When another tensor or number takes the place of a captured one,
+    patch again: CUDA graphs go on with the former. (Each number is a kernel of its own, of which torch compiles 8.)
 
     With a score_mod every layer goes through FlexAttention, windows included, and a call that it cannot serve raises
     an error, under `strict` or not: no other backend would apply it.

@@ -31,7 +31,7 @@ from hf_vit_accel.fusion import Fusion
 from hf_vit_accel.graphs.call import Ahead, Call, Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.metadata import Grid, read_inputs
-from hf_vit_accel.planning import Prepared, check_pixels, lay_out, width_of
+from hf_vit_accel.planning import Layout, Prepared, check_pixels, lay_out, width_of
 from hf_vit_accel.state import Family, TowerState
 from hf_vit_accel.structure import Structure
 
@@ -209,7 +209,7 @@ def _attempt(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[
     fused_windows = fusion is not None and "window_attention" in fusion.fused
     unmet: list[str] = []
 
-    def served(prepared: Prepared) -> None:
+    def served(prepared: Prepared | Layout) -> None:
         state.choices = prepared.choices
         unmet[:] = reasons + unserved(state.settings, fusion, prepared, state.faults)
         _refuse(state, unmet)
@@ -255,7 +255,7 @@ def _replay(
     request: Request,
     pixels_TP: torch.Tensor,
     ahead: Ahead | None,
-    served: Callable[[Prepared], None],
+    served: Callable[[Layout], None],
 ) -> list[torch.Tensor] | None:
     """The encoder's outputs from CUDA graphs; None where it is to run eagerly. Under `strict`, raises where it must."""
     runner, settings = state.runner, state.settings

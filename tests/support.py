@@ -95,17 +95,23 @@ def _backend(backend: backends.Backend) -> tuple[str, ...]:
     if on.capability is not None:
         (low, minor), (above, _) = on.capability
         place += f", compute capability {low}.{minor} up to, not including, {above}.0"
-    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in needs.dtypes or ()) or "any"
-    dim = [f"a multiple of {needs.head_dim_multiple}"] if needs.head_dim_multiple > 1 else []
-    dim += [f"up to {needs.head_dim_max}"] if needs.head_dim_max else []
     return (
         f"`{backend.name}`",
         place,
         ", ".join(f"`{package.distribution}`" for package in needs.packages) or "none beside torch",
-        dtypes,
-        ", ".join(dim) or "any",
+        *(
+            cell if cell == more else f"{cell}; on CUDA {more}"
+            for cell, more in zip(_takes(needs), _takes(on), strict=True)
+        ),
         *("yes" if flag else "no" for flag in (needs.differentiable, needs.score_mods, backend.capturable)),
     )
+
+
+def _takes(needs: backends.Needs) -> tuple[str, str]:
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in needs.dtypes or ()]
+    dim = [f"a multiple of {needs.head_dim_multiple}"] if needs.head_dim_multiple > 1 else []
+    dim += [f"up to {needs.head_dim_max}"] if needs.head_dim_max else []
+    return ", ".join(dtypes) or "any", ", ".join(dim) or "any"
 
 
 def _ways() -> Iterable[tuple[str, str, str]]:

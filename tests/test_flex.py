@@ -219,6 +219,35 @@ def test_declared_lengths_and_gradient_modes_compile_nothing_more(compilations: 
     assert compilations.frame_count == 1
 
 
+def test_plans_made_under_inference_mode_compile_nothing_more(compilations: Any) -> None:
+    """They are kept, for calls without it too. (What is computed under it is of another kind: once more for that.)"""
+    qkv = draw(512, 80, torch.float32, "cpu", 0, True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            plan = plan_alone(Flex(), segments_of([300, 200, 12]), request(packed=True))
+        with torch.no_grad():
+            plan.attend(*qkv)
+    assert compilations.frame_count == 1
+
+
+def test_devices_do_not_share_what_torch_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often one function is compiled, which several GPUs in one process would exceed together."""
+    made: list[Any] = []
+
+    def compile_(function: Any) -> Any:
+        made.append(function)
+        return lambda qkv_T3HD, *_: qkv_T3HD[:, 0]
+
+    monkeypatch.setattr(flex_backend, "_compiles", lambda device: True)
+    monkeypatch.setattr(flex_backend, "_compile", compile_)
+    flex_backend._compiled.cache_clear()
+    for device in ("cpu", "meta", "cpu"):
+        plan = plan_alone(Flex(), segments_of([300, 212]), request(device, packed=True))
+        plan.attend(*draw(512, 80, torch.float32, device, 0, True))
+    flex_backend._compiled.cache_clear()
+    assert len(made) == 2 and made[0].__code__ is not made[1].__code__
+
+
 def test_what_is_compiled_apart(compilations: Any) -> None:
     """Scales and score_mods are constants of a kernel, the layout of q, k and v is always the same one."""
     lengths = [300, 212]

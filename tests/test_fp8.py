@@ -145,6 +145,16 @@ def test_attention_is_near(fp8_on_cpu: None, head_dim: int, layout: str) -> None
     assert relative_error(found, exact(qkv, lengths, wanted.scale)) < 0.06
 
 
+@pytest.mark.parametrize("power", [6, 8])
+def test_a_head_of_large_scores_spares_the_others(fp8_on_cpu: None, power: int) -> None:
+    """All heads share the scale of their scores: what it costs those of small ones is halved between q and k."""
+    wanted = request("cpu", torch.float32, 72)
+    q, k, v = draw(512, 72, torch.float32, "cpu", 0, False)
+    q[:, 0], k[:, 0] = q[:, 0] * 2**power, k[:, 0] * 2**power
+    found, expected = plan_alone(FP8, segments_of([512]), wanted).attend(q, k, v), exact((q, k, v), [512], wanted.scale)
+    assert relative_error(found[:, 1:], expected[:, 1:]) < 0.06
+
+
 def test_towers_are_near_and_say_so(fp8_on_cpu: None, model: Any) -> None:
     expected = run_tower(tower_of(model), GRID)
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
@@ -292,6 +302,21 @@ def test_replays_do_not_depend_on_earlier_calls(
     check_replays(model, kind, 2e-3)
 
 
+def test_warmup_captures_what_calls_replay(
+    fp8_on_cpu: None,
+    on_cpu: Any,  # noqa: F811
+    model: Any,
+) -> None:
+    """A call that fills a budget goes without FP8, for its empty segment: others need other graphs."""
+    patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=ALWAYS)
+    hf_vit_accel.warmup(model, progress=False)
+    captured = status_of(model).captures
+    for grid in ([(1, 30, 32)], [(1, 10, 10)], [(1, 20, 18)], [(1, 2, 2)]):
+        run_tower(tower_of(model), grid)
+        assert backends_of(model)["full"] == "cudnn_fp8"
+    assert status_of(model).captures == captured == len(status_of(model).budgets)
+
+
 def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
     expected = run_tower(tower_of(model), GRID)
     hf_vit_accel.patch(model, fp8=True, strict=True)
@@ -300,6 +325,36 @@ def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
     status = hf_vit_accel.status(model).towers[0]
     assert "cudnn_fp8" not in status.backends.values() and not status.fallbacks
     assert status.fp8 is not None and "not used by the last call: rows attend to" in status.fp8
+
+
+def test_status_tells_of_the_last_call_replayed(
+    fp8_on_cpu: None,
+    on_cpu: Any,  # noqa: F811
+    model: Any,
+) -> None:
+    """Not of the one that its graph was captured for."""
+    patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=Fp8Config(shortest=5000))
+    told = []
+    for grid in ([(1, 30, 32)], [(2, 16, 30)]):
+        run_tower(tower_of(model), grid)
+        told.append(str(hf_vit_accel.status(model).towers[0].fp8).split("rows attend to ")[1])
+    assert status_of(model).captures == 1 and status_of(model).replays == 2
+    assert int(told[0].split()[0]) > 800 and int(told[1].split()[0]) < 500, told
+
+
+def test_what_it_cannot_serve_is_told_before_any_call(
+    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_vit_accel.patch(model, fp8=True)
+    assert "cudnn_fp8" not in str(hf_vit_accel.status(model)), "how long segments are is not known"
+    handle = tower_of(model).blocks[0].register_forward_hook(lambda *_: None)
+    hf_vit_accel.patch(model, fp8=True)
+    assert "cudnn_fp8: the stock blocks run" in str(hf_vit_accel.status(model))
+    handle.remove()
+    monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, dtypes=(torch.bfloat16,)))
+    rejected = hf_vit_accel.status(model).towers[0].rejected
+    assert rejected["full"][FP8.name] == ("the dtype is float32, it takes bfloat16",)
+    assert FP8.name not in rejected.get("window", {})
 
 
 def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any) -> None:
@@ -522,7 +577,7 @@ def test_scales_of_a_file() -> None:
     with torch.inference_mode():
         assert not any(held.is_inference() for held in scales.allocate()), "replays outside of it write there"
         first, second = scales.begin()
-    assert first.scales_3H.tolist() == [[64.0, 64.0], [32.0, 32.0], [16.0, 4096.0]]
+    assert first.scales_3H.tolist() == [[64.0, 1024.0], [32.0, 2.0], [16.0, 4096.0]]
     assert second.scales_3H.tolist() == [[256.0, 256.0]] * 3
     assert [float(layer.unscale_1) for layer in (first, second)] == [1 / 2048, 1 / 65536]
     second.maxima_3H[2, 1] = 448 / 256
@@ -603,6 +658,30 @@ def test_maxima_of_another_family_are_refused(fp8_on_cpu: None, tmp_path: Path) 
         hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
 
 
+def test_maxima_of_other_layers_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
+    """Where only some layers attend per frame, the others of a file are zeros: anything would be cut off by those."""
+    model = TINY["qwen2_5_vl"].build()
+    tower = tower_of(model)
+    images = [{"pixel_values": pixels_for(tower, GRID), "image_grid_thw": torch.tensor(GRID)}]
+    path = hf_vit_accel.calibrate(model, images, tmp_path / "maxima.json")
+    full = tower.fullatt_block_indexes
+    tower.fullatt_block_indexes = [index for index in range(len(tower.blocks)) if index not in full]
+    with pytest.raises(ValueError, match=r"zeros for layers 0, 2 in .*maxima\.json"):
+        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    assert state_of(tower) is None
+    tower.fullatt_block_indexes = [*full, 99]
+    hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+
+
+def test_calibrate_refuses_images_whose_features_are_not_finite(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None:
+    pixels = pixels_for(tower_of(model), GRID) * float("nan")
+    with pytest.raises(ValueError, match="not finite in layers"):
+        hf_vit_accel.calibrate(
+            model, [{"pixel_values": pixels, "image_grid_thw": torch.tensor(GRID)}], tmp_path / "none.json"
+        )
+    assert not list(tmp_path.iterdir())
+
+
 def test_maxima_stand_for_the_layers_that_were_there(fp8_on_cpu: None, tmp_path: Path) -> None:
     """A layer that is taken out afterwards would give those behind it the scales of others."""
     model = TINY["qwen3_vl"].build()
@@ -624,6 +703,8 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
     for images, match in (
         ([], "at least one image"),
         ([{"input_ids": 1}], "pixel_values"),
+        ([object()], "what a processor returns.* got object"),
+        ([{**image, "pixel_values": image["pixel_values"].numpy()}], "tensors.* got ndarray"),
         (image, r"a list of .* got one"),
     ):
         with pytest.raises(ValueError, match=match):

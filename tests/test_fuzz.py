@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,22 +196,21 @@ def patched(stock: Any) -> Iterator[Any]:
     yield twin_of(stock)
 
 
-SEEN: dict[str, int] = {}
-
-
-@given(given_=inputs(96))
-@settings(FUZZ, max_examples=150)
-def test_any_input_is_served_or_refused(stock: Any, patched: Any, given_: Inputs) -> None:
+def test_any_input_is_served_or_refused(stock: Any, patched: Any) -> None:
     assert stock.patch_embed.proj.weight[0].numel() == 96
-    way = check(stock, patched, given_)
-    SEEN[way] = SEEN.get(way, 0) + 1
-    good = GRIDS["smallest"]
-    if way != "served":
-        assert_close(run_tower(patched, good), run_tower(stock, good))
+    seen: Counter[str] = Counter()
 
+    @given(given_=inputs(96))
+    @settings(FUZZ, max_examples=150)
+    def tried(given_: Inputs) -> None:
+        way = check(stock, patched, given_)
+        seen[way] += 1
+        good = GRIDS["smallest"]
+        if way != "served":
+            assert_close(run_tower(patched, good), run_tower(stock, good))
 
-def test_both_good_and_bad_inputs_were_tried() -> None:
-    assert SEEN["served"] > 100 and SEEN["refused"] > 100, SEEN
+    tried()
+    assert seen["served"] > 25 and seen["refused"] > 25, seen
 
 
 # --- good and bad input in turn ---------------------------------------------------------------------------------------

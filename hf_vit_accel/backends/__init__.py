@@ -130,19 +130,19 @@ def resolve(
 ) -> Choice:
     """The named backend if it can serve the request, else (or for "auto") the fastest that can by measurement.
 
-    Where FP8 is asked for, that is FP8 on full layers if it can, and if it pays for these segments. faults: backends
-    that failed when they ran, and how; they are not chosen again. Raises BackendUnavailableError where none can: only
-    with a score_mod, which no other backend may ignore.
+    Where FP8 is asked for, that is FP8 on full layers if it can, and if it pays for these segments; without segments
+    only what stands against it is told. faults: backends that failed when they ran, and how; they are not chosen again.
+    Raises BackendUnavailableError where none can: only with a score_mod, which no other backend may ignore.
     """
-    if request.fp8 is not None and request.kind == "full" and segments is not None:
+    if request.fp8 is not None and request.kind == "full":
         reasons = [faults[FP8.name]] if FP8.name in faults else FP8.reasons_against(request)
-        why = None if reasons else FP8.why_not_worth(segments, request)
-        if not reasons and why is None:
+        why = None if reasons or segments is None else FP8.why_not_worth(segments, request)
+        if not reasons and why is None and segments is not None:
             return Choice(backend=FP8, rejected={})
         choice = resolve(name, replace(request, fp8=None), segments, faults)
-        if why is not None:
-            return replace(choice, not_worth={FP8.name: why})
-        return replace(choice, rejected={FP8.name: tuple(reasons), **choice.rejected})
+        if reasons:
+            return replace(choice, rejected={FP8.name: tuple(reasons), **choice.rejected})
+        return choice if why is None else replace(choice, not_worth={FP8.name: why})
     order = [backend_named(known) for rule in AUTO if rule.kind == request.kind for known in rule.order]
     if name != "auto":
         order.insert(0, backend_named(name))

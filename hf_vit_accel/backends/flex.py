@@ -71,7 +71,7 @@ class Flex(Backend):
                 attend: Callable[..., torch.Tensor] = _flex(request.scale, request.score_mod)
             else:
                 torch._dynamo.mark_dynamic(qkv_T3HD, 0)
-                attend = _compiled(request.dtype, heads, head_dim, request.scale, request.score_mod)
+                attend = _compiled(q_THD.device, request.dtype, heads, head_dim, request.scale, request.score_mod)
             out_THD = attend(qkv_T3HD, *tensors.values())
         return out_THD[:rows] if rows < FEWEST else out_THD
 
@@ -189,11 +189,12 @@ def _packed(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, grad:
 
 @lru_cache(maxsize=32)  # bounded, as it also holds what a score_mod captured
 def _compiled(
-    dtype: torch.dtype, heads: int, head_dim: int, scale: float, score_mod: ScoreMod | None
+    device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, scale: float, score_mod: ScoreMod | None
 ) -> Callable[..., torch.Tensor]:
     """`_flex`, to be compiled at its first call, once for any number of rows and any layout.
 
-    Each has a code object of its own: torch.compile bounds how often it compiles one.
+    Each has a code object of its own: torch.compile bounds how often it compiles one, for whatever reason (8 times, of
+    which a device takes 3: tensors of `inference_mode`, others, and gradients).
     """
     function, name = _flex(scale, score_mod), f"flex_{heads}x{head_dim}_{dtype}".replace(".", "_")
     code = function.__code__.replace(co_name=name)

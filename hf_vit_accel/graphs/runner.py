@@ -134,7 +134,7 @@ class Runner:
             finally:
                 self._exactly = None
 
-    def run(self, call: Call, pixels_TP: torch.Tensor, check: Callable[[Prepared], None]) -> list[torch.Tensor] | Eager:
+    def run(self, call: Call, pixels_TP: torch.Tensor, check: Callable[[Layout], None]) -> list[torch.Tensor] | Eager:
         """The call's outputs, fresh tensors; or why it should run eagerly (counted).
 
         check: is shown what will run before it does, and may raise.
@@ -160,7 +160,7 @@ class Runner:
                 chosen = [self._graph(call, bin_) for bin_ in bins]
             except _CaptureError as error:
                 return self.eager(str(error))
-            check(chosen[0][0].prepared)
+            check(chosen[0][1].layout)  # this call's: the graph may have been captured for another
             if call.ahead is not None and call.ahead.chosen == chosen:
                 outputs = call.ahead.outputs
             else:

@@ -32,7 +32,8 @@ def fit(maxima_3H: torch.Tensor) -> torch.Tensor:
     """Scales (..., 3, H), by which absolute maxima (..., 3, H) fit into e4m3: x * scale is at most `LARGEST`.
 
     Of v, each head has the largest power of two that fits. Of q and k the product is the same for all heads, since the
-    attention has one factor for all scores: k's are the largest that fit, q's what the product leaves them.
+    attention has one factor for all scores: a head's are the largest that fit, both smaller by half of what that asks.
+    (By all of it, one of the two would sink to zero in heads whose scores are 10,000 times smaller than another's.)
     """
     mantissa, exponent = torch.frexp(maxima_3H.float())  # mantissa in [0.5, 1); 448 = 0.875 * 2**9
     power = torch.where(mantissa > 0.875, 8 - exponent, 9 - exponent).clamp(_LOWEST_POWER, _HIGHEST_POWER)
@@ -40,6 +41,8 @@ def fit(maxima_3H: torch.Tensor) -> torch.Tensor:
     scales_3H = torch.ldexp(torch.ones_like(maxima_3H, dtype=torch.float32), power)
     q_H, k_H, v_H = scales_3H.unbind(-2)
     product = (q_H * k_H).amin(-1, keepdim=True)
+    excess = torch.frexp(q_H * k_H).exponent - torch.frexp(product).exponent
+    k_H = torch.ldexp(k_H, -(excess // 2))
     return torch.stack((product / k_H, k_H, v_H), -2)
 
 
@@ -59,6 +62,8 @@ def fit_all(maxima, head, HEADS: tl.constexpr):
     k = _fit(tl.load(maxima + HEADS + head, mask=inside, other=0.0))
     v = _fit(tl.load(maxima + 2 * HEADS + head, mask=inside, other=0.0))
     product = tl.min(tl.where(inside, q * k, float("inf")))
+    excess = ((q * k).to(tl.int32, bitcast=True) >> 23) - (product.to(tl.int32, bitcast=True) >> 23)
+    k = k * ((127 - (excess >> 1)) << 23).to(tl.float32, bitcast=True)
     return product / k, k, v, product
 
 
