@@ -303,7 +303,8 @@ def send(packed: Array, device: torch.device) -> torch.Tensor:
 
 def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
     """Send all arrays in one packed copy; each result is a view into one buffer on the device."""
-    with torch.inference_mode(False):  # kept for calls without it too, for which compilers would start anew
+    # Kept for later calls, which may record gradients through what is indexed; and compilers would start anew for each.
+    with torch.inference_mode(False):
         return unpack(send(pack(arrays), device), arrays)
 
 

@@ -105,9 +105,7 @@ def prepare(
 ) -> tuple[Prepared, int]:
     """Lay out a grid and send everything in one copy; also the bytes that it holds."""
     layout = lay_out(build(grid, geometry), request, attention, fused_windows, faults)
-    with torch.inference_mode(False):  # kept for later calls, which may record gradients through what is indexed
-        tensors = to_device(layout.arrays, request.device)
-    return layout.bind(tensors), layout.nbytes
+    return layout.bind(to_device(layout.arrays, request.device)), layout.nbytes
 
 
 def width_of(weight: torch.Tensor) -> int | None:
