@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, backend_named, require, resolve
 from hf_vit_accel.boundary import Settings, request_for
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig
+from hf_vit_accel.contract import own_attention
 from hf_vit_accel.families import FAMILIES, find_towers
 from hf_vit_accel.fusion import PARTS, fuse_tower
 from hf_vit_accel.graphs.call import GraphStatus
@@ -44,7 +45,8 @@ def patch(
     Patching again reconfigures, and drops captured graphs. Weights stay where and what they are; `unpatch` undoes
     everything.
 
-    attention: "auto" for the fastest backend that can serve each call, a backend's name, or a `FlexConfig`.
+    attention: "auto" for the fastest backend that can serve each call, a backend's name, or a `FlexConfig`. A tower
+    whose attention is a function of your own, registered with transformers, keeps it under "auto", and is not faster.
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
@@ -72,7 +74,8 @@ def patch(
         before = state_of(tower)
         former_name = tower.config._attn_implementation if before is None else before.former_name
         install(tower, TowerState(family, settings, former_name=former_name))
-        tower.config._attn_implementation_internal = name_for(settings.attention)
+        own = settings.attention == "auto" and own_attention(former_name)
+        tower.config._attn_implementation_internal = former_name if own else name_for(settings.attention)
     return model
 
 
@@ -241,7 +244,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
             layouts=(0, 0, 0),
         )
     (structure, parameters), choices = state.structure(tower), state.choices
-    against = structure.reasons(parameters)
+    against = [*structure.reasons(parameters), *filter(None, [own_attention(tower.config._attn_implementation)])]
     if not choices and not structure.broken:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
         device = tower.patch_embed.proj.weight.device

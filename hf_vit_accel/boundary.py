@@ -15,6 +15,7 @@ from torch.jit._trace import is_tracing
 
 from hf_vit_accel.backends import FP8, Request, ScoreMod
 from hf_vit_accel.config import Fp8Config, GraphConfig
+from hf_vit_accel.contract import own_attention
 from hf_vit_accel.faults import KERNELS
 from hf_vit_accel.fusion import PARTS, Fusion
 from hf_vit_accel.metadata import Geometry
@@ -59,6 +60,8 @@ def against_injection(tower: Any, former_forward: Any, kwargs: Mapping[str, Any]
         reasons.append("the tower has a forward of its own")
     if any(name in kwargs for name in POPPED):
         reasons.append("the caller supplies sequence metadata")
+    if why := own_attention(tower.config._attn_implementation):
+        reasons.append(why)
     if is_tracing():  # which records no tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
     return reasons

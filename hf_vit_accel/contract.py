@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import modeling_utils
 
 __all__ = [
     "HELPERS",
@@ -31,6 +32,7 @@ __all__ = [
     "helpers_of",
     "is_upstream",
     "makes_angles",
+    "own_attention",
     "tower_changes",
     "warn_of",
 ]
@@ -148,6 +150,18 @@ def is_upstream(function: Any) -> bool:
         function = getattr(function, "__wrapped__", None)
         if function is None:
             return True
+
+
+def own_attention(name: str | None) -> str | None:
+    """Why the attention of that name may compute anything: it is a function of the user's. None if it is not.
+
+    Those of transformers and, by a name with a slash, from the Hub compute attention; so do ours.
+    """
+    function: Any = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
+    known = function is None or "/" in str(name) or function.__module__.startswith("hf_vit_accel.")
+    if known or is_upstream(function):
+        return None
+    return f"the attention {name!r} is a function of your own; patch(attention=...) with a backend's name replaces it"
 
 
 def forward_of(kind: type[nn.Module]) -> Any:

@@ -729,6 +729,14 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "fast; stock with tensors for parameters",
         "test_wrapping.py::test_functional_call_uses_the_given_parameters",
     ),
+    "an attention function of your own, registered with transformers": (
+        "stock; fast with another backend where one is named",
+        "test_replaced.py::test_an_attention_function_of_your_own",
+    ),
+    "pixel values in other shapes and dtypes, padding rows in `grid_thw`": (
+        "fast, where stock takes them",
+        "test_tower.py::test_odd_input_that_stock_takes_is_taken",
+    ),
     "metadata supplied by the caller": ("stock", "test_wrapping.py::test_metadata_of_the_caller_goes_the_stock_way"),
     "a tower class of your own": (
         "stock",

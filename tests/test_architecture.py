@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "config": set(),
     "graphs": {"backends", "config", "metadata", "planning"},
     "faults": {"backends", ""},
-    "boundary": {"backends", "config", "faults", "fusion", "metadata", "planning", "scales"},
+    "boundary": {"backends", "config", "contract", "faults", "fusion", "metadata", "planning", "scales"},
     "state": {
         "backends",
         "boundary",
@@ -56,6 +56,7 @@ MAY_IMPORT = {
     "api": {
         "boundary",
         "config",
+        "contract",
         "graphs",
         "kernels",
         "registration",

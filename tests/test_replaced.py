@@ -14,6 +14,8 @@ import torch
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch.autograd import forward_ad
+from transformers import modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
 from hf_vit_accel import fusion
@@ -446,3 +448,42 @@ def test_inference_mode_and_then_gradients_from_a_hook(tower: Any) -> None:
         tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID))
     assert_close(gradients(), expected)
     assert state_of(tower).prepared.hits == 1
+
+
+def half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """An attention of someone's own."""
+    out, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    return out * 0.5, weights
+
+
+@pytest.mark.parametrize("name", ["half", "sdpa"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_attention_function_of_your_own(
+    tower: Any, monkeypatch: pytest.MonkeyPatch, name: str, strict: bool
+) -> None:
+    """Kept under `auto`, under a new name or transformers' own; replaced where a backend is named."""
+    expected = run_tower(tower, GRID)
+    monkeypatch.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, name, half)
+    tower.set_attn_implementation(name)
+    own = run_tower(tower, GRID)
+    assert relative_error(own[0], expected[0]) > 0.01
+    hf_vit_accel.patch(tower, strict=strict)
+    assert f"the attention '{name}' is a function of your own" in str(hf_vit_accel.status(tower))
+    if strict:
+        with pytest.raises(hf_vit_accel.FallbackError, match="function of your own"):
+            run_tower(tower, GRID)
+        return
+    assert_close(run_tower(tower, GRID), own, 0.0)
+    status = hf_vit_accel.status(tower).towers[0]
+    assert (status.calls, status.stock_calls) == (0, 1)
+    with hf_vit_accel.patched(tower, attention="flex"):
+        assert_close(run_tower(tower, GRID), expected)
+        assert state_of(tower).calls == 1
+    assert_close(run_tower(tower, GRID), own, 0.0)
+    hf_vit_accel.patch(tower, attention="flex", strict=True)
+    assert_close(run_tower(tower, GRID), expected)
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRID), own, 0.0)
+    hf_vit_accel.unpatch(tower)
+    assert tower.config._attn_implementation == name
+    assert_close(run_tower(tower, GRID), own, 0.0)
