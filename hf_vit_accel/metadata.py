@@ -25,6 +25,7 @@ __all__ = [
     "Segments",
     "VisionMetadata",
     "build",
+    "capturing",
     "pack",
     "read_inputs",
     "send",
@@ -295,9 +296,22 @@ def _starts(arrays: Mapping[str, Array]) -> tuple[list[int], int]:
     return starts, total
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether work for a device goes into a CUDA graph now, and does not run yet."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def send(packed: Array, device: torch.device) -> torch.Tensor:
-    """Packed bytes on a device. To CUDA they go from pinned memory, on the current stream, without waiting."""
+    """Packed bytes on a device. To CUDA they go from pinned memory, on the current stream, without waiting.
+
+    Raises RuntimeError while a CUDA graph is captured: its replays would send again what is in that memory then.
+    """
     host = torch.from_numpy(packed)
+    if capturing(device):
+        raise RuntimeError(
+            "expected a call of the same sizes before a CUDA graph of your own is captured around it, got none; run it "
+            "once, or let hf_vit_accel.patch(model, cuda_graphs=True) capture"
+        )
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
@@ -343,6 +357,11 @@ class LRU(Generic[V]):
         with self._lock:
             held = self._values.get(key)
         return None if held is None else held[0]
+
+    def find(self, wanted: Callable[[Any], bool]) -> V | None:
+        """A value whose key is wanted, the latest used; not counted as a use."""
+        with self._lock:
+            return next((held for key, (held, _) in reversed(self._values.items()) if wanted(key)), None)
 
     def __len__(self) -> int:
         return len(self._values)

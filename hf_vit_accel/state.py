@@ -20,12 +20,14 @@ from hf_vit_accel.faults import KERNELS
 from hf_vit_accel.fusion import Fusion, fuse_tower
 from hf_vit_accel.graphs.call import Ahead
 from hf_vit_accel.graphs.runner import Runner
-from hf_vit_accel.metadata import LRU, Geometry, Grid
+from hf_vit_accel.metadata import LRU, Geometry, Grid, capturing
 from hf_vit_accel.planning import Prepared, prepare, stream_id
 from hf_vit_accel.scales import Scales
 from hf_vit_accel.structure import Structure
 
 __all__ = ["Family", "TowerState"]
+
+_CAPTURED: list[Any] = []  # what CUDA graphs that are not ours read at every replay: when they go is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +151,17 @@ class TowerState:
         """Metadata and plans for a grid: from the cache, or computed on the host and sent in one copy.
 
         fused_windows: window layers need no plan where a kernel of ours attends them.
+        Raises RuntimeError while someone else's CUDA graph is captured, for a layout that is not there yet.
         """
         if request.device != self._device:
             self.prepared.clear()
             self._device = request.device
+        layout = grid, geometry, request, self.settings.attention, fused_windows
+        if capturing(request.device) and (known := self.prepared.find(lambda key: key[0] == layout)) is not None:
+            # Someone else's CUDA graph. Whoever captures has waited for all streams.
+            _CAPTURED.append((known, None if request.fp8 is None else request.fp8.allocate()))
+            return known
         return self.prepared.get(
-            (grid, geometry, request, self.settings.attention, stream_id(request.device), fused_windows),
+            (layout, stream_id(request.device)),
             lambda: prepare(grid, geometry, request, self.settings.attention, fused_windows, self.faults),
         )

@@ -30,7 +30,9 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError
-from hf_vit_accel.backends import ORDER
+from hf_vit_accel import metadata as metadata_module
+from hf_vit_accel import state as state_module
+from hf_vit_accel.backends import ORDER, backend_named
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.fusion import PARTS
 from hf_vit_accel.tower import state_of
@@ -667,6 +669,24 @@ def test_patched_inside_patched_keeps_the_outer_statistics(shared: Any) -> None:
         assert state_of(tower_of(shared)) is state and state.calls == 1
 
 
+def test_a_capture_of_your_own(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a CUDA graph that is not ours a layout that is known serves, whatever stream it was sent on, and stays."""
+    tower = tower_of(shared)
+    expected, other = run_tower(tower, GRIDS["image"]), run_tower(tower, GRIDS["video"])
+    with hf_vit_accel.patched(shared):
+        run_tower(tower, GRIDS["image"])
+        with monkeypatch.context() as captured:
+            for module in (metadata_module, state_module):
+                captured.setattr(module, "capturing", lambda device: True)
+            captured.setattr(state_module, "stream_id", lambda device: 7)
+            assert_close(run_tower(tower, GRIDS["image"]), expected)
+            with pytest.raises(RuntimeError, match="before a CUDA graph of your own is captured"):
+                run_tower(tower, GRIDS["video"])
+        assert_close(run_tower(tower, GRIDS["video"]), other)
+        kept = weakref.ref(next(iter(state_of(tower).prepared._values.values()))[0])
+    assert any(kept() is prepared for prepared, _ in state_module._CAPTURED)
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 BAD = {
@@ -857,3 +877,37 @@ def test_gpu_memory_is_stock(shared: Any) -> None:
     hf_vit_accel.unpatch(tower)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before * 1.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["flash_attention_3", "flashinfer_cudnn", "torch_varlen", "flex"])
+def test_gpu_a_capture_of_your_own(model: Any, attention: str) -> None:
+    """Its replays read what stays, also when the layout went from the cache and the tower is stock again."""
+    if reasons := backend_named(attention).reasons_against_machine():
+        pytest.skip("; ".join(reasons))
+    tower, grid = tower_of(model.to("cuda", torch.bfloat16)), torch.tensor(GRIDS["images"])
+    first, second = (pixels_for(tower, GRIDS["images"], seed, device="cuda", dtype=torch.bfloat16) for seed in (0, 1))
+    with torch.no_grad():
+        expected = outputs_of(tower(second, grid_thw=grid))
+        hf_vit_accel.patch(model, attention=attention)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # as torch's documentation warms up
+            for _ in range(3):
+                tower(first, grid_thw=grid)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph, static, refused = torch.cuda.CUDAGraph(), first.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = outputs_of(tower(static, grid_thw=grid))
+        with pytest.raises(RuntimeError, match="before a CUDA graph of your own"), torch.cuda.graph(refused):
+            tower(first[:4], grid_thw=torch.tensor([(1, 2, 2)]))
+        for width in range(1, 70):
+            run_tower(tower, [(1, 2, 2 * width)])
+        assert not hf_vit_accel.status(model).towers[0].fallbacks
+        hf_vit_accel.unpatch(model)
+        garbage = [torch.full((1 << 16,), -1, device="cuda", dtype=torch.int32) for _ in range(64)]
+        static.copy_(second)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close([x.clone() for x in outputs], expected, 3e-2)
+        del garbage
