@@ -159,7 +159,8 @@ class TowerState:
         layout = grid, geometry, request, self.settings.attention, fused_windows
         if capturing(request.device) and (known := self.prepared.find(lambda key: key[0] == layout)) is not None:
             # Someone else's CUDA graph. Whoever captures has waited for all streams.
-            _CAPTURED.append((known, None if request.fp8 is None else request.fp8.allocate()))
+            if all(held is not known for held, _ in _CAPTURED):
+                _CAPTURED.append((known, None if request.fp8 is None else request.fp8.allocate()))
             return known
         return self.prepared.get(
             (layout, stream_id(request.device)),

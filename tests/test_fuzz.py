@@ -446,7 +446,11 @@ def test_a_tower_does_not_grow(on_cpu: None, monkeypatch: pytest.MonkeyPatch, fa
 def test_every_cache_declares_its_bound() -> None:
     """No `functools.cache` of inputs; and what a module holds that grows is a bounded LRU, or named here."""
     probes = {id(probe) for probe in env._PROBES}  # of packages and devices: as many as the machine has
-    held = {"_PROBES": "as many as there are probes", "WORKSPACES": "one per device and stream"}
+    held = {
+        "_PROBES": "as many as there are probes",
+        "WORKSPACES": "one per device and stream",
+        "_CAPTURED": "one per layout that the user captured",
+    }
     for found in pkgutil.walk_packages(hf_vit_accel.__path__, "hf_vit_accel."):
         module = importlib.import_module(found.name)
         for name, value in vars(module).items():
