@@ -1,5 +1,5 @@
 # make test   lint, types and tests (those marked gpu only where a CUDA device is present)
-# make matrix every cell of SUPPORT.md, every supported version, and transformers' own tests: hours; see noxfile.py
+# make matrix every cell of SUPPORT.md, every supported version, and transformers' own tests: more than an hour; see noxfile.py
 # make support  SUPPORT.md, written anew
 # make demo   the example, into build/demo
 # Both set up .venv first, and again after pyproject.toml or constraints.txt changed.

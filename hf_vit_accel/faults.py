@@ -7,6 +7,7 @@ without it, and runs the call again.
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Mapping
 
@@ -28,12 +29,16 @@ def blame(error: Exception) -> Mapping[str, str]:
 
     A backend may be built on another one's code, and fail in it: what was called is the outermost.
     Empty for what must reach the user as it is: memory that ran out (people catch that, and try a smaller batch), our
-    own invariants, and whatever came from elsewhere: a user's module, torch. So are errors of the last backend, which
-    has nothing to go to.
+    own invariants, and whatever came from elsewhere: a user's module, torch, a signal (people raise TimeoutError from
+    one, wherever the program is). So are errors of the last backend, which has nothing to go to.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return {}
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    if any(frame.f_code in handlers for frame in frames):
+        return {}
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
     if isinstance(error, AssertionError) and modules[-1].startswith("hf_vit_accel."):
         return {}
     names = {type(backend).__module__: backend.name for backend in (*backends.ORDER[:-1], backends.FP8)}

@@ -10,6 +10,7 @@ import copy
 import enum
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -373,6 +374,28 @@ RUN_TIME = {
     "import": ImportError("undefined symbol: _ZN2at4_ops5zeros4callE"),
     "type": TypeError("varlen_attn() got an unexpected keyword argument 'scale'"),
 }
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="the operating system has no such signal")
+def test_a_timeout_is_no_fault(built: Any, flashinfer: Flashinfer, monkeypatch: Any) -> None:
+    """What a signal's handler raises while a backend runs reaches the user, who waits for it."""
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError("too late")
+
+    model, expected = built["qwen2_vl"]
+    hf_vit_accel.patch(model)
+    former = signal.signal(signal.SIGUSR1, late)
+    try:
+        with monkeypatch.context() as slow:
+            slow.setattr(flashinfer, "run", lambda *args: signal.raise_signal(signal.SIGUSR1))
+            with pytest.raises(TimeoutError, match="too late"):
+                run_tower(tower_of(model), GRID)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert_close(run_tower(tower_of(model), GRID), expected)
+    status = status_of(model)
+    assert status.calls == 1 and status.backends["full"] == "flashinfer_cudnn" and not status.fallbacks
 
 
 @pytest.mark.parametrize("way", ["fast", "hooked", "gradients"])
