@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import os
 import pickle
 import signal
@@ -376,13 +377,26 @@ RUN_TIME = {
 }
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="the operating system has no such signal")
-def test_a_timeout_is_no_fault(built: Any, flashinfer: Flashinfer, monkeypatch: Any) -> None:
-    """What a signal's handler raises while a backend runs reaches the user, who waits for it."""
+def _late(*given: Any) -> None:
+    raise TimeoutError("too late")
 
-    def late(number: int, frame: Any) -> None:
+
+def _late_once(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise TimeoutError("too late")
+
+
+class Late:
+    """A handler that is an object."""
+
+    def __call__(self, number: int, frame: Any) -> None:
         raise TimeoutError("too late")
 
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="the operating system has no such signal")
+@pytest.mark.parametrize("late", [_late, _late_once, functools.partial(_late, "context"), Late()])
+def test_a_timeout_is_no_fault(built: Any, flashinfer: Flashinfer, monkeypatch: Any, late: Any) -> None:
+    """What a signal's handler raises while a backend runs reaches the user, who waits for it."""
     model, expected = built["qwen2_vl"]
     hf_vit_accel.patch(model)
     former = signal.signal(signal.SIGUSR1, late)
