@@ -24,7 +24,7 @@ from hf_vit_accel.metadata import Grid
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.scales import Maxima
 from hf_vit_accel.structure import Structure
-from hf_vit_accel.tower import FallbackError, Family, TowerState, install, state_of, uninstall
+from hf_vit_accel.tower import FallbackError, Family, TowerState, against_tower, former_of, install, state_of, uninstall
 
 __all__ = ["Status", "TowerStatus", "patch", "patched", "status", "unpatch", "warmup"]
 
@@ -68,11 +68,10 @@ def patch(
     for path, tower, family in towers:
         _check_maxima(path, tower, family, settings)
     if settings.strict:
-        for path, tower, _ in towers:
-            _check_strict(path, tower, settings)
+        for path, tower, family in towers:
+            _check_strict(path, tower, family, settings)
     for _, tower, family in towers:
-        before = state_of(tower)
-        former_name = tower.config._attn_implementation if before is None else before.former_name
+        former_name, _ = former_of(tower)
         install(tower, TowerState(family, settings, former_name=former_name))
         own = settings.attention == "auto" and own_attention(former_name)
         tower.config._attn_implementation_internal = former_name if own else name_for(settings.attention)
@@ -244,7 +243,8 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
             layouts=(0, 0, 0),
         )
     (structure, parameters), choices = state.structure(tower), state.choices
-    against = [*structure.reasons(parameters), *filter(None, [own_attention(tower.config._attn_implementation)])]
+    name = tower.config._attn_implementation
+    against = against_tower(tower, family, structure, parameters, name, state.former_forward)
     if not choices and not structure.broken:
         kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
         device = tower.patch_embed.proj.weight.device
@@ -386,9 +386,10 @@ def silent_layers(maxima: Maxima, tower: Any, family: Family) -> list[int]:
     return [index for index, layer in enumerate(maxima.values) if index in full and not any(map(any, layer))]
 
 
-def _check_strict(path: str, tower: Any, settings: Settings) -> None:
-    structure = Structure(tower)
-    against = structure.reasons(structure.parameters())
+def _check_strict(path: str, tower: Any, family: Family, settings: Settings) -> None:
+    structure, (name, forward) = Structure(tower), former_of(tower)
+    name = name if settings.attention == "auto" else None  # a named backend replaces what is there
+    against = against_tower(tower, family, structure, structure.parameters(), name, forward)
     if not against and settings.fuse_named:
         weight = tower.patch_embed.proj.weight
         fusion = fuse_tower(tower, settings.fuse, weight.device, weight.dtype)

@@ -52,15 +52,18 @@ class Settings:
     strict: bool = False
 
 
-def against_injection(tower: Any, former_forward: Any, kwargs: Mapping[str, Any]) -> list[str]:
-    """Why a call must reach the stock forward as it is, whatever it holds, without metadata of ours."""
+def against_injection(tower: Any, name: str | None, former_forward: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """Why a call must reach the stock forward as it is, whatever it holds, without metadata of ours.
+
+    name: of the attention that it runs under.
+    """
     reasons = []
     # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
     if getattr(former_forward, "__func__", None) is not type(tower).forward and former_forward is not None:
         reasons.append("the tower has a forward of its own")
     if any(name in kwargs for name in POPPED):
         reasons.append("the caller supplies sequence metadata")
-    if why := own_attention(tower.config._attn_implementation):
+    if why := own_attention(name):
         reasons.append(why)
     if is_tracing():  # which records no tensors that numpy makes
         reasons.append("torch.jit.trace is at work")

@@ -158,7 +158,7 @@ def own_attention(name: str | None) -> str | None:
     Those of transformers and, by a name with a slash, from the Hub compute attention; so do ours.
     """
     function: Any = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
-    known = function is None or "/" in str(name) or function.__module__.startswith("hf_vit_accel.")
+    known = function is None or "/" in str(name) or str(function.__module__).startswith("hf_vit_accel.")
     if known or is_upstream(function):
         return None
     return f"the attention {name!r} is a function of your own; patch(attention=...) with a backend's name replaces it"

@@ -135,7 +135,7 @@ def read_inputs(
     Raises ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the
     merge size, and pixels that are not as many as the grid's products add up to.
     """
-    if not _is_dense(pixels) or pixels.is_complex() or (width is None and pixels.dim() != 2):
+    if not _is_dense(pixels) or pixels.is_complex():
         raise ValueError(_WRONG_PIXELS.format(_describe(pixels)))
     if not _is_dense(grid_thw) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(
@@ -165,6 +165,8 @@ def read_inputs(
         raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
     grid: Grid = tuple(sizes)
     rows = sum(t * h * w for t, h, w in grid)
+    if width is None and pixels.dim() != 2:
+        width = pixels.numel() // rows
     if width is not None and pixels.shape != (rows, width) and pixels.numel() == rows * width:
         pixels = pixels.reshape(rows, width)
     if pixels.dim() != 2:

@@ -15,7 +15,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,8 @@ __all__ = [
     "FallbackError",
     "Family",
     "TowerState",
+    "against_tower",
+    "former_of",
     "install",
     "state_of",
     "uninstall",
@@ -58,6 +60,27 @@ class FallbackError(RuntimeError):
 def state_of(tower: nn.Module) -> TowerState | None:
     """The state of a patched tower; None for a stock one."""
     return vars(tower).get(_STATE)
+
+
+def former_of(tower: Any) -> tuple[str | None, Any]:
+    """The attention name and the instance forward that a tower has, or had before it was patched."""
+    state = state_of(tower)
+    if state is not None:
+        return state.former_name, state.former_forward
+    return tower.config._attn_implementation, vars(tower).get(_forward_slot(tower))
+
+
+def against_tower(
+    tower: nn.Module,
+    family: Family,
+    structure: Structure,
+    parameters: list[nn.Parameter],
+    name: str | None,
+    former_forward: Any,
+) -> list[str]:
+    """What keeps every call off the fast path, under an attention of that name."""
+    reasons = against_injection(tower, name, former_forward, {}) + structure.reasons(parameters)
+    return reasons if structure.broken else reasons + against_positions(tower, family.geometry(tower))
 
 
 def install(tower: nn.Module, state: TowerState) -> None:
@@ -110,6 +133,9 @@ class AcceleratedForward:
     def __init__(self, tower: nn.Module, state: TowerState) -> None:
         self._tower, self._state = weakref.ref(tower), state
         self.__signature__ = inspect.signature(type(tower).forward.__get__(tower))
+        if state.former_forward is not None:
+            with suppress(TypeError, ValueError):  # of what is not written in Python
+                self.__signature__ = inspect.signature(state.former_forward)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._tower(), self._state)
@@ -168,7 +194,7 @@ def forward(hidden_states: Any, grid_thw: Any, **kwargs: Any) -> tuple[Any, Any,
 def _attempt(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The boundary: check the call, decide its way once, go it."""
     original = state.former_forward or partial(type(tower).forward, tower)
-    unknown = against_injection(tower, state.former_forward, kwargs)
+    unknown = against_injection(tower, tower.config._attn_implementation, state.former_forward, kwargs)
     if not unknown:
         try:
             hidden_states, grid_thw, others = forward(*args, **kwargs)
@@ -223,7 +249,7 @@ def _attempt(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[
             prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
             served(prepared)
             if fusion is None:
-                output = original(hidden_states, grid_thw, **others, **prepared.injected())
+                output = original(*args, **kwargs, **prepared.injected())
                 return _counted(state, output, unmet, fast=False)
             outputs = encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states)
     if marked:  # copies, as stock's are no leaves either and may be written to

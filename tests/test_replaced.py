@@ -268,13 +268,23 @@ def test_a_forward_of_your_own_takes_what_it_takes(tower: Any, how: str, when: s
     if when == "after":
         hf_vit_accel.patch(tower)
     change()
+    takes = inspect.signature(tower.forward).parameters if when == "before" else None
     hf_vit_accel.patch(tower)
+    assert takes is None or list(inspect.signature(tower.forward).parameters) == list(takes)
     found = run()
     assert_close(found[len(found) // 2 :], expected)
     [status] = hf_vit_accel.status(tower).towers
     assert status.calls in (0, 2) and sum((status.calls, status.stock_calls)) >= 2, str(status)
     hf_vit_accel.unpatch(tower)
     assert_close(found, run())
+
+
+def test_a_forward_whose_signature_nobody_can_read(tower: Any) -> None:
+    tower.forward = type  # of C, as compiled modules' are
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(tower.forward)
+    assert "grid_thw" in inspect.signature(hf_vit_accel.patch(tower).forward).parameters
+    assert hf_vit_accel.unpatch(tower).forward is type
 
 
 def test_a_tower_without_what_tells_its_layout_stays_stock(tower: Any) -> None:
@@ -450,6 +460,69 @@ def test_inference_mode_and_then_gradients_from_a_hook(tower: Any) -> None:
     assert state_of(tower).prepared.hits == 1
 
 
+@pytest.mark.parametrize("how", ["forward", "positions"])
+def test_status_and_strict_tell_what_no_call_gets_past(how: str) -> None:
+    """Before any call: what stands around the tower, and positions that are made otherwise."""
+    tower = tower_of(TINY["qwen3_vl"].build())
+    if how == "forward":
+        tower.forward = lambda *args, **kwargs: type(tower).forward(tower, *args, **kwargs)
+    else:
+        tower.interpolation_mode = "bicubic"
+    with pytest.raises(hf_vit_accel.FallbackError, match="cannot be served"):
+        hf_vit_accel.patch(tower, strict=True)
+    assert state_of(tower) is None
+    [status] = hf_vit_accel.status(hf_vit_accel.patch(tower)).towers
+    run_tower(tower, GRID)
+    [after] = hf_vit_accel.status(tower).towers
+    assert status.against_fast == after.against_fast == tuple(after.fallbacks) != ()
+    assert not status.fused and after.stock_calls == 1
+
+
+def test_hooks_see_the_pixels_as_they_were_given(tower: Any) -> None:
+    pixels, seen = pixels_for(tower, GRID)[None], []
+    tower.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    expected = outputs_of(tower(pixels, grid_thw=torch.tensor(GRID)))
+    hf_vit_accel.patch(tower)
+    assert_close(outputs_of(tower(pixels, grid_thw=torch.tensor(GRID))), expected)
+    assert seen[0] is seen[1] is pixels
+
+
+class _AsMatrix(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.proj = nn.Linear(weight[0].numel(), len(weight), bias=False)
+        self.proj.weight = nn.Parameter(weight.detach().flatten(1))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.proj(pixels.reshape(-1, self.proj.in_features))
+
+
+def test_pixels_of_any_shape_where_a_linear_stands_for_the_convolution(tower: Any) -> None:
+    tower.patch_embed = _AsMatrix(tower.patch_embed.proj.weight)
+    pixels, grid = pixels_for(tower, GRID), torch.tensor(GRID)
+    with torch.no_grad():
+        expected = outputs_of(tower(pixels[None], grid_thw=grid))
+        hf_vit_accel.patch(tower)
+        for given in (pixels, pixels[None], pixels.flatten(), pixels.view(-1, 3, 2, 4, 4)):
+            assert_close(outputs_of(tower(given, grid_thw=grid)), expected)
+        with pytest.raises(ValueError, match="pixel values as a tensor"):
+            tower(pixels.flatten()[1:], grid_thw=grid)
+    assert hf_vit_accel.status(tower).towers[0].calls == 4
+
+
+def test_an_attention_function_of_no_module(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `exec` makes them in a namespace without a name."""
+    scope: dict[str, Any] = {"half": half}
+    exec("def anonymous(*args, **kwargs):\n    return half(*args, **kwargs)", scope)
+    monkeypatch.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, "anonymous", scope["anonymous"])
+    assert scope["anonymous"].__module__ is None
+    tower.set_attn_implementation("anonymous")
+    expected = run_tower(tower, GRID)
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRID), expected, 0.0)
+    check_reason(tower, "the attention 'anonymous' is a function of your own")
+
+
 def half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """An attention of someone's own."""
     out, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
@@ -467,12 +540,14 @@ def test_an_attention_function_of_your_own(
     tower.set_attn_implementation(name)
     own = run_tower(tower, GRID)
     assert relative_error(own[0], expected[0]) > 0.01
-    hf_vit_accel.patch(tower, strict=strict)
-    assert f"the attention '{name}' is a function of your own" in str(hf_vit_accel.status(tower))
     if strict:
+        hf_vit_accel.patch(tower, attention="flex", strict=True)
         with pytest.raises(hf_vit_accel.FallbackError, match="function of your own"):
-            run_tower(tower, GRID)
+            hf_vit_accel.patch(tower, strict=True)
+        assert_close(run_tower(tower, GRID), expected)
         return
+    hf_vit_accel.patch(tower)
+    assert f"the attention '{name}' is a function of your own" in str(hf_vit_accel.status(tower))
     assert_close(run_tower(tower, GRID), own, 0.0)
     status = hf_vit_accel.status(tower).towers[0]
     assert (status.calls, status.stock_calls) == (0, 1)
