@@ -73,7 +73,7 @@ def patch(
     for _, tower, family in towers:
         former_name, _ = former_of(tower)
         install(tower, TowerState(family, settings, former_name=former_name))
-        own = settings.attention == "auto" and own_attention(former_name)
+        own = settings.attention == "auto" and own_attention(tower, former_name)
         tower.config._attn_implementation_internal = former_name if own else name_for(settings.attention)
     return model
 

@@ -63,7 +63,7 @@ def against_injection(tower: Any, name: str | None, former_forward: Any, kwargs:
         reasons.append("the tower has a forward of its own")
     if any(name in kwargs for name in POPPED):
         reasons.append("the caller supplies sequence metadata")
-    if why := own_attention(name):
+    if why := own_attention(tower, name):
         reasons.append(why)
     if is_tracing():  # which records no tensors that numpy makes
         reasons.append("torch.jit.trace is at work")

@@ -152,12 +152,15 @@ def is_upstream(function: Any) -> bool:
             return True
 
 
-def own_attention(name: str | None) -> str | None:
-    """Why the attention of that name may compute anything: it is a function of the user's. None if it is not.
+def own_attention(tower: Any, name: str | None) -> str | None:
+    """Why a tower's attention of that name may compute anything: it is a function of the user's. None if it is not.
 
     Those of transformers and, by a name with a slash, from the Hub compute attention; so do ours.
     """
-    function: Any = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
+    if name == "eager":  # which is not registered, but a function beside the tower
+        function: Any = getattr(sys.modules.get(type(tower).forward.__module__), "eager_attention_forward", None)
+    else:
+        function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
     known = function is None or "/" in str(name) or str(function.__module__).startswith("hf_vit_accel.")
     if known or is_upstream(function):
         return None

@@ -529,14 +529,17 @@ def half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return out * 0.5, weights
 
 
-@pytest.mark.parametrize("name", ["half", "sdpa"])
+@pytest.mark.parametrize("name", ["half", "sdpa", "eager"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_attention_function_of_your_own(
     tower: Any, monkeypatch: pytest.MonkeyPatch, name: str, strict: bool
 ) -> None:
     """Kept under `auto`, under a new name or transformers' own; replaced where a backend is named."""
     expected = run_tower(tower, GRID)
-    monkeypatch.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, name, half)
+    if name == "eager":
+        monkeypatch.setattr(sys.modules[type(tower).__module__], "eager_attention_forward", half)
+    else:
+        monkeypatch.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, name, half)
     tower.set_attn_implementation(name)
     own = run_tower(tower, GRID)
     assert relative_error(own[0], expected[0]) > 0.01
