@@ -61,7 +61,7 @@ def against_injection(tower: Any, name: str | None, former_forward: Any, kwargs:
     # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
     if getattr(former_forward, "__func__", None) is not type(tower).forward and former_forward is not None:
         reasons.append("the tower has a forward of its own")
-    if any(name in kwargs for name in POPPED):
+    if any(popped in kwargs for popped in POPPED):
         reasons.append("the caller supplies sequence metadata")
     if why := own_attention(tower, name):
         reasons.append(why)

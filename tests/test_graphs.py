@@ -136,6 +136,31 @@ def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0].graphs
 
 
+ODD: dict[str, Any] = {
+    "a batch": lambda p, g: (p[None], g),
+    "flat": lambda p, g: (p.flatten(), g),
+    "integers": lambda p, g: ((p * 10).to(torch.int32), g),
+    "bytes": lambda p, g: ((p.abs() * 10).to(torch.uint8), g),
+    "wider floats": lambda p, g: (p.double() * 1.1, g),
+    "padding rows in the grid": lambda p, g: (p, torch.cat([g.new_zeros(1, 3), g])),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_input_is_replayed(on_cpu: Any, model: Any, case: str) -> None:
+    """What stock casts and views itself, between calls of the usual form; also where a replay begins early."""
+    tower, grid = tower_of(model), [(1, 4, 6), (1, 2, 2)]
+    usual = pixels_for(tower, grid), torch.tensor(grid)
+    odd = ODD[case](*usual)
+    with torch.no_grad():
+        expected = [outputs_of(tower(*given)) for given in (usual, odd)]
+        patch(model)
+        for _ in range(3):
+            for given, wanted in zip((usual, odd), expected, strict=True):
+                assert_close(outputs_of(tower(*given)), wanted)
+    assert status_of(model).replays == 6 and not status_of(model).eager
+
+
 def draw_grid(rng: np.random.Generator, most: int = 128) -> Grid:
     """Images and videos of random sizes, together at most so many merged tokens."""
     grid: Grid = []
