@@ -19,8 +19,8 @@ from hf_vit_accel.contract import own_attention
 from hf_vit_accel.families import FAMILIES, find_towers
 from hf_vit_accel.fusion import PARTS, fuse_tower
 from hf_vit_accel.graphs.call import GraphStatus
-from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Grid
+from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.scales import Maxima
 from hf_vit_accel.structure import Structure

@@ -11,7 +11,7 @@ import torch
 
 from hf_vit_accel.backends import Attend
 from hf_vit_accel.fusion import Fusion
-from hf_vit_accel.kernels import window_attention
+from hf_vit_accel.ops import window_attention
 from hf_vit_accel.planning import Prepared
 
 __all__ = ["encode"]

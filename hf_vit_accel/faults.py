@@ -43,7 +43,7 @@ def blame(error: Exception) -> Mapping[str, str]:
     if isinstance(error, AssertionError) and modules[-1].startswith("hf_vit_accel."):
         return {}
     names = {type(backend).__module__: backend.name for backend in (*backends.ORDER[:-1], backends.FP8)}
-    passed = [KERNELS if module.startswith("hf_vit_accel.kernels.") else names.get(module) for module in modules]
+    passed = [KERNELS if module.startswith("hf_vit_accel.ops.") else names.get(module) for module in modules]
     found = [name for name in passed if name is not None]
     if not found:
         return {}

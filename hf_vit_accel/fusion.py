@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_vit_accel.contract import makes_angles
-from hf_vit_accel.kernels.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
-from hf_vit_accel.kernels.launch import why_not_descriptors, why_not_triton
-from hf_vit_accel.kernels.linear_activation import linear_quick_gelu, linear_swiglu
-from hf_vit_accel.kernels.norm import add_norm_
-from hf_vit_accel.kernels.patch_embed import patch_embed
-from hf_vit_accel.kernels.positions import add_positions_
-from hf_vit_accel.kernels.rope import rope_, rope_reference_
+from hf_vit_accel.ops.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
+from hf_vit_accel.ops.launch import why_not_descriptors, why_not_triton
+from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
+from hf_vit_accel.ops.norm import add_norm_
+from hf_vit_accel.ops.patch_embed import patch_embed
+from hf_vit_accel.ops.positions import add_positions_
+from hf_vit_accel.ops.rope import rope_, rope_reference_
 from hf_vit_accel.structure import is_plain
 
 __all__ = ["PARTS", "Fusion", "Layer", "fuse_tower"]

@@ -11,8 +11,8 @@ import torch
 
 from hf_vit_accel.backends import FP8, Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.faults import KERNELS
-from hf_vit_accel.kernels.window_attention import LONGEST
 from hf_vit_accel.metadata import Array, Geometry, Grid, VisionMetadata, build, to_device
+from hf_vit_accel.ops.window_attention import LONGEST
 
 __all__ = ["PLANS", "POPPED", "Layout", "Prepared", "check_pixels", "lay_out", "prepare", "stream_id", "width_of"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.kernels import e4m3
+from hf_vit_accel.ops import e4m3
 
 __all__ = ["LayerScales", "Maxima", "Scales", "settle"]
 

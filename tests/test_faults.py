@@ -37,8 +37,8 @@ from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.faults import KERNELS, blame
 from hf_vit_accel.graphs import runner as runner_module
-from hf_vit_accel.kernels import activation, linear_activation, norm, positions, rope, window_attention
-from hf_vit_accel.kernels import launch as launch_module
+from hf_vit_accel.ops import activation, linear_activation, norm, positions, rope, window_attention
+from hf_vit_accel.ops import launch as launch_module
 from hf_vit_accel.tower import state_of
 
 Grid = list[tuple[int, int, int]]

@@ -30,10 +30,10 @@ from hf_vit_accel import scales as scales_module
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_longest
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.kernels import e4m3 as e4m3_module
-from hf_vit_accel.kernels import quantize as quantize_module
-from hf_vit_accel.kernels.e4m3 import E4M3, dequantize_reference, fit
-from hf_vit_accel.kernels.quantize import center_reference, quantize_reference
+from hf_vit_accel.ops import e4m3 as e4m3_module
+from hf_vit_accel.ops import quantize as quantize_module
+from hf_vit_accel.ops.e4m3 import E4M3, dequantize_reference, fit
+from hf_vit_accel.ops.quantize import center_reference, quantize_reference
 from hf_vit_accel.scales import Maxima, Scales
 from hf_vit_accel.tower import state_of
 

@@ -15,13 +15,13 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, fusion
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.fusion import PARTS
-from hf_vit_accel.kernels import window_attention
-from hf_vit_accel.kernels.activation import pad_swiglu_reference, quick_gelu_reference, swiglu_reference
-from hf_vit_accel.kernels.linear_activation import linear_quick_gelu_reference, linear_swiglu_reference
-from hf_vit_accel.kernels.norm import add_norm_reference_
-from hf_vit_accel.kernels.positions import add_positions_reference_
-from hf_vit_accel.kernels.rope import rope_reference_
-from hf_vit_accel.kernels.window_attention import window_attention_reference
+from hf_vit_accel.ops import window_attention
+from hf_vit_accel.ops.activation import pad_swiglu_reference, quick_gelu_reference, swiglu_reference
+from hf_vit_accel.ops.linear_activation import linear_quick_gelu_reference, linear_swiglu_reference
+from hf_vit_accel.ops.norm import add_norm_reference_
+from hf_vit_accel.ops.positions import add_positions_reference_
+from hf_vit_accel.ops.rope import rope_reference_
+from hf_vit_accel.ops.window_attention import window_attention_reference
 from hf_vit_accel.tower import state_of
 
 APPLIES = {

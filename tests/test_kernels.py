@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny import relative_error
 
-from hf_vit_accel.kernels.activation import (
+from hf_vit_accel.ops.activation import (
     linear_gelu_tanh,
     pad_swiglu,
     pad_swiglu_reference,
@@ -25,21 +25,21 @@ from hf_vit_accel.kernels.activation import (
     swiglu,
     swiglu_reference,
 )
-from hf_vit_accel.kernels.e4m3 import E4M3, LARGEST, dequantize, dequantize_reference, fit, snapshot
-from hf_vit_accel.kernels.launch import next_power_of_2, triton, why_not_descriptors, why_not_triton
-from hf_vit_accel.kernels.linear_activation import (
+from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, dequantize, dequantize_reference, fit, snapshot
+from hf_vit_accel.ops.launch import next_power_of_2, triton, why_not_descriptors, why_not_triton
+from hf_vit_accel.ops.linear_activation import (
     linear_quick_gelu,
     linear_quick_gelu_reference,
     linear_swiglu,
     linear_swiglu_reference,
     tile,
 )
-from hf_vit_accel.kernels.norm import add_norm_, add_norm_reference_
-from hf_vit_accel.kernels.patch_embed import patch_embed
-from hf_vit_accel.kernels.positions import add_positions_, add_positions_reference_
-from hf_vit_accel.kernels.quantize import center_reference, quantize, quantize_reference
-from hf_vit_accel.kernels.rope import rope_, rope_reference_
-from hf_vit_accel.kernels.window_attention import heads_each, window_attention, window_attention_reference
+from hf_vit_accel.ops.norm import add_norm_, add_norm_reference_
+from hf_vit_accel.ops.patch_embed import patch_embed
+from hf_vit_accel.ops.positions import add_positions_, add_positions_reference_
+from hf_vit_accel.ops.quantize import center_reference, quantize, quantize_reference
+from hf_vit_accel.ops.rope import rope_, rope_reference_
+from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
@@ -274,7 +274,7 @@ def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_triton(cuda, torch.bfloat16) is None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "bfloat16" in (why_not_triton(cpu, torch.bfloat16) or "") and why_not_triton(cpu, torch.float16) is None
-    monkeypatch.setattr("hf_vit_accel.kernels.launch.triton", None)
+    monkeypatch.setattr("hf_vit_accel.ops.launch.triton", None)
     assert "not installed" in (why_not_triton(cuda, torch.bfloat16) or "")
 
 
@@ -522,7 +522,7 @@ def test_kernels_compile_for_hopper(name: str) -> None:
     from triton.compiler import ASTSource
 
     module, kernel, arguments, constants = COMPILED[name]
-    function = getattr(importlib.import_module(f"hf_vit_accel.kernels.{module}"), kernel)
+    function = getattr(importlib.import_module(f"hf_vit_accel.ops.{module}"), kernel)
     types = dict(argument.split(":") for argument in arguments.split()) | dict.fromkeys(constants, "constexpr")
     assert list(types) == list(function.arg_names)
     values = {(list(types).index(constant),): value for constant, value in constants.items()}

@@ -24,10 +24,10 @@ from hf_vit_accel.backends.flashinfer_cudnn import (
     can_prepare,
     graph_for,
 )
-from hf_vit_accel.kernels.e4m3 import E4M3, dequantize
-from hf_vit_accel.kernels.launch import why_not_triton
-from hf_vit_accel.kernels.quantize import quantize
 from hf_vit_accel.metadata import Segments
+from hf_vit_accel.ops.e4m3 import E4M3, dequantize
+from hf_vit_accel.ops.launch import why_not_triton
+from hf_vit_accel.ops.quantize import quantize
 from hf_vit_accel.scales import LayerScales, Scales, settle
 
 SHORTEST = 5120

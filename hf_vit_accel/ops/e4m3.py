@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.kernels.launch import jit, next_power_of_2
+from hf_vit_accel.ops.launch import jit, next_power_of_2
 
 try:
     import triton.language as tl

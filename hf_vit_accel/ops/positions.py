@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.kernels.launch import jit
+from hf_vit_accel.ops.launch import jit
 
 try:
     import triton.language as tl

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_vit_accel.kernels.launch import jit, next_power_of_2
+from hf_vit_accel.ops.launch import jit, next_power_of_2
 
 try:
     import triton.language as tl

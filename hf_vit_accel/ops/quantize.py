@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.kernels.e4m3 import E4M3, LARGEST, fit, fit_all
-from hf_vit_accel.kernels.launch import jit, next_power_of_2
+from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all
+from hf_vit_accel.ops.launch import jit, next_power_of_2
 
 try:
     import triton.language as tl

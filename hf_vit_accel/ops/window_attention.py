@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hf_vit_accel import env
-from hf_vit_accel.kernels.launch import jit, next_power_of_2
-from hf_vit_accel.kernels.rope import rope_reference_
+from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.rope import rope_reference_
 
 try:
     import triton.language as tl
