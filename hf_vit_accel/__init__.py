@@ -1,11 +1,10 @@
 """Fast, exact vision towers for Qwen-VL models in plain transformers.
 
-Reading order, the way of the data: `api` (what users call), `tower` (the accelerated forward) and its `state`,
-`metadata` and `planning` (grid to arrays to plans), `encoder` (the loop over the layers), `backends` (attention),
-`fusion` and `kernels` (the other operations), `graphs` (the whole encoder replayed), `config` (its settings),
-`families` (what differs between models), `structure` (what stands against the fast path), `contract` (what is relied on
-in transformers' code), `faults` (what failed when it ran), `registration` (load-time names), `scales` and
-`calibration` (FP8).
+Reading order, the way of the data: `api` (what users call), `tower` (the accelerated forward, in five steps), `guard`
+(why a call cannot be fast) with `upstream` (what transformers computes, proven by running it), `inputs` and `metadata`
+(a call read; its grid to arrays), `route` (all decisions for one layout), `encoder` (the loop over the layers), `ops`
+and `backends` (the operations and attention it is made of), `graphs` (the whole encoder replayed), `families` (what
+differs between models), `config` (settings), `registration` (load-time names), `scales` and `calibration` (FP8).
 
 Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers. It initialises no CUDA.
 """

@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from hf_vit_accel import guard
 from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, backend_named, require, resolve
-from hf_vit_accel.boundary import Settings, request_for
-from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig
-from hf_vit_accel.contract import own_attention
-from hf_vit_accel.families import FAMILIES, find_towers
-from hf_vit_accel.fusion import PARTS, fuse_tower
-from hf_vit_accel.graphs.call import GraphStatus
+from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, Settings
+from hf_vit_accel.families import FAMILIES, Family, find_towers
+from hf_vit_accel.graphs.runner import GraphStatus
+from hf_vit_accel.guard import Snapshot
 from hf_vit_accel.metadata import Grid
+from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.registration import name_for, restore_name
-from hf_vit_accel.scales import Maxima
-from hf_vit_accel.structure import Structure
-from hf_vit_accel.tower import FallbackError, Family, TowerState, against_tower, former_of, install, state_of, uninstall
+from hf_vit_accel.route import Spec
+from hf_vit_accel.scales import Amax
+from hf_vit_accel.tower import TowerState, former_of, install, refuse, state_of, uninstall
 
 __all__ = ["Status", "TowerStatus", "patch", "patched", "status", "unpatch", "warmup"]
 
@@ -45,8 +45,8 @@ def patch(
     Patching again reconfigures, and drops captured graphs. Weights stay where and what they are; `unpatch` undoes
     everything.
 
-    attention: "auto" for the fastest backend that can serve each call, a backend's name, or a `FlexConfig`. A tower
-    whose attention is a function of your own, registered with transformers, keeps it under "auto", and is not faster.
+    attention: "auto" for the fastest backend that can serve each call, a backend's name, or a `FlexConfig`. Under
+    "auto", an attention function that you registered with transformers is kept, and that tower stays stock.
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
@@ -57,7 +57,7 @@ def patch(
     graph runs eagerly all the same.)
 
     Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
-    parts or FP8 beside a score_mod, and a file of FP8 maxima that is none or is another model's;
+    parts or FP8 beside a score_mod, and a file of FP8 amax that is none or is another model's;
     BackendUnavailableError for a named backend, or FP8, that cannot run on this machine; FallbackError under `strict`
     for named parts that cannot be fused and for a tower that the fast path cannot serve. After an error nothing is
     patched.
@@ -65,16 +65,22 @@ def patch(
     settings = _settings(attention, fuse, cuda_graphs, fp8, strict)
     towers = towers_of(model)
     require(settings.attention, fp8=settings.fp8 is not None)
+    made = []
     for path, tower, family in towers:
-        _check_maxima(path, tower, family, settings)
-    if settings.strict:
-        for path, tower, family in towers:
-            _check_strict(path, tower, family, settings)
-    for _, tower, family in towers:
-        former_name, _ = former_of(tower)
-        install(tower, TowerState(family, settings, former_name=former_name))
-        own = settings.attention == "auto" and own_attention(tower, former_name)
-        tower.config._attn_implementation_internal = former_name if own else name_for(settings.attention)
+        _check_amax(path, tower, family, settings)
+        state = TowerState(family, settings, former_name=former_of(tower)[0])
+        own = settings.attention == "auto" and guard.reasons_own_attention(tower, state.former_name)
+        made.append((tower, state, state.former_name if own else name_for(settings.attention)))
+        snapshot = state.snapshot(tower)  # what transformers computes is proven here, not in the first call
+        if settings.strict:
+            reasons, spec = _reasons_now(tower, state, snapshot, made[-1][2], former_of(tower)[1])
+            if spec is not None and spec.ops is not None and settings.fuse is not None:
+                unfused = spec.ops.unfused.items()
+                reasons += [f"{part} is not fused: {why}" for part, why in unfused if part in settings.fuse]
+            refuse(reasons, f"the tower {path or '(the model itself)'}")
+    for tower, state, name in made:
+        install(tower, state)
+        tower.config._attn_implementation_internal = name
     return model
 
 
@@ -127,9 +133,11 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         raise ValueError("expected a model patched with cuda_graphs; call hf_vit_accel.patch(model, cuda_graphs=True)")
     calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
     for tower, state, runner in towers:
-        if state.structure(tower)[0].broken:
-            continue  # all its calls go the stock way, as status tells
-        merge, weight = tower.spatial_merge_size, tower.patch_embed.proj.weight
+        snapshot = state.snapshot(tower)
+        if snapshot.stock:
+            continue  # all its calls run the stock forward, as status tells
+        merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
+        assert isinstance(weight, torch.Tensor)
         # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
         counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets))]
         budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
@@ -242,29 +250,20 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
             against_fast=(),
             layouts=(0, 0, 0),
         )
-    (structure, parameters), choices = state.structure(tower), state.choices
-    name = tower.config._attn_implementation
-    against = against_tower(tower, family, structure, parameters, name, state.former_forward)
-    if not choices and not structure.broken:
-        kinds: tuple[Kind, ...] = ("full", "window") if family.full_layers else ("full",)
-        device = tower.patch_embed.proj.weight.device
-        scales = state.scales(tower, device)
-        request = request_for(tower, device, packed=not against, score_mod=state.settings.score_mod, fp8=scales)
+    snapshot, choices, name = state.snapshot(tower), state.choices, tower.config._attn_implementation
+    against, spec = _reasons_now(tower, state, snapshot, name, state.former_forward)
+    if spec is not None and not choices:
+        kinds: tuple[Kind, ...] = ("full", "window") if family.windows else ("full",)
         try:
-            choices = {kind: resolve(state.settings.attention, replace(request, kind=kind)) for kind in kinds}
+            choices = {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
         except BackendUnavailableError as error:
-            against = [*against, str(error)]
-    fusion = None
-    if not against:
-        weight = tower.patch_embed.proj.weight
-        fusion = state.fusion(tower, structure, weight.device, weight.dtype)
+            against, spec = [*against, str(error)], None
+    ops = None if spec is None else spec.ops
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
-    # A tower that is not served may lack what tells its windows.
-    window = family.geometry(tower).window if fusion is not None else None
-    kernel_fits = not state.choices and fusion is not None and "window_attention" in fusion.fused
-    kernel_fits = kernel_fits and window is not None and (window * tower.spatial_merge_size) ** 2 <= LONGEST
-    if backends and family.full_layers and ("window" not in backends or kernel_fits):
-        backends["window"] = "fused kernel"
+    if ops is not None and ops.attend_window is not None:
+        side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
+        if "window" not in state.choices and (state.choices or side**2 <= LONGEST):
+            backends["window"] = "fused kernel"
     return TowerStatus(
         path=path,
         family=family.name,
@@ -272,23 +271,37 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
-        fused=tuple(part for part in PARTS if fusion is not None and part in fusion.fused),
-        unfused=dict(fusion.unfused) if fusion is not None else {},
+        fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
+        unfused=dict(ops.unfused) if ops is not None else {},
         calls=state.calls,
         stock_calls=state.stock_calls,
         fallbacks=dict(state.fallbacks),
         against_fast=tuple(against),
-        layouts=(len(state.prepared), state.prepared.hits, state.prepared.misses),
+        layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
         graphs=None if state.runner is None else state.runner.status(),
         fp8=_fp8_status(state, choices),
     )
 
 
+def _reasons_now(
+    tower: Any, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Any
+) -> tuple[list[str], Spec | None]:
+    """What keeps every call off the fast path, under an attention of that name; and what decides routes, if known."""
+    reasons = guard.reasons_stock(tower, former_forward, name, snapshot, {})
+    if snapshot.stock:
+        return reasons, None
+    parameters, weights = snapshot.weights()
+    reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False, trains=False)
+    device = snapshot.parts.projection.weight.device
+    assert isinstance(device, torch.device)
+    return reasons, state.spec(snapshot, weights, device, fast=not reasons, grad=False)
+
+
 def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
     if state.settings.fp8 is None:
         return None
-    path = state.settings.fp8.scales
-    text = f"scaled by {f'the maxima in {path}' if path is not None else 'the maxima of the last calls'}"
+    path = state.settings.fp8.amax_file
+    text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of the last calls'}"
     if saturated := state.saturated():
         text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"
     if why := choices["full"].not_worth.get(FP8.name) if "full" in choices else None:
@@ -317,6 +330,8 @@ def _settings(
     fp8: bool | Fp8Config,
     strict: bool,
 ) -> Settings:
+    if not isinstance(strict, bool):
+        raise ValueError(f"expected strict to be True or False, got {strict!r}")
     if not isinstance(cuda_graphs, bool | GraphConfig):
         raise ValueError(f"expected cuda_graphs to be True, False or a GraphConfig, got {cuda_graphs!r}")
     if not isinstance(fp8, bool | Fp8Config):
@@ -328,72 +343,53 @@ def _settings(
         attention = "flex"
     if attention != "auto":
         backend_named(attention)
+    parts: frozenset[str] | None = None
     if fuse is False:
-        parts: frozenset[str] = frozenset()
-    elif fuse in ("auto", True):
-        parts = frozenset(PARTS)
-    elif isinstance(fuse, Iterable) and not isinstance(fuse, str):
-        parts = frozenset(fuse)
-    else:
-        parts = frozenset({str(fuse)})
-    if unknown := sorted(parts - PARTS.keys()):
+        parts = frozenset()
+    elif fuse not in ("auto", True):
+        parts = frozenset(fuse) if isinstance(fuse, Iterable) and not isinstance(fuse, str) else frozenset({str(fuse)})
+    if unknown := sorted((parts or frozenset()) - PARTS.keys()):
         raise ValueError(f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}, got {unknown}")
-    named = fuse not in ("auto", True, False)
-    if score_mod is not None:  # the fused kernel for windows is an attention that does not apply it
-        if named and "window_attention" in parts:
-            raise ValueError("expected fuse without 'window_attention' beside a score_mod, which it does not apply")
-        parts -= {"window_attention"}
-        if quantized is not None:
-            raise ValueError("expected fp8=False beside a score_mod, which attention in FP8 does not apply")
+    if score_mod is not None and "window_attention" in (parts or ()):  # an attention that does not apply it
+        raise ValueError("expected fuse without 'window_attention' beside a score_mod, which it does not apply")
+    if score_mod is not None and quantized is not None:
+        raise ValueError("expected fp8=False beside a score_mod, which attention in FP8 does not apply")
     return Settings(
         attention=attention,
         score_mod=score_mod,
         fuse=parts,
-        fuse_named=named,
         graphs=graphs,
         fp8=quantized,
-        maxima=None if quantized is None or quantized.scales is None else Maxima.load(quantized.scales),
+        amax=None if quantized is None or quantized.amax_file is None else Amax.load(quantized.amax_file),
         strict=strict,
     )
 
 
-def _check_maxima(path: str, tower: Any, family: Family, settings: Settings) -> None:
-    if settings.fp8 is None or settings.maxima is None:
+def _check_amax(path: str, tower: Any, family: Family, settings: Settings) -> None:
+    if settings.fp8 is None or settings.amax is None:
         return
-    if settings.maxima.model not in ("", family.name):
+    if settings.amax.model not in ("", family.name):
         raise ValueError(
-            f"expected FP8 maxima of {family.name}, got those of {settings.maxima.model!r} in {settings.fp8.scales}; "
+            f"expected FP8 amax of {family.name}, got those of {settings.amax.model!r} in {settings.fp8.amax_file}; "
             "make them with this model by hf_vit_accel.calibrate"
         )
-    expected = len(tower.blocks), tower.blocks[0].attn.num_heads
-    if settings.maxima.shape != expected:
+    parts = family.parts(tower)
+    expected = len(parts.blocks), parts.blocks[0].attention.num_heads
+    if settings.amax.shape != expected:
         raise ValueError(
-            f"expected FP8 maxima for the {expected[0]} layers of {expected[1]} heads of {path or 'the tower'}, got "
-            f"{settings.maxima.shape[0]} of {settings.maxima.shape[1]} in {settings.fp8.scales}; make them with this "
+            f"expected FP8 amax for the {expected[0]} layers of {expected[1]} heads of {path or 'the tower'}, got "
+            f"{settings.amax.shape[0]} of {settings.amax.shape[1]} in {settings.fp8.amax_file}; make them with this "
             "model by hf_vit_accel.calibrate"
         )
-    if silent := silent_layers(settings.maxima, tower, family):
+    if silent := silent_layers(settings.amax, tower, family):
         raise ValueError(
-            "expected FP8 maxima of every layer that attends per frame, got zeros for layers "
-            f"{', '.join(map(str, silent))} in {settings.fp8.scales}; make them with this model by "
+            "expected FP8 amax of every layer that attends per frame, got zeros for layers "
+            f"{', '.join(map(str, silent))} in {settings.fp8.amax_file}; make them with this model by "
             "hf_vit_accel.calibrate"
         )
 
 
-def silent_layers(maxima: Maxima, tower: Any, family: Family) -> list[int]:
-    """Layers that FP8 serves and of which there are no maxima: all zeros, as of those that it does not serve."""
-    full = range(len(maxima.values)) if family.full_layers is None else set(family.full_layers(tower))
-    return [index for index, layer in enumerate(maxima.values) if index in full and not any(map(any, layer))]
-
-
-def _check_strict(path: str, tower: Any, family: Family, settings: Settings) -> None:
-    structure, (name, forward) = Structure(tower), former_of(tower)
-    name = name if settings.attention == "auto" else None  # a named backend replaces what is there
-    against = against_tower(tower, family, structure, structure.parameters(), name, forward)
-    if not against and settings.fuse_named:
-        weight = tower.patch_embed.proj.weight
-        fusion = fuse_tower(tower, settings.fuse, weight.device, weight.dtype)
-        against = [f"{part} is not fused: {why}" for part, why in fusion.unfused.items() if part in settings.fuse]
-    if against:
-        where = path or "(the model itself)"
-        raise FallbackError(f"strict=True and the tower {where} cannot be served as asked: " + "; ".join(against))
+def silent_layers(amax: Amax, tower: Any, family: Family) -> list[int]:
+    """Layers that FP8 serves and of which nothing was seen: all zeros, as of those that it does not serve."""
+    full = family.parts(tower).full
+    return [index for index, layer in enumerate(amax.values) if full(index) and not any(map(any, layer))]

@@ -1,4 +1,4 @@
-"""Maxima for FP8 attention, found over a user's own images: `calibrate`.
+"""Amax for FP8 attention, found over a user's own images: `calibrate`.
 
 `T` packed patch rows, `P` pixels of a patch, `L` layers, `H` heads; 3 stands for q, k, v.
 """
@@ -17,7 +17,7 @@ from torch import nn
 from hf_vit_accel.api import patched, silent_layers, towers_of
 from hf_vit_accel.backends import FP8
 from hf_vit_accel.config import Fp8Config
-from hf_vit_accel.scales import Maxima
+from hf_vit_accel.scales import Amax
 from hf_vit_accel.tower import state_of
 
 __all__ = ["calibrate"]
@@ -28,11 +28,11 @@ _PIXELS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_gr
 def calibrate(
     model: nn.Module, images: Iterable[Mapping[str, Any]], path: str | os.PathLike[str], *, margin: float = 2.0
 ) -> Path:
-    """Find the absolute maxima of q, k and v over images of yours, and write a file for `Fp8Config(scales=...)`.
+    """Find the absolute maxima of q, k and v over images of yours, and write a file for `Fp8Config(amax_file=...)`.
 
     images: what the model's processor returns, one call after the other, with pixel_values and image_grid_thw or with
     pixel_values_videos and video_grid_thw; rows as wide as the tower's patches. path: of the JSON file, whose path is
-    returned. margin: what the maxima are multiplied by before they are used; e4m3 loses nothing by a few powers of two.
+    returned. margin: what the amax are multiplied by before they are used; e4m3 loses nothing by a few powers of two.
 
     The tower runs with attention in FP8 at every length meanwhile; afterwards it is patched as it was, or not at all.
 
@@ -49,7 +49,7 @@ def calibrate(
         raise ValueError("expected a model with one vision tower, got several; pass the tower itself")
     largest: torch.Tensor | None = None
     weight = tower.patch_embed.proj.weight
-    with patched(tower, fp8=Fp8Config(history=1, shortest=0), strict=True), torch.no_grad():
+    with patched(tower, fp8=Fp8Config(amax_history=1, min_seqlen=0), strict=True), torch.no_grad():
         for each in images:
             keys = sorted(each) if isinstance(each, Mapping) else []
             found = [(each[pixels], each.get(grid)) for pixels, grid in _PIXELS if pixels in keys]
@@ -66,9 +66,9 @@ def calibrate(
                 tower(pixels_TP.to(weight.device, weight.dtype), grid_thw=grid_thw)
                 state = state_of(tower)
                 assert state is not None
-                choice, scales = state.choices["full"], state.scales(tower, weight.device)
+                choice, scales = state.choices["full"], state.scales(state.snapshot(tower), weight.device)
                 assert scales is not None
-                if choice.backend is not FP8:  # its maxima were not looked at: zeros, or those of the call before
+                if choice.backend is not FP8:  # its amax were not looked at: zeros, or those of the call before
                     raise ValueError(
                         f"expected images that FP8 can attend to: {choice.not_worth[FP8.name]}; pass fewer at once"
                     )
@@ -77,10 +77,10 @@ def calibrate(
     if largest is None:
         raise ValueError("expected at least one image to calibrate with, got none")
     values = tuple(tuple(tuple(heads) for heads in layer) for layer in largest.tolist())
-    maxima = Maxima(values=values, margin=float(margin), model=family.name)
-    if silent := silent_layers(maxima, tower, family):
+    amax = Amax(values=values, margin=float(margin), model=family.name)
+    if silent := silent_layers(amax, tower, family):
         layers = ", ".join(map(str, silent))
         raise ValueError(
             f"expected images whose features are finite, got zeros or what is not finite in layers {layers}"
         )
-    return maxima.save(path)
+    return amax.save(path)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FlexConfig", "Fp8Config", "GraphConfig"]
+__all__ = ["FlexConfig", "Fp8Config", "GraphConfig", "Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +56,26 @@ class FlexConfig:
 class Fp8Config:
     """Attention in FP8 (e4m3) by cuDNN, on long segments; for `hf_vit_accel.patch(fp8=...)`. Not exact.
 
-    scales: a file written by `hf_vit_accel.calibrate`, whose maxima every call is scaled by; numbers beyond them and
-    their margin are cut off, which `status` tells. None: each layer and head is scaled by the absolute maxima of the
-    last calls, or by its own where that would cut anything off.
-    history: how many calls that is, at most 1024.
-    shortest: rows that a row attends to, on average, from which FP8 is used; None for where it was measured to be
-    faster. Windows never use it.
+    amax_file: written by `hf_vit_accel.calibrate`; every call is scaled by the absolute maxima in it, numbers beyond
+    them and their margin are cut off (`status` says so). None: each layer and head is scaled by the absolute maxima of
+    recent calls, or by its own where those would cut something off.
+    amax_history: how many calls that is, at most 1024.
+    min_seqlen: rows that a row attends to, on average, from which FP8 is used; None for where it measured faster.
+    Windows never use it.
 
     Raises ValueError for values that make no sense.
     """
 
-    scales: str | os.PathLike[str] | None = None
-    history: int = 16
-    shortest: int | None = None
+    amax_file: str | os.PathLike[str] | None = None
+    amax_history: int = 16
+    min_seqlen: int | None = None
 
     def __post_init__(self) -> None:
-        if self.scales is not None and not isinstance(self.scales, str | os.PathLike):
-            raise ValueError(f"expected scales to be the path of a file or None, got {self.scales!r}")
-        _check_integer("history", self.history, least=1, most=1024)  # one program of a kernel reads them all
-        if self.shortest is not None:
-            _check_integer("shortest", self.shortest, least=0)
+        if self.amax_file is not None and not isinstance(self.amax_file, str | os.PathLike):
+            raise ValueError(f"expected amax_file to be the path of a file or None, got {self.amax_file!r}")
+        _check_integer("amax_history", self.amax_history, least=1, most=1024)  # one program of a kernel reads them all
+        if self.min_seqlen is not None:
+            _check_integer("min_seqlen", self.min_seqlen, least=0)
 
 
 def _check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
@@ -114,3 +114,20 @@ class GraphConfig:
         if not budgets or not positive or list(budgets) != sorted(set(budgets)):
             raise ValueError(f"expected budgets as increasing positive integers (merged tokens), got {self.budgets!r}")
         object.__setattr__(self, "budgets", budgets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `hf_vit_accel.patch` was asked for, checked.
+
+    score_mod: what every layer's attention must apply. fuse: the parts that were named; None for all that can be.
+    amax: what the file of `fp8` holds, if it names one.
+    """
+
+    attention: str = "auto"
+    score_mod: Callable[..., Any] | None = None
+    fuse: frozenset[str] | None = None
+    graphs: GraphConfig | None = None
+    fp8: Fp8Config | None = None
+    amax: Any = None
+    strict: bool = False

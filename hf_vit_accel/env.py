@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 
 __all__ = [
+    "KERNELS",
+    "Fault",
     "Package",
     "cuda_capability",
     "cuda_device_name",
+    "guarded",
     "has_cuda",
+    "is_upstream",
     "multiprocessors",
     "probe",
     "reset",
@@ -104,6 +111,52 @@ def versions() -> dict[str, str | None]:
     found["cuda"] = torch.version.cuda
     found["cudnn"] = str(torch.backends.cudnn.version()) if has_cuda() else None
     return found
+
+
+_UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
+
+
+def is_upstream(function: Any) -> bool:
+    """Whether a function's own code, and that of all it wraps, comes from transformers or torch, whatever its name."""
+    while True:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_UPSTREAM):
+            return False
+        function = getattr(function, "__wrapped__", None)
+        if function is None:
+            return True
+
+
+KERNELS = "kernels"
+"""The name under which all Triton kernels go together where something failed: what keeps one from running (no compiler,
+a cache folder that cannot be written, a GPU that Triton does not know) keeps all."""
+
+
+class Fault(RuntimeError):
+    """What failed when it ran: a backend by its name, or the kernels. why: one line about the error that it raised."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        message = " ".join(str(error).split())
+        self.name, self.why = name, f"failed when it ran: {type(error).__name__}: {message}"[:300]
+        super().__init__(f"{name} {self.why}")
+
+
+def guarded(name: str, function: Function) -> Function:
+    """The function, whose errors are raised as a `Fault` of that name.
+
+    Memory that ran out is the user's to deal with (people catch it, and try a smaller batch), a failed assertion ours.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (Fault, AssertionError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Fault(name, error) from error
+
+    return call  # type: ignore[return-value]
 
 
 def reset() -> None:

@@ -27,7 +27,6 @@ __all__ = [
     "build",
     "capturing",
     "pack",
-    "read_inputs",
     "send",
     "to_device",
     "unpack",
@@ -55,24 +54,24 @@ class Geometry:
 class Segments:
     """Consecutive runs of rows that attend within themselves.
 
-    lengths_S: int32 rows of each, positive; zero only at the end, where fewer segments stand in for more. longest: the
-    length to declare where it must not depend on the layout (at least the longest). spare: rows at the end that are
-    only padding.
+    lengths_S: int32 rows of each, positive; zero only at the end, where a CUDA graph has more segments than the layout.
+    fixed_max_seqlen: what to report as `max_seqlen` for CUDA graphs; None for the true maximum. spare: rows at the end
+    that are only padding.
     """
 
     lengths_S: Array
-    longest: int | None = None
+    fixed_max_seqlen: int | None = None
     spare: int = 0
 
     @cached_property
-    def offsets_S1(self) -> Array:
-        """int32 prefix sums with the leading zero (`cu_seqlens`)."""
+    def cu_seqlens_S1(self) -> Array:
+        """int32 prefix sums with the leading zero."""
         return np.concatenate([[0], np.cumsum(self.lengths_S, dtype=np.int64)]).astype(np.int32)
 
     @cached_property
-    def max_length(self) -> int:
+    def max_seqlen(self) -> int:
         """Rows of the longest segment, or what is declared for it."""
-        return self.longest or int(self.lengths_S.max())
+        return self.fixed_max_seqlen or int(self.lengths_S.max())
 
     @property
     def count(self) -> int:
@@ -82,7 +81,7 @@ class Segments:
     @property
     def rows(self) -> int:
         """T."""
-        return int(self.offsets_S1[-1])
+        return int(self.cu_seqlens_S1[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,89 +112,15 @@ class VisionMetadata:
     def arrays(self) -> dict[str, Array]:
         """The arrays that the device needs, by the names that stock towers give them (plus `inverse_index`)."""
         named: dict[str, Array | None] = {
-            "cu_seqlens": self.full.offsets_S1,
+            "cu_seqlens": self.full.cu_seqlens_S1,
             "position_ids": self.position_ids_T2,
             "window_index": self.window_index_M,
             "inverse_index": self.inverse_index_M,
-            "cu_window_seqlens": self.window.offsets_S1 if self.window else None,
+            "cu_window_seqlens": self.window.cu_seqlens_S1 if self.window else None,
             "interp_indices": self.interp_indices_T4,
             "interp_weights": self.interp_weights_T4,
         }
         return {name: array for name, array in named.items() if array is not None}
-
-
-def read_inputs(
-    pixels: torch.Tensor, grid_thw: torch.Tensor, geometry: Geometry, width: int | None = None
-) -> tuple[torch.Tensor, Grid]:
-    """Check a tower's two inputs against each other; pixels as (T, P), and the grid on the host (the one sync).
-
-    pixels: (T, P) flattened patches, or their values in another shape, of any real dtype, as stock reads them. width:
-    P, where it is known. grid_thw: integer (images and videos, 3) in patches; rows of no frames, which pad, are left
-    out. Both dense.
-    Raises ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the
-    merge size, and pixels that are not as many as the grid's products add up to.
-    """
-    if not _is_dense(pixels) or pixels.is_complex():
-        raise ValueError(_WRONG_PIXELS.format(_describe(pixels)))
-    if not _is_dense(grid_thw) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
-        raise ValueError(
-            f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
-            "(frames, height, width) in patches, as the processor returns it"
-        )
-    if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
-        raise ValueError(f"expected an integer grid_thw, got {_describe(grid_thw)}; convert it with .long()")
-    if grid_thw.device.type != "cpu" and grid_thw.device != pixels.device:
-        raise ValueError(
-            f"expected grid_thw on the CPU or with the pixel values on {pixels.device}, got it on "
-            f"{grid_thw.device}; move both to the model's device"
-        )
-    sizes = []
-    for row, (t, h, w) in enumerate(grid_thw.tolist()):
-        padding = t == 0 and h >= 0 and w >= 0
-        if not padding and (t < 1 or h < 1 or w < 1):
-            raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)} in row {row}; drop that entry")
-        if h % geometry.merge or w % geometry.merge:
-            raise ValueError(
-                f"expected height and width in multiples of the merge size {geometry.merge}, got {(t, h, w)} in row "
-                f"{row} of grid_thw; resize images the way the model's processor does"
-            )
-        if not padding:
-            sizes.append((t, h, w))
-    if not sizes:
-        raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
-    grid: Grid = tuple(sizes)
-    rows = sum(t * h * w for t, h, w in grid)
-    if width is None and pixels.dim() != 2:
-        width = pixels.numel() // rows
-    if width is not None and pixels.shape != (rows, width) and pixels.numel() == rows * width:
-        pixels = pixels.reshape(rows, width)
-    if pixels.dim() != 2:
-        raise ValueError(_WRONG_PIXELS.format(_describe(pixels)))
-    if rows != pixels.shape[0]:
-        raise ValueError(
-            f"expected {rows} rows of pixel values for this grid_thw (the sum of t*h*w), got {pixels.shape[0]}; "
-            "pass the pixel values and the grid of the same images"
-        )
-    return pixels, grid
-
-
-_WRONG_PIXELS = (
-    "expected the pixel values as a tensor of real numbers of shape (patches, channels * temporal * patch * patch), "
-    "got {}; pass what the processor returns, images packed along dim 0"
-)
-
-
-def _is_dense(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
-
-
-def _describe(value: object) -> str:
-    if _is_dense(value):
-        assert isinstance(value, torch.Tensor)
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, torch.Tensor):
-        return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
-    return f"{type(value).__name__}"
 
 
 def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
@@ -304,16 +229,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def send(packed: Array, device: torch.device) -> torch.Tensor:
-    """Packed bytes on a device. To CUDA they go from pinned memory, on the current stream, without waiting.
-
-    Raises RuntimeError while a CUDA graph is captured: its replays would send again what is in that memory then.
-    """
+    """Packed bytes on a device. To CUDA they go from pinned memory, on the current stream, without waiting."""
     host = torch.from_numpy(packed)
-    if capturing(device):
-        raise RuntimeError(
-            "expected a call of the same sizes before a CUDA graph of your own is captured around it, got none; run it "
-            "once, or let hf_vit_accel.patch(model, cuda_graphs=True) capture"
-        )
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
@@ -353,17 +270,6 @@ class LRU(Generic[V]):
                 while len(self._values) > self.entries or self.held > self.cost:
                     self.held -= self._values.popitem(last=False)[1][1]
         return value
-
-    def peek(self, key: Hashable) -> V | None:
-        """The value for `key` if it is there, which is not counted as a use."""
-        with self._lock:
-            held = self._values.get(key)
-        return None if held is None else held[0]
-
-    def find(self, wanted: Callable[[Any], bool]) -> V | None:
-        """A value whose key is wanted, the latest used; not counted as a use."""
-        with self._lock:
-            return next((held for key, (held, _) in reversed(self._values.items()) if wanted(key)), None)
 
     def __len__(self) -> int:
         return len(self._values)

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -24,18 +23,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, require, resolve
-from hf_vit_accel.boundary import Settings, transformed
+from hf_vit_accel.config import Settings
 from hf_vit_accel.families import FAMILIES, family_of
+from hf_vit_accel.guard import transformed
 from hf_vit_accel.metadata import Segments
-from hf_vit_accel.planning import PLANS, stream_id
+from hf_vit_accel.route import PLANS
 from hf_vit_accel.tower import FallbackError, TowerState, install, state_of, uninstall
+from hf_vit_accel.upstream import NAMES, wrap
 
 __all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]
-
-NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
-"""Registered name -> the `attention` of `patch` that it stands for."""
-
-_ORIGINAL = "_hf_vit_accel_original"
 
 
 def is_ours(name: object) -> bool:
@@ -53,17 +49,15 @@ def register() -> None:
     for name in NAMES:
         modeling_utils.AttentionInterface.register(name, vision_attention)
         AttentionMaskInterface.register(name, sdpa_mask)
-    _wrap(modeling_utils, "lazy_import_flash_attention", _guarded)
-    _wrap(modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed)
+    missing = [
+        wrap(modeling_utils, "lazy_import_flash_attention", _guarded),
+        wrap(modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed),
+    ]
+    MISSING[:] = [why for why in missing if why is not None]
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(owner, name)
-    if hasattr(original, _ORIGINAL):
-        original = getattr(original, _ORIGINAL)
-    wrapper = wraps(original)(make(original))
-    setattr(wrapper, _ORIGINAL, original)
-    setattr(owner, name, wrapper)
+MISSING: list[str] = []
+"""What loading by name needs of transformers and does not find; `patch` needs none of it."""
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +76,7 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
         assert requested_attention is not None
         family = family_of(self)
         if family is None:
-            if _is_text(self):
+            if _is_beside_a_tower(self):
                 current = self.config._attn_implementation
                 return original(self, None if is_ours(current) else current, *args, **kwargs)
             _check_composite(self.config, requested_attention)
@@ -101,24 +95,44 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_correct_attn_implementation
 
 
-def _is_text(model: Any) -> bool:
-    """Whether a model without sub-configs is one that transformers builds beside one of our towers."""
-    homes = {module.rpartition(".")[0] for family in FAMILIES for module, _ in family.towers}
-    return not model.config.sub_configs and any(
-        kind.__module__.rpartition(".")[0] in homes for kind in type(model).__mro__
-    )
+def _is_beside_a_tower(model: Any) -> bool:
+    """Whether a model without a tower belongs to a composite that has one: it keeps an attention of its own."""
+    return id(model.config) in _BESIDE
+
+
+_BESIDE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The sub-configs without a tower of composites that were given one of our names."""
 
 
 def _check_composite(config: Any, name: str) -> None:
-    """Raise if a model that is given one of our names holds no supported tower, or the machine cannot run it."""
-    known = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
-    if not any(kind.__module__ in known for sub in _sub_configs(config) for kind in type(sub).__mro__):
+    """Raise if a model that is given one of our names holds no supported tower, or the machine cannot run it.
+
+    Otherwise its sub-models without a tower are given back their own attention.
+    """
+    if MISSING:
+        raise ValueError(
+            f"attn_implementation={name!r} cannot be loaded: {'; '.join(MISSING)}. Use hf_vit_accel.patch."
+        )
+    subs = list(_sub_configs(config))
+    if not any(map(_is_of_tower, subs)):
         supported = ", ".join(family.name for family in FAMILIES)
         raise ValueError(
             f"attn_implementation={name!r} accelerates the vision towers of {supported}; "
             f"{type(config).__name__} has none. Use another attn_implementation for this model."
         )
     require(NAMES[name])
+    for sub in subs:
+        if not any(map(_is_of_tower, (sub, *_sub_configs(sub)))):
+            _BESIDE[id(sub)] = sub
+            if is_ours(sub._attn_implementation):
+                sub._attn_implementation_internal = None
+
+
+def _is_of_tower(config: Any) -> bool:
+    known = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
+    return not config.sub_configs and any(
+        kind.__module__ in known and "Vision" in kind.__name__ for kind in type(config).__mro__
+    )
 
 
 def _sub_configs(config: Any) -> Iterator[Any]:
@@ -223,7 +237,8 @@ def _plan_without_tower(
         grad=grad,
         score_mod=score_mod,
     )
-    key = request, stream_id(q_THD.device), name
+    stream = torch.cuda.current_stream(q_THD.device).cuda_stream if q_THD.is_cuda else 0
+    key = request, stream, name
     # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
     version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
     offsets, kept_version, kept_key, plan = getattr(_LAST, "plan", (lambda: None, None, None, None))
@@ -238,15 +253,15 @@ _LAST = threading.local()
 
 
 def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: torch.Tensor) -> Plan:
-    offsets_S1 = cu_seqlens_S1.detach().cpu().numpy()
-    lengths_S = np.diff(offsets_S1)
-    if offsets_S1[0] != 0 or offsets_S1[-1] != rows or (lengths_S < 0).any():
+    host_S1 = cu_seqlens_S1.detach().cpu().numpy()
+    lengths_S = np.diff(host_S1)
+    if host_S1[0] != 0 or host_S1[-1] != rows or (lengths_S < 0).any():
         raise ValueError(
-            f"expected cu_seqlens to rise from 0 to the number of rows {rows}, got it from "
-            f"{offsets_S1[0]} to {offsets_S1[-1]}; pass the offsets of all rows"
+            f"expected cu_seqlens to rise from 0 to the number of rows {rows}, got it from {host_S1[0]} to "
+            f"{host_S1[-1]}; pass the offsets of all rows"
         )
     segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
-    request = replace(request, longest=segments.max_length)
+    request = replace(request, max_seqlen=segments.max_seqlen)
     return plan_alone(resolve(name, request).backend, segments, request)
 
 

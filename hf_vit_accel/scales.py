@@ -1,4 +1,4 @@
-"""What FP8 attention knows of the sizes of numbers: maxima in a file, and maxima of earlier calls on the device.
+"""What FP8 attention knows of the sizes of numbers: amax in a file, and amax of earlier calls on the device.
 
 `L` layers, `H` heads, `N` calls remembered; 3 stands for q, k, v.
 """
@@ -17,16 +17,16 @@ import torch
 
 from hf_vit_accel.ops import e4m3
 
-__all__ = ["LayerScales", "Maxima", "Scales", "settle"]
+__all__ = ["Amax", "LayerScales", "Scales", "settle"]
 
-_FORMAT, _VERSION = "hf-vit-accel fp8 maxima", 1
+_FORMAT, _VERSION = "hf-vit-accel fp8 amax", 1
 _LARGEST_NUMBER = torch.finfo(torch.float32).max
 _LARGEST_FILE = 64 << 20  # bytes; a file of 32 layers of 16 heads takes 40 KB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Maxima:
-    """Absolute maxima of q, k (rotated) and v: per layer, three lists of one number a head, in the model's own units.
+class Amax:
+    """Absolute amax of q, k (rotated) and v: per layer, three lists of one number a head, in the model's own units.
 
     margin: what they are multiplied by before scales follow from them. model: the family that they were found with.
     """
@@ -49,11 +49,11 @@ class Maxima:
         return path
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Maxima:
+    def load(cls, path: str | os.PathLike[str]) -> Amax:
         """Read such a file. Raises ValueError for anything else, FileNotFoundError where there is none."""
         path = Path(path)
         if path.stat().st_size > _LARGEST_FILE:
-            raise ValueError(f"expected a file of FP8 maxima in {path}, got {path.stat().st_size} bytes, too many")
+            raise ValueError(f"expected a file of FP8 amax in {path}, got {path.stat().st_size} bytes, too many")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -62,12 +62,11 @@ class Maxima:
             return cls._from(content)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"expected FP8 maxima in {path}: {type(error).__name__}: {error}; make the file by "
-                "hf_vit_accel.calibrate"
+                f"expected FP8 amax in {path}: {type(error).__name__}: {error}; make the file by hf_vit_accel.calibrate"
             ) from error
 
     @classmethod
-    def _from(cls, content: Any) -> Maxima:
+    def _from(cls, content: Any) -> Amax:
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise ValueError(f"its format is not {_FORMAT!r}, version {_VERSION}")
         margin, layers = _number(content["margin"], least=1.0), content["layers"]
@@ -102,13 +101,13 @@ def settle(device: torch.device) -> None:
 
 @dataclass(frozen=True, eq=False)
 class LayerScales:
-    """What one layer of one call quantises by; see `kernels.quantize.quantize`. unscale_1: None if it is to come."""
+    """What one layer of one call quantises by; see `kernels.quantize.quantize`. descale_1: None if it is to come."""
 
     scales_3H: torch.Tensor
-    maxima_3H: torch.Tensor
-    history_N3H: torch.Tensor | None
+    amax_3H: torch.Tensor
+    amax_history_N3H: torch.Tensor | None
     position_1: torch.Tensor | None
-    unscale_1: torch.Tensor | None
+    descale_1: torch.Tensor | None
 
 
 class Scales:
@@ -118,7 +117,7 @@ class Scales:
     host, so graphs may hold it. Streams that write to it at the same time can spoil each other's history, never a
     result: a call works on its own copy, and does its work again where that does not fit.
 
-    calls: how many are remembered. fixed: maxima of a file, instead. shortest: see `Fp8Config`.
+    calls: how many are remembered. fixed: amax of a file, instead. min_seqlen: see `Fp8Config`.
     """
 
     def __init__(
@@ -128,20 +127,20 @@ class Scales:
         layers: int,
         heads: int,
         calls: int = 1,
-        fixed: Maxima | None = None,
-        shortest: int | None = None,
+        fixed: Amax | None = None,
+        min_seqlen: int | None = None,
     ) -> None:
-        self.device, self.layers, self.heads, self.shortest = device, layers, heads, shortest
+        self.device, self.layers, self.heads, self.min_seqlen = device, layers, heads, min_seqlen
         self._calls, self._fixed = 1 if fixed else calls, fixed
         self._held: tuple[torch.Tensor, ...] | None = None
         self._lock = Lock()
 
     def why_unfit(self) -> str | None:
-        """Why the file's maxima cannot serve the tower, whose layers may have changed; None if they can."""
+        """Why the file's amax cannot serve the tower, whose layers may have changed; None if they can."""
         if self._fixed is None or self._fixed.shape == (self.layers, self.heads):
             return None
         layers, heads = self._fixed.shape
-        return f"the file holds maxima of {layers} layers of {heads} heads, the tower has {self.layers} of {self.heads}"
+        return f"the file holds amax of {layers} layers of {heads} heads, the tower has {self.layers} of {self.heads}"
 
     def allocate(self) -> tuple[torch.Tensor, ...]:
         """Make what lives on the device, if it is not there: before anything is captured, once for all streams."""
@@ -153,37 +152,39 @@ class Scales:
             return self._held
 
     def _made(self) -> tuple[torch.Tensor, ...]:
-        history_LN3H = torch.zeros(self.layers, self._calls, 3, self.heads, device=self.device)
+        amax_history_LN3H = torch.zeros(self.layers, self._calls, 3, self.heads, device=self.device)
         position_L = torch.zeros(self.layers, dtype=torch.int32, device=self.device)
         if self._fixed is None:
-            return history_LN3H, position_L
+            return amax_history_LN3H, position_L
         # A head that was silent while the file was made still gets room.
-        maxima_L3H = torch.tensor(self._fixed.values) * self._fixed.margin
-        maxima_L3H = maxima_L3H.clamp(min=maxima_L3H.amax(-1, keepdim=True) / 256)
-        scales_L3H = e4m3.fit(torch.where(maxima_L3H == 0, 1.0, maxima_L3H))
-        unscale_L = 1 / (scales_L3H[:, 0, 0] * scales_L3H[:, 1, 0])
-        return history_LN3H, position_L, scales_L3H.to(self.device), unscale_L.to(self.device)
+        amax_L3H = torch.tensor(self._fixed.values) * self._fixed.margin
+        amax_L3H = amax_L3H.clamp(min=amax_L3H.amax(-1, keepdim=True) / 256)
+        scales_L3H = e4m3.fit(torch.where(amax_L3H == 0, 1.0, amax_L3H))
+        descale_L = 1 / (scales_L3H[:, 0, 0] * scales_L3H[:, 1, 0])
+        return amax_history_LN3H, position_L, scales_L3H.to(self.device), descale_L.to(self.device)
 
     def begin(self) -> list[LayerScales]:
         """What each layer of a call that begins now quantises by."""
-        history_LN3H, position_L, *fixed = self.allocate()
+        amax_history_LN3H, position_L, *fixed = self.allocate()
         if fixed:
-            scales_L3H, unscale_L = fixed
+            scales_L3H, descale_L = fixed
             # The largest that was ever seen is kept where the history would be: status compares it with what fits.
             return [
-                LayerScales(scales_L3H[layer], history_LN3H[layer, 0], None, None, unscale_L[layer : layer + 1])
+                LayerScales(scales_L3H[layer], amax_history_LN3H[layer, 0], None, None, descale_L[layer : layer + 1])
                 for layer in range(self.layers)
             ]
-        scales_L3H, maxima_L3H = e4m3.snapshot(history_LN3H)
+        scales_L3H, amax_L3H = e4m3.snapshot(amax_history_LN3H)
         return [
-            LayerScales(scales_L3H[layer], maxima_L3H[layer], history_LN3H[layer], position_L[layer : layer + 1], None)
+            LayerScales(
+                scales_L3H[layer], amax_L3H[layer], amax_history_LN3H[layer], position_L[layer : layer + 1], None
+            )
             for layer in range(self.layers)
         ]
 
     def seen(self) -> torch.Tensor:
-        """The largest absolute maxima that are remembered, (L, 3, H) on the host; waits for the device."""
-        history_LN3H, *_ = self.allocate()
-        return history_LN3H.amax(1).cpu()
+        """The largest absolute amax that are remembered, (L, 3, H) on the host; waits for the device."""
+        amax_history_LN3H, *_ = self.allocate()
+        return amax_history_LN3H.amax(1).cpu()
 
     def saturated(self) -> list[int]:
         """Layers in which numbers were above what the scales of the file leave room for, and so were cut off."""

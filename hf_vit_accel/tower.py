@@ -1,19 +1,19 @@
-"""The one accelerated forward that all families share; its state is kept in `state`.
+"""The one accelerated forward that all families share, and what a patched tower keeps between calls.
 
-The way of the data: pixels and `grid_thw` -> metadata on the host (once) -> a plan per kind of layer (once) -> blocks.
-Only a tower's `forward` is patched, on the instance. At its boundary, once per forward, it is decided whether this
-call takes the fast path (`encoder`, an own loop over the blocks' modules, perhaps replayed from a CUDA graph) or goes
-the stock way: the original forward, with the metadata injected through the keyword arguments that it pops.
+Only a tower's `forward` is patched, on the instance. A call is five steps: the guard says what stands against serving
+it, its inputs are read, a route is taken for its layout, the route is encoded or replayed from CUDA graphs, the stock
+output class returned. What cannot be served runs the original forward, with metadata and attention of ours where it
+takes them.
 
-`T` packed patch rows, `M` merged tokens, `P` pixels of a patch, `E` width, `H` heads, `D` head dim.
+`T` packed patch rows, `M` merged tokens, `P` pixels of a patch.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -22,29 +22,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.backends import ORDER, Request
-from hf_vit_accel.boundary import against_call, against_injection, against_positions, request_for, unserved
-from hf_vit_accel.contract import warn_of
+from hf_vit_accel import guard, inputs, upstream
+from hf_vit_accel.backends import ORDER, Choice, Kind, Request
+from hf_vit_accel.config import Settings
 from hf_vit_accel.encoder import encode
-from hf_vit_accel.faults import KERNELS, blame
-from hf_vit_accel.fusion import Fusion
-from hf_vit_accel.graphs.call import Ahead, Call, Eager
-from hf_vit_accel.graphs.recorder import why_not_graphs
-from hf_vit_accel.metadata import Grid, read_inputs
-from hf_vit_accel.planning import Layout, Prepared, check_pixels, lay_out, width_of
-from hf_vit_accel.state import Family, TowerState
-from hf_vit_accel.structure import Structure
+from hf_vit_accel.env import KERNELS, Fault
+from hf_vit_accel.families import Family
+from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
+from hf_vit_accel.guard import Snapshot, Weights
+from hf_vit_accel.metadata import capturing
+from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
+from hf_vit_accel.route import Route, Routes, Spec
+from hf_vit_accel.scales import Scales
 
-__all__ = [
-    "FallbackError",
-    "Family",
-    "TowerState",
-    "against_tower",
-    "former_of",
-    "install",
-    "state_of",
-    "uninstall",
-]
+__all__ = ["FallbackError", "TowerState", "former_of", "install", "refuse", "state_of", "uninstall"]
 
 _STATE = "_hf_vit_accel"
 _SLOTS = ("forward", "_old_forward")
@@ -55,6 +46,132 @@ class FallbackError(RuntimeError):
 
     With a score_mod also without it: a call whose attention could not apply it.
     """
+
+
+def refuse(reasons: list[str], what: str = "this call", *, wanted: str = "strict=True") -> None:
+    """Raise FallbackError for any reasons."""
+    if reasons:
+        raise FallbackError(f"{wanted} and {what} cannot be served as asked: " + "; ".join(reasons))
+
+
+class TowerState:
+    """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
+
+    former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
+    instance forward that was there, if any. faults: what failed when it ran; not used until the tower is patched anew.
+    choices: the backends of the last call.
+    """
+
+    def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
+        self.family, self.settings, self.former_name = family, settings, former_name
+        self.former_forward: Callable[..., Any] | None = None
+        self.calls = self.stock_calls = 0
+        self.fallbacks: Counter[str] = Counter()
+        self.choices: Mapping[Kind, Choice] = {}
+        self.faults: dict[str, str] = {}
+        self.routes = Routes()
+        self.runner = None if settings.graphs is None else Runner(settings.graphs, self.routes)
+        self._snapshot: Snapshot | None = None
+        self._ops: dict[Any, Ops] = {}
+        self._scales: Scales | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("family", "settings", "former_name", "former_forward")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        former_forward = state.pop("former_forward")
+        self.__init__(state.pop("family"), state.pop("settings"), **state)  # type: ignore[misc]
+        self.former_forward = former_forward
+
+    def snapshot(self, tower: nn.Module) -> Snapshot:
+        """The tower as it is now, read again if it changed."""
+        if self._snapshot is None or not self._snapshot.current():
+            self._ops.clear()
+            self._snapshot = Snapshot(tower, self.family)
+            upstream.warn_of(tower, self._snapshot.proof)
+        return self._snapshot
+
+    def ops(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
+        """The operations for weights and rows of these dtypes on this device."""
+        autocast = guard.autocast_dtype(request.device) is not None
+        key = request.device, request.dtype, weights.dtype, weights.count, autocast
+        ops = self._ops.get(key)
+        if ops is None or not ops.reads.unchanged():
+            wanted = self.settings.fuse
+            if self.settings.score_mod is not None:  # the fused kernel for windows is an attention without it
+                wanted = frozenset(PARTS if wanted is None else wanted) - {"window_attention"}
+            context = Context(
+                device=request.device,
+                dtype=request.dtype,
+                weights=weights.dtype,
+                no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
+                classes=snapshot.proof.classes,
+            )
+            self._ops[key] = ops = build(snapshot.parts, context, wanted)
+            self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
+        return ops
+
+    def scales(self, snapshot: Snapshot, device: torch.device) -> Scales | None:
+        """What FP8 attention on a device knows of earlier calls; None where FP8 is not asked for."""
+        fp8, held = self.settings.fp8, self._scales
+        if fp8 is None:
+            return None
+        layers, heads = len(snapshot.parts.blocks), snapshot.heads
+        if held is None or (held.device, held.layers, held.heads) != (device, layers, heads):
+            if held is not None:
+                if self.runner is not None:
+                    self.runner.close()  # its graphs write to the memory that goes
+                held.close()
+            self._scales = held = Scales(
+                device=device,
+                layers=layers,
+                heads=heads,
+                calls=fp8.amax_history,
+                fixed=self.settings.amax,
+                min_seqlen=fp8.min_seqlen,
+            )
+        return held
+
+    def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
+        """What decides the routes of calls like this one."""
+        settings = self.settings
+        scales = self.scales(snapshot, device)
+        request = snapshot.request(device, packed=fast, grad=grad, score_mod=settings.score_mod, fp8=scales)
+        return Spec(
+            geometry=snapshot.geometry,
+            request=request,
+            ops=self.ops(snapshot, weights, request) if fast else None,
+            full_layers=snapshot.full_layers,
+            faults=tuple(self.faults.items()),
+            settings=settings,
+        )
+
+    def saturated(self) -> list[int]:
+        """Layers in which FP8 attention cut numbers off."""
+        return [] if self._scales is None else self._scales.saturated()
+
+    def count(self, output: Any, unmet: list[str], *, fast: bool) -> Any:
+        """A call's output, once the call is over: one that failed on its way is not counted."""
+        self.calls += fast
+        self.stock_calls += not fast
+        self.fallbacks.update(unmet)
+        return output
+
+    def go_without(self, faults: dict[str, str]) -> None:
+        """Choose everything anew, without what failed."""
+        self.faults = faults
+        self.close()
+
+    def close(self) -> None:
+        """Drop everything that was cached, device memory included."""
+        if self.runner is not None:
+            self.runner.close()
+        if self._scales is not None:
+            self._scales.close()
+        self.routes.cache.clear()
+        self._ops.clear()
+        self._snapshot = self._scales = None
 
 
 def state_of(tower: nn.Module) -> TowerState | None:
@@ -70,22 +187,8 @@ def former_of(tower: Any) -> tuple[str | None, Any]:
     return tower.config._attn_implementation, vars(tower).get(_forward_slot(tower))
 
 
-def against_tower(
-    tower: nn.Module,
-    family: Family,
-    structure: Structure,
-    parameters: list[nn.Parameter],
-    name: str | None,
-    former_forward: Any,
-) -> list[str]:
-    """What keeps every call off the fast path, under an attention of that name."""
-    reasons = against_injection(tower, name, former_forward, {}) + structure.reasons(parameters)
-    return reasons if structure.broken else reasons + against_positions(tower, family.geometry(tower))
-
-
 def install(tower: nn.Module, state: TowerState) -> None:
     """Give a tower its state and, on the instance, the accelerated forward. Replaces the state of a patched one."""
-    warn_of(tower)
     patched = state_of(tower)
     vars(tower)[_STATE] = state
     ours = next((slot for slot in _SLOTS if isinstance(vars(tower).get(slot), AcceleratedForward)), None)
@@ -119,12 +222,12 @@ def uninstall(tower: nn.Module) -> TowerState | None:
 
 
 def _forward_slot(tower: nn.Module) -> str:
-    """Where the forward stands: accelerate's hooks keep the one they wrap in `_old_forward`, and so run before it."""
+    """Where the forward is: accelerate's hooks keep the one they wrap in `_old_forward`, and so run before it."""
     return "_old_forward" if "_old_forward" in vars(tower) else "forward"
 
 
 class AcceleratedForward:
-    """What stands in a tower's `forward`: pixels (T, P) and grid (images and videos, 3) to the stock tower's output.
+    """What a patched tower has as its `forward`: pixels (T, P) and grid (images and videos, 3) to the stock output.
 
     Holds its tower weakly, so that a deleted model is freed at once. Not a bound method: unpickling one asks the
     instance for `forward` before that attribute is restored, and silently gets the class's.
@@ -148,189 +251,105 @@ class AcceleratedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`.
 
-        Memory that runs out raises as in stock.
+        Memory that runs out raises as in stock. If a backend or a kernel fails when it runs, the call is run again
+        without it, and so are later ones.
         """
         tower: Any = self._tower()
         if tower is None:
             raise ReferenceError("the tower of this forward was deleted; keep the model while its forward is used")
-        if state_of(tower) is not self._state:  # unpatched, or patched anew, while someone (a hook) holds this one
-            original = self._state.former_forward or partial(type(tower).forward, tower)
+        state = self._state
+        original = state.former_forward or partial(type(tower).forward, tower)
+        if state_of(tower) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
             return original(*args, **kwargs)
         pixels: Any = args[0] if args else kwargs.get("hidden_states")
         on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
+        before = state.faults
         with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
-            return _forward(tower, self._state, args, kwargs)
+            while True:
+                try:
+                    return _forward(tower, state, original, args, kwargs)
+                except Fault as fault:
+                    _go_without(state, before, fault)
 
 
-def _forward(tower: Any, state: TowerState, *inputs: Any) -> Any:
-    """One call. If a backend or a kernel fails that it can go without, it is run again without, and so are later ones.
-
-    What failed is remembered only if the call then succeeds. A score_mod cannot go without its backend.
-    """
-    before = state.faults
-    while True:
-        known = state.faults
-        try:
-            return _attempt(tower, state, *inputs)
-        except Exception as error:
-            faults = blame(error)
-            stuck = state.settings.score_mod is not None and KERNELS not in faults
-            if stuck or faults.keys() <= known.keys():
-                if known is not before:
-                    error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, known.items()))}.")
-                    state.go_without(before)
-                raise
-            if state.settings.strict:
-                why = "; ".join(map(" ".join, faults.items()))
-                raise FallbackError(f"strict=True and this call cannot be served as asked: {why}") from error
-            state.go_without({**state.faults, **faults})
+def _go_without(state: TowerState, before: dict[str, str], fault: Fault) -> None:
+    """Prepare a call to be run again without what failed; or raise what it raised, where nothing else can serve it."""
+    error = fault.__cause__ or fault
+    bound = state.settings.score_mod is not None and fault.name != KERNELS  # to the one backend that applies it
+    if bound or fault.name in state.faults or fault.name == ORDER[-1].name:
+        if state.faults is not before:
+            error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, state.faults.items()))}.")
+            state.go_without(before)
+        raise error
+    if state.settings.strict:
+        refuse([f"{fault.name} {fault.why}"])
+    state.go_without({**state.faults, fault.name: fault.why})
 
 
-def forward(hidden_states: Any, grid_thw: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The arguments of a tower's forward, by the names of stock's (and errors about them under its name)."""
-    return hidden_states, grid_thw, kwargs
+def _forward(
+    tower: Any, state: TowerState, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One call, in the five steps."""
+    settings, snapshot = state.settings, state.snapshot(tower)
+    name = tower.config._attn_implementation
+    reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
+    if not reasons:
+        parameters, weights = snapshot.weights()
+        call = inputs.read(args, kwargs, snapshot.expected)
+        reasons = [] if call else ["pixel values are in a shape of their own"]
+    if call is None:
+        if settings.score_mod is not None:
+            refuse(reasons, wanted="a score_mod was given")
+        if settings.strict:
+            refuse(reasons)
+        return state.count(original(*args, **kwargs), reasons, fast=False)
 
+    device, trains = call.pixels.device, torch.is_grad_enabled()
+    if capturing(device):
+        raise RuntimeError(
+            "expected no CUDA graph to be captured around a patched tower: what the graph would read is not kept for "
+            "it; let hf_vit_accel.patch(model, cuda_graphs=True) capture"
+        )
+    grad = trains and (call.pixels.requires_grad or any(parameter.requires_grad for parameter in parameters))
+    unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=grad, trains=trains)
+    spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
+    route = state.routes.get(call.grid, spec)
+    state.choices, unmet = route.choices, unmet + route.unmet
+    if settings.strict:
+        refuse(unmet)
+    if spec.ops is None:
+        return state.count(original(*args, **kwargs, **route.ready().injected()), unmet, fast=False)
 
-def _attempt(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The boundary: check the call, decide its way once, go it."""
-    original = state.former_forward or partial(type(tower).forward, tower)
-    unknown = against_injection(tower, tower.config._attn_implementation, state.former_forward, kwargs)
-    if not unknown:
-        try:
-            hidden_states, grid_thw, others = forward(*args, **kwargs)
-            geometry = state.family.geometry(tower)
-            width = width_of(tower.patch_embed.proj.weight)
-            hidden_states, grid = read_inputs(hidden_states, grid_thw, geometry, width)
-        except (AttributeError, TypeError, ValueError):
-            unknown = state.structure(tower)[0].broken  # what is not as we know it may take what we do not
-            if not unknown:
-                raise
-    if not unknown:
-        ahead = state.start(grid, hidden_states)  # the device works while the host checks
-        structure, parameters = state.structure(tower)
-        unknown = structure.broken + against_positions(tower, geometry)
-    if unknown:
-        if state.settings.score_mod is not None:
-            raise FallbackError("the score_mod cannot be applied to this call: " + "; ".join(unknown))
-        _refuse(state, unknown)
-        return _counted(state, original(*args, **kwargs), unknown, fast=False)
-    check_pixels(hidden_states, tower.patch_embed.proj.weight, offloaded=structure.offloaded)
-    grad = torch.is_grad_enabled() and (
-        hidden_states.requires_grad or any(parameter.requires_grad for parameter in parameters)
-    )
-    reasons = structure.reasons(parameters) + against_call(
-        tower, structure.attentions, others, hidden_states.device, grad
-    )
-    if structure.foreign and torch.is_grad_enabled() and not grad:
-        reasons.append(f"{structure.foreign}, and might train what is not the tower's; use torch.no_grad()")
-    request = request_for(
-        tower,
-        hidden_states.device,
-        grad=grad,
-        packed=not reasons,
-        score_mod=state.settings.score_mod,
-        fp8=state.scales(tower, hidden_states.device),
-    )
-    fusion = None if reasons else state.fusion(tower, structure, request.device, request.dtype)
-    fused_windows = fusion is not None and "window_attention" in fusion.fused
-    unmet: list[str] = []
-
-    def served(prepared: Prepared | Layout) -> None:
-        state.choices = prepared.choices
-        unmet[:] = reasons + unserved(state.settings, fusion, prepared, state.faults)
-        _refuse(state, unmet)
-
-    marked = fusion is not None and torch.is_grad_enabled() and structure.marks_outputs()
+    marked = trains and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
-        outputs = None
-        if fusion is not None and state.runner is not None:
-            outputs = _replay(tower, state, structure, parameters, fusion, grid, request, hidden_states, ahead, served)
+        outputs = _replay(state, snapshot, weights, route, call.pixels) if state.runner else None
         if outputs is None:
-            prepared = state.prepare(geometry, grid, request, fused_windows=fused_windows)
-            served(prepared)
-            if fusion is None:
-                output = original(*args, **kwargs, **prepared.injected())
-                return _counted(state, output, unmet, fast=False)
-            outputs = encode(tower, _full_layers(tower, state), fusion, prepared, hidden_states)
+            outputs = encode(route.ready(), call.pixels)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
-    return _counted(state, _output(tower, state, outputs, others), unmet, fast=True)
-
-
-def _full_layers(tower: Any, state: TowerState) -> frozenset[int] | None:
-    return None if state.family.full_layers is None else frozenset(state.family.full_layers(tower))
-
-
-def _output(tower: Any, state: TowerState, outputs: list[torch.Tensor], kwargs: Mapping[str, Any]) -> Any:
-    """The stock tower's output, of its class, or as the tuple that was asked for."""
-    known = state.family.tower_class(tower)
-    assert known is not None
-    output_class = getattr(sys.modules[known.__module__], state.family.output)
-    extra = {"deepstack_features": outputs[2:]} if state.family.deepstack else {}
-    output = output_class(last_hidden_state=outputs[0], pooler_output=outputs[1], **extra)
-    return output.to_tuple() if kwargs.get("return_dict", tower.config.return_dict) is False else output
+    output = state.family.output_of(tower, outputs)
+    if call.options.get("return_dict", tower.config.return_dict) is False:
+        output = output.to_tuple()
+    return state.count(output, unmet, fast=True)
 
 
 def _replay(
-    tower: Any,
-    state: TowerState,
-    structure: Structure,
-    parameters: list[nn.Parameter],
-    fusion: Fusion,
-    grid: Grid,
-    request: Request,
-    pixels_TP: torch.Tensor,
-    ahead: Ahead | None,
-    served: Callable[[Layout], None],
+    state: TowerState, snapshot: Snapshot, weights: Weights, route: Route, pixels_TP: torch.Tensor
 ) -> list[torch.Tensor] | None:
     """The encoder's outputs from CUDA graphs; None where it is to run eagerly. Under `strict`, raises where it must."""
-    runner, settings = state.runner, state.settings
+    runner = state.runner
     assert runner is not None
-    fused_windows, full_layers = "window_attention" in fusion.fused, _full_layers(tower, state)
-    against = why_not_graphs(request.device)
+    against = why_not_graphs(route.spec.request.device)
     # A module of someone else's may act on state that Python holds (an adapter that is switched off, a counter).
-    against = against or (structure.foreign and f"{structure.foreign}, and might act otherwise at a later call")
+    against = against or (snapshot.foreign and f"{snapshot.foreign}, and might act otherwise at a later call")
     # A graph's weights are told by where they lie; other strides over the same memory would not be noticed.
-    if not all(map(torch.Tensor.is_contiguous, parameters)):
-        against = against or "a parameter is not contiguous"
+    against = against or (None if weights.contiguous else "a parameter is not contiguous")
     if against:
         result: list[torch.Tensor] | Eager = runner.eager(against)
     else:
-        weight = tower.patch_embed.proj.weight
-        geometry = state.family.geometry(tower)
-        call = Call(
-            grid=grid,
-            geometry=geometry,
-            request=request,
-            dtype=weight.dtype,
-            width=pixels_TP.shape[1],
-            pointers=structure.pointers(parameters),
-            ahead=ahead,
-            identity=(
-                *(fusion, fusion.constants(), request, geometry, full_layers),
-                tuple(getattr(tower, "deepstack_visual_indexes", ())),
-                torch.are_deterministic_algorithms_enabled(),
-                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-            ),
-            lay_out=lambda metadata: lay_out(metadata, request, settings.attention, fused_windows, state.faults),
-            encode=partial(encode, tower, full_layers, fusion),
-        )
-        result = runner.run(call, pixels_TP, served)
+        result = runner.run(route, pixels_TP, [*(weights.pointers or ()), *snapshot.buffers()])
     if isinstance(result, Eager):
-        if settings.strict and not result.by_choice:
-            raise FallbackError(f"strict=True and this call cannot be replayed: {result.why}")
+        if state.settings.strict and not result.by_choice:
+            refuse([f"not replayed from a CUDA graph: {result.why}"])
         return None
     return result
-
-
-def _refuse(state: TowerState, reasons: list[str]) -> None:
-    if reasons and state.settings.strict:
-        raise FallbackError("strict=True and this call cannot be served as asked: " + "; ".join(reasons))
-
-
-def _counted(state: TowerState, output: Any, unmet: list[str], *, fast: bool) -> Any:
-    """A call's output, once the call is over: one that failed on its way is not counted."""
-    state.calls += fast
-    state.stock_calls += not fast
-    state.fallbacks.update(unmet)
-    return output

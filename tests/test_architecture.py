@@ -78,7 +78,7 @@ MAY_IMPORT = {
 
 
 # Explained in the class that they come from.
-OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "declare", "needs_on", "reasons_against", "attend_layers"}
+OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "graph_bounds", "needs_on", "reasons_against", "attend_layers"}
 
 
 def level(path: Path) -> str:

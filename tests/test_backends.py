@@ -30,7 +30,7 @@ from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
-from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, _chunks, round_max_length, round_segments
+from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, _chunks, round_max_seqlen, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.metadata import Segments
 
@@ -206,7 +206,7 @@ def test_segment_counts_fall_into_few_classes() -> None:
 
 @pytest.mark.parametrize(("length", "expected"), [(1, 64), (64, 64), (65, 128), (784, 1024), (14416, 16384)])
 def test_max_length_is_rounded_coarsely(length: int, expected: int) -> None:
-    assert round_max_length(length) == expected
+    assert round_max_seqlen(length) == expected
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -215,9 +215,9 @@ def test_cudnn_offsets_address_every_row_of_every_layout(name: str) -> None:
     lengths = LAYOUTS[name]
     wanted, segments = request(dtype=torch.bfloat16, packed=True), segments_of(lengths)
     plan = FlashinferCudnn().plan(segments, wanted)
-    ((start, stop, max_length),) = plan.host["chunks"]
+    ((start, stop, max_seqlen),) = plan.host["chunks"]
     width, rows = HEADS * 80, sum(lengths)
-    assert (start, stop) == (0, rows) and max_length >= max(lengths)
+    assert (start, stop) == (0, rows) and max_seqlen >= max(lengths)
     declared = plan.arrays["lengths_0"]
     assert declared.shape == (round_segments(len(lengths)), 1, 1, 1) and declared.dtype == np.int32
     for name, stride in (("dense_0", width), ("packed_0", 3 * width)):
@@ -238,7 +238,7 @@ def test_cudnn_splits_before_int32_overflows() -> None:
     ranges = _chunks(segments, row)
     assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])] and ranges[-1][1] == 6
     for first, last in ranges:
-        assert int(segments.offsets_S1[last] - segments.offsets_S1[first]) * row < 2**31
+        assert int(segments.cu_seqlens_S1[last] - segments.cu_seqlens_S1[first]) * row < 2**31
     assert len(ranges) == 3
     with pytest.raises(ValueError, match="at most 559240 rows, got 559241"):
         _chunks(segments_of([559_241]), row)

@@ -1,4 +1,4 @@
-"""Attention in FP8: scales and their history, files of maxima, what is refused; on a GPU the kernels and cuDNN.
+"""Attention in FP8: scales and their history, files of amax, what is refused; on a GPU the kernels and cuDNN.
 
 On CPU the plain-torch references stand in for the kernels and for cuDNN, so that whole towers run: in FP8's arithmetic,
 but with exact sums. Legend: T rows, H heads, D head dim, P padded head dim, L layers.
@@ -28,16 +28,16 @@ import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel import scales as scales_module
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
-from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_longest
+from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.ops import e4m3 as e4m3_module
 from hf_vit_accel.ops import quantize as quantize_module
 from hf_vit_accel.ops.e4m3 import E4M3, dequantize_reference, fit
 from hf_vit_accel.ops.quantize import center_reference, quantize_reference
-from hf_vit_accel.scales import Maxima, Scales
+from hf_vit_accel.scales import Amax, Scales
 from hf_vit_accel.tower import state_of
 
-ALWAYS = Fp8Config(shortest=0)
+ALWAYS = Fp8Config(min_seqlen=0)
 REAL = {
     "_center_kernel": quantize_module.quantize,
     "_quantize_kernel": quantize_module.quantize,
@@ -61,19 +61,19 @@ def quantize_on_cpu(
     sin: torch.Tensor,
     used_1: torch.Tensor,
     scales_3H: torch.Tensor,
-    maxima_3H: torch.Tensor,
-    history_N3H: torch.Tensor | None,
+    amax_3H: torch.Tensor,
+    amax_history_N3H: torch.Tensor | None,
     position_1: torch.Tensor | None,
     padded: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     center_HD = center_reference(qkv, int(used_1))
-    fixed = scales_3H if history_N3H is None else None
-    out, used, found = quantize_reference(qkv, cos, sin, int(used_1), center_HD, history_N3H, padded, fixed)
-    maxima_3H.copy_(torch.maximum(maxima_3H, found))
-    if history_N3H is None or position_1 is None:
+    fixed = scales_3H if amax_history_N3H is None else None
+    out, used, found = quantize_reference(qkv, cos, sin, int(used_1), center_HD, amax_history_N3H, padded, fixed)
+    amax_3H.copy_(torch.maximum(amax_3H, found))
+    if amax_history_N3H is None or position_1 is None:
         return out, center_HD, used, None
-    history_N3H[int(position_1)] = found
-    position_1.copy_((position_1 + 1) % len(history_N3H))
+    amax_history_N3H[int(position_1)] = found
+    position_1.copy_((position_1 + 1) % len(amax_history_N3H))
     return out, center_HD, used, 1 / (used[0, :1] * used[1, :1])
 
 
@@ -83,18 +83,18 @@ def attend_on_cpu(
     v_THP: torch.Tensor,
     lengths: torch.Tensor,
     offsets: torch.Tensor,
-    unscale_1: torch.Tensor,
-    max_length: int,
+    descale_1: torch.Tensor,
+    max_seqlen: int,
     scale: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     out_THP = torch.full(q_THP.shape, float("nan"))
     starts = (offsets.flatten() // q_THP[0].numel()).tolist()
     for start, length in zip(starts, lengths.flatten().tolist(), strict=False):
-        assert length <= max_length
+        assert length <= max_seqlen
         rows = slice(start, start + length)
         q, k, v = (x[rows].float() for x in (q_THP, k_THP, v_THP))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * unscale_1 * scale
+        scores = torch.einsum("qhd,khd->hqk", q, k) * descale_1 * scale
         out_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
     return out_THP.to(out_dtype)
 
@@ -109,7 +109,7 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
     monkeypatch.setattr(cudnn_fp8, "dequantize", dequantize_reference)
     monkeypatch.setattr(cudnn_fp8, "_attend", attend_on_cpu)
-    monkeypatch.setattr(cudnn_fp8, "_fixed", lambda plan: (plan.host["max_length"], plan.request.scale, E4M3))
+    monkeypatch.setattr(cudnn_fp8, "_fixed", lambda plan: (plan.host["max_seqlen"], plan.request.scale, E4M3))
     monkeypatch.setattr(
         scales_module.e4m3,
         "snapshot",
@@ -165,7 +165,7 @@ def test_towers_are_near_and_say_so(fp8_on_cpu: None, model: Any) -> None:
         assert all(cosine(f, e) > 0.995 for f, e in zip(found, expected, strict=True))
     status = hf_vit_accel.status(model).towers[0]
     assert status.backends["full"] == "cudnn_fp8" and "cudnn_fp8" not in str(status.backends.get("window"))
-    assert status.fp8 == "scaled by the maxima of the last calls" and status.fp8 in str(status)
+    assert status.fp8 == "scaled by the amax of the last calls" and status.fp8 in str(status)
     assert status.calls == 3 and not status.fallbacks
     hf_vit_accel.unpatch(model)
     assert all(map(torch.equal, run_tower(tower_of(model), GRID), expected))
@@ -174,7 +174,7 @@ def test_towers_are_near_and_say_so(fp8_on_cpu: None, model: Any) -> None:
 def test_a_result_does_not_depend_on_earlier_calls(fp8_on_cpu: None, model: Any) -> None:
     """Not even on one that was a thousand times larger, or smaller, or not finite."""
     tower = tower_of(model)
-    hf_vit_accel.patch(model, fp8=Fp8Config(shortest=0, history=4))
+    hf_vit_accel.patch(model, fp8=Fp8Config(min_seqlen=0, amax_history=4))
     first = run_tower(tower, GRID)
     for spoil in (1e3, 1e-3, float("nan"), float("inf")):
         pixels = pixels_for(tower, GRID) * spoil
@@ -203,12 +203,12 @@ def run_tower_on(tower: Any, pixels: torch.Tensor, grid: list[tuple[int, int, in
 
 
 def test_history_is_a_ring_on_the_device(fp8_on_cpu: None, model: Any) -> None:
-    hf_vit_accel.patch(model, fp8=Fp8Config(shortest=0, history=3))
+    hf_vit_accel.patch(model, fp8=Fp8Config(min_seqlen=0, amax_history=3))
     seen = []
     for seed in range(5):
         run_tower(tower_of(model), GRID, seed)
-        history_LN3H, position_L = scales_of(model).allocate()
-        seen.append(history_LN3H[-1].clone())
+        amax_history_LN3H, position_L = scales_of(model).allocate()
+        seen.append(amax_history_LN3H[-1].clone())
         assert position_L[-1] == (seed + 1) % 3
     assert len({float(each.sum()) for each in seen}) == 5
     newest, oldest = seen[4], seen[1]
@@ -221,7 +221,7 @@ def test_padding_never_reaches_a_scale(
     model: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Through padded graphs, whose spare rows are not what the user gave and are poisoned here: maxima as eagerly."""
+    """Through padded graphs, whose spare rows are not what the user gave and are poisoned here: amax as eagerly."""
 
     def poisoned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, used_1: torch.Tensor, *rest: Any) -> Any:
         qkv = qkv.clone()
@@ -230,15 +230,15 @@ def test_padding_never_reaches_a_scale(
 
     monkeypatch.setattr(cudnn_fp8, "quantize", poisoned)
     grids = [[(1, 6, 10)], [(1, 4, 6), (2, 4, 4)], [(1, 10, 10)]]
-    hf_vit_accel.patch(model, fp8=Fp8Config(shortest=0, history=1))
+    hf_vit_accel.patch(model, fp8=Fp8Config(min_seqlen=0, amax_history=1))
     eager = []
     for grid in grids:
         outputs = run_tower(tower_of(model), grid)
         eager.append((outputs, scales_of(model).seen()))
-    patch(model, fp8=Fp8Config(shortest=0, history=1))
-    for grid, (outputs, maxima_L3H) in zip(grids, eager, strict=True):
+    patch(model, fp8=Fp8Config(min_seqlen=0, amax_history=1))
+    for grid, (outputs, amax_L3H) in zip(grids, eager, strict=True):
         found = run_tower(tower_of(model), grid)
-        assert torch.allclose(scales_of(model).seen(), maxima_L3H, rtol=0.01), grid
+        assert torch.allclose(scales_of(model).seen(), amax_L3H, rtol=0.01), grid
         assert max(relative_error(f, e) for f, e in zip(found, outputs, strict=True)) < 0.01
     assert status_of(model).replays == 3 and status_of(model).padding > 1
 
@@ -333,7 +333,7 @@ def test_status_tells_of_the_last_call_replayed(
     model: Any,
 ) -> None:
     """Not of the one that its graph was captured for."""
-    patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=Fp8Config(shortest=5000))
+    patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=Fp8Config(min_seqlen=5000))
     told = []
     for grid in ([(1, 30, 32)], [(2, 16, 30)]):
         run_tower(tower_of(model), grid)
@@ -516,15 +516,15 @@ def test_calibrated_scales(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None
     expected = run_tower(tower, GRID)
     videos = {"pixel_values_videos": pixels_for(tower, [(2, 4, 4)]), "video_grid_thw": torch.tensor([(2, 4, 4)])}
     images = [{"pixel_values": pixels_for(tower, GRID, seed), "image_grid_thw": torch.tensor(GRID)} for seed in (0, 1)]
-    path = hf_vit_accel.calibrate(model, [*images, videos, images[0] | videos], tmp_path / "maxima.json", margin=2)
+    path = hf_vit_accel.calibrate(model, [*images, videos, images[0] | videos], tmp_path / "amax.json", margin=2)
     assert state_of(tower) is None
-    maxima = Maxima.load(path)
-    assert maxima.shape == (len(tower.blocks), tower.blocks[0].attn.num_heads) and maxima.margin == 2
-    hf_vit_accel.patch(model, fp8=Fp8Config(scales=path, shortest=0), strict=True)
+    amax = Amax.load(path)
+    assert amax.shape == (len(tower.blocks), tower.blocks[0].attn.num_heads) and amax.margin == 2
+    hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path, min_seqlen=0), strict=True)
     found = run_tower(tower, GRID)
     assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 0.05
     status = hf_vit_accel.status(model).towers[0]
-    assert status.fp8 == f"scaled by the maxima in {path}" and status.backends["full"] == "cudnn_fp8"
+    assert status.fp8 == f"scaled by the amax in {path}" and status.backends["full"] == "cudnn_fp8"
     path.unlink()  # it was read once
     twin = pickle.loads(pickle.dumps(model))
     assert all(map(torch.equal, run_tower(tower_of(twin), GRID), found))
@@ -534,13 +534,13 @@ def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: 
     """Whatever their order, and whatever the model is patched with meanwhile, which goes on as it was."""
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
-    hf_vit_accel.patch(model, fp8=Fp8Config(history=3, shortest=0))
+    hf_vit_accel.patch(model, fp8=Fp8Config(amax_history=3, min_seqlen=0))
     run_tower(tower, GRID)
     state = state_of(tower)
     images = [{"pixel_values": pixels_for(tower, GRID, seed), "image_grid_thw": torch.tensor(GRID)} for seed in (0, 1)]
     found = []
     for calls in ([images[0]], [images[1]], images, images[::-1]):
-        values = Maxima.load(hf_vit_accel.calibrate(model, calls, tmp_path / "maxima.json")).values
+        values = Amax.load(hf_vit_accel.calibrate(model, calls, tmp_path / "amax.json")).values
         found.append(torch.tensor(values))
     largest = torch.maximum(found[0], found[1])
     assert not torch.equal(largest, found[0]) and not torch.equal(largest, found[1])
@@ -554,7 +554,7 @@ def test_calibration_refuses_a_tower_that_does_not_run_in_fp8(fp8_on_cpu: None, 
     tower.blocks[0].register_forward_hook(lambda *_: None)
     images = [{"pixel_values": pixels_for(tower, GRID), "image_grid_thw": torch.tensor(GRID)}]
     with pytest.raises(FallbackError, match="hooks on"):
-        hf_vit_accel.calibrate(model, images, tmp_path / "maxima.json")
+        hf_vit_accel.calibrate(model, images, tmp_path / "amax.json")
     assert not list(tmp_path.iterdir()) and state_of(tower) is None
 
 
@@ -562,8 +562,8 @@ def test_what_is_cut_off_is_told(fp8_on_cpu: None, tmp_path: Path) -> None:
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
     small = tuple(tuple((1e-3, 1e-3) for _ in range(3)) for _ in tower.blocks)
-    path = Maxima(values=small, margin=1.0).save(tmp_path / "small.json")
-    hf_vit_accel.patch(model, fp8=Fp8Config(scales=str(path), shortest=0))
+    path = Amax(values=small, margin=1.0).save(tmp_path / "small.json")
+    hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=str(path), min_seqlen=0))
     assert "cut off" not in str(hf_vit_accel.status(model))
     run_tower(tower, GRID)
     assert "cut off beyond them in layers 0, 1, 2, 3" in str(hf_vit_accel.status(model))
@@ -572,29 +572,29 @@ def test_what_is_cut_off_is_told(fp8_on_cpu: None, tmp_path: Path) -> None:
 def test_scales_of_a_file() -> None:
     """With the margin, room for a head that was silent, and something for a layer that never ran in FP8."""
     values = ((1.0, 0.0), (2.0, 2.0), (4.0, 0.001)), ((0.0, 0.0),) * 3
-    maxima = Maxima(values=values, margin=4.0)
-    scales = Scales(device=torch.device("cpu"), layers=2, heads=2, fixed=maxima)
+    amax = Amax(values=values, margin=4.0)
+    scales = Scales(device=torch.device("cpu"), layers=2, heads=2, fixed=amax)
     with torch.inference_mode():
         assert not any(held.is_inference() for held in scales.allocate()), "replays outside of it write there"
         first, second = scales.begin()
     assert first.scales_3H.tolist() == [[64.0, 1024.0], [32.0, 2.0], [16.0, 4096.0]]
     assert second.scales_3H.tolist() == [[256.0, 256.0]] * 3
-    assert [float(layer.unscale_1) for layer in (first, second)] == [1 / 2048, 1 / 65536]
-    second.maxima_3H[2, 1] = 448 / 256
-    first.maxima_3H[2, 0] = 448 / 16
+    assert [float(layer.descale_1) for layer in (first, second)] == [1 / 2048, 1 / 65536]
+    second.amax_3H[2, 1] = 448 / 256
+    first.amax_3H[2, 0] = 448 / 16
     assert scales.saturated() == [] and float(scales.seen()[1, 2, 1]) == 448 / 256
-    first.maxima_3H[2, 0] += 0.1
+    first.amax_3H[2, 0] += 0.1
     assert scales.saturated() == [0]
 
 
 def test_maxima_are_written_and_read(tmp_path: Path) -> None:
-    maxima = Maxima(values=(((1.5, 2.0), (0.25, 1e-9), (3.0, 448.0)),) * 3, margin=1.5, model="qwen3_vl")
-    path = maxima.save(tmp_path / "a.json")
-    assert Maxima.load(path) == maxima and maxima.shape == (3, 2)
-    assert json.loads(path.read_text())["format"] == "hf-vit-accel fp8 maxima"
+    amax = Amax(values=(((1.5, 2.0), (0.25, 1e-9), (3.0, 448.0)),) * 3, margin=1.5, model="qwen3_vl")
+    path = amax.save(tmp_path / "a.json")
+    assert Amax.load(path) == amax and amax.shape == (3, 2)
+    assert json.loads(path.read_text())["format"] == "hf-vit-accel fp8 amax"
 
 
-_GOOD = {"format": "hf-vit-accel fp8 maxima", "version": 1, "margin": 1.0, "layers": [{"q": [1.0], "k": [1], "v": [2]}]}
+_GOOD = {"format": "hf-vit-accel fp8 amax", "version": 1, "margin": 1.0, "layers": [{"q": [1.0], "k": [1], "v": [2]}]}
 _LAYER: Any = _GOOD["layers"][0]  # type: ignore[index]
 BAD = {
     "no JSON": "{",
@@ -630,32 +630,32 @@ def test_other_files_are_refused(fp8_on_cpu: None, bad: str, tmp_path: Path) -> 
     )
     model = TINY["qwen3_vl"].build()
     with pytest.raises(ValueError, match=r"bad\.json"):
-        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+        hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
     assert state_of(tower_of(model)) is None
 
 
 def test_maxima_of_another_model_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
     model = TINY["qwen3_vl"].build()
-    path = Maxima(values=(((1.0,), (1.0,), (1.0,)),), margin=1.0).save(tmp_path / "other.json")
+    path = Amax(values=(((1.0,), (1.0,), (1.0,)),), margin=1.0).save(tmp_path / "other.json")
     with pytest.raises(ValueError, match=r"4 layers of 2 heads .* got 1 of 1"):
-        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+        hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
     with pytest.raises(FileNotFoundError):
-        hf_vit_accel.patch(model, fp8=Fp8Config(scales=tmp_path / "nowhere.json"))
+        hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=tmp_path / "nowhere.json"))
     assert state_of(tower_of(model)) is None
 
 
 def test_maxima_of_another_family_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
-    """Qwen2-VL and Qwen2.5-VL have towers of one shape, but in the latter most layers never had maxima."""
+    """Qwen2-VL and Qwen2.5-VL have towers of one shape, but in the latter most layers never had amax."""
     model = TINY["qwen2_vl"].build()
     tower = tower_of(model)
     values = tuple(tuple((1.0,) * tower.blocks[0].attn.num_heads for _ in range(3)) for _ in tower.blocks)
-    path = Maxima(values=values, margin=1.0, model="qwen2_5_vl").save(tmp_path / "other.json")
-    with pytest.raises(ValueError, match=r"maxima of qwen2_vl.*got those of 'qwen2_5_vl'"):
-        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    path = Amax(values=values, margin=1.0, model="qwen2_5_vl").save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"amax of qwen2_vl.*got those of 'qwen2_5_vl'"):
+        hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
     assert state_of(tower) is None
     for name in ("qwen2_vl", ""):
-        path = Maxima(values=values, margin=1.0, model=name).save(tmp_path / "same.json")
-        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+        path = Amax(values=values, margin=1.0, model=name).save(tmp_path / "same.json")
+        hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
 
 
 def test_maxima_of_other_layers_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
@@ -663,14 +663,14 @@ def test_maxima_of_other_layers_are_refused(fp8_on_cpu: None, tmp_path: Path) ->
     model = TINY["qwen2_5_vl"].build()
     tower = tower_of(model)
     images = [{"pixel_values": pixels_for(tower, GRID), "image_grid_thw": torch.tensor(GRID)}]
-    path = hf_vit_accel.calibrate(model, images, tmp_path / "maxima.json")
+    path = hf_vit_accel.calibrate(model, images, tmp_path / "amax.json")
     full = tower.fullatt_block_indexes
     tower.fullatt_block_indexes = [index for index in range(len(tower.blocks)) if index not in full]
-    with pytest.raises(ValueError, match=r"zeros for layers 0, 2 in .*maxima\.json"):
-        hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    with pytest.raises(ValueError, match=r"zeros for layers 0, 2 in .*amax\.json"):
+        hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
     assert state_of(tower) is None
     tower.fullatt_block_indexes = [*full, 99]
-    hf_vit_accel.patch(model, fp8=Fp8Config(scales=path))
+    hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path))
 
 
 def test_calibrate_refuses_images_whose_features_are_not_finite(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None:
@@ -687,14 +687,14 @@ def test_maxima_stand_for_the_layers_that_were_there(fp8_on_cpu: None, tmp_path:
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
     values = tuple(((8.0, 8.0),) * 3 for _ in tower.blocks)
-    path = Maxima(values=values, margin=1.0).save(tmp_path / "maxima.json")
-    hf_vit_accel.patch(model, fp8=Fp8Config(scales=path, shortest=0))
+    path = Amax(values=values, margin=1.0).save(tmp_path / "amax.json")
+    hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path, min_seqlen=0))
     run_tower(tower, GRID)
     del tower.blocks[-1]
     run_tower(tower, GRID)
     status = hf_vit_accel.status(model).towers[0]
     assert "cudnn_fp8" not in status.backends.values() and status.fp8 is not None
-    assert any("maxima of 4 layers of 2 heads, the tower has 3 of 2" in why for why in status.fallbacks)
+    assert any("amax of 4 layers of 2 heads, the tower has 3 of 2" in why for why in status.fallbacks)
 
 
 def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
@@ -718,7 +718,7 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
 def test_calibrate_refuses_what_fp8_did_not_attend_to(
     fp8_on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its maxima would be zeros, or those of the image before."""
+    """Its amax would be zeros, or those of the image before."""
     model = TINY["qwen3_vl"].build()
     images = [
         {"pixel_values": pixels_for(tower_of(model), grid), "image_grid_thw": torch.tensor(grid)}
@@ -755,11 +755,11 @@ def test_newer_gpus_write_the_towers_dtype(
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (dict(scales=3), "path"),
-        (dict(history=0), "history"),
-        (dict(history=True), "history"),
-        (dict(history=1025), "history to be an integer from 1 to 1024"),
-        (dict(shortest=-1), "sh"),
+        (dict(amax_file=3), "path"),
+        (dict(amax_history=0), "amax_history"),
+        (dict(amax_history=True), "amax_history"),
+        (dict(amax_history=1025), "amax_history to be an integer from 1 to 1024"),
+        (dict(min_seqlen=-1), "sh"),
     ],
 )
 def test_config_is_checked(arguments: Any, match: str) -> None:
@@ -789,19 +789,19 @@ def test_it_is_never_used_unasked(fp8_on_cpu: None) -> None:
     assert choice.backend is not FP8 and not choice.rejected.get(FP8.name)
 
 
-def wanted(shortest: int | None = None, **changes: Any) -> Request:
-    scales = Scales(device=torch.device("cpu"), layers=1, heads=HEADS, shortest=shortest)
+def wanted(min_seqlen: int | None = None, **changes: Any) -> Request:
+    scales = Scales(device=torch.device("cpu"), layers=1, heads=HEADS, min_seqlen=min_seqlen)
     return request("cpu", torch.float32, 80, packed=True, fp8=scales, **changes)
 
 
 def test_where_it_pays(fp8_on_cpu: None) -> None:
-    long, short = cudnn_fp8.SHORTEST, cudnn_fp8.SHORTEST // 4
+    long, short = cudnn_fp8.MIN_SEQLEN, cudnn_fp8.MIN_SEQLEN // 4
     assert resolve("auto", wanted(), segments_of([long])).backend is FP8
     assert resolve("auto", wanted(), segments_of([long * 2, *[short] * 3])).backend is FP8
     for lengths in ([short] * 100, [long - 1], [long, *[64] * 200]):
         choice = resolve("auto", wanted(), segments_of(lengths))
         assert choice.backend is not FP8 and FP8.name in choice.not_worth
-    assert resolve("auto", wanted(shortest=short), segments_of([short] * 100)).backend is FP8
+    assert resolve("auto", wanted(min_seqlen=short), segments_of([short] * 100)).backend is FP8
     for changes in (dict(grad=True), dict(kind="window"), dict(packed=False)):
         choice = resolve("auto", Request(**vars(wanted()) | changes), segments_of([long]))
         assert choice.backend is not FP8, changes
@@ -815,7 +815,7 @@ def test_offsets_that_do_not_fit_are_left_to_others(fp8_on_cpu: None) -> None:
 
 def test_empty_segments_are_left_to_others(fp8_on_cpu: None) -> None:
     """cuDNN's FP8 kernels stop the process's device on them."""
-    long = cudnn_fp8.SHORTEST
+    long = cudnn_fp8.MIN_SEQLEN
     for layout in (pad_segments(segments_of([long]), long, 2, long), segments_of([long, 0])):
         assert "empty" in resolve("auto", wanted(), layout).not_worth[FP8.name]
     full = pad_segments(segments_of([long + 64]), long + 96, 2, long + 64)
@@ -826,13 +826,13 @@ def test_empty_segments_are_left_to_others(fp8_on_cpu: None) -> None:
 
 @given(st.integers(1, 1 << 20))
 def test_longest_is_rounded_finely(length: int) -> None:
-    declared = round_longest(length)
-    assert length <= declared <= max(length * 33 / 32 + 1, length + 127) and round_longest(declared) == declared
+    declared = round_max_seqlen(length)
+    assert length <= declared <= max(length * 33 / 32 + 1, length + 127) and round_max_seqlen(declared) == declared
 
 
 def test_padded_layouts_declare_their_rows() -> None:
     plan = FP8.plan(pad_segments(segments_of([300, 200]), 640, 3, 512), wanted())
-    assert plan.arrays["used_1"].tolist() == [500] and plan.host["max_length"] == 512
+    assert plan.arrays["used_1"].tolist() == [500] and plan.host["max_seqlen"] == 512
     assert plan.arrays["lengths"].flatten().tolist()[:2] == [300, 200]
     assert FP8.plan(segments_of([300, 200]), wanted()).arrays["used_1"].tolist() == [500]
 
@@ -903,8 +903,8 @@ def test_gpu_towers_are_near_eagerly_and_replayed(on_gpu: None, model: Any, dtyp
     expected = [[x.cpu() for x in run_tower(tower, grid)] for grid in grids]
     model.to(dtype)
     images = [{"pixel_values": pixels_for(tower, grid), "image_grid_thw": torch.tensor(grid)} for grid in grids]
-    path = hf_vit_accel.calibrate(model, images, tmp_path / "maxima.json")
-    for fp8 in (ALWAYS, Fp8Config(scales=path, shortest=0)):
+    path = hf_vit_accel.calibrate(model, images, tmp_path / "amax.json")
+    for fp8 in (ALWAYS, Fp8Config(amax_file=path, min_seqlen=0)):
         for graphs in (False, GraphConfig(max_tokens=256, exact_after=0)):
             hf_vit_accel.patch(model, fp8=fp8, cuda_graphs=graphs, strict=True)
             for _ in range(2):
@@ -930,10 +930,10 @@ def test_gpu_replays_do_not_depend_on_earlier_calls(on_gpu: None, model: Any, ki
 
 @pytest.mark.gpu
 def test_gpu_what_streams_share_is_there(on_gpu: None) -> None:
-    maxima = Maxima(values=(((8.0,) * HEADS,) * 3,), margin=1.0)
+    amax = Amax(values=(((8.0,) * HEADS,) * 3,), margin=1.0)
     cudnn_fp8._constants.cache_clear()
     device = torch.device("cuda", 0)
-    scales = Scales(device=device, layers=1, heads=HEADS, fixed=maxima)
+    scales = Scales(device=device, layers=1, heads=HEADS, fixed=amax)
     torch.full((1 << 20,), 7, dtype=torch.int32, device=device)  # what is left in memory that is used again
     torch.cuda._sleep(1 << 28)
     made = *scales.allocate(), *cudnn_fp8._constants(device)

@@ -42,13 +42,13 @@ class Masked(Sdpa):
     capturable = True
 
     def plan(self, segments: Segments, request: Request) -> Plan:
-        host, arrays = {"max_length": segments.max_length}, {"cu_seqlens_S1": segments.offsets_S1}
+        host, arrays = {"max_seqlen": segments.max_seqlen}, {"cu_seqlens_S1": segments.cu_seqlens_S1}
         return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         offsets = plan.tensors["cu_seqlens_S1"]
         assert offsets[-1] == len(q_THD), "every row belongs to a segment"
-        assert int(offsets.diff().max()) <= plan.host["max_length"]
+        assert int(offsets.diff().max()) <= plan.host["max_seqlen"]
         segment = torch.searchsorted(
             offsets[1:].contiguous(), torch.arange(len(q_THD), dtype=offsets.dtype), right=True
         )
@@ -215,14 +215,14 @@ def test_padded_layouts(items: Any, spare: int, spare_segments: int, side: int |
         rows=4 * tokens,
         tokens=tokens,
         segments=segments,
-        longest=4 * tokens,
+        max_seqlen=4 * tokens,
         windows=budgets.most_windows(tokens, segments, side) if side else 0,
-        window_longest=4 * side**2 if side else 0,
+        window_max_seqlen=4 * side**2 if side else 0,
     )
     padded = pad(plain, shape)
     assert padded.rows == padded.full.rows == 4 * tokens and padded.full.count == segments
     assert (padded.full.lengths_S[: plain.full.count] == plain.full.lengths_S).all()
-    assert (np.diff(padded.full.offsets_S1) >= 0).all() and padded.full.max_length == 4 * tokens
+    assert (np.diff(padded.full.cu_seqlens_S1) >= 0).all() and padded.full.max_seqlen == 4 * tokens
     for name, array in padded.arrays().items():
         real = plain.arrays()[name]
         assert array.dtype == real.dtype and (array[: len(real)] == real).all(), name

@@ -312,11 +312,11 @@ HISTORIES = {"none": 0.0, "too small": 0.01, "fits": 100.0, "much too large": 1e
 
 
 def test_scales_fit() -> None:
-    maxima_3H = torch.tensor([[1.0, 448.0, 449.0, 3e-5], [7.0, 0.0, 2.0, 1e9], [448.0, 448.5, 0.0, 1e-30]])
-    scales_3H = fit(maxima_3H)
+    amax_3H = torch.tensor([[1.0, 448.0, 449.0, 3e-5], [7.0, 0.0, 2.0, 1e9], [448.0, 448.5, 0.0, 1e-30]])
+    scales_3H = fit(amax_3H)
     mantissas, _ = torch.frexp(scales_3H)
     assert (mantissas == 0.5).all()  # powers of two
-    assert (maxima_3H * scales_3H <= LARGEST).all()
+    assert (amax_3H * scales_3H <= LARGEST).all()
     products_H = scales_3H[0] * scales_3H[1]
     assert (products_H == products_H[0]).all()
     assert scales_3H[2, :2].tolist() == [1.0, 0.5]
@@ -328,21 +328,21 @@ def test_scales_fit() -> None:
 def test_scales_of_extremes_are_normal_numbers(at: dict[str, Any]) -> None:
     """Beside a head of huge numbers one that is silent must not make the scale that all scores share infinite."""
     sizes = torch.tensor([0.0, 1e-45, 1e-30, 1e-5, 1.0, 1e5, 1e16, 1e30, 3e38])
-    maxima_L3H = torch.stack([each.view(-1, 1).expand(3, 2) for each in torch.cartesian_prod(sizes, sizes, sizes)])
-    maxima_L3H = torch.cat((maxima_L3H, maxima_L3H.roll(1, 1), maxima_L3H.flip(0)), 2).to(at["device"])
-    scales_L3H, _ = snapshot(maxima_L3H.unsqueeze(1))
-    assert torch.equal(scales_L3H, fit(maxima_L3H))
+    amax_L3H = torch.stack([each.view(-1, 1).expand(3, 2) for each in torch.cartesian_prod(sizes, sizes, sizes)])
+    amax_L3H = torch.cat((amax_L3H, amax_L3H.roll(1, 1), amax_L3H.flip(0)), 2).to(at["device"])
+    scales_L3H, _ = snapshot(amax_L3H.unsqueeze(1))
+    assert torch.equal(scales_L3H, fit(amax_L3H))
     assert (scales_L3H >= torch.finfo(torch.float32).tiny).all() and scales_L3H.isfinite().all()
     products_LH = scales_L3H[:, 0] * scales_L3H[:, 1]
     assert (products_LH == products_LH[:, :1]).all() and (1 / products_LH).isfinite().all()
-    assert ((maxima_L3H * scales_L3H <= LARGEST) | (maxima_L3H > 1e16)).all()
+    assert ((amax_L3H * scales_L3H <= LARGEST) | (amax_L3H > 1e16)).all()
 
 
 @where
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize(("dim", "padded"), [(64, 64), (72, 128), (80, 128), (16, 64), (24, 32)])
 def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, history: str) -> None:
-    """Bit for bit, scales and maxima too; rows of padding are poisoned and reach neither."""
+    """Bit for bit, scales and amax too; rows of padding are poisoned and reach neither."""
     check_quantize(at, dim, padded, history)
 
 
@@ -368,25 +368,25 @@ def check_quantize(at: dict[str, Any], dim: int, padded: int, history: str) -> N
     qkv_T3HD[used, ..., [0, dim // 2]] = 1e4  # which a rotation pairs
     qkv_T3HD[0, :, 0, 1] = torch.tensor([float("inf"), float("nan"), float("-inf")])
     cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
-    history_LN3H = torch.zeros(layers, calls, 3, heads, device=at["device"])
-    history_LN3H[:, 2] = HISTORIES[history]
+    amax_history_LN3H = torch.zeros(layers, calls, 3, heads, device=at["device"])
+    amax_history_LN3H[:, 2] = HISTORIES[history]
     position_L = torch.full((layers,), calls - 1, dtype=torch.int32, device=at["device"])
-    remembered_N3H = history_LN3H[layer].clone()
+    remembered_N3H = amax_history_LN3H[layer].clone()
 
-    scales_L3H, maxima_L3H = snapshot(history_LN3H)
-    assert torch.equal(scales_L3H, fit(history_LN3H.amax(1)))
-    assert not maxima_L3H.any()
+    scales_L3H, amax_L3H = snapshot(amax_history_LN3H)
+    assert torch.equal(scales_L3H, fit(amax_history_LN3H.amax(1)))
+    assert not amax_L3H.any()
     used_1 = torch.tensor([used], dtype=torch.int32, device=at["device"])
-    rest = history_LN3H[layer], position_L[layer : layer + 1], padded
-    mine = scales_L3H[layer], maxima_L3H[layer]
-    out, mean_HD, scales, unscale = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, *mine, *rest)
+    rest = amax_history_LN3H[layer], position_L[layer : layer + 1], padded
+    mine = scales_L3H[layer], amax_L3H[layer]
+    out, mean_HD, scales, descale = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, *mine, *rest)
 
     assert relative_error(mean_HD, center_reference(qkv_T3HD, used)) < 1e-6
-    expected, own, maxima = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, remembered_N3H, padded)
+    expected, own, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, remembered_N3H, padded)
     assert torch.equal(scales, own)
-    assert unscale is not None and unscale.item() == 1 / (own[0, 0] * own[1, 0]).item()
-    assert torch.equal(maxima_L3H[layer], maxima) and not maxima_L3H[:layer].any() and not maxima_L3H[layer + 1 :].any()
-    assert torch.equal(history_LN3H[layer, -1], maxima) and torch.equal(history_LN3H[layer, :-1], remembered_N3H[:-1])
+    assert descale is not None and descale.item() == 1 / (own[0, 0] * own[1, 0]).item()
+    assert torch.equal(amax_L3H[layer], amax) and not amax_L3H[:layer].any() and not amax_L3H[layer + 1 :].any()
+    assert torch.equal(amax_history_LN3H[layer, -1], amax) and torch.equal(amax_history_LN3H[layer, :-1], remembered_N3H[:-1])
     assert position_L.tolist() == [calls - 1, 0, calls - 1]
     assert torch.equal(out.float().nan_to_num(1e3), expected.float().nan_to_num(1e3))
     assert out[:, 0, 0].isnan().sum() == out[:, 0].isnan().sum() > 0
@@ -413,10 +413,10 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, at: dict[str, Any])
     seen_3H = torch.full((3, heads), 2.5, device=at["device"])
     used_1 = torch.tensor([rows], dtype=torch.int32, device=at["device"])
     tables = angles_TD.cos(), angles_TD.sin()
-    out, mean_HD, scales, unscale = quantize(qkv_T3HD, *tables, used_1, fixed_3H, seen_3H, None, None, 128)
-    expected, _, maxima = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, None, 128, fixed_3H)
-    assert unscale is None and torch.equal(scales, fixed_3H)
-    assert torch.equal(seen_3H, maxima.clamp(min=2.5))
+    out, mean_HD, scales, descale = quantize(qkv_T3HD, *tables, used_1, fixed_3H, seen_3H, None, None, 128)
+    expected, _, amax = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, None, 128, fixed_3H)
+    assert descale is None and torch.equal(scales, fixed_3H)
+    assert torch.equal(seen_3H, amax.clamp(min=2.5))
     assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
 
 
@@ -474,8 +474,8 @@ COMPILED = {
         f"quantize, {'again' if again else 'first'}": (
             "quantize",
             "_quantize_kernel",
-            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 scales:*fp32 maxima:*fp32 "
-            "final:*fp32 unscale:*fp32 history:*fp32 position:*i32 out:*fp8e4nv rows:i32 row_stride:i32",
+            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 scales:*fp32 amax:*fp32 "
+            "final:*fp32 descale:*fp32 history:*fp32 position:*i32 out:*fp8e4nv rows:i32 row_stride:i32",
             dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
         )
         for again in (False, True)
@@ -483,7 +483,7 @@ COMPILED = {
     "snapshot": (
         "e4m3",
         "_snapshot_kernel",
-        "history:*fp32 scales:*fp32 maxima:*fp32",
+        "history:*fp32 scales:*fp32 amax:*fp32",
         dict(HEADS=12, CALLS=3, BLOCK_H=16, BLOCK_N=4),
     ),
     "center": (

@@ -44,8 +44,8 @@ def examples(test):
 def test_segments_and_positions(grid) -> None:
     found, grid_thw = build(tuple(grid), Geometry(merge=MERGE)), torch.tensor(grid)
     offsets = vision_utils.get_vision_cu_seqlens(grid_thw)
-    assert torch.equal(torch.from_numpy(found.full.offsets_S1), offsets) and found.full.offsets_S1.dtype == np.int32
-    assert found.full.max_length == int((offsets[1:] - offsets[:-1]).max())
+    assert torch.equal(torch.from_numpy(found.full.cu_seqlens_S1), offsets) and found.full.cu_seqlens_S1.dtype == np.int32
+    assert found.full.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
     assert (found.full.count, found.full.rows) == (len(offsets) - 1, int(offsets[-1]))
     positions = vision_utils.get_vision_position_ids(grid_thw, MERGE)
     assert torch.equal(torch.from_numpy(found.position_ids_T2).long(), positions)
@@ -63,8 +63,8 @@ def test_windows(grid, window_size, patch) -> None:
     index, offsets = vision_utils.get_vision_window_index(torch.tensor(grid), MERGE, window_size, patch)
     assert torch.equal(torch.from_numpy(found.window_index_M), index)
     assert torch.equal(torch.from_numpy(found.inverse_index_M), torch.argsort(index))
-    assert torch.equal(torch.from_numpy(found.window.offsets_S1), offsets)
-    assert found.window.max_length == int((offsets[1:] - offsets[:-1]).max())
+    assert torch.equal(torch.from_numpy(found.window.cu_seqlens_S1), offsets)
+    assert found.window.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
     assert set(found.segments()) == {"full", "window"}
 
 
@@ -145,4 +145,4 @@ def test_lru_is_bounded_and_keeps_what_is_used() -> None:
 
 def test_segments_of_one_row() -> None:
     segments = Segments(np.array([1], dtype=np.int32))
-    assert (segments.rows, segments.count, segments.max_length) == (1, 1, 1)
+    assert (segments.rows, segments.count, segments.max_seqlen) == (1, 1, 1)

@@ -152,7 +152,7 @@ def compare(family: str, dtype: torch.dtype, device: torch.device | str, batches
         with tempfile.TemporaryDirectory() as folder:
             if way == CALIBRATED:  # by the first batch alone
                 path = hf_vit_accel.calibrate(model, [batches[0].inputs], Path(folder, "maxima.json"))
-                options = {"fp8": Fp8Config(scales=path, shortest=0)}
+                options = {"fp8": Fp8Config(amax_file=path, min_seqlen=0)}
             with hf_vit_accel.patched(model, **options):
                 found = captions(model, family, batches)
                 status = hf_vit_accel.status(model)

@@ -130,8 +130,8 @@ def resolve(
 ) -> Choice:
     """The named backend if it can serve the request, else (or for "auto") the fastest that can by measurement.
 
-    Where FP8 is asked for, that is FP8 on full layers if it can, and if it pays for these segments; without segments
-    only what stands against it is told. faults: backends that failed when they ran, and how; they are not chosen again.
+    If FP8 is requested, full layers use it where it is supported and faster for `segments`; without segments only the
+    reasons against it are given. faults: backends that failed when they ran, and how; they are not chosen again.
     Raises BackendUnavailableError where none can: only with a score_mod, which no other backend may ignore.
     """
     if request.fp8 is not None and request.kind == "full":

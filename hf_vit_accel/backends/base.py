@@ -40,7 +40,7 @@ class Request:
 
     scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
     will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score. fp8: the
-    scales of the tower's layers, where attention in FP8 is asked for. longest: rows of the longest segment, where
+    scales of the tower's layers, where attention in FP8 is asked for. max_seqlen: rows of the longest segment, where
     they are known.
     """
 
@@ -54,7 +54,7 @@ class Request:
     grad: bool = False
     score_mod: ScoreMod | None = None
     fp8: Scales | None = None
-    longest: int = 0
+    max_seqlen: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Plan:
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
         """Attention within segments: softmax(scale * q k^T) v, (T, H, D) each, any strides; returns (T, H, D)."""
-        return self.backend.attend(q_THD, k_THD, v_THD, self)
+        return env.guarded(self.backend.name, self.backend.attend)(q_THD, k_THD, v_THD, self)
 
 
 class Backend(ABC):
@@ -109,11 +109,13 @@ class Backend(ABC):
     needs: ClassVar[Needs]
     capturable: ClassVar[bool] = True
     """Whether a CUDA graph of `attend` serves every layout whose plan has the same shapes and the same `host`."""
+    attends_anew: ClassVar[bool] = False
+    """Whether `attend_layers` must be asked at every forward, not once for a plan."""
 
-    def declare(self, segments: int, longest: int, rows: int) -> tuple[int, int]:
-        """What a graph of so many rows declares so that it serves many layouts: (segments, longest), at least those.
+    def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
+        """What a graph of so many rows declares to serve many layouts: (segments, max_seqlen), at least those given.
 
-        By default empty segments and a longest that is too long cost nothing worth a graph of its own.
+        By default empty segments and a max_seqlen that is too large cost nothing worth a graph of its own.
         """
         return max(4, 1 << (segments - 1).bit_length()), rows
 

@@ -30,7 +30,7 @@ from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.quantize import quantize
 from hf_vit_accel.scales import LayerScales, Scales, settle
 
-SHORTEST = 5120
+MIN_SEQLEN = 5120
 """Rows of the segment that a row is in, on average, from which FP8 is faster than the best of the others (H200: a tower
 of Qwen3-VL-8B with FlashAttention-3 and in FP8 takes 13.7 and 14.8 ms at 4096 rows, 19.3 and 18.6 at 5184)."""
 
@@ -44,6 +44,7 @@ class CudnnFp8(FlashinferCudnn):
     """One kernel samples v's means, one rotates, quantises and pads q, k and v, one call attends, one kernel unpads."""
 
     name = "cudnn_fp8"
+    attends_anew = True
     needs = Needs(
         packages=(FLASHINFER, CUDNN_FRONTEND),
         capability=((9, 0), (13, 0)),
@@ -72,29 +73,29 @@ class CudnnFp8(FlashinferCudnn):
     def why_not_worth(self, segments: Segments, request: Request) -> str | None:
         """Why another backend is faster for a layout, or the only one that serves it; None if FP8 is."""
         lengths_S = segments.lengths_S.astype(np.int64)
-        mean, shortest = float((lengths_S**2).sum() / lengths_S.sum()), SHORTEST
-        if request.fp8 is not None and request.fp8.shortest is not None:
-            shortest = request.fp8.shortest
-        if mean < shortest:
-            return f"rows attend to {mean:.0f} others on average, it is used from {shortest} on"
+        mean, min_seqlen = float((lengths_S**2).sum() / lengths_S.sum()), MIN_SEQLEN
+        if request.fp8 is not None and request.fp8.min_seqlen is not None:
+            min_seqlen = request.fp8.min_seqlen
+        if mean < min_seqlen:
+            return f"rows attend to {mean:.0f} others on average, it is used from {min_seqlen} on"
         if not lengths_S.all():
             return "cuDNN's FP8 kernels crash on empty segments, which fill this graph's shape"
         if segments.rows * request.heads * _padded(request.head_dim) >= _INT32_END:
             return f"{segments.rows} rows are more than its int32 offsets reach"
         return None
 
-    def declare(self, segments: int, longest: int, rows: int) -> tuple[int, int]:
+    def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         return segments, rows
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         # As many as there are: an empty segment that stands in for one is an illegal instruction to cuDNN 9.19 in FP8.
-        offsets_S1 = segments.offsets_S1.astype(np.int64) * (request.heads * _padded(request.head_dim))
+        cu_seqlens_S1 = segments.cu_seqlens_S1.astype(np.int64) * (request.heads * _padded(request.head_dim))
         arrays = {
             "lengths": segments.lengths_S.reshape(-1, 1, 1, 1),
-            "offsets": offsets_S1.astype(np.int32).reshape(-1, 1, 1, 1),
+            "offsets": cu_seqlens_S1.astype(np.int32).reshape(-1, 1, 1, 1),
             "used_1": np.array([segments.rows - segments.spare], dtype=np.int32),
         }
-        host = {"max_length": round_longest(segments.max_length)}
+        host = {"max_seqlen": round_max_seqlen(segments.max_seqlen)}
         return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
 
     def prepare(self, plan: Plan) -> None:
@@ -110,13 +111,13 @@ class CudnnFp8(FlashinferCudnn):
         return [partial(_attend_packed, plan, scales) for scales in plan.request.fp8.begin()]
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
-        # Alone, without a layer's history: by the maxima of these very tensors.
+        # Alone, without a layer's history: by the amax of these very tensors.
         scales = Scales(device=q_THD.device, layers=1, heads=q_THD.shape[1]).begin()[0]
         still = q_THD.new_zeros(1, q_THD.shape[2]).expand(q_THD.shape[0], -1)
         return _attend_packed(plan, scales, torch.stack((q_THD, k_THD, v_THD), dim=1), still + 1, still.contiguous())
 
 
-def round_longest(length: int) -> int:
+def round_max_seqlen(length: int) -> int:
     """The longest segment to declare: at most 1/32 more, so that lengths share plans.
 
     In FP8 cuDNN works for the length that is declared: 9216 rows declared as 16384 took 1245 us on an H200, as 9216
@@ -135,7 +136,7 @@ def _fixed(plan: Plan) -> tuple[int, float, torch.dtype]:
     """What a plan of cuDNN has built in: the longest segment, the factor of scores, the output's dtype."""
     request = plan.request
     writes_wide = env.cuda_capability(request.device.index)[0] >= 10
-    return plan.host["max_length"], request.scale, request.dtype if writes_wide else E4M3
+    return plan.host["max_seqlen"], request.scale, request.dtype if writes_wide else E4M3
 
 
 def _attend_packed(
@@ -145,19 +146,19 @@ def _attend_packed(
     dim, heads = qkv_T3HD.shape[-1], qkv_T3HD.shape[-2]
     if qkv_T3HD.stride()[1:] != (heads * dim, dim, 1):
         qkv_T3HD = qkv_T3HD.contiguous()
-    qkv_3THP, center_HD, scales_3H, unscale_1 = quantize(
+    qkv_3THP, center_HD, scales_3H, descale_1 = quantize(
         qkv_T3HD,
         cos_TD,
         sin_TD,
         plan.tensors["used_1"],
         layer.scales_3H,
-        layer.maxima_3H,
-        layer.history_N3H,
+        layer.amax_3H,
+        layer.amax_history_N3H,
         layer.position_1,
         _padded(dim),
     )
-    unscale_1 = layer.unscale_1 if unscale_1 is None else unscale_1
-    out_THP = _attend(*qkv_3THP.unbind(0), plan.tensors["lengths"], plan.tensors["offsets"], unscale_1, *_fixed(plan))
+    descale_1 = layer.descale_1 if descale_1 is None else descale_1
+    out_THP = _attend(*qkv_3THP.unbind(0), plan.tensors["lengths"], plan.tensors["offsets"], descale_1, *_fixed(plan))
     return dequantize(out_THP, scales_3H[2], center_HD, qkv_T3HD.dtype)
 
 
@@ -171,8 +172,8 @@ def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.
     return constants
 
 
-def _built(qkv: Any, lengths: torch.Tensor, offsets: torch.Tensor, max_length: int, scale: float, out: Any) -> Any:
-    return graph_for(qkv, (lengths, offsets, offsets, offsets, offsets), max_length, scale, out)
+def _built(qkv: Any, lengths: torch.Tensor, offsets: torch.Tensor, max_seqlen: int, scale: float, out: Any) -> Any:
+    return graph_for(qkv, (lengths, offsets, offsets, offsets, offsets), max_seqlen, scale, out)
 
 
 def _attend_cuda(
@@ -181,16 +182,16 @@ def _attend_cuda(
     v_THP: torch.Tensor,
     lengths: torch.Tensor,
     offsets: torch.Tensor,
-    unscale_1: torch.Tensor,
-    max_length: int,
+    descale_1: torch.Tensor,
+    max_seqlen: int,
     scale: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     qkv, out_THP = (q_THP, k_THP, v_THP), torch.empty(q_THP.shape, dtype=out_dtype, device=q_THP.device)
-    one, weights_scale, weights_unscale = _constants(q_THP.device)
-    graph = _built(qkv, lengths, offsets, max_length, scale, out_dtype)
+    one, weights_scale, weights_descale = _constants(q_THP.device)
+    graph = _built(qkv, lengths, offsets, max_seqlen, scale, out_dtype)
     # Of q and k only the product matters: it is declared for q. v's own units come back.
-    fp8 = unscale_1, one, one, weights_scale, weights_unscale, one
+    fp8 = descale_1, one, one, weights_scale, weights_descale, one
     graph.run(qkv, (lengths, offsets, offsets, offsets, offsets), out_THP, fp8)
     return out_THP
 
@@ -200,7 +201,7 @@ def _attend_fake(q_THP: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 _attend = attention_op(
-    "cudnn_attention_fp8(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor unscale, int max_length, "
+    "cudnn_attention_fp8(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor descale, int max_seqlen, "
     "float scale, ScalarType out_dtype) -> Tensor",
     _attend_cuda,
     _attend_fake,

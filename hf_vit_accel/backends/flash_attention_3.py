@@ -35,12 +35,12 @@ class FlashAttention3(Backend):
             backend=self,
             segments=segments,
             request=request,
-            host={"max_length": segments.max_length},
-            arrays={"cu_seqlens_S1": segments.offsets_S1},
+            host={"max_seqlen": segments.max_seqlen},
+            arrays={"cu_seqlens_S1": segments.cu_seqlens_S1},
         )
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
-        return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_length"], plan.request.scale)
+        return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale)
 
 
 @env.probe
@@ -57,19 +57,19 @@ def _attend_cuda(
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     cu_seqlens_S1: torch.Tensor,
-    max_length: int,
+    max_seqlen: int,
     scale: float,
 ) -> torch.Tensor:
     from flash_attn_interface import flash_attn_varlen_func
 
     out = flash_attn_varlen_func(
-        q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_length, max_length, softmax_scale=scale, causal=False
+        q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen, softmax_scale=scale, causal=False
     )
     out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # early releases add the log-sum-exp
     return out_THD
 
 
 _attend = attention_op(
-    "flash_attention_3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_length, float scale) -> Tensor",
+    "flash_attention_3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor",
     _attend_cuda,
 )

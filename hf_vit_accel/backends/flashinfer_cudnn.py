@@ -50,7 +50,7 @@ def round_segments(count: int) -> int:
     return -(-count // step) * step
 
 
-def round_max_length(length: int) -> int:
+def round_max_seqlen(length: int) -> int:
     """The longest segment to declare: the next power of two, at least 64. Declaring 16x too much cost nothing."""
     return max(64, 1 << (length - 1).bit_length())
 
@@ -73,14 +73,14 @@ class FlashinferCudnn(Backend):
     def reasons_against(self, request: Request) -> list[str]:
         """As every backend's, and segments that are too long for int32 offsets."""
         reasons, most = super().reasons_against(request), _most_rows(3 * request.heads * request.head_dim)
-        if request.longest > most:
+        if request.max_seqlen > most:
             reasons.append(f"a segment has more than {most} rows, past which offsets overflow")
         return reasons
 
     def close(self) -> None:
         WORKSPACES.close()
 
-    def declare(self, segments: int, longest: int, rows: int) -> tuple[int, int]:
+    def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         return round_segments(segments), rows
 
     def plan(self, segments: Segments, request: Request) -> Plan:
@@ -88,13 +88,13 @@ class FlashinferCudnn(Backend):
         chunks, arrays = [], {}
         for index, (first, last) in enumerate(_chunks(segments, 3 * width)):
             lengths_S = segments.lengths_S[first:last]
-            start, stop = int(segments.offsets_S1[first]), int(segments.offsets_S1[last])
-            chunks.append((start, stop, round_max_length(segments.longest or int(lengths_S.max()))))
+            start, stop = int(segments.cu_seqlens_S1[first]), int(segments.cu_seqlens_S1[last])
+            chunks.append((start, stop, round_max_seqlen(segments.fixed_max_seqlen or int(lengths_S.max()))))
             spare = round_segments(last - first) - (last - first)
-            offsets_S1 = segments.offsets_S1[first : last + 1] - start
+            cu_seqlens_S1 = segments.cu_seqlens_S1[first : last + 1] - start
             # Empty segments at the end: length zero, offset at the end of the rows, so that they address nothing.
             arrays[f"lengths_{index}"] = np.pad(lengths_S, (0, spare)).reshape(-1, 1, 1, 1)
-            padded_S1 = np.pad(offsets_S1, (0, spare), mode="edge").reshape(-1, 1, 1, 1)
+            padded_S1 = np.pad(cu_seqlens_S1, (0, spare), mode="edge").reshape(-1, 1, 1, 1)
             arrays[f"dense_{index}"] = padded_S1 * np.int32(width)
             arrays[f"packed_{index}"] = padded_S1 * np.int32(3 * width)
         return Plan(backend=self, segments=segments, request=request, host={"chunks": tuple(chunks)}, arrays=arrays)
@@ -104,8 +104,8 @@ class FlashinferCudnn(Backend):
         if not request.packed or not can_prepare():
             return
         row_T3HD = torch.empty(1, 3, request.heads, request.head_dim, dtype=request.dtype, device=request.device)
-        for index, (_, _, max_length) in enumerate(plan.host["chunks"]):
-            graph_for(row_T3HD.unbind(1), _sequences(plan, index, (True, True, True)), max_length, request.scale)
+        for index, (_, _, max_seqlen) in enumerate(plan.host["chunks"]):
+            graph_for(row_T3HD.unbind(1), _sequences(plan, index, (True, True, True)), max_seqlen, request.scale)
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         heads, head_dim = q_THD.shape[1:]
@@ -120,8 +120,8 @@ class FlashinferCudnn(Backend):
             return _attend(*qkv, *_sequences(plan, 0, packed), chunks[0][2], scale)
         return torch.cat(
             [
-                _attend(*(x_THD[start:stop] for x_THD in qkv), *_sequences(plan, index, packed), max_length, scale)
-                for index, (start, stop, max_length) in enumerate(chunks)
+                _attend(*(x_THD[start:stop] for x_THD in qkv), *_sequences(plan, index, packed), max_seqlen, scale)
+                for index, (start, stop, max_seqlen) in enumerate(chunks)
             ]
         )
 
@@ -133,15 +133,15 @@ def _most_rows(row_elements: int) -> int:
 def _chunks(segments: Segments, row_elements: int) -> list[tuple[int, int]]:
     """Ranges of segments whose element offsets, row_elements apart per row, all stay below 2**31."""
     most = _most_rows(row_elements)
-    if segments.max_length > most:
+    if segments.max_seqlen > most:
         raise ValueError(
-            f"expected segments of at most {most} rows, got {segments.max_length}; "
+            f"expected segments of at most {most} rows, got {segments.max_seqlen}; "
             "use attention='torch_varlen' for frames of that size"
         )
     ranges, first = [], 0
     while first < segments.count:
-        end_row = int(segments.offsets_S1[first]) + most
-        last = int(np.searchsorted(segments.offsets_S1, end_row, side="right")) - 1
+        end_row = int(segments.cu_seqlens_S1[first]) + most
+        last = int(np.searchsorted(segments.cu_seqlens_S1, end_row, side="right")) - 1
         ranges.append((first, last))
         first = last
     return ranges
@@ -214,11 +214,11 @@ WORKSPACES = Workspaces()
 class _Graph:
     """One built cuDNN plan: its graph, the tensors that it takes in order, and the workspace that it needs."""
 
-    def __init__(self, qkv: Tensors, sequences: Tensors, max_length: int, scale: float, out_dtype: torch.dtype) -> None:
+    def __init__(self, qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype) -> None:
         prefill, (lengths_S, *offsets) = _prefill_module(), sequences
         metadata = prefill._PrefillMetadata(
-            max_token_per_sequence=max_length,
-            max_sequence_kv=max_length,
+            max_token_per_sequence=max_seqlen,
+            max_sequence_kv=max_seqlen,
             causal=False,
             return_lse=False,
             o_data_type=out_dtype,
@@ -249,7 +249,7 @@ GRAPHS: LRU[_Graph] = LRU(entries=256, cost=256)
 
 
 def graph_for(
-    qkv: Tensors, sequences: Tensors, max_length: int, scale: float, out_dtype: torch.dtype | None = None
+    qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype | None = None
 ) -> _Graph:
     """The plan for these shapes and strides. qkv: (T, H, D) each. sequences: lengths, offsets of q, k, v, out.
 
@@ -257,12 +257,12 @@ def graph_for(
     """
     shape, strides = qkv[0].shape[1:], tuple(x_THD.stride() for x_THD in qkv)
     out_dtype = out_dtype or qkv[0].dtype
-    key = qkv[0].device, qkv[0].dtype, out_dtype, shape, strides, sequences[0].shape[0], max_length, scale
+    key = qkv[0].device, qkv[0].dtype, out_dtype, shape, strides, sequences[0].shape[0], max_seqlen, scale
 
     def make() -> tuple[_Graph, int]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a cuDNN plan must be built before a CUDA graph is captured; run the same sizes once")
-        return _Graph(qkv, sequences, max_length, scale, out_dtype), 1
+        return _Graph(qkv, sequences, max_seqlen, scale, out_dtype), 1
 
     return GRAPHS.get(key, make)
 
@@ -275,17 +275,17 @@ def can_prepare() -> bool:
 
 
 def _attend_cuda(*arguments: Any) -> torch.Tensor:
-    qkv, sequences, (max_length, scale) = arguments[:3], arguments[3:8], arguments[8:]
+    qkv, sequences, (max_seqlen, scale) = arguments[:3], arguments[3:8], arguments[8:]
     out_THD = torch.empty(qkv[0].shape, dtype=qkv[0].dtype, device=qkv[0].device)
     if can_prepare():
-        graph_for(qkv, sequences, max_length, scale).run(qkv, sequences, out_THD)
+        graph_for(qkv, sequences, max_seqlen, scale).run(qkv, sequences, out_THD)
         return out_THD
     _prefill_module().cudnn_batch_prefill_with_kv_cache(
         *qkv,
         scale,
         WORKSPACES.get(torch.cuda.current_stream(out_THD.device), _SPARE_WORKSPACE),
-        max_token_per_sequence=max_length,
-        max_sequence_kv=max_length,
+        max_token_per_sequence=max_seqlen,
+        max_sequence_kv=max_seqlen,
         actual_seq_lens_q=sequences[0],
         actual_seq_lens_kv=sequences[0],
         causal=False,
@@ -298,6 +298,6 @@ def _attend_cuda(*arguments: Any) -> torch.Tensor:
 
 _attend = attention_op(
     "cudnn_attention(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor q_offsets, Tensor k_offsets, "
-    "Tensor v_offsets, Tensor out_offsets, int max_length, float scale) -> Tensor",
+    "Tensor v_offsets, Tensor out_offsets, int max_seqlen, float scale) -> Tensor",
     _attend_cuda,
 )

@@ -88,15 +88,15 @@ def block_mask(segments: Segments) -> dict[str, Array]:
     its own block and ceil((longest - 1) / BLOCK) on either side. One column is spare, for kernels that prefetch. Both
     kinds have equally many columns, as torch 2.11 steps through the full ones by the partial ones' stride.
     """
-    lengths_S, longest = segments.lengths_S[segments.lengths_S > 0], segments.max_length
+    lengths_S, longest = segments.lengths_S[segments.lengths_S > 0], segments.max_seqlen
     if spare := max(FEWEST - segments.rows, 0):  # the rows that a short call is padded with: a segment of their own
         lengths_S, longest = np.append(lengths_S, spare), max(longest, spare)
-    offsets_S1 = np.concatenate([[0], np.cumsum(lengths_S, dtype=np.int64)])
-    segment_T, rows = np.repeat(np.arange(len(lengths_S)), lengths_S), int(offsets_S1[-1])
+    cu_seqlens_S1 = np.concatenate([[0], np.cumsum(lengths_S, dtype=np.int64)])
+    segment_T, rows = np.repeat(np.arange(len(lengths_S)), lengths_S), int(cu_seqlens_S1[-1])
     starts_B = np.arange(0, rows, BLOCK)
     blocks = len(starts_B)
     first_B, last_B = segment_T[starts_B], segment_T[np.minimum(starts_B + BLOCK, rows) - 1]
-    start_B, stop_B = offsets_S1[first_B], offsets_S1[last_B + 1]  # the rows of all segments that a block meets
+    start_B, stop_B = cu_seqlens_S1[first_B], cu_seqlens_S1[last_B + 1]  # the rows of all segments that a block meets
     low_B, high_B = start_B // BLOCK, -(-stop_B // BLOCK)
     # Within one segment, the blocks that it fills are full; so is a short last block, past whose end kernels look not.
     full_low_B, full_high_B = -(-start_B // BLOCK), np.where(stop_B == rows, blocks, stop_B // BLOCK)

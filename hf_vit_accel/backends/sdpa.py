@@ -27,7 +27,7 @@ class Sdpa(Backend):
         order_S = np.argsort(segments.lengths_S, kind="stable")
         arrays = {}
         if (order_S != np.arange(segments.count)).any():
-            lengths_S, starts_S = segments.lengths_S[order_S], segments.offsets_S1[:-1][order_S]
+            lengths_S, starts_S = segments.lengths_S[order_S], segments.cu_seqlens_S1[:-1][order_S]
             packed_starts_S = np.concatenate([[0], np.cumsum(lengths_S)[:-1]])
             order_T = np.arange(segments.rows) + np.repeat(starts_S - packed_starts_S, lengths_S)
             inverse_T = np.empty_like(order_T)

@@ -20,25 +20,27 @@ class TorchVarlen(Backend):
         differentiable=True,
     )
 
-    def declare(self, segments: int, longest: int, rows: int) -> tuple[int, int]:
-        # FlashAttention-2 launches blocks for the longest length in every segment.
-        return super().declare(segments, longest, rows)[0], min(rows, max(64, 1 << (longest - 1).bit_length()))
+    def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
+        # FlashAttention-2 launches blocks for max_seqlen in every segment.
+        return super().graph_bounds(segments, max_seqlen, rows)[0], min(
+            rows, max(64, 1 << (max_seqlen - 1).bit_length())
+        )
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         return Plan(
             backend=self,
             segments=segments,
             request=request,
-            host={"max_length": segments.max_length},
-            arrays={"cu_seqlens_S1": segments.offsets_S1},
+            host={"max_seqlen": segments.max_seqlen},
+            arrays={"cu_seqlens_S1": segments.cu_seqlens_S1},
         )
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        cu_seqlens_S1, max_length = plan.tensors["cu_seqlens_S1"], plan.host["max_length"]
+        cu_seqlens_S1, max_seqlen = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"]
         out_THD = varlen_attn(
-            q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_length, max_length, scale=plan.request.scale
+            q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen, scale=plan.request.scale
         )
         assert isinstance(out_THD, torch.Tensor)
         return out_THD

@@ -20,13 +20,14 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from hf_vit_accel import backends, env
 from hf_vit_accel.api import patched
+from hf_vit_accel.backends import Request
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
-from hf_vit_accel.boundary import request_for
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.families import family_of
 from hf_vit_accel.graphs.recorder import why_not_graphs
+from hf_vit_accel.guard import Snapshot
 from hf_vit_accel.metadata import Grid, build, to_device
-from hf_vit_accel.planning import POPPED
+from hf_vit_accel.route import POPPED
 
 __all__ = ["BASELINES", "Contender", "Open", "Run", "check_names", "choose", "stock"]
 
@@ -63,7 +64,7 @@ def choose(tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str
     Raises ValueError for unknown names.
     """
     check_names(attentions or (), baselines)
-    request = request_for(tower, tower.patch_embed.proj.weight.device)
+    request = _request(tower)
     against = {backend.name: tuple(backend.reasons_against(request)) for backend in backends.ORDER}
     if attentions is None:
         graphed = [f"auto{_GRAPH}"] if request.device.type == "cuda" else []
@@ -110,6 +111,14 @@ def _patched(name: str, tower: Any, grid: Grid) -> Iterator[Run]:
     graphs = GraphConfig(exact_after=1) if graph else False
     with patched(tower, attention=attention, cuda_graphs=graphs, fp8=fp8, strict=True):
         yield lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw)
+
+
+def _request(tower: Any) -> Request:
+    """What a tower's layers ask of a backend."""
+    family = family_of(tower)
+    assert family is not None
+    snapshot = Snapshot(tower, family)
+    return snapshot.request(snapshot.parts.projection.weight.device)
 
 
 @contextmanager
@@ -269,7 +278,7 @@ def _against_attention(attention: str, tower: Any) -> list[str]:
     """Why stock transformers cannot run a tower with this attention here."""
     weight = tower.patch_embed.proj.weight
     if attention == "flash_attention_3":
-        return FlashAttention3().reasons_against(request_for(tower, weight.device))
+        return FlashAttention3().reasons_against(_request(tower))
     reasons = []
     if attention == "flash_attention_2":
         if not is_flash_attn_2_available():
@@ -315,9 +324,9 @@ def _metadata(tower: Any, grid: Grid) -> dict[str, Any]:
     metadata = build(grid, family.geometry(tower))
     arrays = {name: array for name, array in metadata.arrays().items() if name in POPPED}
     kwargs: dict[str, Any] = dict(to_device(arrays, tower.patch_embed.proj.weight.device))
-    kwargs["max_seqlen"] = metadata.full.max_length
+    kwargs["max_seqlen"] = metadata.full.max_seqlen
     if metadata.window is not None:
-        kwargs["max_window_seqlen"] = metadata.window.max_length
+        kwargs["max_window_seqlen"] = metadata.window.max_seqlen
     return kwargs
 
 

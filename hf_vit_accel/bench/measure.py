@@ -21,7 +21,8 @@ from hf_vit_accel.bench.contenders import Contender, Run, check_names, choose, s
 from hf_vit_accel.bench.profile import Part, profile
 from hf_vit_accel.bench.towers import PEAK, build_tower, matrix_flops
 from hf_vit_accel.families import family_of
-from hf_vit_accel.metadata import Grid, read_inputs
+from hf_vit_accel.inputs import Expected, read
+from hf_vit_accel.metadata import Grid
 
 __all__ = ["DTYPES", "Row", "bench", "default_dtype", "device_of_choice", "measure"]
 
@@ -177,7 +178,8 @@ def _check_grid(tower: Any, grid: Grid) -> None:
     """Raise ValueError for a grid that the tower does not take."""
     family = family_of(tower)
     assert family is not None
-    read_inputs(torch.empty(_rows(grid), 1, device="meta"), torch.tensor(grid), family.geometry(tower))
+    expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
+    read((torch.empty(_rows(grid), 1, device="meta"), torch.tensor(grid)), {}, expected)
 
 
 def _rows(grid: Grid) -> int:

@@ -147,14 +147,13 @@ def matrix_flops(tower: Any, grid: Grid) -> int:
     squares = {
         kind: int(np.square(segments.lengths_S, dtype=np.int64).sum()) for kind, segments in metadata.segments().items()
     }
-    full_layers = range(len(tower.blocks)) if family.full_layers is None else frozenset(family.full_layers(tower))
-    flops = 2 * metadata.rows * tower.patch_embed.proj.weight.numel()
-    for index, block in enumerate(tower.blocks):
-        width = block.attn.num_heads * block.attn.head_dim
-        flops += 2 * metadata.rows * _linear_weights(block)
-        flops += 4 * width * squares["full" if index in full_layers else "window"]
-    mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", ())]
-    return int(flops + 2 * metadata.merged * sum(map(_linear_weights, mergers)))
+    parts = family.parts(tower)
+    flops = 2 * metadata.rows * parts.projection.weight.numel()
+    for index, block in enumerate(parts.blocks):
+        width = block.attention.num_heads * block.attention.head_dim
+        flops += 2 * metadata.rows * _linear_weights(block.module)
+        flops += 4 * width * squares["full" if parts.full(index) else "window"]
+    return int(flops + 2 * metadata.merged * sum(map(_linear_weights, parts.mergers())))
 
 
 def _linear_weights(module: nn.Module) -> int:

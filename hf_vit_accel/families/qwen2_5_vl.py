@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
+from hf_vit_accel.families.base import Family
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.tower import Family
 
 
 def _geometry(tower: Any) -> Geometry:
@@ -14,15 +13,21 @@ def _geometry(tower: Any) -> Geometry:
     return Geometry(merge=merge, window=tower.window_size // merge // tower.patch_size)
 
 
-def _full_layers(tower: Any) -> Iterable[int]:
-    layers: Iterable[int] = tower.fullatt_block_indexes
-    return layers
-
-
 FAMILY = Family(
     name="qwen2_5_vl",
     towers=(("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),),
     output="BaseModelOutputWithPooling",
     geometry=_geometry,
-    full_layers=_full_layers,
+    windows=True,
+    tiny=dict(
+        depth=4,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=44,
+        out_hidden_size=16,
+        patch_size=2,
+        spatial_merge_size=2,
+        window_size=16,
+        fullatt_block_indexes=[1, 3],
+    ),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_vit_accel.families.base import Family
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.tower import Family
 
 
 def _geometry(tower: Any) -> Geometry:
@@ -17,4 +17,5 @@ FAMILY = Family(
     towers=(("transformers.models.qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),),
     output="BaseModelOutputWithPooling",
     geometry=_geometry,
+    tiny=dict(depth=4, embed_dim=32, hidden_size=16, num_heads=2, mlp_ratio=2, patch_size=2, spatial_merge_size=2),
 )

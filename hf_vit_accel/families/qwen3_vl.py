@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_vit_accel.families.base import Family
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.tower import Family
 
 
 def _geometry(tower: Any) -> Geometry:
     known = (tower.interpolation_mode, tower.interpolation_align_corners) == ("bilinear", True)
-    known = known and tower.config.spatial_merge_size == tower.spatial_merge_size  # stock interpolates by the config's
-    return Geometry(merge=tower.spatial_merge_size, table=tower.num_grid_per_side if known else None)
+    if not known or tower.config.spatial_merge_size != tower.spatial_merge_size:  # stock interpolates by the config's
+        raise ValueError("positions are interpolated in a way that is not known")
+    return Geometry(merge=tower.spatial_merge_size, table=tower.num_grid_per_side)
 
 
 FAMILY = Family(
@@ -23,4 +24,15 @@ FAMILY = Family(
     output="BaseModelOutputWithDeepstackFeatures",
     geometry=_geometry,
     deepstack=True,
+    tiny=dict(
+        depth=4,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=40,
+        out_hidden_size=16,
+        patch_size=2,
+        spatial_merge_size=2,
+        num_position_embeddings=36,
+        deepstack_visual_indexes=[0, 2],
+    ),
 )

@@ -20,7 +20,7 @@ __all__ = ["TAILS", "Shape", "pad", "pad_segments"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a padded layout is padded to. segments, longest: of full layers; windows, window_longest: of window layers.
+    """What a padded layout is padded to. segments, max_seqlen: of full layers; windows, window_max_seqlen: of window layers.
 
     rows and tokens are those of the budget.
     """
@@ -28,9 +28,9 @@ class Shape:
     rows: int
     tokens: int
     segments: int
-    longest: int
+    max_seqlen: int
     windows: int = 0
-    window_longest: int = 0
+    window_max_seqlen: int = 0
 
 
 def _zeros(array: Array, count: int) -> Array:
@@ -52,13 +52,13 @@ TAILS: Mapping[str, tuple[str, Callable[[Array, int], Array]]] = {
 padded by `pad_segments`."""
 
 
-def pad_segments(segments: Segments, rows: int, count: int, longest: int) -> Segments:
+def pad_segments(segments: Segments, rows: int, count: int, max_seqlen: int) -> Segments:
     """`count` segments over `rows` rows: the given ones, the spare rows as even segments, then empty ones.
 
-    Spare rows need at least one spare segment; none of them may be longer than `longest`.
+    Spare rows need at least one spare segment; none of them may be longer than `max_seqlen`.
     """
     spare_rows, spare = rows - segments.rows, count - segments.count
-    used = min(spare, -(-spare_rows // min(longest, 64)))  # several short segments attend faster than one long one
+    used = min(spare, -(-spare_rows // min(max_seqlen, 64)))  # several short segments attend faster than one long one
     if spare_rows:
         assert used, (segments.count, count)
     lengths_S = np.zeros(count, dtype=np.int32)
@@ -67,8 +67,8 @@ def pad_segments(segments: Segments, rows: int, count: int, longest: int) -> Seg
         shares = np.full(used, spare_rows // used, dtype=np.int32)
         shares[: spare_rows % used] += 1
         lengths_S[segments.count : segments.count + used] = shares
-    assert lengths_S.max() <= longest, (int(lengths_S.max()), longest)
-    return Segments(lengths_S, longest, spare_rows)
+    assert lengths_S.max() <= max_seqlen, (int(lengths_S.max()), max_seqlen)
+    return Segments(lengths_S, max_seqlen, spare_rows)
 
 
 def pad(metadata: VisionMetadata, shape: Shape) -> VisionMetadata:
@@ -80,6 +80,6 @@ def pad(metadata: VisionMetadata, shape: Shape) -> VisionMetadata:
     }
     window = metadata.window
     if window is not None:
-        window = pad_segments(window, shape.rows, shape.windows, shape.window_longest)
-    full = pad_segments(metadata.full, shape.rows, shape.segments, shape.longest)
+        window = pad_segments(window, shape.rows, shape.windows, shape.window_max_seqlen)
+    full = pad_segments(metadata.full, shape.rows, shape.segments, shape.max_seqlen)
     return replace(metadata, rows=shape.rows, merged=shape.tokens, full=full, window=window, **padded)

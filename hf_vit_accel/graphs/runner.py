@@ -11,26 +11,60 @@ pool and one set of input and output buffers: replays follow one another, whatev
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import RLock
 
 import torch
 
 from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.encoder import encode
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.buffers import Shape, pad
-from hf_vit_accel.graphs.call import Ahead, Call, Eager, GraphStatus
-from hf_vit_accel.graphs.recorder import CudaRecorder, Recorder
-from hf_vit_accel.metadata import LRU, Grid, VisionMetadata, build, pack, send, unpack
-from hf_vit_accel.planning import Layout, Prepared
+from hf_vit_accel.graphs.recorder import CudaRecorder, Recorder, why_not_graphs
+from hf_vit_accel.metadata import pack, send
+from hf_vit_accel.route import Route, Routes, Spec
 
-__all__ = ["Runner"]
+__all__ = ["Eager", "GraphStatus", "Runner", "why_not_graphs"]
 
 _FAILURES, _REFUSED, _CHANGES, _REMEMBERED = 3, 32, 4, 4096
-"""Failed captures, in a row and in all, after which no more are tried; replaced weights, likewise, until calls without;
+"""Limits: failed captures in a row; signatures whose capture failed; replaced weights before calls run eagerly;
 signatures that are counted."""
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A call that runs without graphs, and why. by_choice: it could be replayed, but that would not pay."""
+
+    why: str
+    by_choice: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphStatus:
+    """What a tower's graphs did. budgets: merged tokens. graphs: (what it serves, bytes, replays) of each one held.
+
+    replays: graph launches. captures: graphs made. eager: reason -> calls that ran without. padding: rows replayed per
+    row asked for. nbytes: device memory of all graphs. off: why graphs are no longer tried.
+    """
+
+    budgets: tuple[int, ...]
+    graphs: tuple[tuple[str, int, int], ...] = ()
+    replays: int = 0
+    captures: int = 0
+    eager: Mapping[str, int] = field(default_factory=dict)
+    padding: float = 1.0
+    nbytes: int = 0
+    off: str | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"  graphs     {len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured, "
+            f"{self.replays} replays, {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
+        ]
+        lines += [f"  graphs off {self.off}"] if self.off else []
+        return "\n".join(lines + [f"  eager      {count} x {why}" for why, count in self.eager.items()])
 
 
 class _Signature:
@@ -49,19 +83,10 @@ class _Signature:
         return isinstance(other, _Signature) and self._value == other._value
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Entry:
-    """A layout in the shape of a graph, on the host, and its packed arrays on the device once it was replayed."""
-
-    layout: Layout
-    signature: _Signature
-    packed: list[torch.Tensor] = field(default_factory=list)
-
-
 @dataclass(kw_only=True, eq=False)
 class _Graph:
     label: str
-    prepared: Prepared
+    route: Route
     packed: torch.Tensor
     pixels_TP: torch.Tensor
     outputs: list[torch.Tensor]
@@ -73,27 +98,24 @@ class _Graph:
 class Runner:
     """The graphs of one tower: which there are, which serves a call, and the one place where they are replayed."""
 
-    def __init__(self, config: GraphConfig) -> None:
-        self.config = config
+    def __init__(self, config: GraphConfig, routes: Routes) -> None:
+        self.config, self._routes = config, routes
         self.budgets = config.budgets or budgets.ladder(config.max_tokens)
         self._lock = RLock()
         self._replays = self._captures = self._asked = self._replayed = 0
         self._eager: Counter[str] = Counter()
-        self._changes, self._trusting = 0, False
+        self._changes = 0
         self._exactly: bool | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._identity: Sequence[object] | None = None
-        self._pointers: list[int] = []
-        self._served: OrderedDict[Grid, list[budgets.Bin]] = OrderedDict()
+        self._identity: object = None
         self._off: str | None = None
         self._failures = 0
         self._recorder: Recorder | None = None
         self._graphs: OrderedDict[_Signature, _Graph] = OrderedDict()
         self._seen: OrderedDict[_Signature, int] = OrderedDict()
         self._refused: dict[_Signature, str] = {}
-        self._entries: LRU[_Entry] = LRU(entries=1024, cost=64 << 20)
         self._arena: list[torch.Tensor] = []
         self._retired: list[_Graph] = []  # a replay may still be running: they go once it is known to be over
 
@@ -134,147 +156,111 @@ class Runner:
             finally:
                 self._exactly = None
 
-    def run(self, call: Call, pixels_TP: torch.Tensor, check: Callable[[Layout], None]) -> list[torch.Tensor] | Eager:
-        """The call's outputs, fresh tensors; or why it should run eagerly (counted).
+    def run(self, route: Route, pixels_TP: torch.Tensor, pointers: list[int]) -> list[torch.Tensor] | Eager:
+        """A call's outputs, fresh tensors; or why it should run eagerly (counted).
 
-        check: is shown what will run before it does, and may raise.
+        route: of the call in its own shape. pointers: where weights and buffers lie; with the route's spec they are all
+        that a graph bakes in beside its layout, so others make every graph stale.
         """
+        identity = (
+            *(route.spec, pointers, pixels_TP.shape[1], torch.are_deterministic_algorithms_enabled()),
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        )
         with self._lock:
-            self._trusting = False
-            if call.pointers == self._pointers and _same(call.identity, self._identity):
+            if identity == self._identity:
                 self._changes = max(self._changes - 1, 0)
             else:
                 self.close()
-                self._identity, self._recorder = call.identity, CudaRecorder(call.request.device)
-                self._pointers = call.pointers
+                self._identity, self._recorder = identity, CudaRecorder(route.spec.request.device)
+                self._width = pixels_TP.shape[1]
                 self._changes = min(self._changes + 1, 2 * _CHANGES)  # after as many quiet calls all is forgotten
             assert self._recorder is not None
             if self._changes > _CHANGES:
                 return self.eager("weights or modules were replaced at call after call", by_choice=True)
             if why := self._recorder.against():
                 return self.eager(why)
-            bins = self._bins(call)
+            bins = self._bins(route)
             if isinstance(bins, Eager):
                 return bins
             try:
-                chosen = [self._graph(call, bin_) for bin_ in bins]
+                chosen = [self._graph(route, bin_) for bin_ in bins]
             except _CaptureError as error:
                 return self.eager(str(error))
-            check(chosen[0][1].layout)  # this call's: the graph may have been captured for another
-            if call.ahead is not None and call.ahead.chosen == chosen:
-                outputs = call.ahead.outputs
-            else:
-                outputs = self._replay(pixels_TP, call.geometry.merge**2, bins, chosen)
-            self._count(call.geometry.merge**2, bins, chosen)
-            self._served.pop(call.grid, None)
-            self._served[call.grid], self._trusting = bins, True
-            if len(self._served) > _REMEMBERED:
-                self._served.popitem(last=False)
+            per_token = route.spec.geometry.merge**2
+            outputs = self._replay(pixels_TP, per_token, bins, chosen)
+            self._count(per_token, bins, chosen)
             return outputs
 
-    def start(self, grid: Grid, pixels_TP: torch.Tensor, pointers: list[int]) -> Ahead | None:
-        """Replay at once what served this grid last, so that the device works while the host still checks the call.
-
-        `run` hands the result out only if it comes to the very same choice. What must hold before: no weight has moved
-        (its memory might be gone), and the pixels fit. Once a result was dropped, `run` has to replay again first.
-        """
-        with self._lock:
-            bins = self._served.get(grid) if self._trusting and pointers == self._pointers else None
-            if bins is None or self._recorder is None or self._recorder.against():
-                return None
-            chosen = []
-            for bin_ in bins:
-                entry = self._entries.peek((grid[bin_.first : bin_.last], bin_.budget))
-                if entry is None or entry.signature not in self._graphs:
-                    return None
-                chosen.append((self._graphs[entry.signature], entry))
-            static_TP, metadata = chosen[0][0].pixels_TP, chosen[0][1].layout.metadata
-            fits = (static_TP.device, static_TP.shape[1]) == (pixels_TP.device, pixels_TP.shape[1])
-            if not fits or type(pixels_TP) is not torch.Tensor or pixels_TP.requires_grad:
-                return None
-            self._trusting = False
-            with torch.no_grad():
-                return Ahead(chosen, self._replay(pixels_TP, metadata.rows // metadata.merged, bins, chosen))
-
-    def _bins(self, call: Call) -> list[budgets.Bin] | Eager:
+    def _bins(self, route: Route) -> list[budgets.Bin] | Eager:
         """The call's own shape if it came often enough, else bins of budgets; or why it runs eagerly."""
-        merge = call.geometry.merge
-        whole = budgets.whole(call.grid, merge)
-        entry = self._entry(call, whole)
-        for choice in entry.layout.choices.values():
+        grid, merge, signature = route.metadata.grid, route.spec.geometry.merge, _signature(route)
+        exact = budgets.exact_bin(grid, merge)
+        for choice in route.choices.values():
             if not choice.backend.capturable:
                 return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
         if self._exactly:
-            return [whole]
-        count = self._seen[entry.signature] = self._seen.pop(entry.signature, 0) + 1
+            return [exact]
+        count = self._seen[signature] = self._seen.pop(signature, 0) + 1
         if len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
-        may_capture = self._off is None and entry.signature not in self._refused
+        may_capture = self._off is None and signature not in self._refused
         often = 0 < self.config.exact_after <= count and may_capture
-        if self._exactly is None and (often or entry.signature in self._graphs):
-            return [whole]
-        bins = budgets.pack(call.grid, merge, self.budgets)
+        if self._exactly is None and (often or signature in self._graphs):
+            return [exact]
+        bins = budgets.pack(grid, merge, self.budgets)
         if isinstance(bins, str):
             return self.eager(bins, by_choice=True)
         if not budgets.pays(bins, merge):
             return self.eager("padding would cost more than the replay saves", by_choice=True)
         return bins
 
-    def _entry(self, call: Call, bin_: budgets.Bin) -> _Entry:
-        """The layout of a bin, padded to the shape of its graph; remembered by its grid."""
-        grid = call.grid[bin_.first : bin_.last]
+    def _padded(self, route: Route, bin_: budgets.Bin) -> Route:
+        """The route of a bin's images, padded to the shape of its graph."""
+        spec, grid = route.spec, route.metadata.grid[bin_.first : bin_.last]
+        plain = route if len(grid) == len(route.metadata.grid) else self._routes.get(grid, spec)
+        if bin_.budget is None:
+            return plain
+        return self._routes.get(grid, spec, bin_.budget, lambda: pad(plain.metadata, self._shape(bin_, plain)))
 
-        def make() -> tuple[_Entry, int]:
-            if bin_.budget is None:
-                metadata = build(grid, call.geometry)
-            else:
-                plain = self._entry(call, replace(bin_, budget=None)).layout
-                metadata = pad(plain.metadata, self._shape(call, bin_, plain))
-            layout = call.lay_out(metadata)
-            return _Entry(layout=layout, signature=_signature(layout)), layout.nbytes
-
-        return self._entries.get((grid, bin_.budget), make)
-
-    def _shape(self, call: Call, bin_: budgets.Bin, plain: Layout) -> Shape:
+    def _shape(self, bin_: budgets.Bin, plain: Route) -> Shape:
         """The shape that a bin is padded to: what its budget and its backend leave open, as coarse as costs nothing."""
         assert bin_.budget is not None
-        tokens, side, merge = bin_.budget, call.geometry.window, call.geometry.merge
+        tokens, side, merge = bin_.budget, plain.spec.geometry.window, plain.spec.geometry.merge
         rows, full = tokens * merge**2, plain.metadata.full
         # One segment is always to spare, so that calls that fill their budget share graphs with those that do not.
-        segments, longest = plain.choices["full"].backend.declare(full.count + 1, full.max_length, rows)
-        windows = 0 if side is None else budgets.most_windows(tokens, segments, side)
-        window_longest = 0 if side is None else (side * merge) ** 2
+        segments, max_seqlen = plain.choices["full"].backend.graph_bounds(full.count + 1, full.max_seqlen, rows)
         return Shape(
             rows=rows,
             tokens=tokens,
             segments=segments,
-            longest=longest,
-            windows=windows,
-            window_longest=window_longest,
+            max_seqlen=max_seqlen,
+            windows=0 if side is None else budgets.most_windows(tokens, segments, side),
+            window_max_seqlen=0 if side is None else (side * merge) ** 2,
         )
 
-    def _graph(self, call: Call, bin_: budgets.Bin) -> tuple[_Graph, _Entry]:
-        """The graph that serves a bin, captured if it is not there."""
-        entry = self._entry(call, bin_)
-        graph = self._graphs.get(entry.signature)
+    def _graph(self, route: Route, bin_: budgets.Bin) -> tuple[_Graph, Route]:
+        """The graph that serves a bin, captured if it is not there, and the bin's own route."""
+        padded = self._padded(route, bin_)
+        signature = _signature(padded)
+        graph = self._graphs.get(signature)
         if graph is None:
-            if why := self._off or self._refused.get(entry.signature):
+            if why := self._off or self._refused.get(signature):
                 raise _CaptureError(why)
-            graph = self._capture(call, bin_, entry)
-            self._graphs[entry.signature] = graph
+            graph = self._capture(padded, bin_, signature)
+            self._graphs[signature] = graph
             self._make_room()
-        self._graphs.move_to_end(entry.signature)
-        return graph, entry
+        self._graphs.move_to_end(signature)
+        return graph, padded
 
-    def _capture(self, call: Call, bin_: budgets.Bin, entry: _Entry) -> _Graph:
-        metadata, device, recorder = entry.layout.metadata, call.request.device, self._recorder
-        assert recorder is not None
+    def _capture(self, route: Route, bin_: budgets.Bin, signature: _Signature) -> _Graph:
+        metadata, recorder, per_token = route.metadata, self._recorder, route.spec.geometry.merge**2
+        assert recorder is not None and route.spec.ops is not None
         outputs: list[torch.Tensor] = []
 
         def run() -> None:
-            found = call.encode(prepared, pixels_TP)
+            found = encode(bound, pixels_TP)
             if not outputs:
-                outputs.extend(self._output_buffers(found, metadata, call))
+                outputs.extend(self._output_buffers(found, metadata.rows, per_token))
             for static, fresh in zip(outputs, found, strict=True):
                 static.copy_(fresh)
 
@@ -282,13 +268,13 @@ class Runner:
             recorder.wait()
             # Buffers made under inference_mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                packed = send(pack(entry.layout.arrays), device)
-                prepared = entry.layout.bind(unpack(packed, entry.layout.arrays))
-                pixels_TP = self._pixel_buffer(metadata, call).zero_()
+                packed = send(pack(route.arrays), route.spec.request.device)
+                bound = route.bind(packed)
+                pixels_TP = self._pixel_buffer(metadata.rows, per_token, route.spec).zero_()
                 replay, nbytes = recorder.record(run)
         except Exception as error:
             self._failures += 1
-            why = self._refused[entry.signature] = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
+            why = self._refused[signature] = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
             if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
                 self._off = f"{len(self._refused)} captures failed, the last: {why}"
             raise _CaptureError(why) from error
@@ -296,12 +282,12 @@ class Runner:
             recorder.done()
         self._captures += 1
         self._failures = 0
-        if metadata.rows > self.budgets[-1] * call.geometry.merge**2:
+        if metadata.rows > self.budgets[-1] * per_token:
             nbytes += sum(buffer.nbytes for buffer in (pixels_TP, *outputs))
         what = f"{metadata.rows} patches exactly" if bin_.budget is None else f"up to {metadata.rows} patches"
         return _Graph(
             label=f"{what} in {metadata.full.count} segments",
-            prepared=prepared,
+            route=bound,
             packed=packed,
             pixels_TP=pixels_TP,
             outputs=outputs,
@@ -309,28 +295,27 @@ class Runner:
             nbytes=nbytes + packed.nbytes,
         )
 
-    def _pixel_buffer(self, metadata: VisionMetadata, call: Call) -> torch.Tensor:
+    def _pixel_buffer(self, rows: int, per_token: int, spec: Spec) -> torch.Tensor:
         """(T, P), a slice of the one that all budgets share; a layout beyond the largest budget has its own."""
-        most = self.budgets[-1] * call.geometry.merge**2
-        own = metadata.rows > most
-        if own or not self._arena:
-            fresh = torch.empty(
-                metadata.rows if own else most, call.width, dtype=call.dtype, device=call.request.device
-            )
-            if own:
+        most, request = self.budgets[-1] * per_token, spec.request
+        if rows > most or not self._arena:
+            fresh = torch.empty(max(rows, most), self._width, dtype=request.dtype, device=request.device)
+            if rows > most:
                 return fresh
             self._arena.append(fresh)
-        return self._arena[0][: metadata.rows]
+        return self._arena[0][:rows]
 
-    def _output_buffers(self, found: list[torch.Tensor], metadata: VisionMetadata, call: Call) -> list[torch.Tensor]:
+    def _output_buffers(self, found: list[torch.Tensor], rows: int, per_token: int) -> list[torch.Tensor]:
         """A buffer for each output, shared and sliced in the same way."""
         tokens = self.budgets[-1]
-        most = tokens * call.geometry.merge**2
-        if metadata.rows > most:
+        most = tokens * per_token
+        if rows > most:
             return [torch.empty_like(fresh) for fresh in found]
         if len(self._arena) == 1:
-            longest = [most, *[tokens] * (len(found) - 1)]
-            self._arena += [fresh.new_empty(rows, *fresh.shape[1:]) for rows, fresh in zip(longest, found, strict=True)]
+            bounds = [most, *[tokens] * (len(found) - 1)]
+            self._arena += [
+                fresh.new_empty(bound, *fresh.shape[1:]) for bound, fresh in zip(bounds, found, strict=True)
+            ]
         return [buffer[: len(fresh)] for buffer, fresh in zip(self._arena[1:], found, strict=True)]
 
     def _make_room(self) -> None:
@@ -346,7 +331,7 @@ class Runner:
             self._retired.append(graph)
 
     def _replay(
-        self, pixels_TP: torch.Tensor, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, _Entry]]
+        self, pixels_TP: torch.Tensor, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]
     ) -> list[torch.Tensor]:
         recorder = self._recorder
         assert recorder is not None
@@ -354,13 +339,11 @@ class Runner:
         results: list[torch.Tensor] = []
         recorder.wait()
         try:
-            for bin_, (graph, entry) in zip(bins, chosen, strict=True):
-                if not entry.packed:
-                    entry.packed.append(send(pack(entry.layout.arrays), graph.packed.device))
+            for bin_, (graph, route) in zip(bins, chosen, strict=True):
                 stop = start + bin_.tokens
                 rows = bin_.tokens * per_token
-                graph.packed.copy_(entry.packed[0])
-                recorder.uses(entry.packed[0])
+                graph.packed.copy_(route.packed())
+                recorder.uses(route.packed())
                 graph.pixels_TP[:rows].copy_(pixels_TP[start * per_token : stop * per_token])
                 if rows < len(graph.pixels_TP):
                     graph.pixels_TP[rows:].zero_()
@@ -375,7 +358,7 @@ class Runner:
             recorder.done()
         return results
 
-    def _count(self, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, _Entry]]) -> None:
+    def _count(self, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]) -> None:
         for bin_, (graph, _) in zip(bins, chosen, strict=True):
             graph.replays += 1
             self._replays += 1
@@ -387,14 +370,12 @@ class _CaptureError(RuntimeError):
     """A capture that failed, now or before."""
 
 
-def _same(identity: Sequence[object], other: Sequence[object] | None) -> bool:
-    try:
-        return identity == other
-    except RuntimeError:  # a tensor was among the attributes, and now is another
-        return False
-
-
-def _signature(layout: Layout) -> _Signature:
-    arrays = tuple((name, array.shape, array.dtype.str) for name, array in layout.arrays.items())
-    plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in layout.plans.items())
-    return _Signature((layout.metadata.rows, arrays, plans))
+def _signature(route: Route) -> _Signature:
+    """Made once per route: a route is looked up at every replay."""
+    known = route.signature
+    if known is None:
+        arrays = tuple((name, array.shape, array.dtype.str) for name, array in route.arrays.items())
+        plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in route.plans.items())
+        route.signature = known = _Signature((route.metadata.rows, arrays, plans))
+    assert isinstance(known, _Signature)
+    return known

@@ -28,17 +28,17 @@ LARGEST = 448.0
 _LOWEST_POWER, _HIGHEST_POWER = -50, 25  # of a scale: products of two, divided by a third, are normal in float32
 
 
-def fit(maxima_3H: torch.Tensor) -> torch.Tensor:
-    """Scales (..., 3, H), by which absolute maxima (..., 3, H) fit into e4m3: x * scale is at most `LARGEST`.
+def fit(amax_3H: torch.Tensor) -> torch.Tensor:
+    """Scales (..., 3, H), by which absolute amax (..., 3, H) fit into e4m3: x * scale is at most `LARGEST`.
 
     Of v, each head has the largest power of two that fits. Of q and k the product is the same for all heads, since the
     attention has one factor for all scores: a head's are the largest that fit, both smaller by half of what that asks.
     (By all of it, one of the two would sink to zero in heads whose scores are 10,000 times smaller than another's.)
     """
-    mantissa, exponent = torch.frexp(maxima_3H.float())  # mantissa in [0.5, 1); 448 = 0.875 * 2**9
+    mantissa, exponent = torch.frexp(amax_3H.float())  # mantissa in [0.5, 1); 448 = 0.875 * 2**9
     power = torch.where(mantissa > 0.875, 8 - exponent, 9 - exponent).clamp(_LOWEST_POWER, _HIGHEST_POWER)
-    power = torch.where(maxima_3H == 0, _HIGHEST_POWER, power)
-    scales_3H = torch.ldexp(torch.ones_like(maxima_3H, dtype=torch.float32), power)
+    power = torch.where(amax_3H == 0, _HIGHEST_POWER, power)
+    scales_3H = torch.ldexp(torch.ones_like(amax_3H, dtype=torch.float32), power)
     q_H, k_H, v_H = scales_3H.unbind(-2)
     product = (q_H * k_H).amin(-1, keepdim=True)
     excess = torch.frexp(q_H * k_H).exponent - torch.frexp(product).exponent
@@ -47,20 +47,20 @@ def fit(maxima_3H: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _fit(maxima):
-    bits = maxima.to(tl.int32, bitcast=True)
+def _fit(amax):
+    bits = amax.to(tl.int32, bitcast=True)
     power = 8 - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.minimum(tl.maximum(power, -50), 25)  # as _LOWEST_POWER, _HIGHEST_POWER
     return ((power + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
-def fit_all(maxima, head, HEADS: tl.constexpr):
-    """`fit` within a kernel: pointer to maxima (3, H) to the scales of q, k and v, and the product of the first two."""
+def fit_all(amax, head, HEADS: tl.constexpr):
+    """`fit` within a kernel: pointer to amax (3, H) to the scales of q, k and v, and the product of the first two."""
     inside = head < HEADS
-    q = _fit(tl.load(maxima + head, mask=inside, other=0.0))
-    k = _fit(tl.load(maxima + HEADS + head, mask=inside, other=0.0))
-    v = _fit(tl.load(maxima + 2 * HEADS + head, mask=inside, other=0.0))
+    q = _fit(tl.load(amax + head, mask=inside, other=0.0))
+    k = _fit(tl.load(amax + HEADS + head, mask=inside, other=0.0))
+    v = _fit(tl.load(amax + 2 * HEADS + head, mask=inside, other=0.0))
     product = tl.min(tl.where(inside, q * k, float("inf")))
     excess = ((q * k).to(tl.int32, bitcast=True) >> 23) - (product.to(tl.int32, bitcast=True) >> 23)
     k = k * ((127 - (excess >> 1)) << 23).to(tl.float32, bitcast=True)
@@ -69,7 +69,7 @@ def fit_all(maxima, head, HEADS: tl.constexpr):
 
 @jit
 def _snapshot_kernel(
-    history, scales, maxima, HEADS: tl.constexpr, CALLS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
+    history, scales, amax, HEADS: tl.constexpr, CALLS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     layer = tl.program_id(0)
     n, head = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_H)
@@ -78,35 +78,35 @@ def _snapshot_kernel(
     for part in tl.static_range(3):
         past = history + (layer * CALLS + n) * 3 * HEADS + part * HEADS + head[None, :]
         largest = tl.max(tl.load(past, mask=(n < CALLS) & inside[None, :], other=0.0), 0)
-        tl.store(maxima + at + part * HEADS, largest, mask=inside)
+        tl.store(amax + at + part * HEADS, largest, mask=inside)
     tl.debug_barrier()
-    q, k, v, _ = fit_all(maxima + layer * 3 * HEADS, head, HEADS)
+    q, k, v, _ = fit_all(amax + layer * 3 * HEADS, head, HEADS)
     tl.debug_barrier()
     for part in tl.static_range(3):
-        tl.store(maxima + at + part * HEADS, tl.zeros((BLOCK_H,), tl.float32), mask=inside)
+        tl.store(amax + at + part * HEADS, tl.zeros((BLOCK_H,), tl.float32), mask=inside)
     tl.store(scales + at, q, mask=inside)
     tl.store(scales + at + HEADS, k, mask=inside)
     tl.store(scales + at + 2 * HEADS, v, mask=inside)
 
 
-def snapshot(history_LN3H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales (L, 3, H) from the maxima remembered, and zeros of that shape for the maxima to come, in one launch.
+def snapshot(amax_history_LN3H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales (L, 3, H) from the amax remembered, and zeros of that shape for the amax to come, in one launch.
 
     A call works on its own copy: another stream may write to the history meanwhile.
     """
-    layers, calls, _, heads = history_LN3H.shape
-    scales_L3H, maxima_L3H = (history_LN3H.new_empty(layers, 3, heads) for _ in range(2))
+    layers, calls, _, heads = amax_history_LN3H.shape
+    scales_L3H, amax_L3H = (amax_history_LN3H.new_empty(layers, 3, heads) for _ in range(2))
     _snapshot_kernel[(layers,)](
-        history_LN3H,
+        amax_history_LN3H,
         scales_L3H,
-        maxima_L3H,
+        amax_L3H,
         HEADS=heads,
         CALLS=calls,
         BLOCK_H=next_power_of_2(heads),
         BLOCK_N=next_power_of_2(calls),
         num_warps=1,
     )
-    return scales_L3H, maxima_L3H
+    return scales_L3H, amax_L3H
 
 
 def dequantize_reference(

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2
 
 try:
@@ -17,7 +21,7 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["add_norm_", "add_norm_reference_"]
+__all__ = ["OPERATION", "add_norm_", "add_norm_reference_"]
 
 
 def add_norm_reference_(
@@ -120,3 +124,62 @@ def add_norm_(
         num_warps=4,
     )
     return out_TE
+
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def reasons_against(norm: Any, context: Context) -> list[str]:
+    """Why a module is neither a LayerNorm over one dimension nor an RMSNorm as Qwen2.5-VL's."""
+    if _is_rms(norm):
+        return context.reasons_replaced(norm)
+    if reasons := context.reasons_replaced(norm, nn.LayerNorm):
+        return reasons
+    if norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1:
+        return ["a LayerNorm without weight or bias, or over several dimensions"]
+    return []
+
+
+def fused(norm: Any, context: Context) -> AddNorm:
+    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place."""
+    rms = _is_rms(norm)
+    eps: float = context.read(norm, "variance_epsilon" if rms else "eps")
+    if context.reference:
+
+        def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+            return x_TE, add_norm_reference_(x_TE, None, norm.weight, None if rms else norm.bias, eps, rms=rms)
+    else:
+
+        def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            return x_TE, add_norm_(x_TE, delta_TE, norm.weight, None if rms else norm.bias, eps, rms=rms)
+
+    return add_norm
+
+
+def _is_rms(norm: Any) -> bool:
+    return hasattr(norm, "variance_epsilon")
+
+
+def _plain(norm: nn.Module, context: Context) -> AddNorm:
+    norm = context.called(norm)
+
+    def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        return x_TE, norm(x_TE)
+
+    return add_norm
+
+
+def _subjects(parts: Parts) -> list[nn.Module]:
+    return [norm for block in parts.blocks for norm in (block.norm1, block.norm2)]
+
+
+OPERATION = Operation(
+    name="norms",
+    summary="residual addition and normalisation in one kernel",
+    subjects=_subjects,
+    reasons_against=reasons_against,
+    fused=fused,
+    plain=_plain,
+)

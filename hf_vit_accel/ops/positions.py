@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit
 
 try:
@@ -16,7 +19,7 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["add_positions_", "add_positions_reference_"]
+__all__ = ["OPERATION", "add_positions_", "add_positions_reference_"]
 
 
 def add_positions_reference_(
@@ -54,3 +57,33 @@ def add_positions_(
         x_TE, table_NE, indices_T4, weights_T4, WIDTH=width, BLOCK=block, num_warps=1, enable_fp_fusion=False
     )
     return x_TE
+
+
+AddPositions = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _fused(table: nn.Embedding, context: Context) -> AddPositions:
+    if context.reference:
+        return _plain(table, context)
+    return lambda x_TE, indices_T4, weights_T4: add_positions_(x_TE, table.weight, indices_T4, weights_T4)
+
+
+def _plain(table: nn.Module, context: Context) -> AddPositions:
+    table = context.called(table)
+
+    def add(x_TE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor) -> torch.Tensor:
+        taps_T4E: torch.Tensor = table(indices_T4) * weights_T4[:, :, None]
+        return x_TE + taps_T4E.sum(1).to(x_TE.dtype)
+
+    return add
+
+
+OPERATION = Operation(
+    name="positions",
+    summary="interpolated position embeddings gathered, weighted and added in one kernel",
+    subjects=lambda parts: [] if parts.table is None else [parts.table],
+    reasons_against=lambda table, context: context.reasons_replaced(table, nn.Embedding),
+    fused=_fused,
+    plain=_plain,
+    missing="the tower has no position table",
+)

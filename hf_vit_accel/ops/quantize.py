@@ -43,14 +43,14 @@ def quantize_reference(
     sin_TD: torch.Tensor,
     used: int,
     center_HD: torch.Tensor,
-    maxima_N3H: torch.Tensor | None,
+    amax_N3H: torch.Tensor | None,
     padded: int,
     fixed_3H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate q and k in fp32, and bring q, k, v to e4m3: (3, T, H, P), the scales (3, H), this call's maxima (3, H).
+    """Rotate q and k in fp32, and bring q, k, v to e4m3: (3, T, H, P), the scales (3, H), this call's amax (3, H).
 
-    used: rows that count; what stands after them never reaches a maximum. center_HD: is taken off v. maxima_N3H:
-    absolute maxima of earlier calls, whose scales serve unless something of this call overflows, or would be lost at
+    used: rows that count; what stands after them never reaches a maximum. center_HD: is taken off v. amax_N3H:
+    absolute amax of earlier calls, whose scales serve unless something of this call overflows, or would be lost at
     the bottom because an earlier call was so much larger; then this call's own do. fixed_3H: scales to take instead,
     whatever overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
     """
@@ -60,20 +60,20 @@ def quantize_reference(
     turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
     qkv = torch.cat((qk * cos + turned * sin, qkv[:, 2:] - center_HD), dim=1)
     finite = qkv.isfinite()
-    maxima_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
+    amax_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
     if fixed_3H is not None:
         scales_3H = fixed_3H
     else:
-        assert maxima_N3H is not None
-        scales_3H = fit(maxima_N3H.amax(0))
-        own_3H = fit(maxima_3H)
-        if bool(((maxima_3H * scales_3H > LARGEST) | (own_3H > scales_3H * _ROOM)).any()):
+        assert amax_N3H is not None
+        scales_3H = fit(amax_N3H.amax(0))
+        own_3H = fit(amax_3H)
+        if bool(((amax_3H * scales_3H > LARGEST) | (own_3H > scales_3H * _ROOM)).any()):
             scales_3H = own_3H
     scaled = (qkv * scales_3H[:, :, None]).clamp(-LARGEST, LARGEST)
     scaled = torch.where(finite, scaled, float("nan")).to(E4M3).transpose(0, 1)
     out_3THP = torch.zeros((*scaled.shape[:3], padded), dtype=E4M3, device=qkv.device)
     out_3THP[..., : qkv.shape[-1]] = scaled
-    return out_3THP, scales_3H, maxima_3H
+    return out_3THP, scales_3H, amax_3H
 
 
 @jit
@@ -161,9 +161,9 @@ def _quantize_kernel(
     center,
     used_rows,
     scales,
-    maxima,
+    amax,
     final,
-    unscale,
+    descale,
     history,
     position,
     out,
@@ -189,10 +189,10 @@ def _quantize_kernel(
     inside_h = head < HEADS
     if AGAIN:
         # The second launch looks at what the first found. Mostly it only settles the scales, and returns.
-        q, k, v, _ = fit_all(maxima, head, HEADS)
+        q, k, v, _ = fit_all(amax, head, HEADS)
         unfit = tl.zeros((BLOCK_H,), tl.int32)
         for each in tl.static_range(3):
-            found = tl.load(maxima + each * HEADS + head, mask=inside_h, other=0.0)
+            found = tl.load(amax + each * HEADS + head, mask=inside_h, other=0.0)
             used = tl.load(scales + each * HEADS + head, mask=inside_h, other=float("inf"))
             unfit |= (inside_h & (found * used > 448.0)).to(tl.int32)
             own = q if each == 0 else (k if each == 1 else v)
@@ -205,10 +205,10 @@ def _quantize_kernel(
             tl.store(final + head, q_used, mask=inside_h)
             tl.store(final + HEADS + head, k_used, mask=inside_h)
             tl.store(final + 2 * HEADS + head, v_used, mask=inside_h)
-            tl.store(unscale, tl.max(tl.where(inside_h, 1.0 / (q_used * k_used), 0.0)))
+            tl.store(descale, tl.max(tl.where(inside_h, 1.0 / (q_used * k_used), 0.0)))
             slot = tl.load(position)
             for each in tl.static_range(3):
-                found = tl.load(maxima + each * HEADS + head, mask=inside_h, other=0.0)
+                found = tl.load(amax + each * HEADS + head, mask=inside_h, other=0.0)
                 tl.store(history + (slot * 3 + each) * HEADS + head, found, mask=inside_h)
             tl.store(position, (slot + 1) % CALLS)
         if redone == 0:
@@ -255,10 +255,10 @@ def _quantize_kernel(
         _store(z + 2 * PADDED, a2, b2, scale2, inside & (h + 2 < HEADS), j, DIM, PADDED)
         _store(z + 3 * PADDED, a3, b3, scale3, inside & (h + 3 < HEADS), j, DIM, PADDED)
     if not AGAIN:
-        tl.atomic_max(maxima + part * HEADS + h, tl.max(largest0))
-        tl.atomic_max(maxima + part * HEADS + h + 1, tl.max(largest1), mask=h + 1 < HEADS)
-        tl.atomic_max(maxima + part * HEADS + h + 2, tl.max(largest2), mask=h + 2 < HEADS)
-        tl.atomic_max(maxima + part * HEADS + h + 3, tl.max(largest3), mask=h + 3 < HEADS)
+        tl.atomic_max(amax + part * HEADS + h, tl.max(largest0))
+        tl.atomic_max(amax + part * HEADS + h + 1, tl.max(largest1), mask=h + 1 < HEADS)
+        tl.atomic_max(amax + part * HEADS + h + 2, tl.max(largest2), mask=h + 2 < HEADS)
+        tl.atomic_max(amax + part * HEADS + h + 3, tl.max(largest3), mask=h + 3 < HEADS)
 
 
 def quantize(
@@ -267,8 +267,8 @@ def quantize(
     sin_TD: torch.Tensor,
     used_1: torch.Tensor,
     scales_3H: torch.Tensor,
-    maxima_3H: torch.Tensor,
-    history_N3H: torch.Tensor | None,
+    amax_3H: torch.Tensor,
+    amax_history_N3H: torch.Tensor | None,
     position_1: torch.Tensor | None,
     padded: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -277,16 +277,16 @@ def quantize(
     Returns what is quantised (3, T, H, P), what was taken off v (H, D), the scales that were used (3, H), and one over
     those of q and k (1,).
 
-    used_1: int32 rows that count, on the device. scales_3H: to begin with. maxima_3H: zeros, or what was found before,
-    and receives this call's maxima if they are larger. With a history, a second launch does the work again where
-    something overflowed, writes the maxima to slot position_1 of the history and moves that on; without one
+    used_1: int32 rows that count, on the device. scales_3H: to begin with. amax_3H: zeros, or what was found before,
+    and receives this call's amax if they are larger. With a history, a second launch does the work again where
+    something overflowed, writes the amax to slot position_1 of the history and moves that on; without one
     scales_3H is final, and nothing is returned for the last.
     """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.stride()[1:] == (heads * dim, dim, 1) and cos_TD.is_contiguous() and sin_TD.is_contiguous()
     assert padded >= dim and dim % 2 == 0 and padded == next_power_of_2(padded)
     out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
-    final_3H, unscale_1 = torch.empty_like(scales_3H), scales_3H.new_empty(1)
+    final_3H, descale_1 = torch.empty_like(scales_3H), scales_3H.new_empty(1)
     center_HD = center(qkv_T3HD, used_1)
 
     def launch(*, again: bool) -> None:
@@ -297,10 +297,10 @@ def quantize(
             center_HD,
             used_1,
             scales_3H,
-            maxima_3H,
+            amax_3H,
             final_3H,
-            unscale_1,
-            maxima_3H if history_N3H is None else history_N3H,
+            descale_1,
+            amax_3H if amax_history_N3H is None else amax_history_N3H,
             used_1 if position_1 is None else position_1,
             out_3THP,
             rows,
@@ -308,7 +308,7 @@ def quantize(
             HEADS=heads,
             DIM=dim,
             PADDED=padded,
-            CALLS=1 if history_N3H is None else len(history_N3H),
+            CALLS=1 if amax_history_N3H is None else len(amax_history_N3H),
             AGAIN=again,
             ROWS=_ROWS,
             BLOCK_T=_WARPS * 32 * 4 // (padded // 2),
@@ -318,7 +318,7 @@ def quantize(
         )
 
     launch(again=False)
-    if history_N3H is None:
+    if amax_history_N3H is None:
         return out_3THP, center_HD, scales_3H, None
     launch(again=True)
-    return out_3THP, center_HD, final_3H, unscale_1
+    return out_3THP, center_HD, final_3H, descale_1

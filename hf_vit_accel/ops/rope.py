@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit
 
 try:
@@ -16,7 +21,7 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["rope_", "rope_reference_"]
+__all__ = ["OPERATION", "reasons_against_rotation", "rope_", "rope_reference_", "tables"]
 
 
 def rope_reference_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
@@ -82,3 +87,40 @@ def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) ->
         enable_fp_fusion=False,
     )
     return qkv_T3HD
+
+
+def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Rows and positions (T, 2) to cos and sin (T, D) by the tower's own module, whatever its frequencies."""
+    rotary = context.called(rotary)
+    if "x" in inspect.signature(type(rotary).forward).parameters:
+        return rotary  # type: ignore[no-any-return]
+
+    # Until transformers 5.17 the module returned the angles of one half, and the tower did the rest.
+    def make(x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half_TD = rotary(positions_T2)
+        angles_TD = torch.cat((half_TD, half_TD), dim=-1)
+        return angles_TD.cos(), angles_TD.sin()
+
+    return make
+
+
+def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
+    """Why q and k cannot be rotated on the projection, in place: another module might keep its output."""
+    for block in parts.blocks:
+        if reasons := context.reasons_replaced(block.qkv, nn.Linear):
+            return reasons
+    return context.reasons_replaced(parts.rotary)
+
+
+def _apart(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    return rope_reference_(qkv_T3HD.clone(), cos_TD, sin_TD)
+
+
+OPERATION = Operation(
+    name="rope",
+    summary="rotation of q and k in one kernel, in place on the packed projection",
+    subjects=lambda parts: [parts],
+    reasons_against=reasons_against_rotation,
+    fused=lambda parts, context: _apart if context.reference else rope_,
+    plain=lambda parts, context: _apart,
+)

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from hf_vit_accel import env
+from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2
-from hf_vit_accel.ops.rope import rope_reference_
+from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference_
 
 try:
     import triton.language as tl
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["LONGEST", "window_attention", "window_attention_reference"]
+__all__ = ["LONGEST", "OPERATION", "window_attention", "window_attention_reference"]
 
 LONGEST = 64
 """Rows of the longest window that one program holds."""
@@ -129,3 +131,22 @@ def window_attention(
         num_warps=4,
     )
     return out_THD
+
+
+def _reasons_against(parts: Parts, context: Context) -> list[str]:
+    return reasons_against_rotation(parts, context)
+
+
+def _fused(parts: Parts, context: Context) -> Any:
+    return window_attention_reference if context.reference else window_attention
+
+
+OPERATION = Operation(
+    name="window_attention",
+    summary="short windows attended by one kernel, rotation included",
+    subjects=lambda parts: [] if parts.full_layers is None else [parts],
+    reasons_against=_reasons_against,
+    fused=_fused,
+    plain=lambda parts, context: None,
+    missing="the tower has no windows",
+)

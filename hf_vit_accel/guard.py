@@ -1,0 +1,303 @@
+"""The one gate: what a tower holds right now, what a call asks for, and why it cannot be served fast.
+
+The fast path computes what blocks, norms and attention compute without calling them, so whatever hangs on a module
+would be skipped. A `Snapshot` reads the tower once; at every call it is told, in less than a tenth of a millisecond,
+whether anything changed. All reasons are lists of sentences, empty where nothing stands against.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.jit._trace import is_tracing
+from torch.nn.modules import module as torch_module
+from transformers import modeling_utils
+
+from hf_vit_accel import upstream
+from hf_vit_accel.backends import Request
+from hf_vit_accel.env import is_upstream
+from hf_vit_accel.families import Family, Parts
+from hf_vit_accel.inputs import Expected
+from hf_vit_accel.metadata import Geometry
+from hf_vit_accel.ops import Reads, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.route import POPPED
+
+__all__ = ["Snapshot", "Weights", "autocast_dtype", "reasons_slow", "reasons_stock", "transformed"]
+
+_FORWARD_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
+_BACKWARD_HOOKS = itemgetter("_backward_hooks"), itemgetter("_backward_pre_hooks")
+_VALUES, _POINTER, _DTYPE, _REQUIRES_GRAD = (
+    dict.values,
+    torch.Tensor.data_ptr,
+    attrgetter("dtype"),
+    attrgetter("requires_grad"),
+)
+_GLOBAL_HOOKS = tuple(
+    hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
+)
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Weights:
+    """The parameters of a tower as they lie in memory now. reasons: why kernels cannot read them.
+
+    pointers: where each lies, None where a tensor class has no memory of its own. contiguous, nbytes: of all; count: how many.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], pointers: list[int] | None, offloaded: bool) -> None:
+        self.pointers, self.dtype = pointers, parameters[0].dtype if parameters else torch.float32
+        self.contiguous = all(map(torch.Tensor.is_contiguous, parameters))
+        self.count, self.nbytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
+        self.reasons: list[str] = []
+        dtypes, classes = set(map(_DTYPE, parameters)), set(map(type, parameters)) - {nn.Parameter}
+        if len(dtypes) > 1:
+            self.reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
+        if classes:
+            self.reasons.append(
+                f"parameters of a class of their own ({', '.join(sorted(c.__name__ for c in classes))})"
+            )
+        if offloaded and len({parameter.device for parameter in parameters}) > 1:
+            self.reasons.append("parameters on several devices")
+
+
+class Snapshot:
+    """One reading of a tower.
+
+    stock: why its own forward must run as it is, without metadata of ours. slow: why its blocks must be called.
+    parts, geometry, heads, head_dim, scale: known where `stock` is empty. foreign: a module inside whose code is
+    neither torch's nor transformers', and which might act otherwise at every call. dropout: whether training drops out
+    attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or inputs themselves.
+    expected: what inputs have to fit, known once `weights` was asked.
+    """
+
+    expected: Expected
+
+    parts: Parts
+    geometry: Geometry
+    heads: int
+    head_dim: int
+    scale: float
+    dropout = False
+
+    def __init__(self, tower: Any, family: Family) -> None:
+        self.proof = upstream.prove(tower, family)
+        modules = dict(tower.named_modules())
+        self._names, self._modules = list(modules), list(modules.values())
+        self._attributes = list(map(vars, self._modules))
+        self._below = self._attributes[1:]
+        self._children = [module._modules for module in self._modules if module._modules]
+        self._kinds: list[Any] = list(set(map(type, self._modules)))
+        self._parameters = [module._parameters for module in self._modules if module._parameters]
+        self._own = [attributes for attributes in self._below if "forward" in attributes]
+        self._read = self._now()
+        self._buffers = [module._buffers for module in self._modules if module._buffers]
+        self._reads, self._weights = Reads(), Weights([], None, False)
+        below = self._modules[1:]
+        self.foreign = next(iter(chain.from_iterable(map(reasons_replaced, below))), None)
+        self.offloaded = any("_hf_hook" in vars(module) for module in below)
+        self.stock = list(self._reasons_stock(tower, family))
+        self.slow = [] if self.stock else list(self._reasons_slow(tower))
+        self._reads.seal()
+
+    def _now(self) -> tuple[list[Any], ...]:
+        return (
+            list(map(type, self._modules)),
+            list(chain.from_iterable(map(_VALUES, self._children))),
+            list(map(len, self._below)),  # a forward that is set on an instance is an attribute more
+            [attributes.get("forward") for attributes in self._own],
+            [kind.forward for kind in self._kinds],
+        )
+
+    def current(self) -> bool:
+        """Whether the tower still holds the very modules, forwards and attributes that were read."""
+        return self._now() == self._read and self._reads.unchanged() and self.proof.code.unchanged()
+
+    def _reasons_stock(self, tower: Any, family: Family) -> Iterator[str]:
+        if not is_upstream(type(tower).forward):
+            yield f"the forward of {type(tower).__name__} is not transformers' own"
+        if self.proof.injected is not None:
+            yield self.proof.injected
+            return
+        try:
+            self.parts, self.geometry = family.parts(tower), family.geometry(tower)
+            width = self.parts.projection.weight
+        except (AttributeError, TypeError, ValueError) as error:
+            yield f"the tower is not built as {family.name} is known: {error}"
+            return
+        for name in vars(tower).keys() - _BARE:
+            self._reads.read(tower, name)
+        found = [
+            [self._reads.read(block.attention, name) for name in ("num_heads", "head_dim", "scaling")]
+            for block in self.parts.blocks
+        ]
+        dropouts = [self._reads.read(block.attention, "attention_dropout", 0.0) for block in self.parts.blocks]
+        self.full_layers = tuple(map(self.parts.full, range(len(self.parts.blocks))))
+        self.dropout, self.varied = any(dropouts), len(set(map(tuple, found))) > 1
+        self.heads, self.head_dim, self.scale = found[0] if found else (1, 1, 1.0)
+        packed = not isinstance(width, torch.Tensor) or width.dim() < 4
+        self.width = None if packed else width[0].numel()
+        if not found:
+            yield "the tower has no blocks"
+
+    def _reasons_slow(self, tower: Any) -> Iterator[str]:
+        """What the fast path would not see, on modules that it never calls."""
+        if self.proof.fast is not None:
+            yield self.proof.fast
+        if self.varied:
+            yield "layers have different heads, or scale attention differently"
+        for name, module in zip(self._names, self._modules, strict=True):
+            if any(isinstance(vars(module).get(weight), torch.Tensor) for weight in ("weight", "bias")):
+                yield f"a weight of {name} is not a parameter"
+                break
+        place = placed_by_accelerate(tower)
+        hooked = (name for name, module in zip(self._names, self._modules, strict=True) if "_hf_hook" in vars(module))
+        at = dict(zip(self._names, self._modules, strict=True))
+        for name in hooked:
+            if name and (place is None or placed_by_accelerate(at[name]) != place):
+                yield f"accelerate hooks on {name}"
+                break
+        for index, block in enumerate(self.parts.blocks):
+            for module in (block.module, block.attention):
+                if type(module) not in self.proof.classes:
+                    yield f"layer {index} has a {type(module).__name__}, which this tower's class does not make"
+                    return
+                if reasons := reasons_replaced(module):
+                    yield f"layer {index}: {reasons[0]}"
+                    return
+
+    def weights(self) -> tuple[list[nn.Parameter], Weights]:
+        """The parameters as they are now, whatever replaced them, and what was found of them when they last moved.
+
+        (Parameters held between calls would keep weights alive that the user has replaced.)
+        """
+        parameters = [p for p in chain.from_iterable(map(_VALUES, self._parameters)) if p is not None]
+        try:
+            pointers: list[int] | None = list(map(_POINTER, parameters))
+        except RuntimeError:  # of a tensor class without memory
+            pointers = None
+        known = self._weights
+        if pointers is None or pointers != known.pointers or parameters[0].dtype != known.dtype:
+            self._weights = known = Weights(parameters, pointers, self.offloaded)
+            at = self.parts.projection.weight.device
+            anywhere = self.offloaded or at.type == "meta"
+            self.expected = Expected(merge=self.geometry.merge, width=self.width, device=None if anywhere else at)
+        return parameters, known
+
+    def buffers(self) -> list[int]:
+        """Where every buffer lies now."""
+        return [b.data_ptr() for named in self._buffers for b in named.values() if b is not None]
+
+    def reasons_hooked(self, *, grad: bool) -> list[str]:
+        """Hooks on modules inside that somebody waits for."""
+        reasons = ["global module hooks"] if any(_GLOBAL_HOOKS) else []
+        for hooks_of in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if grad else _FORWARD_HOOKS:
+            if any(map(hooks_of, self._below)):
+                named = zip(self._names[1:], self._below, strict=True)
+                hooked = next((name for name, own in named if not all(map(_inert, hooks_of(own).values()))), None)
+                if hooked is not None:
+                    reasons.append(f"hooks on {hooked}")
+                    break
+        return reasons
+
+    def marks_outputs(self) -> bool:
+        """Whether a hook of transformers makes what comes out of the tower require gradients, whatever is trained.
+
+        (`enable_input_require_grads`, for checkpointing: what comes after a frozen tower is not trained otherwise.)
+        """
+        hooks = chain.from_iterable(own["_forward_hooks"].values() for own in self._below)
+        return any(map(_marks, hooks))
+
+    def request(self, device: torch.device, **options: Any) -> Request:
+        """What the layers ask of a backend: heads, scale, and the dtype that attention computes in."""
+        block = self.parts.blocks[0]
+        dtype = autocast_dtype(device) or getattr(getattr(block.qkv, "weight", None), "dtype", None)
+        if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
+            dtype = block.norm1.weight.dtype
+        assert isinstance(dtype, torch.dtype)
+        return Request(
+            device=device, dtype=dtype, heads=self.heads, head_dim=self.head_dim, scale=self.scale, **options
+        )
+
+
+_BARE = vars(nn.Module()).keys() | {"config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel"}
+
+
+def _inert(hook: Callable[..., Any]) -> bool:
+    """transformers' output-capturing hooks stay on after one use and do nothing until outputs are asked for again."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or _marks(hook)
+
+
+def _marks(hook: Callable[..., Any]) -> bool:
+    known = "transformers.modeling_utils", "make_inputs_require_grads"
+    return (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) == known
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on a device; None where it is off."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, which kernels and backends do not know."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def reasons_stock(
+    tower: Any, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Why a call must reach the stock forward as it is. name: of the attention that it runs under."""
+    reasons = list(snapshot.stock)
+    # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
+    if former_forward is not None and getattr(former_forward, "__func__", None) is not type(tower).forward:
+        reasons.append("the tower has a forward of its own")
+    if any(popped in kwargs for popped in POPPED):
+        reasons.append("the caller supplies sequence metadata")
+    if name not in upstream.NAMES:
+        reasons += reasons_own_attention(tower, name)
+    if is_tracing():  # which records no tensors that numpy makes
+        reasons.append("torch.jit.trace is at work")
+    return reasons
+
+
+def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
+    """Why a tower's attention of that name may compute anything: it is a function of the user's.
+
+    Those of transformers and, by a name with a slash, from the Hub compute attention; so do ours.
+    """
+    if name == "eager":  # which is not registered, but a function beside the tower
+        function: Any = getattr(sys.modules.get(type(tower).forward.__module__), "eager_attention_forward", None)
+    else:
+        function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
+    if function is None or "/" in str(name) or str(function.__module__).startswith("hf_vit_accel."):
+        return []
+    if is_upstream(function):
+        return []
+    return [f"the attention {name!r} is a function of your own; patch(attention=...) with a backend's name replaces it"]
+
+
+def reasons_slow(
+    tower: Any, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any], *, grad: bool, trains: bool
+) -> list[str]:
+    """Why a call's blocks must be called one by one. grad: gradients are required of it; trains: may be recorded."""
+    reasons = [*snapshot.slow, *weights.reasons, *snapshot.reasons_hooked(grad=trains)]
+    for name in ("output_hidden_states", "output_attentions"):
+        if options.get(name, getattr(tower.config, name, False)):
+            reasons.append(f"{name} is requested")
+    if grad:
+        reasons.append("gradients are required")
+    elif trains and snapshot.foreign:
+        reasons.append(f"{snapshot.foreign}, and might train what is not the tower's; use torch.no_grad()")
+    if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
+        reasons.append("attention weights are dropped out")
+    if transformed():
+        reasons.append("a transform of torch.func or forward-mode differentiation is at work")
+    return reasons

@@ -1,0 +1,114 @@
+"""The two inputs of a tower, checked once against each other and against the tower.
+
+`T` packed patch rows, `P` pixels of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_vit_accel.metadata import Grid
+
+__all__ = ["Call", "Expected", "read"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a tower takes. merge: patches per merged token along one side. width: P, None where a quantiser packed the
+    weight. device: of the weights; None where inputs are moved to them."""
+
+    merge: int
+    width: int | None
+    device: torch.device | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call. pixels: as they were given, (T, P) but for towers that take another shape. options: what else came."""
+
+    pixels: torch.Tensor
+    grid: Grid
+    options: Mapping[str, Any]
+
+
+def read(args: tuple[Any, ...], kwargs: dict[str, Any], expected: Expected) -> Call | None:
+    """The arguments of a tower's forward, the grid on the host (the one sync); None for pixels in a shape of their own.
+
+    Raises ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the
+    merge size, and pixels that are not as many, as wide or on the device that they should be.
+    """
+    pixels, grid_thw, options = forward(*args, **kwargs)
+    if not _is_dense(pixels) or pixels.is_complex():
+        raise ValueError(
+            "expected the pixel values as a tensor of real numbers of shape (patches, channels * temporal * patch * "
+            f"patch), got {_describe(pixels)}; pass what the processor returns, images packed along dim 0"
+        )
+    if pixels.dim() != 2:
+        return None
+    grid = _read_grid(grid_thw, pixels.device, expected.merge)
+    rows = sum(t * h * w for t, h, w in grid)
+    if rows != pixels.shape[0]:
+        raise ValueError(
+            f"expected {rows} rows of pixel values for this grid_thw (the sum of t*h*w), got {pixels.shape[0]}; "
+            "pass the pixel values and the grid of the same images"
+        )
+    if expected.width not in (None, pixels.shape[1]):
+        raise ValueError(
+            f"expected {expected.width} values per patch (channels * temporal * patch * patch), got {pixels.shape[1]}; "
+            "use the processor of this very model"
+        )
+    if expected.device not in (None, pixels.device):
+        raise ValueError(
+            f"expected the pixel values on the tower's device {expected.device}, got them on {pixels.device}; "
+            f"move them with .to({str(expected.device)!r})"
+        )
+    return Call(pixels=pixels, grid=grid, options=options)
+
+
+def forward(hidden_states: Any, grid_thw: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The arguments by the names of stock's (and errors about them under its name)."""
+    return hidden_states, grid_thw, kwargs
+
+
+def _read_grid(grid_thw: Any, device: torch.device, merge: int) -> Grid:
+    """(images and videos, 3) in patches, on the host; rows of no frames, which pad a batch, are left out."""
+    if not _is_dense(grid_thw) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+        raise ValueError(
+            f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
+            "(frames, height, width) in patches, as the processor returns it"
+        )
+    if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
+        raise ValueError(f"expected an integer grid_thw, got {_describe(grid_thw)}; convert it with .long()")
+    if grid_thw.device.type != "cpu" and grid_thw.device != device:
+        raise ValueError(
+            f"expected grid_thw on the CPU or with the pixel values on {device}, got it on {grid_thw.device}; "
+            "move both to the model's device"
+        )
+    grid: Grid = tuple([(t, h, w) for t, h, w in grid_thw.tolist() if t or h < 0 or w < 0])
+    for t, h, w in grid:
+        if t < 1 or h < 1 or w < 1:
+            raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)}; drop that entry")
+        if h % merge or w % merge:
+            raise ValueError(
+                f"expected height and width in multiples of the merge size {merge}, got {(t, h, w)} in grid_thw; "
+                "resize images the way the model's processor does"
+            )
+    if not grid:
+        raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
+    return grid
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__}"
+    if not _is_dense(value):
+        return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}"

@@ -1,0 +1,182 @@
+"""What an operation is: which modules it computes, what stands against it there, and how it is built from them.
+
+Operations read weights from their modules at every call: what changes there is seen. What else they read, they read
+through a `Context`, which remembers it: when one of those attributes changes, they are built anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_vit_accel import env
+from hf_vit_accel.families.base import Parts
+
+__all__ = ["Context", "Operation", "Reads", "own_forward", "placed_by_accelerate", "reasons_replaced"]
+
+
+def placed_by_accelerate(module: nn.Module) -> Any:
+    """The device to which accelerate's hook on a module brings inputs; None for no hook, or one that does more.
+
+    With `device_map` such hooks are on every module. Inside a tower on one device they do nothing.
+    """
+    hook: Any = vars(module).get("_hf_hook")
+    known = (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
+    return hook.execution_device if known and not hook.offload else None
+
+
+def own_forward(module: nn.Module) -> Any:
+    """A forward that was set on an instance; None for none, or the class's (which removed accelerate hooks leave)."""
+    forward = vars(module).get("forward" if placed_by_accelerate(module) is None else "_old_forward")
+    ours = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
+    return None if ours else forward
+
+
+def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[str]:
+    """Why a module may do something else than its class in torch (`kind`) or transformers was written to do."""
+    name = type(module).__name__
+    if kind is not None and type(module) is not kind:
+        return [f"a {name} stands where a plain {kind.__name__} was"]
+    if own_forward(module) is not None:
+        return [f"a {name} has a forward of its own"]
+    if not env.is_upstream(type(module).forward):
+        return [f"the forward of {name} was replaced by another"]
+    return []
+
+
+class Reads:
+    """Attributes of modules, with the values that they had when they were read."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+        self._getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+        self._absent: list[tuple[str, dict[str, Any]]] = []
+        self._values: list[Any] = []
+
+    def read(self, module: Any, name: str, default: Any = None) -> Any:
+        """An attribute that is no weight."""
+        attributes = vars(module)
+        if name in attributes:
+            self._names.setdefault(id(attributes), (attributes, {}))[1][name] = None
+        else:
+            self._absent.append((name, attributes))
+        return getattr(module, name, default)
+
+    def all_of(self, module: nn.Module) -> None:
+        """Every attribute of a module that is called as it is, and of those inside it; a Linear has none that count."""
+        for each in module.modules():
+            if type(each) is not nn.Linear:
+                for name in vars(each).keys() - vars(_BARE).keys():
+                    self.read(each, name)
+
+    def seal(self) -> Reads:
+        """All is read: remember the values."""
+        self._getters = [(itemgetter(*names), attributes) for attributes, names in self._names.values()]
+        self._values = [_copied(get(attributes)) for get, attributes in self._getters]
+        return self
+
+    def unchanged(self) -> bool:
+        """Whether all of them are still what they were when this was sealed."""
+        try:
+            return [get(attributes) for get, attributes in self._getters] == self._values and not any(
+                name in attributes for name, attributes in self._absent
+            )
+        except (KeyError, RuntimeError):  # it is gone, or a tensor that now is another
+            return False
+
+
+def _copied(values: Any) -> Any:
+    """Lists may change in place."""
+    if isinstance(values, tuple):
+        return tuple(map(_copied, values))
+    return list(values) if isinstance(values, list) else values
+
+
+_BARE = nn.Module()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Context:
+    """What operations are built for.
+
+    dtype: of the rows; weights: of the weights, which are cast where that is another (autocast). no_kernels: why Triton
+    kernels cannot run there, None if they can. reference: whether plain torch stands in for
+    them, differentiable and on any device. classes: those whose forwards are proven, None for any of transformers.
+    fused: operations earlier in the table that are. activations: what was found by trying them.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    weights: torch.dtype | None = None
+    no_kernels: str | None = None
+    reference: bool = False
+    classes: frozenset[type] | None = None
+    reads: Reads = field(default_factory=Reads)
+    fused: set[str] = field(default_factory=set)
+    activations: dict[Any, str | None] = field(default_factory=dict)
+
+    def read(self, module: Any, name: str, default: Any = None) -> Any:
+        """An attribute of a module; see `Reads`."""
+        return self.reads.read(module, name, default)
+
+    def called(self, module: nn.Module) -> nn.Module:
+        """A module that is to be called as it is."""
+        self.reads.all_of(module)
+        return module
+
+    @property
+    def cast(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A weight to the dtype of the rows; once per forward, since each weight serves once."""
+        dtype = self.dtype
+        return (lambda weight: weight) if self.weights in (None, dtype) else (lambda weight: weight.to(dtype))
+
+    def reasons_replaced(self, module: Any, kind: type[nn.Module] | None = None) -> list[str]:
+        """As the function of that name; also for a class of transformers that the proven tower does not have there."""
+        reasons = reasons_replaced(module, kind)
+        if not reasons and kind is None and self.classes is not None and type(module) not in self.classes:
+            return [f"a {type(module).__name__} is none of this tower's own modules"]
+        return reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation of a tower, as `fuse` names it.
+
+    subjects: parts -> what it computes, one callable each (modules, or the parts themselves). reasons_against: why one
+    of them is not what the operation computes. fused: one of them -> the operation. plain: the same by its module.
+    triton: whether it is a Triton kernel. missing: what a tower without subjects lacks.
+    """
+
+    name: str
+    summary: str
+    subjects: Callable[[Parts], list[Any]]
+    reasons_against: Callable[[Any, Context], list[str]]
+    fused: Callable[[Any, Context], Any]
+    plain: Callable[[Any, Context], Any]
+    triton: bool = True
+    missing: str = ""
+
+    def build(self, parts: Parts, context: Context, *, wanted: bool) -> tuple[list[Any], str | None]:
+        """A callable for each subject, and why they are not fused; None if they are."""
+        subjects = self.subjects(parts)
+        why = next(self._reasons(subjects, context, wanted), None)
+        if why is None:
+            context.fused.add(self.name)
+            made = [self.fused(subject, context) for subject in subjects]
+            return [env.guarded(env.KERNELS, one) for one in made] if self.triton else made, None
+        return [self.plain(subject, context) for subject in subjects], why
+
+    def _reasons(self, subjects: list[Any], context: Context, wanted: bool) -> Iterator[str]:
+        if not wanted:
+            yield "not asked for"
+        if not subjects:
+            yield self.missing
+        if self.triton and not context.reference and context.no_kernels is not None:
+            yield context.no_kernels
+        for subject in subjects:
+            yield from self.reasons_against(subject, context)

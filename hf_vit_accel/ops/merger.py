@@ -1,0 +1,84 @@
+"""The residual addition before a merger, its norm, and the products that follow.
+
+`T` rows, `M` merged tokens, `E` width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops import norm as norms
+from hf_vit_accel.ops.base import Context, Operation
+
+__all__ = ["OPERATION"]
+
+Merge = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
+    """(norm, the modules that follow it), by the names that the families use."""
+    if hasattr(merger, "ln_q"):
+        return merger.ln_q, list(merger.mlp)
+    if all(hasattr(merger, name) for name in ("norm", "linear_fc1", "act_fn", "linear_fc2")):
+        return merger.norm, [merger.linear_fc1, merger.act_fn, merger.linear_fc2]
+    return None
+
+
+def _reasons_against(merger: Any, context: Context) -> list[str]:
+    if reasons := context.reasons_replaced(merger):
+        return reasons
+    layers = _layers_of(merger)
+    if layers is None or not hasattr(merger, "hidden_size"):
+        return [f"{type(merger).__name__} is not a merger that is known"]
+    return norms.reasons_against(layers[0], context)
+
+
+def _fused(merger: Any, context: Context) -> Merge:
+    norm, rest = _layers_of(merger) or (None, [])
+    assert norm is not None
+    add_norm, width, merged_width = (
+        norms.fused(norm, context),
+        norm.weight.shape[0],
+        context.read(merger, "hidden_size"),
+    )
+    for module in rest:
+        context.called(module)
+    # Norms that are not fused have been shown x, and may keep it: then nothing is written to it in place.
+    in_place = context.reference or "norms" in context.fused
+
+    def merge(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TE = x_TE if in_place else x_TE.clone()
+        shape = -1, width  # deepstack mergers normalise merged tokens, the others patches
+        sum_TE, x_ME = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
+        x_ME = x_ME.view(-1, merged_width)
+        for module in rest:
+            x_ME = module(x_ME)
+        return sum_TE.view(x_TE.shape), x_ME
+
+    return merge
+
+
+def _call(merger: nn.Module, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+    # The module may keep what it is given or hand it on, and the next norm writes in place.
+    return x_TE.clone(), merger(x_TE)
+
+
+def _plain(merger: nn.Module, context: Context) -> Merge:
+    return partial(_call, context.called(merger))
+
+
+OPERATION = Operation(
+    name="mergers",
+    summary="the residual addition before a merger and its normalisation in one kernel",
+    subjects=Parts.mergers,
+    reasons_against=_reasons_against,
+    fused=_fused,
+    plain=_plain,
+)

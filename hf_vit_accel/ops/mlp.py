@@ -1,0 +1,174 @@
+"""The MLP of a layer: two products with an activation between them, the activation in the first one's kernel or alone.
+
+`T` rows, `E` width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops.activation import (
+    linear_gelu_tanh,
+    pad_swiglu,
+    quick_gelu_,
+    quick_gelu_reference,
+    swiglu,
+    swiglu_reference,
+)
+from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.launch import why_not_descriptors
+from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
+
+__all__ = ["ACTIVATIONS", "OPERATION", "activation_of"]
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: Mapping[str, Apply] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": quick_gelu_reference,
+    "silu": F.silu,
+}
+"""The activations that there are kernels for."""
+
+
+def activation_of(activation: Any, context: Context) -> str | None:
+    """Which of `ACTIVATIONS` a module computes, by trying; None for another."""
+    key = type(activation), activation.extra_repr()
+    if key not in context.activations:
+        context.activations[key] = _activation_of(activation)
+    return context.activations[key]
+
+
+def _activation_of(activation: Any) -> str | None:
+    x = torch.linspace(-6, 6, 97, device="cpu", dtype=torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            found = activation.forward(x.clone())
+        except Exception:  # whatever a foreign module raises, it is none of them
+            return None
+        same = (name for name, known in ACTIVATIONS.items() if torch.allclose(found, known(x), rtol=1e-6, atol=1e-7))
+        return next(same, None)
+
+
+def _layers_of(mlp: Any) -> tuple[list[Any], Any, Any] | None:
+    """(products before the activation, activation, product after it), by the names that the families use."""
+    for before, activation, after in _NAMES:
+        if all(hasattr(mlp, name) for name in (*before, activation, after)):
+            return [getattr(mlp, name) for name in before], getattr(mlp, activation), getattr(mlp, after)
+    return None
+
+
+_NAMES = (
+    (("gate_proj", "up_proj"), "act_fn", "down_proj"),
+    (("linear_fc1",), "act_fn", "linear_fc2"),
+    (("fc1",), "act", "fc2"),
+)
+
+
+def _reasons_against(mlp: Any, context: Context) -> list[str]:
+    layers = _layers_of(mlp)
+    reasons = context.reasons_replaced(mlp)
+    if reasons or layers is None:
+        return reasons or [f"{type(mlp).__name__} is not an MLP that is known"]
+    before, activation, after = layers
+    for linear in (*before, after):
+        reasons += context.reasons_replaced(linear, nn.Linear)
+        if not reasons and linear.bias is None:
+            reasons.append("a Linear of the MLP has no bias")
+    reasons = reasons or context.reasons_replaced(activation)
+    kind = None if reasons else activation_of(activation, context)
+    if not reasons and (kind is None or (kind == "silu") != (len(before) == 2)):
+        reasons.append(f"the activation {type(activation).__name__} is not one that the kernels know for this MLP")
+    return reasons
+
+
+def _fused(mlp: Any, context: Context) -> Apply:
+    before, activation, after = _layers_of(mlp) or ([], None, None)
+    assert activation is not None and after is not None
+    context.reads.all_of(activation)
+    kind, first = activation_of(activation, context), before[0]
+    if context.reference:
+        return _reference(before, ACTIVATIONS[str(kind)], after)
+    in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
+    if kind == "silu":
+        return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, context.cast)
+    one = _gelu_tanh if kind == "gelu_tanh" else _quick_gelu
+    if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
+        one = linear_quick_gelu
+    cast = context.cast
+
+    def run(x_TE: torch.Tensor) -> torch.Tensor:
+        h_TF = one(x_TE, cast(first.weight), cast(first.bias))
+        return F.linear(h_TF, cast(after.weight), cast(after.bias))
+
+    return run
+
+
+def _reference(before: list[nn.Linear], activation: Apply, after: nn.Linear) -> Apply:
+    def run(x_TE: torch.Tensor) -> torch.Tensor:
+        first, *second = (F.linear(x_TE, linear.weight, linear.bias) for linear in before)
+        h_TF = swiglu_reference(first, second[0]) if second else activation(first)
+        return F.linear(h_TF, after.weight, after.bias)
+
+    return run
+
+
+def _gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+    return linear_gelu_tanh(x_TE, weight_FE, bias_F)
+
+
+def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+    return quick_gelu_(F.linear(x_TE, weight_FE, bias_F))
+
+
+# Qwen2.5-VL's width of 3420 sends cuBLAS to kernels of a third of the speed (H200, 16384 rows: 616-650 us a product
+# against 203 at 3424). So the weights are read where alignment does not matter, or padded with zeros, which change
+# nothing, into scratch memory that lives for this layer. Nothing of it is kept, so there is nothing to go stale, and
+# the parameters stay as they are for optimizers and checkpoints. (Views of padded storage cost nothing, but
+# safetensors, fused optimizers and whoever looks for shared storage take such parameters for something else.)
+
+
+def _linear_swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, cast: Apply) -> Apply:
+    def run(x_TE: torch.Tensor) -> torch.Tensor:
+        weights = map(cast, (gate.weight, up.weight, gate.bias, up.bias, down.weight))
+        h_TG, down_EG = linear_swiglu(x_TE, *weights)
+        return F.linear(h_TG, down_EG, cast(down.bias))
+
+    return run
+
+
+def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, cast: Apply) -> Apply:
+    def run(x_TE: torch.Tensor) -> torch.Tensor:
+        weights = gate.weight, up.weight, gate.bias, up.bias, down.weight
+        gate_FE, up_FE, gate_F, up_F, down_EF = map(cast, weights)
+        if gate_FE.shape[0] % 8 == 0:
+            gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)
+            return F.linear(swiglu(gate_TF, up_TF), down_EF, cast(down.bias))
+        weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF)
+        return F.linear(swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1)), down_EG, cast(down.bias))
+
+    return run
+
+
+def _subjects(parts: Parts) -> list[nn.Module]:
+    return [block.mlp for block in parts.blocks]
+
+
+def _plain(mlp: nn.Module, context: Context) -> nn.Module:
+    return context.called(mlp)
+
+
+OPERATION = Operation(
+    name="mlp",
+    summary="the activation in its product's kernel, or as one of its own",
+    subjects=_subjects,
+    reasons_against=_reasons_against,
+    fused=_fused,
+    plain=_plain,
+)
