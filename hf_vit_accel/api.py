@@ -69,8 +69,10 @@ def patch(
     for path, tower, family in towers:
         _check_amax(path, tower, family, settings)
         state = TowerState(family, settings, former_name=former_of(tower)[0])
-        own = settings.attention == "auto" and guard.reasons_own_attention(tower, state.former_name)
-        made.append((tower, state, state.former_name if own else name_for(settings.attention)))
+        # Whoever loaded with "eager" may ask for attention weights, which nothing else returns.
+        kept = state.former_name == "eager" or bool(guard.reasons_own_attention(tower, state.former_name))
+        kept = kept and settings.attention == "auto"
+        made.append((tower, state, state.former_name if kept else name_for(settings.attention)))
         snapshot = state.snapshot(tower)  # what transformers computes is proven here, not in the first call
         if settings.strict:
             reasons, spec = _reasons_now(tower, state, snapshot, made[-1][2], former_of(tower)[1])
@@ -290,7 +292,7 @@ def _reasons_now(
     reasons = guard.reasons_stock(tower, former_forward, name, snapshot, {})
     if snapshot.stock:
         return reasons, None
-    parameters, weights = snapshot.weights()
+    _, weights = snapshot.weights()
     reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False, trains=False)
     device = snapshot.parts.projection.weight.device
     assert isinstance(device, torch.device)

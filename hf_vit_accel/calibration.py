@@ -67,7 +67,6 @@ def calibrate(
                 state = state_of(tower)
                 assert state is not None
                 choice, scales = state.choices["full"], state.scales(state.snapshot(tower), weight.device)
-                assert scales is not None
                 if choice.backend is not FP8:  # its amax were not looked at: zeros, or those of the call before
                     raise ValueError(
                         f"expected images that FP8 can attend to: {choice.not_worth[FP8.name]}; pass fewer at once"

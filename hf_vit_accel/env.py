@@ -10,17 +10,20 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
 import torch
 import transformers
 
 __all__ = [
     "KERNELS",
+    "LRU",
     "Fault",
     "Package",
     "cuda_capability",
@@ -36,6 +39,7 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+V = TypeVar("V")
 _PROBES: list[Any] = []
 
 
@@ -157,6 +161,46 @@ def guarded(name: str, function: Function) -> Function:
             raise Fault(name, error) from error
 
     return call  # type: ignore[return-value]
+
+
+class LRU(Generic[V]):
+    """A bounded map from hashable keys to values made on demand; the least recently used one goes first.
+
+    Bounded by the number of entries and by the sum of their costs (bytes, say); one that alone costs more than the
+    bound is handed out but not kept. Safe to use from several threads; two may then make the same value.
+    """
+
+    def __init__(self, *, entries: int, cost: int) -> None:
+        self.entries, self.cost = entries, cost
+        self.hits = self.misses = self.held = 0
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], tuple[V, int]]) -> V:
+        """The value for `key`, from `make() -> (value, cost)` if it is not there."""
+        with self._lock:
+            if key in self._values:
+                self.hits += 1
+                self._values.move_to_end(key)
+                return self._values[key][0]
+            self.misses += 1
+        value, cost = make()
+        if cost <= self.cost:
+            with self._lock:
+                self.held += cost - self._values.pop(key, (value, 0))[1]
+                self._values[key] = value, cost
+                while len(self._values) > self.entries or self.held > self.cost:
+                    self.held -= self._values.popitem(last=False)[1][1]
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def clear(self) -> None:
+        """Drop every value."""
+        with self._lock:
+            self._values.clear()
+            self.held = 0
 
 
 def reset() -> None:

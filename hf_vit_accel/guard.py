@@ -29,7 +29,15 @@ from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops import Reads, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.route import POPPED
 
-__all__ = ["Snapshot", "Weights", "autocast_dtype", "reasons_slow", "reasons_stock", "transformed"]
+__all__ = [
+    "Snapshot",
+    "Weights",
+    "autocast_dtype",
+    "reasons_own_attention",
+    "reasons_slow",
+    "reasons_stock",
+    "reasons_untraceable",
+]
 
 _FORWARD_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 _BACKWARD_HOOKS = itemgetter("_backward_hooks"), itemgetter("_backward_pre_hooks")
@@ -48,7 +56,8 @@ _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Weights:
     """The parameters of a tower as they lie in memory now. reasons: why kernels cannot read them.
 
-    pointers: where each lies, None where a tensor class has no memory of its own. contiguous, nbytes: of all; count: how many.
+    pointers: where each lies, None where a tensor class has no memory of its own. contiguous, nbytes: of all; count:
+    how many.
     """
 
     def __init__(self, parameters: list[nn.Parameter], pointers: list[int] | None, offloaded: bool) -> None:
@@ -88,6 +97,7 @@ class Snapshot:
 
     def __init__(self, tower: Any, family: Family) -> None:
         self.proof = upstream.prove(tower, family)
+        self._home = self.proof.code.home
         modules = dict(tower.named_modules())
         self._names, self._modules = list(modules), list(modules.values())
         self._attributes = list(map(vars, self._modules))
@@ -107,17 +117,19 @@ class Snapshot:
         self._reads.seal()
 
     def _now(self) -> tuple[list[Any], ...]:
+        """All that `current` compares."""
         return (
             list(map(type, self._modules)),
             list(chain.from_iterable(map(_VALUES, self._children))),
             list(map(len, self._below)),  # a forward that is set on an instance is an attribute more
             [attributes.get("forward") for attributes in self._own],
             [kind.forward for kind in self._kinds],
+            list(map(self._home.get, self.proof.code.names)),
         )
 
     def current(self) -> bool:
         """Whether the tower still holds the very modules, forwards and attributes that were read."""
-        return self._now() == self._read and self._reads.unchanged() and self.proof.code.unchanged()
+        return self._now() == self._read and self._reads.unchanged()
 
     def _reasons_stock(self, tower: Any, family: Family) -> Iterator[str]:
         if not is_upstream(type(tower).forward):
@@ -214,10 +226,10 @@ class Snapshot:
         hooks = chain.from_iterable(own["_forward_hooks"].values() for own in self._below)
         return any(map(_marks, hooks))
 
-    def request(self, device: torch.device, **options: Any) -> Request:
+    def request(self, device: torch.device, autocast: torch.dtype | None = None, **options: Any) -> Request:
         """What the layers ask of a backend: heads, scale, and the dtype that attention computes in."""
         block = self.parts.blocks[0]
-        dtype = autocast_dtype(device) or getattr(getattr(block.qkv, "weight", None), "dtype", None)
+        dtype = autocast or getattr(getattr(block.qkv, "weight", None), "dtype", None)
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
             dtype = block.norm1.weight.dtype
         assert isinstance(dtype, torch.dtype)
@@ -246,11 +258,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
-def transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work, which kernels and backends do not know."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def reasons_stock(
     tower: Any, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, Any]
 ) -> list[str]:
@@ -263,9 +270,16 @@ def reasons_stock(
         reasons.append("the caller supplies sequence metadata")
     if name not in upstream.NAMES:
         reasons += reasons_own_attention(tower, name)
-    if is_tracing():  # which records no tensors that numpy makes
+    if is_tracing():  # it records no tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
     return reasons
+
+
+def reasons_untraceable() -> list[str]:
+    """What kernels and backends do not know: transforms of torch.func, forward-mode differentiation, torch.jit.trace."""
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return ["a transform of torch.func or forward-mode differentiation is at work"]
+    return ["torch.jit.trace is at work"] if is_tracing() else []
 
 
 def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
@@ -298,6 +312,4 @@ def reasons_slow(
         reasons.append(f"{snapshot.foreign}, and might train what is not the tower's; use torch.no_grad()")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
-    if transformed():
-        reasons.append("a transform of torch.func or forward-mode differentiation is at work")
-    return reasons
+    return reasons + reasons_untraceable()

@@ -35,14 +35,15 @@ class Call:
     options: Mapping[str, Any]
 
 
-def read(args: tuple[Any, ...], kwargs: dict[str, Any], expected: Expected) -> Call | None:
+def read(expected: Expected, /, hidden_states: Any, grid_thw: Any, **options: Any) -> Call | None:
     """The arguments of a tower's forward, the grid on the host (the one sync); None for pixels in a shape of their own.
 
     Raises ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the
     merge size, and pixels that are not as many, as wide or on the device that they should be.
     """
-    pixels, grid_thw, options = forward(*args, **kwargs)
-    if not _is_dense(pixels) or pixels.is_complex():
+    pixels = hidden_states
+    dense = isinstance(pixels, torch.Tensor) and pixels.layout == torch.strided and not pixels.is_nested
+    if not dense or pixels.is_complex():
         raise ValueError(
             "expected the pixel values as a tensor of real numbers of shape (patches, channels * temporal * patch * "
             f"patch), got {_describe(pixels)}; pass what the processor returns, images packed along dim 0"
@@ -69,14 +70,10 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], expected: Expected) -> C
     return Call(pixels=pixels, grid=grid, options=options)
 
 
-def forward(hidden_states: Any, grid_thw: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The arguments by the names of stock's (and errors about them under its name)."""
-    return hidden_states, grid_thw, kwargs
-
-
 def _read_grid(grid_thw: Any, device: torch.device, merge: int) -> Grid:
     """(images and videos, 3) in patches, on the host; rows of no frames, which pad a batch, are left out."""
-    if not _is_dense(grid_thw) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+    dense = isinstance(grid_thw, torch.Tensor) and grid_thw.layout == torch.strided and not grid_thw.is_nested
+    if not dense or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(
             f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
             "(frames, height, width) in patches, as the processor returns it"
@@ -102,13 +99,9 @@ def _read_grid(grid_thw: Any, device: torch.device, merge: int) -> Grid:
     return grid
 
 
-def _is_dense(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
-
-
 def _describe(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__}"
-    if not _is_dense(value):
+    if value.is_nested or value.layout != torch.strided:
         return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}"

@@ -8,24 +8,20 @@ one frame, or, in window layers, one window of one frame. The arrays equal those
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Lock
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 __all__ = [
-    "LRU",
     "Geometry",
     "Grid",
     "Segments",
     "VisionMetadata",
     "build",
-    "capturing",
     "pack",
     "send",
     "to_device",
@@ -34,7 +30,6 @@ __all__ = [
 
 Grid = tuple[tuple[int, int, int], ...]
 Array = np.ndarray[Any, Any]
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +218,6 @@ def _starts(arrays: Mapping[str, Array]) -> tuple[list[int], int]:
     return starts, total
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether work for a device goes into a CUDA graph now, and does not run yet."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def send(packed: Array, device: torch.device) -> torch.Tensor:
     """Packed bytes on a device. To CUDA they go from pinned memory, on the current stream, without waiting."""
     host = torch.from_numpy(packed)
@@ -239,43 +229,3 @@ def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, to
     # Kept for later calls, which may record gradients through what is indexed; and compilers would start anew for each.
     with torch.inference_mode(False):
         return unpack(send(pack(arrays), device), arrays)
-
-
-class LRU(Generic[V]):
-    """A bounded map from hashable keys to values made on demand; the least recently used one goes first.
-
-    Bounded by the number of entries and by the sum of their costs (bytes, say); one that alone costs more than the
-    bound is handed out but not kept. Safe to use from several threads; two may then make the same value.
-    """
-
-    def __init__(self, *, entries: int, cost: int) -> None:
-        self.entries, self.cost = entries, cost
-        self.hits = self.misses = self.held = 0
-        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: Hashable, make: Callable[[], tuple[V, int]]) -> V:
-        """The value for `key`, from `make() -> (value, cost)` if it is not there."""
-        with self._lock:
-            if key in self._values:
-                self.hits += 1
-                self._values.move_to_end(key)
-                return self._values[key][0]
-            self.misses += 1
-        value, cost = make()
-        if cost <= self.cost:
-            with self._lock:
-                self.held += cost - self._values.pop(key, (value, 0))[1]
-                self._values[key] = value, cost
-                while len(self._values) > self.entries or self.held > self.cost:
-                    self.held -= self._values.popitem(last=False)[1][1]
-        return value
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def clear(self) -> None:
-        """Drop every value."""
-        with self._lock:
-            self._values.clear()
-            self.held = 0

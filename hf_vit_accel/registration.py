@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.jit._trace import is_tracing
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -25,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, require, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.families import FAMILIES, family_of
-from hf_vit_accel.guard import transformed
+from hf_vit_accel.guard import reasons_untraceable
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.route import PLANS
 from hf_vit_accel.tower import FallbackError, TowerState, install, state_of, uninstall
@@ -176,16 +175,18 @@ def vision_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    prepared = kwargs.get(PLANS)
-    score_mod = None if prepared is None else prepared.plans["full"].request.score_mod
-    if dropout or transformed() or is_tracing():
+    route = kwargs.get(PLANS)
+    score_mod = None if route is None else route.plans["full"].request.score_mod
+    if key.shape[1] != query.shape[1]:  # fewer heads of keys and values, each for several of queries
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    if dropout or reasons_untraceable():
         if score_mod is not None:
-            why = "attention weights are dropped out" if dropout else "a transform of torch.func is at work"
+            why = "attention weights are dropped out" if dropout else reasons_untraceable()[0]
             raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
         return _attend_as_stock(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plan: Plan | None = prepared.plan_for(cu_seq_lens_q) if prepared is not None else None
+    plan: Plan | None = route.plan_for(cu_seq_lens_q) if route is not None else None
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     known = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
     if plan is None or not known or (needs_grad and not plan.request.grad):

@@ -15,8 +15,8 @@ import torch
 
 from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.env import KERNELS, guarded
-from hf_vit_accel.metadata import LRU, Array, Geometry, Grid, VisionMetadata, build, pack, send, unpack
+from hf_vit_accel.env import KERNELS, LRU, guarded
+from hf_vit_accel.metadata import Array, Geometry, Grid, VisionMetadata, build, pack, send, unpack
 from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.window_attention import LONGEST
 
@@ -48,8 +48,9 @@ class Spec:
 
 @dataclass(kw_only=True, eq=False)
 class Route:
-    """One layout's way through a tower. arrays: what the device needs, by name. unmet: what was named and is not served.
+    """One layout's way through a tower.
 
+    arrays: what the device needs, by name. unmet: what was named and is not served.
     tensors: the arrays on the device, for a route that was bound. attends: then, what each layer attends by.
     """
 
@@ -136,9 +137,8 @@ def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
     if KERNELS in faults:
         faults[FP8.name] = faults[KERNELS]
     for kind, segments in metadata.segments().items():
-        if kind == "window" and spec.ops is not None and spec.ops.attend_window is not None:
-            if segments.max_seqlen <= LONGEST:
-                continue
+        if kind == "window" and spec.ops and spec.ops.attend_window and segments.max_seqlen <= LONGEST:
+            continue
         request = replace(spec.request, kind=kind, max_seqlen=segments.max_seqlen)
         choices[kind] = choice = resolve(spec.settings.attention, request, segments, faults)
         plans[kind] = guarded(choice.backend.name, choice.backend.plan)(segments, request)

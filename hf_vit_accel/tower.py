@@ -30,7 +30,6 @@ from hf_vit_accel.env import KERNELS, Fault
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
 from hf_vit_accel.guard import Snapshot, Weights
-from hf_vit_accel.metadata import capturing
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
@@ -92,9 +91,8 @@ class TowerState:
             upstream.warn_of(tower, self._snapshot.proof)
         return self._snapshot
 
-    def ops(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
-        """The operations for weights and rows of these dtypes on this device."""
-        autocast = guard.autocast_dtype(request.device) is not None
+    def ops(self, snapshot: Snapshot, weights: Weights, request: Request, *, autocast: bool) -> Ops:
+        """The operations for weights and rows of these dtypes on this device, under autocast or not."""
         key = request.device, request.dtype, weights.dtype, weights.count, autocast
         ops = self._ops.get(key)
         if ops is None or not ops.reads.unchanged():
@@ -112,11 +110,10 @@ class TowerState:
             self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
         return ops
 
-    def scales(self, snapshot: Snapshot, device: torch.device) -> Scales | None:
-        """What FP8 attention on a device knows of earlier calls; None where FP8 is not asked for."""
+    def scales(self, snapshot: Snapshot, device: torch.device) -> Scales:
+        """What FP8 attention on a device knows of earlier calls."""
         fp8, held = self.settings.fp8, self._scales
-        if fp8 is None:
-            return None
+        assert fp8 is not None
         layers, heads = len(snapshot.parts.blocks), snapshot.heads
         if held is None or (held.device, held.layers, held.heads) != (device, layers, heads):
             if held is not None:
@@ -135,13 +132,13 @@ class TowerState:
 
     def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
         """What decides the routes of calls like this one."""
-        settings = self.settings
-        scales = self.scales(snapshot, device)
-        request = snapshot.request(device, packed=fast, grad=grad, score_mod=settings.score_mod, fp8=scales)
+        settings, autocast = self.settings, guard.autocast_dtype(device)
+        scales = None if settings.fp8 is None else self.scales(snapshot, device)
+        request = snapshot.request(device, autocast, packed=fast, grad=grad, score_mod=settings.score_mod, fp8=scales)
         return Spec(
             geometry=snapshot.geometry,
             request=request,
-            ops=self.ops(snapshot, weights, request) if fast else None,
+            ops=self.ops(snapshot, weights, request, autocast=autocast is not None) if fast else None,
             full_layers=snapshot.full_layers,
             faults=tuple(self.faults.items()),
             settings=settings,
@@ -259,7 +256,7 @@ class AcceleratedForward:
             raise ReferenceError("the tower of this forward was deleted; keep the model while its forward is used")
         state = self._state
         original = state.former_forward or partial(type(tower).forward, tower)
-        if state_of(tower) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
+        if vars(tower).get(_STATE) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
             return original(*args, **kwargs)
         pixels: Any = args[0] if args else kwargs.get("hidden_states")
         on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
@@ -295,7 +292,7 @@ def _forward(
     reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
     if not reasons:
         parameters, weights = snapshot.weights()
-        call = inputs.read(args, kwargs, snapshot.expected)
+        call = inputs.read(snapshot.expected, *args, **kwargs)
         reasons = [] if call else ["pixel values are in a shape of their own"]
     if call is None:
         if settings.score_mod is not None:
@@ -305,7 +302,7 @@ def _forward(
         return state.count(original(*args, **kwargs), reasons, fast=False)
 
     device, trains = call.pixels.device, torch.is_grad_enabled()
-    if capturing(device):
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "expected no CUDA graph to be captured around a patched tower: what the graph would read is not kept for "
             "it; let hf_vit_accel.patch(model, cuda_graphs=True) capture"

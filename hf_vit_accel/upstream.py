@@ -1,4 +1,4 @@
-"""What we take from transformers: proof, by running, that we compute what its code computes; and wrapping its functions.
+"""What we take from transformers: proof, by running, that we compute what its code computes; wrapping its functions.
 
 The fast path computes what a tower, its blocks and its attention compute without calling them. Whether they still
 compute that is not read from their code: a tiny tower of the same class runs beside our operations, outputs and
@@ -104,23 +104,20 @@ _UNREAD = {"dtype", "model_type", "transformers_version", "name_or_path", "_name
 class Code:
     """The functions that a proof ran: the forwards of classes, and the functions in the tower's module.
 
-    Anyone may replace them, at any time.
+    Anyone may replace them, at any time. home, names: that module's globals, and those that are functions.
     """
 
     def __init__(self, kind: type, classes: frozenset[type]) -> None:
-        self._home, self._classes = vars(sys.modules[kind.__module__]), list(classes)
-        self._names = [name for name, value in self._home.items() if callable(value) and not isinstance(value, type)]
-        self._functions, self._forwards = self._read()
+        self.home, self._classes = vars(sys.modules[kind.__module__]), list(classes)
+        self.names = [name for name, value in self.home.items() if callable(value) and not isinstance(value, type)]
+        self._read = self._now()
 
-    def _read(self) -> tuple[list[Any], list[Any]]:
-        return list(map(self._home.get, self._names)), list(map(_FORWARD, self._classes))
+    def _now(self) -> list[Any]:
+        return [*map(self.home.get, self.names), *map(attrgetter("forward"), self._classes)]
 
     def unchanged(self) -> bool:
         """Whether all of them are still the same."""
-        return self._read() == (self._functions, self._forwards)
-
-
-_FORWARD = attrgetter("forward")
+        return self._now() == self._read
 
 
 class _Unrandom(TorchFunctionMode):

@@ -18,7 +18,7 @@ import torch
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Backend, Needs, Plan, Request, attention_op
-from hf_vit_accel.metadata import LRU, Segments
+from hf_vit_accel.metadata import Segments
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -244,7 +244,7 @@ class _Graph:
             self._graph.execute(dict(zip(self._uids, tensors, strict=True)), **options)
 
 
-GRAPHS: LRU[_Graph] = LRU(entries=256, cost=256)
+GRAPHS: env.LRU[_Graph] = env.LRU(entries=256, cost=256)
 """The cuDNN plans built so far; `GRAPHS.misses` counts builds."""
 
 

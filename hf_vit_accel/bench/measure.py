@@ -179,7 +179,7 @@ def _check_grid(tower: Any, grid: Grid) -> None:
     family = family_of(tower)
     assert family is not None
     expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
-    read((torch.empty(_rows(grid), 1, device="meta"), torch.tensor(grid)), {}, expected)
+    read(expected, torch.empty(_rows(grid), 1, device="meta"), torch.tensor(grid))
 
 
 def _rows(grid: Grid) -> int:

@@ -114,10 +114,9 @@ class Family:
 
     def output_of(self, tower: nn.Module, tensors: list[torch.Tensor]) -> Any:
         """The stock tower's output class around the residual stream, the merged features and deepstack's."""
-        known = self.tower_class(tower)
-        assert known is not None
+        home = next(module for module, _ in self.towers if any(k.__module__ == module for k in type(tower).__mro__))
         extra = {"deepstack_features": tensors[2:]} if self.deepstack else {}
-        kind = getattr(sys.modules[known.__module__], self.output)
+        kind = getattr(sys.modules[home], self.output)
         return kind(last_hidden_state=tensors[0], pooler_output=tensors[1], **extra)
 
     def tensors_of(self, output: Any) -> list[torch.Tensor]:

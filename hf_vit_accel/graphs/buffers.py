@@ -20,9 +20,8 @@ __all__ = ["TAILS", "Shape", "pad", "pad_segments"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a padded layout is padded to. segments, max_seqlen: of full layers; windows, window_max_seqlen: of window layers.
-
-    rows and tokens are those of the budget.
+    """What a padded layout is padded to: rows and tokens of the budget; segments, max_seqlen of full layers; and
+    windows, window_max_seqlen of window layers.
     """
 
     rows: int

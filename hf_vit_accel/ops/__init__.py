@@ -1,7 +1,7 @@
 """The operations of a tower, each in a file of its own, and the table from which they are chosen.
 
-A new operation is one file and its line in `TABLE`; `fuse`, status and tests pick it up. What each computes is said by a
-reference in plain torch; kernels are held to it, and it is held to transformers by `upstream`.
+A new operation is one file and its line in `TABLE`; `fuse`, status and tests pick it up. A reference in plain torch says
+what each computes: kernels are held to it, and `upstream` holds it to transformers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Ops:
 
 
 def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) -> Ops:
-    """Choose the operations for a tower: those of `wanted` (None: all) that fit fused, others as its modules do them."""
+    """Choose a tower's operations: those of `wanted` (None: all) that fit fused, others as its modules do them."""
     made: dict[str, list[Any]] = {}
     unfused: dict[str, str] = {}
     for operation in TABLE:

@@ -1,4 +1,6 @@
-"""Patch embedding as one matrix product.
+"""Patch embedding as one matrix product: a convolution whose stride is its kernel, over patches flattened already.
+
+On an H200 the convolution of 16384 patches takes 3048 us, the product 84. The weight is used through a view.
 
 `T` rows, `P` pixels of a patch (channels * temporal * patch * patch), `E` width.
 """
@@ -14,16 +16,7 @@ from torch import nn
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
 
-__all__ = ["OPERATION", "patch_embed"]
-
-
-def patch_embed(pixels_TP: torch.Tensor, weight: torch.Tensor, bias_E: torch.Tensor | None) -> torch.Tensor:
-    """The convolution whose stride is its kernel, over patches that are flattened already: a Linear over them.
-
-    weight: (E, channels, temporal, patch, patch), used through a view, never copied. Returns (T, E) in its dtype.
-    On an H200 the convolution of 16384 patches takes 3048 us, this 84.
-    """
-    return F.linear(pixels_TP.to(weight.dtype), weight.flatten(1), bias_E)
+__all__ = ["OPERATION"]
 
 
 def _reasons_against(parts: Parts, context: Context) -> list[str]:
@@ -37,13 +30,15 @@ def _reasons_against(parts: Parts, context: Context) -> list[str]:
 
 
 def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
-    convolution, cast = parts.projection, context.cast
+    convolution, dtype, casts = parts.projection, context.dtype, context.weights not in (None, context.dtype)
     for name in ("stride", "kernel_size", "groups", "padding", "dilation"):
         context.read(convolution, name)
 
     def embed(pixels_TP: torch.Tensor) -> torch.Tensor:
-        bias_E = convolution.bias
-        return patch_embed(pixels_TP, cast(convolution.weight), None if bias_E is None else cast(bias_E))
+        weight, bias_E = convolution.weight, convolution.bias
+        if casts:
+            weight, bias_E = weight.to(dtype), None if bias_E is None else bias_E.to(dtype)
+        return F.linear(pixels_TP.to(dtype), weight.flatten(1), bias_E)
 
     return embed
 

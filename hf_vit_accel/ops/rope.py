@@ -21,21 +21,19 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["OPERATION", "reasons_against_rotation", "rope_", "rope_reference_", "tables"]
+__all__ = ["OPERATION", "reasons_against_rotation", "rope_", "rope_reference", "tables"]
 
 
-def rope_reference_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotate q and k in place, in fp32 and rounded once, as stock does (x * cos + rotate_half(x) * sin).
+def rope_reference(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """Rotate q and k in fp32, rounded once, as stock does (x * cos + rotate_half(x) * sin); a new (T, 3, H, D).
 
-    cos_TD, sin_TD: both halves of D filled alike. Rotating on the packed projection leaves q, k and v as views of it.
-    Returns qkv_T3HD.
+    cos_TD, sin_TD: both halves of D filled alike. On the packed projection q, k and v stay views of one tensor.
     """
     cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
     qk = qkv_T3HD[:, :2].float()
     half = qk.shape[-1] // 2
     turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
-    qkv_T3HD[:, :2] = qk * cos + turned * sin
-    return qkv_T3HD
+    return torch.cat(((qk * cos + turned * sin).to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
 
 
 @jit
@@ -69,7 +67,7 @@ def _rope_kernel(
 
 
 def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """`rope_reference_` as one kernel: q and k are read and written once. Bit-equal to it (products are not fused)."""
+    """`rope_reference` as one kernel, in place, and bit-equal to it (products are not fused)."""
     rows, _, heads, dim = qkv_T3HD.shape
     block_t, block_p = 8, 128
     _rope_kernel[(-(-rows // block_t), -(-heads * dim // block_p))](
@@ -112,15 +110,11 @@ def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
     return context.reasons_replaced(parts.rotary)
 
 
-def _apart(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    return rope_reference_(qkv_T3HD.clone(), cos_TD, sin_TD)
-
-
 OPERATION = Operation(
     name="rope",
     summary="rotation of q and k in one kernel, in place on the packed projection",
     subjects=lambda parts: [parts],
     reasons_against=reasons_against_rotation,
-    fused=lambda parts, context: _apart if context.reference else rope_,
-    plain=lambda parts, context: _apart,
+    fused=lambda parts, context: rope_reference if context.reference else rope_,
+    plain=lambda parts, context: rope_reference,
 )

@@ -14,7 +14,7 @@ from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2
-from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference_
+from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 
 try:
     import triton.language as tl
@@ -31,7 +31,7 @@ def window_attention_reference(
     qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, offsets_S1: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Rotate q and k, then softmax(scale * q k^T) v within each window; (T, H, D). The projection is not changed."""
-    q_THD, k_THD, v_THD = rope_reference_(qkv_T3HD.clone(), cos_TD, sin_TD).unbind(1)
+    q_THD, k_THD, v_THD = rope_reference(qkv_T3HD, cos_TD, sin_TD).unbind(1)
     outs = []
     for start, stop in zip(offsets_S1.tolist()[:-1], offsets_S1.tolist()[1:], strict=True):
         q, k, v = (x_THD[start:stop].transpose(0, 1).float() for x_THD in (q_THD, k_THD, v_THD))
