@@ -8,6 +8,9 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from standins import model, on_cpu, references  # noqa: F401  (fixtures)
+
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 

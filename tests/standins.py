@@ -1,0 +1,198 @@
+"""What stands in for a GPU: kernels' references, an attention that reads offsets, CUDA graphs that run again."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tiny import TINY, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import GraphConfig, backends, ops
+from hf_vit_accel import tower as tower_module
+from hf_vit_accel.backends import ORDER, Plan, Request
+from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.graphs import runner
+from hf_vit_accel.metadata import Segments
+from hf_vit_accel.ops import activation, mlp
+from hf_vit_accel.tower import state_of
+
+SMALL = GraphConfig(max_tokens=128, exact_after=0)
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of an operation. function: launches what is called `launched` in its module; reference: the same."""
+
+    module: ModuleType
+    function: Any
+    reference: Any
+    launched: str
+
+
+def _launched(module: ModuleType, code: CodeType, seen: tuple[CodeType, ...] = ()) -> set[str]:
+    """The names of kernels that a function launches, or has launched by another of its module."""
+    found = {name for name in code.co_names if name.endswith("_kernel")}
+    for function in map(vars(module).get, code.co_names):
+        if isinstance(function, FunctionType) and function.__code__ not in seen:
+            found |= _launched(module, function.__code__, (*seen, code, function.__code__))
+    return found
+
+
+def _modules() -> Iterator[ModuleType]:
+    for found in pkgutil.iter_modules(ops.__path__, "hf_vit_accel.ops."):
+        if not found.name.endswith(("quantize", "e4m3")):  # of FP8, whose attention uses them: tests/test_fp8.py
+            yield importlib.import_module(found.name)
+
+
+def _kernels() -> Iterator[tuple[str, Kernel]]:
+    for module in _modules():
+        for name, function in vars(module).items():
+            stem = f"{name.rstrip('_')}_reference"
+            reference = getattr(module, f"{stem}_", None) or getattr(module, stem, None)
+            if isinstance(function, FunctionType) and reference and function.__module__ == module.__name__:
+                yield name.rstrip("_"), Kernel(module, function, reference, *_launched(module, function.__code__))
+
+
+KERNELS = dict(_kernels())
+"""Every kernel of `ops.TABLE`, found by their references."""
+
+
+def put(monkeypatch: pytest.MonkeyPatch, function: Any, other: Any) -> None:
+    """Another function in the place of one, wherever operations look for it."""
+    for module in _modules():
+        for name, value in list(vars(module).items()):
+            if value is function:
+                monkeypatch.setattr(module, name, other)
+
+
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every kernel replaced by its reference, and taken for runnable; the names of those that were called."""
+    called: list[str] = []
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: called.append(name) or function(*args, **kwargs)
+
+    monkeypatch.setattr(tower_module, "why_not_triton", lambda device, dtype: None)
+    monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
+    for name, kernel in KERNELS.items():
+        put(monkeypatch, kernel.function, counted(name, kernel.reference))
+    put(monkeypatch, activation.linear_gelu_tanh, counted("linear_gelu_tanh", activation.linear_gelu_tanh))
+    return called
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+class Masked(Sdpa):
+    """Attends by the offsets that are on the device when it runs, as the kernels of the real backends do."""
+
+    capturable = True
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        host, arrays = {"max_seqlen": segments.max_seqlen}, {"cu_seqlens_S1": segments.cu_seqlens_S1}
+        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        offsets = plan.tensors["cu_seqlens_S1"]
+        assert offsets[-1] == len(q_THD), "every row belongs to a segment"
+        assert int(offsets.diff().max()) <= plan.host["max_seqlen"]
+        segment = torch.searchsorted(
+            offsets[1:].contiguous(), torch.arange(len(q_THD), dtype=offsets.dtype), right=True
+        )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        mask = segment[:, None] == segment[None, :]
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=plan.request.scale)
+        return out[0].transpose(0, 1)
+
+
+class Recorder:
+    """Replays by running again. `fail`: what to raise instead of capturing. `poisoned`: buffers to spoil before use."""
+
+    fail: Exception | None = None
+    nbytes = 1000
+    reason: str | None = None
+    poisoned: Callable[[], list[torch.Tensor]] | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.waiting = False
+
+    def against(self) -> str | None:
+        return self.reason
+
+    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
+        run()
+        if self.fail is not None:
+            raise self.fail
+
+        def replay() -> None:
+            assert self.waiting, "replayed without waiting for the last replay"
+            run()
+
+        return replay, self.nbytes
+
+    def wait(self) -> None:
+        assert not self.waiting, "the last use never said that it was done"
+        self.waiting = True
+        for buffer in self.poisoned() if self.poisoned else ():
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
+
+    def done(self) -> None:
+        assert self.waiting
+        self.waiting = False
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    """Graphs on the CPU; the class of their recorders, of this test's own."""
+
+    class Fresh(Recorder):
+        pass
+
+    masked = Masked()
+    monkeypatch.setattr(runner, "CudaRecorder", Fresh)
+    monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
+    monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
+    return Fresh
+
+
+def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
+    """Patch with graphs, and poison all their buffers before every use."""
+    hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
+    graphs = state_of(tower_of(model)).runner
+    make = runner.CudaRecorder
+
+    def recorder(device: torch.device) -> Any:
+        made = make(device)
+        made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
+        return made
+
+    runner.CudaRecorder = recorder  # put back by the fixture
+    return graphs
+
+
+def status_of(model: Any) -> Any:
+    """What graphs did."""
+    return hf_vit_accel.status(model).towers[0].graphs
+
+
+@pytest.fixture(params=list(TINY))
+def model(request: Any) -> Any:
+    """A tiny model of each family."""
+    return TINY[request.param].build()

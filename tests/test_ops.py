@@ -1,0 +1,452 @@
+"""The operations of a tower, generated from `ops.TABLE`: by kernels' references on a CPU, and all of it on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from standins import KERNELS, put
+from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import FallbackError
+from hf_vit_accel.backends import backend_named
+from hf_vit_accel.families import family_of
+from hf_vit_accel.ops import PARTS, TABLE, mlp
+from hf_vit_accel.tower import state_of
+
+GRID = GRIDS["mixed"]
+
+
+def parts_of(model: Any) -> Any:
+    return family_of(tower_of(model)).parts(tower_of(model))
+
+
+def applies(model: Any) -> set[str]:
+    """The operations that a tower has something for."""
+    return {operation.name for operation in TABLE if operation.subjects(parts_of(model))}
+
+
+def status_of(model: Any) -> Any:
+    return hf_vit_accel.status(model).towers[0]
+
+
+@pytest.mark.parametrize("operation", TABLE, ids=lambda operation: operation.name)
+def test_each_operation_equals_stock(references: list[str], model: Any, operation: Any) -> None:
+    """Alone; where a tower has something for it, that is fused, each subject by one call of its kernel."""
+    expected = {grid: run_tower(tower_of(model), GRIDS[grid]) for grid in GRIDS}
+    subjects, parts = operation.subjects(parts_of(model)), parts_of(model)
+    hf_vit_accel.patch(model, fuse={operation.name})
+    for grid, outputs in expected.items():
+        assert_close(run_tower(tower_of(model), GRIDS[grid]), outputs)
+    status, depth = status_of(model), len(parts.blocks)
+    assert status.fused == ((operation.name,) if subjects else ()) and status.calls == len(GRIDS)
+    assert set(status.unfused) == PARTS.keys() - set(status.fused)
+    assert bool(status.fallbacks) == (not subjects) and all(operation.missing in why for why in status.fallbacks)
+    calls = {"rope": depth, "window_attention": depth - len(parts.full_layers or ())}.get(operation.name, len(subjects))
+    assert len(references) == bool(subjects) * operation.triton * calls * len(GRIDS)
+
+
+def test_all_together_equal_stock(references: list[str], model: Any) -> None:
+    expected = {grid: run_tower(tower_of(model), GRIDS[grid]) for grid in GRIDS}
+    hf_vit_accel.patch(model, strict=True)
+    for grid, outputs in expected.items():
+        assert_close(run_tower(tower_of(model), GRIDS[grid]), outputs)
+    assert set(status_of(model).fused) == applies(model) and status_of(model).calls == len(GRIDS)
+    parts = parts_of(model)
+    windows = 0 if parts.full_layers is None else len(parts.blocks) - len(parts.full_layers)
+    assert references.count("rope") == (len(parts.blocks) - windows) * len(GRIDS), "windows are rotated by their kernel"
+
+
+def test_windows_too_long_for_the_kernel_are_planned(references: list[str]) -> None:
+    tiny = copy.deepcopy(TINY["qwen2_5_vl"])
+    tiny.vision["window_size"] = 64  # 8 x 8 merged tokens, 256 rows
+    model = tiny.build()
+    expected = run_tower(tower_of(model), [(1, 24, 20)])
+    hf_vit_accel.patch(model)
+    assert_close(run_tower(tower_of(model), [(1, 24, 20)]), expected)
+    assert "window_attention" not in references and set(status_of(model).backends) == {"full", "window"}
+
+
+@pytest.mark.parametrize("bad", ["everything", {"rope", "nope"}, {"nope"}])
+def test_unknown_parts_are_listed(model: Any, bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"names out of .*'mlp', 'norms'"):
+        hf_vit_accel.patch(model, fuse=bad)
+    assert state_of(tower_of(model)) is None
+
+
+def test_strict_wants_named_parts_fused(references: list[str], model: Any) -> None:
+    hf_vit_accel.patch(model, fuse=applies(model), strict=True)
+    tower_of(model).blocks[0].norm1 = nn.Identity()
+    with pytest.raises(FallbackError, match=r"norms is not fused: .*Identity"):
+        hf_vit_accel.patch(model, fuse=applies(model), strict=True)
+    hf_vit_accel.patch(model, fuse=applies(model))
+    assert "Identity" in status_of(model).unfused["norms"]
+
+
+# --- what changes after patching -------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A module of someone else's around one of the tower's."""
+
+    def __init__(self, inner: nn.Module, change: Any) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    @property
+    def proj(self) -> Any:
+        return self.inner.proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.change(self.inner, x)
+
+
+def surround(tower: nn.Module, name: str, change: Any) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(tower.get_submodule(parent), child, Around(tower.get_submodule(name), change))
+
+
+REPLACED = ["blocks.1.norm1", "blocks.1.mlp", "blocks.1.attn.qkv", "merger", "patch_embed"]
+
+
+@pytest.mark.parametrize("name", [*REPLACED, "blocks.1", "blocks.1.attn"])
+@pytest.mark.parametrize("how", ["instance forward", "class forward", "decorated", "wraps", "class", "module"])
+def test_what_was_replaced_runs_itself(references: Any, model: Any, name: str, how: str, monkeypatch: Any) -> None:
+    """Patched first, changed afterwards: the next call must see it."""
+    tower = tower_of(model)
+    hf_vit_accel.patch(model)
+    before = run_tower(tower, GRID)
+    module = tower.get_submodule(name)
+    kind, stock = type(module), type(module).forward
+
+    def more(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return stock(self, *args, **kwargs) * 1.5
+
+    if how == "instance forward":
+        module.forward = functools.partial(more, module)
+    elif how == "class":
+        module.__class__ = type(kind.__name__, (kind,), {"forward": more})
+    elif how == "module":
+        if name not in REPLACED:
+            pytest.skip("the tower asks it for more than its forward")
+        surround(tower, name, lambda inner, x: inner(x) * 1.5)
+    else:
+        wrapped = functools.wraps(stock)(more) if how == "wraps" else more
+        monkeypatch.setattr(kind, "forward", wrapped if how == "class forward" else torch.no_grad()(wrapped))
+    found = run_tower(tower, GRID)
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, GRID))
+    assert max(relative_error(f, b) for f, b in zip(found, before, strict=True)) > 1e-3
+
+
+ATTRIBUTES = "patch_embed", "pos_embed", "rotary_pos_emb", "blocks.1", "merger"
+OTHER = {bool: lambda value: not value, int: lambda value: value + 1, float: lambda value: value * 1.5 + 0.25}
+
+
+def attributes_of(tower: Any) -> list[tuple[nn.Module, str, Any]]:
+    """(module, name, another value) of every number and switch that modules hold beside their weights."""
+    modules = [module for path, module in tower.named_modules() if path.startswith(ATTRIBUTES) or not path]
+    found = [
+        (module, name, OTHER[type(value)](value))
+        for module in modules
+        for name, value in vars(module).items()
+        if type(value) in OTHER and name != "training" and not name.startswith("_")
+    ]
+    return found + [(module, "approximate", "tanh") for module in modules if isinstance(module, nn.GELU)]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_any_attribute_may_change(on_cpu: Any, request: Any, model: Any, kernels: bool) -> None:
+    """What an operation reads from modules makes it, and every CUDA graph, stale: no list says which that is."""
+    if kernels:
+        request.getfixturevalue("references")
+    tower, grid = tower_of(model), [(1, 6, 8), (1, 12, 12)]
+    before, changed = run_tower(tower, grid), []
+    for module, name, value in attributes_of(tower):
+        hf_vit_accel.patch(model, cuda_graphs=hf_vit_accel.GraphConfig(max_tokens=64, exact_after=0))
+        assert_close(run_tower(tower, grid), before)
+        former = getattr(module, name)
+        setattr(module, name, value)
+        try:
+            found: Any = run_tower(tower, grid)
+        except Exception as error:
+            found = error
+        status = status_of(model)
+        hf_vit_accel.unpatch(model)
+        try:
+            expected = run_tower(tower, grid)
+        except Exception:  # stock does not run with that either
+            expected = None
+        setattr(module, name, former)
+        if expected is None or not all(torch.isfinite(x).all() for x in expected):
+            continue
+        assert not isinstance(found, Exception), (type(module).__name__, name, found)
+        assert_close(found, expected)
+        if max(relative_error(e, b) for e, b in zip(expected, before, strict=True)) > 1e-5:
+            changed.append(name)
+            assert status.graphs.captures == 2 or status.stock_calls, (name, status)
+    assert {"eps", "variance_epsilon"} & set(changed) and len(changed) >= 5, changed
+
+
+def test_layers_that_scale_or_drop_differently_go_the_stock_way(references: list[str], model: Any) -> None:
+    tower = tower_of(model)
+    hf_vit_accel.patch(model)
+    run_tower(tower, GRID)
+    tower.blocks[1].attn.scaling = 1.0
+    found = run_tower(tower, GRID)
+    assert any("scale attention differently" in why for why in status_of(model).fallbacks)
+    tower.blocks[2].attn.attention_dropout = 0.5
+    tower.blocks[2].attn.train()
+    run_tower(tower, GRID)
+    assert "attention weights are dropped out" in status_of(model).fallbacks
+    tower.blocks[2].attn.eval()
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, GRID))
+
+
+# --- weights stay what they are --------------------------------------------------------------------------------------
+
+
+def test_parameters_are_untouched(references: list[str], model: Any) -> None:
+    """Address, strides, storage: whatever holds or walks the parameters (optimizers, checkpoints) sees stock's."""
+
+    def seen() -> list[Any]:
+        return [
+            (name, id(p), p.data_ptr(), p.stride(), p.untyped_storage().nbytes(), p.untyped_storage().data_ptr())
+            for name, p in model.named_parameters()
+        ]
+
+    before = seen()
+    hf_vit_accel.patch(model)
+    run_tower(tower_of(model), GRID)
+    assert seen() == before
+
+
+def _prune(tower: Any) -> None:
+    mlp = tower.blocks[0].mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight.data, linear.bias.data = linear.weight.data[:101], linear.bias.data[:101]
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :101]
+
+
+def test_weights_are_read_at_every_call(references: list[str], model: Any) -> None:
+    """In place, by loading, by assignment, by pruning: nothing derived from a weight outlives the call."""
+    twin = copy.deepcopy(model)
+    hf_vit_accel.patch(model)
+    fresh = {name: torch.randn_like(value) * 0.1 for name, value in tower_of(twin).state_dict().items()}
+    changes = [
+        lambda tower: [parameter.mul_(1.1) for parameter in tower.parameters()],
+        lambda tower: tower.load_state_dict({name: value.clone() for name, value in fresh.items()}),
+        lambda tower: tower.load_state_dict({name: value.clone() for name, value in fresh.items()}, assign=True),
+        lambda tower: setattr(
+            tower.blocks[0].norm1.weight, "data", torch.ones(1).expand(tower.blocks[0].norm1.weight.shape)
+        ),
+        lambda tower: tower.double(),
+        *([_prune] if hasattr(tower_of(model).blocks[0].mlp, "gate_proj") else []),
+    ]
+    for change in changes:
+        for each in (model, twin):
+            with torch.no_grad():
+                change(tower_of(each))
+        found, expected = (run_tower(tower_of(each), GRID) for each in (model, twin))
+        assert_close(found, expected)
+
+
+def test_fused_optimizers_step_as_on_stock(references: list[str]) -> None:
+    losses = []
+    for patched in (False, True):
+        model = TINY["qwen2_5_vl"].build()
+        if patched:
+            hf_vit_accel.patch(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for _ in range(3):
+            run_tower(tower_of(model), GRID)
+            pixels, grid = pixels_for(tower_of(model), GRIDS["image"]), torch.tensor(GRIDS["image"])
+            loss = tower_of(model)(pixels, grid_thw=grid).pooler_output.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0.0)
+
+
+def test_checkpoints_of_others_are_complete(references: list[str], model: Any, tmp_path: Any) -> None:
+    """accelerate and safetensors drop or refuse parameters that share storage or are strided."""
+    from accelerate import Accelerator
+    from safetensors.torch import load_file, save_file
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hf_vit_accel.patch(model)
+    run_tower(tower_of(model), GRID)
+    Accelerator(cpu=True).save_model(model, str(tmp_path))
+    save_file(tower_of(model).state_dict(), tmp_path / "tower.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    tower_names = [name for name in before if ".visual." in f".{name}"]
+    assert len(tower_names) > 20 and all(torch.equal(saved[name], before[name]) for name in tower_names)
+
+
+@pytest.mark.parametrize(("width", "padded"), [(212, True), (216, False)])
+def test_without_descriptors_widths_are_padded_only_where_they_need_it(
+    references: list[str], monkeypatch: pytest.MonkeyPatch, width: int, padded: bool
+) -> None:
+    monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: "not this GPU")
+    for family, kernels in (
+        ("qwen2_vl", {"quick_gelu"}),
+        ("qwen2_5_vl", {"swiglu", "pad_swiglu"} if padded else {"swiglu"}),
+    ):
+        tiny = copy.deepcopy(TINY[family])
+        tiny.vision["intermediate_size"] = width
+        model = tiny.build()
+        expected = run_tower(tower_of(model), GRID)
+        references.clear()
+        hf_vit_accel.patch(model, fuse={"mlp"})
+        assert_close(run_tower(tower_of(model), GRID), expected)
+        assert set(references) == kernels
+
+
+# --- the residual stream is written in place -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["patch_embed", "deepstack_merger_list.0"])
+def test_what_modules_keep_or_hand_on_is_not_written_to(references: list[str], name: str) -> None:
+    """A module that keeps its output or returns its input must not see what is added to it."""
+    model, kept = TINY["qwen3_vl"].build(), {}
+    tower = tower_of(model)
+    surround(tower, name, lambda inner, x: kept.setdefault("it", inner(x) if name == "patch_embed" else x))
+    expected = [run_tower(tower, GRID) for _ in range(2)]
+    kept.clear()
+    hf_vit_accel.patch(model)
+    for outputs in expected:
+        assert_close(run_tower(tower, GRID), outputs)
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks.3.norm2", "blocks.0.norm2", "blocks.2.norm1", "merger", "deepstack_merger_list.0"]
+)
+def test_what_modules_are_given_is_not_written_to(references: list[str], model: Any, name: str) -> None:
+    """A module that keeps its input, and returns something else, must find it as it was."""
+    tower, kept = tower_of(model), []
+    if not any(known == name for known, _ in tower.named_modules()):
+        pytest.skip("the family has no such module")
+    surround(tower, name, lambda inner, x: (kept.append((x, x.clone())), inner(x))[1])
+    hf_vit_accel.patch(model)
+    outputs = run_tower(tower, GRID)
+    given, as_given = kept[0]
+    assert torch.equal(given, as_given) and status_of(model).calls == 1
+    outputs[0].zero_()
+    assert torch.equal(given, as_given)
+
+
+def test_embeddings_of_any_strides(references: list[str], monkeypatch: Any) -> None:
+    def contiguous_only(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert x.is_contiguous()
+        return KERNELS["add_norm"].reference(x, *args, **kwargs)
+
+    put(monkeypatch, vars(KERNELS["add_norm"].module)["add_norm_"], contiguous_only)
+    model = TINY["qwen2_vl"].build()
+    expected = run_tower(tower_of(model), GRID)
+    surround(tower_of(model), "patch_embed", lambda inner, x: inner(x).t().contiguous().t())
+    hf_vit_accel.patch(model)
+    assert_close(run_tower(tower_of(model), GRID), expected)
+    assert "norms" in status_of(model).fused
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gpu_everything_that_applies_is_fused(model: Any, dtype: torch.dtype) -> None:
+    tower_ = tower_of(model.to("cuda", dtype))
+    hf_vit_accel.patch(model, fuse=applies(model), strict=True)
+    run_tower(tower_, GRID)
+    status = status_of(model)
+    assert set(status.fused) == applies(model) and status.calls == 1
+    model.float()
+    with pytest.raises(FallbackError, match="is not fused: the dtype is float32"):
+        run_tower(tower_, GRID)
+    hf_vit_accel.patch(model)
+    run_tower(tower_, GRID)
+    assert status_of(model).fused == ("patch_embed",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["all", *PARTS])
+def test_gpu_each_part_is_as_exact_as_stock(model: Any, part: str) -> None:
+    tower_ = tower_of(model.cuda())
+    for parameter in tower_.parameters():
+        parameter.data = parameter.data.bfloat16()
+    exact = copy.deepcopy(tower_).float()
+    for grid in GRIDS.values():
+        errors = []
+        for of in (tower_, None):
+            if of is None:
+                hf_vit_accel.patch(tower_, fuse="auto" if part == "all" else {part})
+            total = 0.0
+            for seed in range(5):
+                pixels = pixels_for(tower_, grid, seed).bfloat16().cuda()
+                with torch.no_grad():
+                    found = outputs_of(tower_(pixels, grid_thw=torch.tensor(grid, device="cuda")))
+                    expected = outputs_of(exact(pixels.float(), grid_thw=torch.tensor(grid, device="cuda")))
+                total += max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) / 5
+            errors.append(total)
+        hf_vit_accel.unpatch(tower_)
+        assert errors[1] <= max(1.1 * errors[0], torch.finfo(torch.bfloat16).eps), (grid, errors)
+
+
+@pytest.mark.gpu
+def test_gpu_weights_stay_live(model: Any) -> None:
+    model = model.to("cuda", torch.bfloat16)
+    twin = copy.deepcopy(model)
+    hf_vit_accel.patch(model)
+    for _ in range(2):
+        found, expected = (run_tower(tower_of(m), GRID) for m in (model, twin))
+        assert_close(found, expected, 3e-2)
+        for m in (model, twin):
+            with torch.no_grad():
+                for parameter in tower_of(m).parameters():
+                    parameter.mul_(1.25)
+    fresh = {name: torch.randn_like(value) * 0.1 for name, value in twin.state_dict().items()}
+    for m in (model, twin):
+        m.load_state_dict(fresh)
+    found, expected = (run_tower(tower_of(m), GRID) for m in (model, twin))
+    assert_close(found, expected, 3e-2)
+    assert state_of(tower_of(model)).calls == 3
+
+
+WIDE = {
+    "qwen2_vl": dict(embed_dim=1280, num_heads=16, mlp_ratio=4, hidden_size=512),
+    "qwen2_5_vl": dict(hidden_size=1280, num_heads=16, intermediate_size=3420, out_hidden_size=512),
+    "qwen3_vl": dict(hidden_size=1152, num_heads=16, intermediate_size=4304, deepstack_visual_indexes=[0]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WIDE)
+def test_gpu_at_most_nine_kernels_per_layer(name: str) -> None:
+    """At the real widths: narrow products are split, and their parts summed by kernels more."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if reasons := backend_named("flashinfer_cudnn").reasons_against_machine():
+        pytest.skip("; ".join(reasons))  # other backends launch helper kernels of their own
+    counts = []
+    for depth in (2, 4):
+        tiny = copy.deepcopy(TINY[name])
+        tiny.vision.update(
+            WIDE[name], depth=depth, **({"fullatt_block_indexes": [1, 3]} if name == "qwen2_5_vl" else {})
+        )
+        tower_ = tower_of(tiny.build()).to("cuda", torch.bfloat16)
+        hf_vit_accel.patch(tower_, attention="flashinfer_cudnn", strict=True)
+        grid = [(1, 32, 32)] * 8
+        run_tower(tower_, grid)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            run_tower(tower_, grid)
+            torch.cuda.synchronize()
+        kernels = [e.name for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        counts.append(len([kernel for kernel in kernels if "Memcpy" not in kernel and "Memset" not in kernel]))
+    assert 2 * 7 <= counts[1] - counts[0] <= 2 * 9, counts  # of them one that cuDNN launches before its own
