@@ -194,17 +194,18 @@ def _compare(twin: Any, family: Family, grid: Grid, *, whole: bool = False) -> t
     with torch.set_grad_enabled(whole):
         output = twin(pixels_TP, grid_thw=grid_thw)
         expected, found = family.tensors_of(output), encode(route, pixels_TP)
-    if why := _difference(found, expected, _BOUND):
-        return f"{name} computes something else than our operations ({why})", None
-    if type(family.output_of(twin, found)) is not type(output):
-        return f"{name} returns another class, {type(output).__name__}", None
-    if not whole:
-        return None, None
     fast, inputs = None, [pixels_TP, *twin.parameters()]
-    wanted = [torch.randn(x.shape, generator=generator, device="cpu", dtype=torch.float32) for x in expected]
-    ours, theirs = (list(torch.autograd.grad(x, inputs, wanted, allow_unused=True)) for x in (found, expected))
-    if why := _difference(ours, theirs, _GRADIENT_BOUND):
-        fast = f"{name} has other gradients than our operations ({why})"
+    if why := _difference(found, expected, _BOUND):
+        fast = f"{name} computes something else than our operations ({why})"
+    elif type(family.output_of(twin, found)) is not type(output):
+        fast = f"{name} returns another class, {type(output).__name__}"
+    if not whole:
+        return fast, None
+    if fast is None:
+        wanted = [torch.randn(x.shape, generator=generator, device="cpu", dtype=torch.float32) for x in expected]
+        ours, theirs = (list(torch.autograd.grad(x, inputs, wanted, allow_unused=True)) for x in (found, expected))
+        if why := _difference(ours, theirs, _GRADIENT_BOUND):
+            fast = f"{name} has other gradients than our operations ({why})"
     twin.config._attn_implementation_internal = "flash_vit_auto"
     metadata = lay_out(grid, replace(spec, ops=None)).ready().injected()
     with torch.no_grad():
