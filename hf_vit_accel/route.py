@@ -105,7 +105,10 @@ class Route:
     def _attends(self) -> list[Attend]:
         ops, layers = self.spec.ops, self.spec.full_layers
         assert ops is not None
-        made = {kind: plan.backend.attend_layers(plan, len(layers), ops.rotate) for kind, plan in self.plans.items()}
+        made = {
+            kind: guarded(plan.backend.name, plan.backend.attend_layers)(plan, len(layers), ops.rotate)
+            for kind, plan in self.plans.items()
+        }
         made = {kind: [guarded(self.plans[kind].backend.name, one) for one in all_] for kind, all_ in made.items()}
         if "window" not in made and ops.attend_window is not None:
             cu_seqlens, scale = self.tensors["cu_window_seqlens"], self.spec.request.scale

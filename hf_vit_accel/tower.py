@@ -263,17 +263,23 @@ class AcceleratedForward:
         before = state.faults
         with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
             while True:
+                tried = state.faults
                 try:
                     return _forward(tower, state, original, args, kwargs)
                 except Fault as fault:
-                    _go_without(state, before, fault)
+                    _go_without(state, before, tried, fault)
 
 
-def _go_without(state: TowerState, before: dict[str, str], fault: Fault) -> None:
-    """Prepare a call to be run again without what failed; or raise what it raised, where nothing else can serve it."""
+def _go_without(state: TowerState, before: dict[str, str], tried: dict[str, str], fault: Fault) -> None:
+    """Prepare a call to be run again without what failed; or raise what it raised, where nothing else can serve it.
+
+    before, tried: what the call went without when it came, and when it failed.
+    """
+    if fault.name in state.faults and fault.name not in tried:
+        return  # another thread met the same at once
     error = fault.__cause__ or fault
     bound = state.settings.score_mod is not None and fault.name != KERNELS  # to the one backend that applies it
-    if bound or fault.name in state.faults or fault.name == ORDER[-1].name:
+    if bound or fault.name in tried or fault.name == ORDER[-1].name:
         if state.faults is not before:
             error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, state.faults.items()))}.")
             state.go_without(before)

@@ -149,7 +149,8 @@ class Operation:
 
     subjects: parts -> what it computes, one callable each (modules, or the parts themselves). reasons_against: why one
     of them is not what the operation computes. fused: one of them -> the operation. plain: the same by its module.
-    triton: whether it is a Triton kernel. missing: what a tower without subjects lacks.
+    triton: whether it is a Triton kernel. guards: whether it tells the kernel's errors from those of modules that it
+    calls, itself. missing: what a tower without subjects lacks.
     """
 
     name: str
@@ -159,6 +160,7 @@ class Operation:
     fused: Callable[[Any, Context], Any]
     plain: Callable[[Any, Context], Any]
     triton: bool = True
+    guards: bool = False
     missing: str = ""
 
     def build(self, parts: Parts, context: Context, *, wanted: bool) -> tuple[list[Any], str | None]:
@@ -168,7 +170,7 @@ class Operation:
         if why is None:
             context.fused.add(self.name)
             made = [self.fused(subject, context) for subject in subjects]
-            return [env.guarded(env.KERNELS, one) for one in made] if self.triton else made, None
+            return [env.guarded(env.KERNELS, one) for one in made] if self.triton and not self.guards else made, None
         return [self.plain(subject, context) for subject in subjects], why
 
     def _reasons(self, subjects: list[Any], context: Context, wanted: bool) -> Iterator[str]:

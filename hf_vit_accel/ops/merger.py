@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
@@ -43,7 +44,7 @@ def _fused(merger: Any, context: Context) -> Merge:
     norm, rest = _layers_of(merger) or (None, [])
     assert norm is not None
     add_norm, width, merged_width = (
-        norms.fused(norm, context),
+        guarded(KERNELS, norms.fused(norm, context)),
         norm.weight.shape[0],
         context.read(merger, "hidden_size"),
     )
@@ -81,4 +82,5 @@ OPERATION = Operation(
     reasons_against=_reasons_against,
     fused=_fused,
     plain=_plain,
+    guards=True,
 )
