@@ -53,10 +53,29 @@ def register() -> None:
         wrap(modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed),
     ]
     MISSING[:] = [why for why in missing if why is not None]
+    if MISSING:
+        wrap(modeling_utils.PreTrainedModel, "__init__", _refused)
 
 
 MISSING: list[str] = []
 """What loading by name needs of transformers and does not find; `patch` needs none of it."""
+
+
+def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        for each in (config, *_sub_configs(config)):
+            if is_ours(each._attn_implementation):
+                _check_missing(each._attn_implementation)
+        original(self, config, *args, **kwargs)
+
+    return init
+
+
+def _check_missing(name: str) -> None:
+    if MISSING:
+        raise ValueError(
+            f"attn_implementation={name!r} cannot be loaded: {'; '.join(MISSING)}. Use hf_vit_accel.patch."
+        )
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +92,7 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
             uninstall(self)  # a patched tower was told to use another name
             return applicable
         assert requested_attention is not None
+        _check_missing(requested_attention)
         family = family_of(self)
         if family is None:
             if _is_beside_a_tower(self):
@@ -108,10 +128,6 @@ def _check_composite(config: Any, name: str) -> None:
 
     Otherwise its sub-models without a tower are given back their own attention.
     """
-    if MISSING:
-        raise ValueError(
-            f"attn_implementation={name!r} cannot be loaded: {'; '.join(MISSING)}. Use hf_vit_accel.patch."
-        )
     subs = list(_sub_configs(config))
     if not any(map(_is_of_tower, subs)):
         supported = ", ".join(family.name for family in FAMILIES)
@@ -146,9 +162,10 @@ def restore_name(model: nn.Module, former_name: str | None) -> None:
     """Give a model's config its former attention name, or stock's default, if it has one of ours now."""
     config: Any = getattr(model, "config", None)
     if isinstance(model, modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
-        text = config.get_text_config()._attn_implementation
-        default = model.get_correct_attn_implementation(None if is_ours(text) else text)
-        config._attn_implementation_internal = former_name or default
+        if former_name is None:
+            text = config.get_text_config()._attn_implementation
+            former_name = model.get_correct_attn_implementation(None if is_ours(text) else text)
+        config._attn_implementation_internal = former_name
 
 
 def vision_attention(

@@ -30,9 +30,9 @@ POPPED = (*_INJECTED, "max_seqlen", "max_window_seqlen")
 """The keyword arguments that stock towers pop instead of computing what they hold."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Spec:
-    """What decides a route beside the grid; equal specs make equal routes.
+    """What decides a route beside the grid. A tower makes one per kind of call and keeps it while nothing changes.
 
     ops: None where stock's blocks run, on our metadata and attention. full_layers: whether each layer attends per
     frame. faults: what failed when it ran, and is not to be chosen again.
@@ -43,7 +43,7 @@ class Spec:
     ops: Ops | None
     full_layers: tuple[bool, ...]
     faults: tuple[tuple[str, str], ...] = ()
-    settings: Settings = field(compare=False)
+    settings: Settings
 
 
 @dataclass(kw_only=True, eq=False)

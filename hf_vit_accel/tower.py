@@ -71,7 +71,7 @@ class TowerState:
         self.routes = Routes()
         self.runner = None if settings.graphs is None else Runner(settings.graphs, self.routes)
         self._snapshot: Snapshot | None = None
-        self._ops: dict[Any, Ops] = {}
+        self._specs: dict[Any, Spec] = {}
         self._scales: Scales | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,28 +86,27 @@ class TowerState:
     def snapshot(self, tower: nn.Module) -> Snapshot:
         """The tower as it is now, read again if it changed."""
         if self._snapshot is None or not self._snapshot.current():
-            self._ops.clear()
+            self._specs.clear()
             self._snapshot = Snapshot(tower, self.family)
             upstream.warn_of(tower, self._snapshot.proof)
         return self._snapshot
 
-    def ops(self, snapshot: Snapshot, weights: Weights, request: Request, *, autocast: bool) -> Ops:
-        """The operations for weights and rows of these dtypes on this device, under autocast or not."""
-        key = request.device, request.dtype, weights.dtype, weights.count, autocast
-        ops = self._ops.get(key)
-        if ops is None or not ops.reads.unchanged():
-            wanted = self.settings.fuse
-            if self.settings.score_mod is not None:  # the fused kernel for windows is an attention without it
-                wanted = frozenset(PARTS if wanted is None else wanted) - {"window_attention"}
-            context = Context(
-                device=request.device,
-                dtype=request.dtype,
-                weights=weights.dtype,
-                no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
-                classes=snapshot.proof.classes,
-            )
-            self._ops[key] = ops = build(snapshot.parts, context, wanted)
-            self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
+    def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
+        """The operations for weights and rows of these dtypes on this device."""
+        wanted = self.settings.fuse
+        if self.settings.score_mod is not None:  # the fused kernel for windows is an attention without it
+            wanted = frozenset(PARTS if wanted is None else wanted) - {"window_attention"}
+        context = Context(
+            device=request.device,
+            dtype=request.dtype,
+            weights=weights.dtype,
+            no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
+            classes=snapshot.proof.classes,
+            reads=snapshot.reads,
+        )
+        ops = build(snapshot.parts, context, wanted)
+        snapshot.reads.seal()
+        self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
         return ops
 
     def scales(self, snapshot: Snapshot, device: torch.device) -> Scales:
@@ -131,18 +130,26 @@ class TowerState:
         return held
 
     def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
-        """What decides the routes of calls like this one."""
+        """What decides the routes of calls like this one; the same object while nothing of it changes."""
         settings, autocast = self.settings, guard.autocast_dtype(device)
         scales = None if settings.fp8 is None else self.scales(snapshot, device)
-        request = snapshot.request(device, autocast, packed=fast, grad=grad, score_mod=settings.score_mod, fp8=scales)
-        return Spec(
-            geometry=snapshot.geometry,
-            request=request,
-            ops=self.ops(snapshot, weights, request, autocast=autocast is not None) if fast else None,
-            full_layers=snapshot.full_layers,
-            faults=tuple(self.faults.items()),
-            settings=settings,
-        )
+        key = device, autocast, fast, grad, weights.dtype, weights.count, scales
+        spec = self._specs.get(key)
+        if spec is None:
+            score_mod = settings.score_mod
+            request = snapshot.request(device, autocast, packed=fast, grad=grad, score_mod=score_mod, fp8=scales)
+            self._specs[key] = spec = Spec(
+                geometry=snapshot.geometry,
+                request=request,
+                ops=self._build(snapshot, weights, request) if fast else None,
+                full_layers=snapshot.full_layers,
+                faults=tuple(self.faults.items()),
+                settings=settings,
+            )
+            if spec.ops is not None and request.dtype == weights.dtype and spec.ops.fused >= _INSENSITIVE:
+                for same in (None, weights.dtype):  # under autocast to that dtype, too
+                    self._specs[(device, same, *key[2:])] = spec
+        return spec
 
     def saturated(self) -> list[int]:
         """Layers in which FP8 attention cut numbers off."""
@@ -167,8 +174,12 @@ class TowerState:
         if self._scales is not None:
             self._scales.close()
         self.routes.cache.clear()
-        self._ops.clear()
+        self._specs.clear()
         self._snapshot = self._scales = None
+
+
+_INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
+"""Operations that call no module which autocast to the dtype of the weights would change."""
 
 
 def state_of(tower: nn.Module) -> TowerState | None:
@@ -350,7 +361,7 @@ def _replay(
     if against:
         result: list[torch.Tensor] | Eager = runner.eager(against)
     else:
-        result = runner.run(route, pixels_TP, [*(weights.pointers or ()), *snapshot.buffers()])
+        result = runner.run(route, pixels_TP, [weights, *snapshot.buffers()])
     if isinstance(result, Eager):
         if state.settings.strict and not result.by_choice:
             refuse([f"not replayed from a CUDA graph: {result.why}"])

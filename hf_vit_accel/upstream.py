@@ -82,7 +82,7 @@ def prove(tower: nn.Module, family: Family) -> Proof:
 
 def warn_of(tower: nn.Module, proof: Proof) -> None:
     """Say once that a tower's class is not what was proven; `status` gives the same reason."""
-    name, why = type(tower).__name__, proof.fast or proof.injected
+    name, why = type(tower).__name__, proof.injected or proof.fast
     if why is not None and f"{name}: {why}" not in _WARNED:
         _WARNED.add(f"{name}: {why}")
         warnings.warn(

@@ -156,14 +156,14 @@ class Runner:
             finally:
                 self._exactly = None
 
-    def run(self, route: Route, pixels_TP: torch.Tensor, pointers: list[int]) -> list[torch.Tensor] | Eager:
+    def run(self, route: Route, pixels_TP: torch.Tensor, memory: list[object]) -> list[torch.Tensor] | Eager:
         """A call's outputs, fresh tensors; or why it should run eagerly (counted).
 
-        route: of the call in its own shape. pointers: where weights and buffers lie; with the route's spec they are all
-        that a graph bakes in beside its layout, so others make every graph stale.
+        route: of the call in its own shape. memory: equal while weights and buffers lie where they did; with the
+        route's spec that is all that a graph bakes in beside its layout, so another makes every graph stale.
         """
         identity = (
-            *(route.spec, pointers, pixels_TP.shape[1], torch.are_deterministic_algorithms_enabled()),
+            *(route.spec, memory, pixels_TP.shape[1], torch.are_deterministic_algorithms_enabled()),
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         )
         with self._lock:

@@ -1,7 +1,7 @@
 """The operations of a tower, each in a file of its own, and the table from which they are chosen.
 
-A new operation is one file and its line in `TABLE`; `fuse`, status and tests pick it up. A reference in plain torch says
-what each computes: kernels are held to it, and `upstream` holds it to transformers.
+A new operation is one file and its line in `TABLE`; `fuse`, status and tests pick it up. A reference in plain torch
+says what each computes: kernels are held to it, and `upstream` holds it to transformers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class Ops:
 
     tables: rows and positions (T, 2) to cos and sin (T, D). rotate: see `ops.rope`. merge, deepstack: (x, delta) ->
     (x + delta, what the merger makes of it), x possibly in place. attend_window: see `ops.window_attention`.
-    reads: the attributes that all of this was made of.
     """
 
     embed: Callable[[Rows], Rows]
@@ -79,7 +78,6 @@ class Ops:
     deepstack: Mapping[int, AddNorm]
     fused: frozenset[str]
     unfused: Mapping[str, str]
-    reads: Reads
 
 
 def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) -> Ops:
@@ -105,5 +103,4 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         deepstack=dict(zip(parts.deepstack, mergers[1:], strict=True)),
         fused=frozenset(context.fused),
         unfused=unfused,
-        reads=context.reads.seal(),
     )

@@ -74,11 +74,10 @@ class Reads:
                 for name in vars(each).keys() - vars(_BARE).keys():
                     self.read(each, name)
 
-    def seal(self) -> Reads:
+    def seal(self) -> None:
         """All is read: remember the values."""
         self._getters = [(itemgetter(*names), attributes) for attributes, names in self._names.values()]
         self._values = [_copied(get(attributes)) for get, attributes in self._getters]
-        return self
 
     def unchanged(self) -> bool:
         """Whether all of them are still what they were when this was sealed."""
