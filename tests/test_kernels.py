@@ -425,7 +425,7 @@ COMPILED = {
         "rope",
         "_rope_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
-        dict(HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
+        dict(HEADS=16, DIM=72, BACK=False, BLOCK_T=8, BLOCK_P=128),
     ),
     "linear_quick_gelu": (
         "linear_activation",
@@ -454,8 +454,8 @@ COMPILED = {
     "norm": (
         "norm",
         "_add_norm_kernel",
-        "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 out:*bf16 eps:fp32",
-        dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False),
+        "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
+        dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False, SAVE=False),
     ),
     "swiglu": (
         "activation",
@@ -502,8 +502,8 @@ COMPILED = {
     "positions": (
         "positions",
         "_add_positions_kernel",
-        "x:*bf16 table:*bf16 indices:*i32 weights:*fp32",
-        dict(WIDTH=1152, BLOCK=256),
+        "x:*bf16 table:*bf16 indices:*i32 weights:*fp32 out:*bf16",
+        dict(WIDTH=1152, TAPS=4, BLOCK=256),
     ),
     "window_attention": (
         "window_attention",
@@ -518,13 +518,19 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_for_hopper(name: str) -> None:
     """The interpreter takes Python that the compiler refuses; compiling needs no GPU."""
+    compile_for_hopper(*COMPILED[name])
+
+
+def compile_for_hopper(module: str, kernel: str, arguments: str, constants: dict[str, Any]) -> Any:
+    """A kernel of an operation, compiled: its arguments as "name:type ...", its constants by name."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, kernel, arguments, constants = COMPILED[name]
     function = getattr(importlib.import_module(f"hf_vit_accel.ops.{module}"), kernel)
     types = dict(argument.split(":") for argument in arguments.split()) | dict.fromkeys(constants, "constexpr")
     assert list(types) == list(function.arg_names)
     values = {(list(types).index(constant),): value for constant, value in constants.items()}
     source = ASTSource(fn=function, signature=types, constexprs=values)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert compiled.asm["cubin"]
+    return compiled
