@@ -63,9 +63,10 @@ def sized(at: At, small: int, large: int) -> int:
 
 def norm_case(width: int, *, rms: bool, delta: bool) -> Callable[[At], Case]:
     def make(at: At) -> Case:
-        rows = at["rows"], width
-        drawn = leaves(at, x=rows, scale=(width,)) | (leaves(at, delta=rows) if delta else {})
-        drawn |= {} if rms else leaves(at, bias=(width,))
+        used = sized(at, width, width)
+        rows = sized(at, 7, at["rows"]), used
+        drawn = leaves(at, x=rows, scale=(used,)) | (leaves(at, delta=rows) if delta else {})
+        drawn |= {} if rms else leaves(at, bias=(used,))
         drawn["x"] = drawn["x"] + 0.5
 
         def call(function: Any) -> Callable[[Tensors], Any]:
@@ -182,10 +183,11 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
 def positions_case(taps: int, width: int) -> Callable[[At], Case]:
     def make(at: At) -> Case:
         generator = torch.Generator().manual_seed(0)
-        indices = torch.randint(0, 36, (at["rows"], taps), generator=generator, dtype=torch.int32).to(at["device"])
-        weights = torch.rand(at["rows"], taps, generator=generator).to(at["device"])
+        rows = sized(at, 9, at["rows"])
+        indices = torch.randint(0, 36, (rows, taps), generator=generator, dtype=torch.int32).to(at["device"])
+        weights = torch.rand(rows, taps, generator=generator).to(at["device"])
         return Case(
-            leaves(at, x=(at["rows"], width), table=(36, width)),
+            leaves(at, x=(rows, width), table=(36, width)),
             lambda p: add_positions(p["x"], p["table"], indices, weights),
             lambda p: add_positions_reference(p["x"], p["table"], indices, weights),
         )
@@ -201,7 +203,7 @@ CASES: dict[str, Callable[[At], Case]] = {
             (144, False, True),
             (1152, False, True),
             (1280, True, True),
-            (1024, False, True),
+            *([(1024, False, True)] * (not INTERPRETED)),
         ]
     },
     **{f"rope {dim} {padded}": rope_case(dim, padded) for dim, padded in ((80, None), (72, None), (72, 96), (80, 96))},
@@ -212,9 +214,9 @@ CASES: dict[str, Callable[[At], Case]] = {
     "linear 1152": linear_case(1152, 30),
     **{f"mlp {kind}": gelu_case(kind, (80, 212), (1152, 4304)) for kind in KINDS},
     "mlp gelu_tanh, no bias": gelu_case("gelu_tanh", (144, 130), (1280, 5120), bias=False),
-    "swiglu unaligned": swiglu_case((80, 212), (1280, 3420)),
+    "swiglu unaligned": swiglu_case((24, 132), (1280, 3420)),
     "swiglu aligned": swiglu_case((80, 72), (1280, 3456)),
-    "swiglu, odd": swiglu_case((144, 61), (1280, 3419)),
+    "swiglu, odd": swiglu_case((80, 61), (1280, 3419)),
     "swiglu, no bias": swiglu_case((80, 36), (1280, 3420), biases=""),
     "swiglu, one bias": swiglu_case((80, 36), (1280, 3420), biases="bu"),
     "norm + linear": half_layer_case("linear", rms=False),
@@ -224,7 +226,7 @@ CASES: dict[str, Callable[[At], Case]] = {
     "positions 4": positions_case(4, 144),
     "positions 16": positions_case(16, 300),
 }
-SMALL = dict(device="cpu", rows=37, heads=2)
+SMALL = dict(device="cpu", rows=21, heads=2)
 LARGE = dict(device="cuda", rows=2053, heads=16)
 DTYPES = [
     *(
@@ -337,16 +339,16 @@ def run(case: Case, mine: Tensors, way: str = "") -> Tensors:
     return gradients(outputs, mine, incoming_for(outputs, "plain"))
 
 
-@pytest.mark.parametrize("at", DTYPES)
+@pytest.mark.parametrize("at", [DTYPES[0], *DTYPES[2:]])
 @pytest.mark.parametrize("name", CASES)
 def test_frozen_and_checkpointed(name: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor trained alone; each alone frozen; checkpointed; weights that are cast copies of fp32 ones."""
     if "positions" in name and at["device"] == "cuda":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # atomics add in any order
-    case = CASES[name](at | ({"rows": 19, "most": 40} if at["device"] == "cpu" else {}))
+    case = CASES[name](at | ({"rows": 9, "most": 18} if at["device"] == "cpu" else {}))
     all_names = set(case.leaves)
     expected = run(case, fresh(case.leaves))
-    subsets = [{each} for each in all_names] + [all_names - {each} for each in all_names if len(all_names) > 2]
+    subsets = [{each} for each in all_names] + [all_names - {min(all_names)}] * (len(all_names) > 2)
     for only in subsets:
         found = run(case, fresh(case.leaves, only=only))
         assert found.keys() == only
