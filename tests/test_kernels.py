@@ -386,7 +386,9 @@ def check_quantize(at: dict[str, Any], dim: int, padded: int, history: str) -> N
     assert torch.equal(scales, own)
     assert descale is not None and descale.item() == 1 / (own[0, 0] * own[1, 0]).item()
     assert torch.equal(amax_L3H[layer], amax) and not amax_L3H[:layer].any() and not amax_L3H[layer + 1 :].any()
-    assert torch.equal(amax_history_LN3H[layer, -1], amax) and torch.equal(amax_history_LN3H[layer, :-1], remembered_N3H[:-1])
+    assert torch.equal(amax_history_LN3H[layer, -1], amax) and torch.equal(
+        amax_history_LN3H[layer, :-1], remembered_N3H[:-1]
+    )
     assert position_L.tolist() == [calls - 1, 0, calls - 1]
     assert torch.equal(out.float().nan_to_num(1e3), expected.float().nan_to_num(1e3))
     assert out[:, 0, 0].isnan().sum() == out[:, 0].isnan().sum() > 0
@@ -425,7 +427,7 @@ COMPILED = {
         "rope",
         "_rope_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
-        dict(HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
+        dict(HEADS=16, DIM=72, BACK=False, BLOCK_T=8, BLOCK_P=128),
     ),
     "linear_quick_gelu": (
         "linear_activation",
@@ -454,8 +456,8 @@ COMPILED = {
     "norm": (
         "norm",
         "_add_norm_kernel",
-        "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 out:*bf16 eps:fp32",
-        dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False),
+        "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
+        dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False, SAVE=False),
     ),
     "swiglu": (
         "activation",
@@ -502,8 +504,8 @@ COMPILED = {
     "positions": (
         "positions",
         "_add_positions_kernel",
-        "x:*bf16 table:*bf16 indices:*i32 weights:*fp32",
-        dict(WIDTH=1152, BLOCK=256),
+        "x:*bf16 table:*bf16 indices:*i32 weights:*fp32 out:*bf16",
+        dict(WIDTH=1152, TAPS=4, BLOCK=256),
     ),
     "window_attention": (
         "window_attention",
@@ -518,13 +520,19 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_for_hopper(name: str) -> None:
     """The interpreter takes Python that the compiler refuses; compiling needs no GPU."""
+    compile_for_hopper(*COMPILED[name])
+
+
+def compile_for_hopper(module: str, kernel: str, arguments: str, constants: dict[str, Any]) -> Any:
+    """A kernel of an operation, compiled: its arguments as "name:type ...", its constants by name."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, kernel, arguments, constants = COMPILED[name]
     function = getattr(importlib.import_module(f"hf_vit_accel.ops.{module}"), kernel)
     types = dict(argument.split(":") for argument in arguments.split()) | dict.fromkeys(constants, "constexpr")
     assert list(types) == list(function.arg_names)
     values = {(list(types).index(constant),): value for constant, value in constants.items()}
     source = ASTSource(fn=function, signature=types, constexprs=values)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert compiled.asm["cubin"]
+    return compiled

@@ -1,6 +1,6 @@
-"""Residual addition and normalisation in one pass over the rows.
+"""Residual addition and normalisation in one pass over the rows, and their gradients in another.
 
-`T` rows, `E` width.
+`T` rows, `E` width, `P` partial sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["OPERATION", "add_norm_", "add_norm_reference_"]
+__all__ = ["OPERATION", "add_norm_", "add_norm_reference_", "add_norm_rows", "fused", "pieces", "reasons_against"]
 
 
 def add_norm_reference_(
@@ -53,14 +53,18 @@ def _add_norm_kernel(
     delta,
     weight,
     bias,
+    total,
     out,
+    statistics,
     eps,
     WIDTH: tl.constexpr,
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     RMS: tl.constexpr,
+    SAVE: tl.constexpr,
 ):
+    # total, which may be x, receives x + delta.
     # A row in two pieces, the largest power of two and the rest: 1152 and 1280 leave no lane idle.
     row = tl.program_id(0).to(tl.int64) * WIDTH
     e1, e2 = tl.arange(0, MAIN), MAIN + tl.arange(0, TAIL)
@@ -73,8 +77,8 @@ def _add_norm_kernel(
         s2 = (x2 + tl.load(delta + row + e2, mask=in2, other=0.0).to(tl.float32)).to(dtype)
         # A piece of fewer elements than threads is held by several warps: none may load what another has stored.
         tl.debug_barrier()
-        tl.store(x + row + e1, s1)
-        tl.store(x + row + e2, s2, mask=in2)
+        tl.store(total + row + e1, s1)
+        tl.store(total + row + e2, s2, mask=in2)
         x1, x2 = s1.to(tl.float32), s2.to(tl.float32)
     w1 = tl.load(weight + e1).to(tl.float32)
     w2 = tl.load(weight + e2, mask=in2, other=0.0).to(tl.float32)
@@ -87,8 +91,12 @@ def _add_norm_kernel(
         x1 -= mean
         x2 = tl.where(in2, x2 - mean, 0.0)
         scale = tl.rsqrt((tl.sum(x1 * x1) + tl.sum(x2 * x2)) / WIDTH + eps)
+        if SAVE:
+            tl.store(statistics + tl.num_programs(0) + tl.program_id(0), mean)
         y1 = x1 * scale * w1 + tl.load(bias + e1).to(tl.float32)
         y2 = x2 * scale * w2 + tl.load(bias + e2, mask=in2, other=0.0).to(tl.float32)
+    if SAVE:
+        tl.store(statistics + tl.program_id(0), scale)
     tl.store(out + row + e1, y1.to(dtype))
     tl.store(out + row + e2, y2.to(dtype), mask=in2)
 
@@ -103,27 +111,48 @@ def add_norm_(
     rms: bool,
 ) -> torch.Tensor:
     """`add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
+    assert x_TE.is_contiguous()
+    return add_norm_rows(x_TE, x_TE, delta_TE, weight_E, bias_E, eps, rms, None)
+
+
+def add_norm_rows(
+    x_TE: torch.Tensor,
+    sum_TE: torch.Tensor,
+    delta_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+    statistics_2T: torch.Tensor | None,
+) -> torch.Tensor:
+    """The normed rows. sum_TE receives x + delta; statistics_2T, if any, one over the deviation, then the mean."""
     rows, width = x_TE.shape
-    assert x_TE.is_contiguous() and (rms or bias_E is not None)
+    assert rms or bias_E is not None
     delta_TE, weight_E = None if delta_TE is None else delta_TE.contiguous(), weight_E.contiguous()
     bias_E = None if bias_E is None else bias_E.contiguous()
     out_TE = torch.empty_like(x_TE)
-    main = next_power_of_2(width + 1) // 2
     _add_norm_kernel[(rows,)](
         x_TE,
         x_TE if delta_TE is None else delta_TE,
         weight_E,
         weight_E if bias_E is None else bias_E,
+        sum_TE,
         out_TE,
+        x_TE if statistics_2T is None else statistics_2T,
         eps,
-        WIDTH=width,
-        MAIN=main,
-        TAIL=next_power_of_2(max(width - main, 1)),
+        **pieces(width),
         HAS_DELTA=delta_TE is not None,
         RMS=rms,
+        SAVE=statistics_2T is not None,
         num_warps=4,
     )
     return out_TE
+
+
+def pieces(width: int) -> dict[str, int]:
+    """A row in two: the largest power of two below its width, and the rest."""
+    main = next_power_of_2(width + 1) // 2
+    return {"WIDTH": width, "MAIN": main, "TAIL": next_power_of_2(max(width - main, 1))}
 
 
 AddNorm = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]

@@ -1,6 +1,6 @@
 """Interpolated position embeddings, added without being materialised.
 
-`T` rows, `E` width, `N` rows of the table, 4 taps of the bilinear interpolation.
+`T` rows, `E` width, `N` rows of the table, `4` taps of the bilinear interpolation (any number is taken).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit
@@ -19,7 +20,9 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["OPERATION", "add_positions_", "add_positions_reference_"]
+__all__ = ["OPERATION", "add_positions", "add_positions_", "add_positions_reference", "add_positions_reference_"]
+
+_BLOCK = 256
 
 
 def add_positions_reference_(
@@ -30,32 +33,117 @@ def add_positions_reference_(
     return x_TE
 
 
+def add_positions_reference(
+    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
+) -> torch.Tensor:
+    """`add_positions_reference_` out of place."""
+    return x_TE + (table_NE[indices_T4] * weights_T4[:, :, None]).sum(1).to(x_TE.dtype)
+
+
 @jit
-def _add_positions_kernel(x, table, indices, weights, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _add_positions_kernel(
+    x, table, indices, weights, out, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = e < WIDTH
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for tap in tl.static_range(4):
-        source = tl.load(indices + row * 4 + tap).to(tl.int64)
-        weight = tl.load(weights + row * 4 + tap)
+    for tap in tl.static_range(TAPS):
+        source = tl.load(indices + row * TAPS + tap).to(tl.int64)
+        weight = tl.load(weights + row * TAPS + tap)
         total += tl.load(table + source * WIDTH + e, mask=inside, other=0.0).to(tl.float32) * weight
     dtype: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + row * WIDTH + e, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x + row * WIDTH + e, (value + total.to(dtype).to(tl.float32)).to(dtype), mask=inside)
+    tl.store(out + row * WIDTH + e, (value + total.to(dtype).to(tl.float32)).to(dtype), mask=inside)
 
 
 def add_positions_(
     x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
 ) -> torch.Tensor:
     """`add_positions_reference_` as one kernel: nothing of size (T, 4, E) is written."""
+    assert x_TE.is_contiguous()
+    return _add(x_TE, table_NE, indices_T4, weights_T4, x_TE)
+
+
+def _add(
+    x_TE: torch.Tensor,
+    table_NE: torch.Tensor,
+    indices_T4: torch.Tensor,
+    weights_T4: torch.Tensor,
+    out_TE: torch.Tensor,
+) -> torch.Tensor:
     rows, width = x_TE.shape
-    assert x_TE.is_contiguous() and indices_T4.is_contiguous() and weights_T4.is_contiguous()
-    table_NE = table_NE.contiguous()
-    block = 256
-    _add_positions_kernel[(rows, -(-width // block))](
-        x_TE, table_NE, indices_T4, weights_T4, WIDTH=width, BLOCK=block, num_warps=1, enable_fp_fusion=False
+    assert indices_T4.is_contiguous() and weights_T4.is_contiguous()
+    _add_positions_kernel[(rows, -(-width // _BLOCK))](
+        x_TE,
+        table_NE.contiguous(),
+        indices_T4,
+        weights_T4,
+        out_TE,
+        WIDTH=width,
+        TAPS=indices_T4.shape[1],
+        BLOCK=_BLOCK,
+        num_warps=1,
+        enable_fp_fusion=False,
     )
+    return out_TE
+
+
+@jit
+def _add_to_table_kernel(dout, indices, weights, dtable, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(dout + row * WIDTH + e, mask=e < WIDTH, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = tl.load(indices + row * TAPS + tap).to(tl.int64)
+        weight = tl.load(weights + row * TAPS + tap).to(tl.float32)
+        tl.atomic_add(dtable + source * WIDTH + e, value * weight, mask=e < WIDTH, sem="relaxed")
+
+
+def _table_gradient(
+    dout_TE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor, table_rows: int
+) -> torch.Tensor:
+    """The gradient of the table, (N, E), in fp32. Atomic additions come in any order: not where order matters."""
+    rows, width = dout_TE.shape
+    dout_TE, taps = dout_TE.contiguous(), indices_T4.shape[1]
+    dtable_NE = torch.zeros(table_rows, width, dtype=torch.float32, device=dout_TE.device)
+    if torch.are_deterministic_algorithms_enabled():
+        for tap in range(taps):
+            dtable_NE.index_add_(0, indices_T4[:, tap], dout_TE.float() * weights_T4[:, tap, None].float())
+        return dtable_NE
+    _add_to_table_kernel[(rows, -(-width // _BLOCK))](
+        dout_TE, indices_T4, weights_T4, dtable_NE, WIDTH=width, TAPS=taps, BLOCK=_BLOCK, num_warps=2
+    )
+    return dtable_NE
+
+
+class _AddPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(indices_T4, weights_T4)
+        ctx.table = table_NE.shape[0], table_NE.dtype
+        x_TE = x_TE.contiguous()
+        return _add(x_TE, table_NE, indices_T4, weights_T4, torch.empty_like(x_TE))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs_x, needs_table, _, _ = ctx.needs_input_grad
+        table_rows, dtype = ctx.table
+        indices_T4, weights_T4 = ctx.saved_tensors
+        dtable_NE = _table_gradient(dout_TE, indices_T4, weights_T4, table_rows).to(dtype) if needs_table else None
+        return dout_TE if needs_x else None, dtable_NE, None, None
+
+
+def add_positions(
+    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
+) -> torch.Tensor:
+    """`add_positions_reference` as one kernel; saved are indices and weights. The table's gradient adds in fp32."""
+    out_TE: torch.Tensor = _AddPositions.apply(x_TE, table_NE, indices_T4, weights_T4)
+    return out_TE
+
     return x_TE
 
 

@@ -1,6 +1,6 @@
 """Rotary position embedding on the packed projection.
 
-`T` rows, `H` heads, `D` head dim; 3 stands for q, k, v.
+`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros; 3 stands for q, k, v.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
@@ -21,19 +23,31 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["OPERATION", "reasons_against_rotation", "rope_", "rope_reference", "tables"]
+__all__ = [
+    "OPERATION",
+    "reasons_against_rotation",
+    "rope",
+    "rope_",
+    "rope_back",
+    "rope_back_",
+    "rope_reference",
+    "tables",
+]
 
 
-def rope_reference(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotate q and k in fp32, rounded once, as stock does (x * cos + rotate_half(x) * sin); a new (T, 3, H, D).
+def rope_reference(
+    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int | None = None
+) -> torch.Tensor:
+    """Rotate q and k in fp32, rounded once, as stock does (x * cos + rotate_half(x) * sin); (T, 3, H, D), new.
 
-    cos_TD, sin_TD: both halves of D filled alike. On the packed projection q, k and v stay views of one tensor.
+    cos_TD, sin_TD: both halves of D filled alike. padded: P, to which q, k and v are filled up with zeros.
     """
-    cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
-    qk = qkv_T3HD[:, :2].float()
-    half = qk.shape[-1] // 2
-    turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
-    return torch.cat(((qk * cos + turned * sin).to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
+    wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
+    cos, sin = cos_TD[:, None, None].to(wide), sin_TD[:, None, None].to(wide)
+    qk, dim = qkv_T3HD[:, :2].to(wide), qkv_T3HD.shape[-1]
+    turned = torch.cat((-qk[..., dim // 2 :], qk[..., : dim // 2]), dim=-1)
+    out_T3HD = torch.cat(((qk * cos + turned * sin).to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
+    return F.pad(out_T3HD, (0, (padded or dim) - dim))
 
 
 @jit
@@ -46,6 +60,7 @@ def _rope_kernel(
     table_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    BACK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -59,6 +74,7 @@ def _rope_kernel(
     table = t.to(tl.int64) * table_stride + d
     c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
+    s = -s if BACK else s
     first = qkv + t.to(tl.int64) * row_stride + (pair // half * DIM + d)
     x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
@@ -68,6 +84,15 @@ def _rope_kernel(
 
 def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """`rope_reference` as one kernel, in place, and bit-equal to it (products are not fused)."""
+    return _in_place(qkv_T3HD, cos_TD, sin_TD, back=False)
+
+
+def rope_back_(dqkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """Rotate the gradients of rotated q and k back, in place: for an attention's backward that made them itself."""
+    return _in_place(dqkv_T3HD, cos_TD, sin_TD, back=True)
+
+
+def _in_place(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, back: bool) -> torch.Tensor:
     rows, _, heads, dim = qkv_T3HD.shape
     block_t, block_p = 8, 128
     _rope_kernel[(-(-rows // block_t), -(-heads * dim // block_p))](
@@ -79,12 +104,114 @@ def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) ->
         cos_TD.stride(0),
         HEADS=heads,
         DIM=dim,
+        BACK=back,
         BLOCK_T=block_t,
         BLOCK_P=block_p,
         num_warps=4 if dim % 16 == 0 else 8,  # vectors of 8 where half a head holds whole ones, else of 4
         enable_fp_fusion=False,
     )
     return qkv_T3HD
+
+
+@jit
+def _rope_copy_kernel(
+    qkv,
+    cos,
+    sin,
+    out,
+    rows,
+    table_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    # As `_rope_kernel`, with the pairs of v, which stay, after those of k. A head takes FROM elements, and then TO.
+    half: tl.constexpr = DIM // 2
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
+    pair = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
+    inside = (t < rows) & (pair < 3 * HEADS * half)
+    turns = inside & (pair < 2 * HEADS * half)
+    d, head = pair % half, pair // half
+    table = t * table_stride + d
+    c = tl.load(cos + table, mask=turns, other=0.0).to(tl.float32)
+    s = tl.load(sin + table, mask=turns, other=0.0).to(tl.float32)
+    s = -s if BACK else s
+    first = qkv + t * (3 * HEADS * FROM) + (head * FROM + d)
+    x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    target = out + t * (3 * HEADS * TO) + (head * TO + d)
+    tl.store(target, tl.where(turns, x1 * c - x2 * s, x1).to(dtype), mask=inside)
+    tl.store(target + half, tl.where(turns, x2 * c + x1 * s, x2).to(dtype), mask=inside)
+    if TO > DIM:
+        tl.store(target + DIM, tl.zeros((BLOCK_T, BLOCK_P), dtype), mask=inside & (d < TO - DIM))
+
+
+def _copy(
+    qkv_T3HP: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, dim: int, to: int, *, back: bool
+) -> torch.Tensor:
+    qkv_T3HP = qkv_T3HP.contiguous()
+    rows, _, heads, from_dim = qkv_T3HP.shape
+    assert dim % 2 == 0 and dim <= to <= dim + dim // 2 and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
+    out_T3HP = torch.empty(rows, 3, heads, to, dtype=qkv_T3HP.dtype, device=qkv_T3HP.device)
+    block_t, block_p = 8, 128
+    _rope_copy_kernel[(-(-rows // block_t), -(-3 * heads * dim // 2 // block_p))](
+        qkv_T3HP,
+        cos_TD,
+        sin_TD,
+        out_T3HP,
+        rows,
+        cos_TD.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        FROM=from_dim,
+        TO=to,
+        BACK=back,
+        BLOCK_T=block_t,
+        BLOCK_P=block_p,
+        num_warps=4 if dim % 16 == 0 else 8,
+        enable_fp_fusion=False,
+    )
+    return out_T3HP
+
+
+def rope_back(
+    dqkv_T3HP: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, dim: int | None = None
+) -> torch.Tensor:
+    """The gradient of `rope`'s input, (T, 3, H, D), from that of its result, (T, 3, H, P); dim: D where P is not."""
+    dim = dim or dqkv_T3HP.shape[-1]
+    return _copy(dqkv_T3HP, cos_TD, sin_TD, dim, dim, back=True)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos_TD, sin_TD)
+        ctx.dim = qkv_T3HD.shape[-1]
+        return _copy(qkv_T3HD, cos_TD, sin_TD, ctx.dim, padded or ctx.dim, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_T3HP: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos_TD, sin_TD = ctx.saved_tensors
+        return rope_back(dout_T3HP, cos_TD, sin_TD, ctx.dim), None, None, None
+
+
+def rope(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int | None = None) -> torch.Tensor:
+    """`rope_reference` as one kernel, in both directions; saved are the tables only.
+
+    padded: at most 1.5 D. Out of place, though v is copied: done in place on a view of a product, autograd would copy
+    the gradient three times (`CopySlices`), and a gradient that comes in may be somebody else's too. An attention that
+    makes both buffers itself calls `rope_` and `rope_back_`.
+    """
+    out_T3HP: torch.Tensor = _Rope.apply(qkv_T3HD, cos_TD, sin_TD, padded)
+    return out_T3HP
 
 
 def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
@@ -28,13 +29,14 @@ LONGEST = 64
 
 
 def window_attention_reference(
-    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, offsets_S1: torch.Tensor, scale: float
+    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Rotate q and k, then softmax(scale * q k^T) v within each window; (T, H, D). The projection is not changed."""
     q_THD, k_THD, v_THD = rope_reference(qkv_T3HD, cos_TD, sin_TD).unbind(1)
+    wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
     outs = []
-    for start, stop in zip(offsets_S1.tolist()[:-1], offsets_S1.tolist()[1:], strict=True):
-        q, k, v = (x_THD[start:stop].transpose(0, 1).float() for x_THD in (q_THD, k_THD, v_THD))
+    for start, stop in zip(cu_seqlens_S1.tolist()[:-1], cu_seqlens_S1.tolist()[1:], strict=True):
+        q, k, v = (x_THD[start:stop].transpose(0, 1).to(wide) for x_THD in (q_THD, k_THD, v_THD))
         outs.append(((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).transpose(0, 1).to(qkv_T3HD.dtype))
     return torch.cat(outs)
 
@@ -102,24 +104,20 @@ def heads_each(windows: int, heads: int, slots: int) -> int:
     return min((each for each in range(1, heads + 1) if heads % each == 0), key=cost)
 
 
-def window_attention(
-    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, offsets_S1: torch.Tensor, scale: float
+def _forward(
+    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
-
-    offsets_S1: int32, windows of at most `LONGEST` rows, together all rows; empty ones cost nothing.
-    """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.is_contiguous()
     out_THD = qkv_T3HD.new_empty(rows, heads, dim)
-    windows = offsets_S1.shape[0] - 1
+    windows = cu_seqlens_S1.shape[0] - 1
     # Of the windows some may be empty, in a CUDA graph most: as many as full ones hold the rows is the better guess.
     each = heads_each(min(windows, -(-rows // LONGEST)), heads, 2 * env.multiprocessors(qkv_T3HD.device))
     _window_attention_kernel[(windows, heads // each)](
         qkv_T3HD,
         cos_TD,
         sin_TD,
-        offsets_S1,
+        cu_seqlens_S1,
         out_THD,
         scale * 1.4426950408889634,
         cos_TD.stride(0),
@@ -131,6 +129,126 @@ def window_attention(
         num_warps=4,
     )
     return out_THD
+
+
+@jit
+def _window_attention_backward_kernel(
+    qkv,
+    cos,
+    sin,
+    offsets,
+    dout,
+    dqkv,
+    scale,
+    table_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # One window of one head. Halves as in the forward kernel; a gradient is turned back in registers and written once.
+    half: tl.constexpr = DIM // 2
+    start = tl.load(offsets + tl.program_id(0)).to(tl.int64)
+    length = (tl.load(offsets + tl.program_id(0) + 1) - start).to(tl.int32)
+    if length == 0:
+        return
+    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    inside = (t < length)[:, None] & (d < half)[None, :]
+    row = (start + t)[:, None]
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    at = row * (3 * HEADS * DIM) + tl.program_id(1) * DIM + d[None, :]
+    q, k, v = qkv + at, qkv + at + HEADS * DIM, qkv + at + 2 * HEADS * DIM
+    c = tl.load(cos + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(q, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(q + half, mask=inside, other=0.0).to(tl.float32)
+    q1, q2 = (x1 * c - x2 * s).to(dtype), (x2 * c + x1 * s).to(dtype)
+    x1 = tl.load(k, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(k + half, mask=inside, other=0.0).to(tl.float32)
+    k1, k2 = (x1 * c - x2 * s).to(dtype), (x2 * c + x1 * s).to(dtype)
+
+    scores = tl.dot(q2, tl.trans(k2), acc=tl.dot(q1, tl.trans(k1))) * scale
+    scores = tl.where((t < length)[None, :], scores, float("-inf"))
+    weights = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+    weights = weights / tl.sum(weights, axis=1)[:, None]
+
+    o = dout + row * (HEADS * DIM) + tl.program_id(1) * DIM + d[None, :]
+    o1 = tl.load(o, mask=inside, other=0.0)
+    o2 = tl.load(o + half, mask=inside, other=0.0)
+    dv = dqkv + at + 2 * HEADS * DIM
+    turned = tl.trans(weights.to(dtype))
+    tl.store(dv, tl.dot(turned, o1).to(dtype), mask=inside)
+    tl.store(dv + half, tl.dot(turned, o2).to(dtype), mask=inside)
+
+    v1 = tl.load(v, mask=inside, other=0.0)
+    v2 = tl.load(v + half, mask=inside, other=0.0)
+    dweights = tl.dot(o2, tl.trans(v2), acc=tl.dot(o1, tl.trans(v1)))
+    dscores = weights * (dweights - tl.sum(weights * dweights, axis=1)[:, None])
+    dscores = (dscores * scale).to(dtype)
+    # Loaded again: held until here, they would not leave enough registers.
+    c = tl.load(cos + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    y1, y2 = tl.dot(dscores, k1), tl.dot(dscores, k2)
+    tl.store(dqkv + at, (y1 * c + y2 * s).to(dtype), mask=inside)
+    tl.store(dqkv + at + half, (y2 * c - y1 * s).to(dtype), mask=inside)
+    turned = tl.trans(dscores)
+    y1, y2 = tl.dot(turned, q1), tl.dot(turned, q2)
+    dk = dqkv + at + HEADS * DIM
+    tl.store(dk, (y1 * c + y2 * s).to(dtype), mask=inside)
+    tl.store(dk + half, (y2 * c - y1 * s).to(dtype), mask=inside)
+
+
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_T3HD: torch.Tensor,
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        cu_seqlens_S1: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        qkv_T3HD = qkv_T3HD.contiguous()
+        ctx.save_for_backward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1)
+        ctx.scale = scale
+        return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
+        _, _, heads, dim = qkv_T3HD.shape
+        dqkv_T3HD = torch.empty_like(qkv_T3HD)
+        _window_attention_backward_kernel[(cu_seqlens_S1.shape[0] - 1, heads)](
+            qkv_T3HD,
+            cos_TD,
+            sin_TD,
+            cu_seqlens_S1,
+            dout_THD.contiguous(),
+            dqkv_T3HD,
+            ctx.scale,
+            cos_TD.stride(0),
+            HEADS=heads,
+            DIM=dim,
+            BLOCK_T=LONGEST,
+            BLOCK_D=max(next_power_of_2(dim // 2), 16),
+            num_warps=4,
+        )
+        return dqkv_T3HD, None, None, None, None
+
+
+def window_attention(
+    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
+
+    cu_seqlens_S1: int32, windows of at most `LONGEST` rows, together all rows; empty ones cost nothing. The gradient is
+    one kernel, too: a window's softmax is made again from the projection, the only thing that is saved.
+    """
+    if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
+        out_THD: torch.Tensor = _WindowAttention.apply(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
+        return out_THD
+    return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
 
 def _reasons_against(parts: Parts, context: Context) -> list[str]:

@@ -1,0 +1,60 @@
+"""A linear layer to be trained: an input that can be made again is not kept, and the bias gradient has its own kernel.
+
+`T` rows, `E` width of the input, `F` width of the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from hf_vit_accel.ops.column_sum import column_sum
+from hf_vit_accel.ops.norm_backward import Norm, keep, kept
+
+__all__ = ["linear", "linear_reference"]
+
+
+def linear_reference(
+    x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None = None
+) -> torch.Tensor:
+    """x W^T + b, (T, F); autograd keeps x, whatever it was made of."""
+    return F.linear(x_TE, weight_FE, bias_F)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None
+    ) -> torch.Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        tensors, ctx.settings = keep(x_TE, norm) if needs_weight else ((), None)
+        ctx.save_for_backward(weight_FE if needs_x else None, *tensors)
+        return F.linear(x_TE, weight_FE, bias_F)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        weight_FE, *tensors = ctx.saved_tensors
+        dy_TF = dy_TF.contiguous()
+        return (
+            dy_TF @ weight_FE if needs_x else None,
+            dy_TF.t() @ kept(tensors, ctx.settings, len(dy_TF)) if needs_weight else None,
+            column_sum(dy_TF) if needs_bias else None,
+            None,
+        )
+
+
+def linear(
+    x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None = None
+) -> torch.Tensor:
+    """`linear_reference`, with `column_sum` for the bias gradient; all of one dtype.
+
+    norm: what x was made of by `add_norm`, saved in its place. Saved besides: the weight where x needs a gradient, and
+    x only where the weight does.
+    """
+    out_TF: torch.Tensor = _Linear.apply(x_TE, weight_FE, bias_F, norm)
+    return out_TF

@@ -1,0 +1,500 @@
+"""Every operation that can be trained against autograd of its reference: outputs, every gradient, what is frozen.
+
+One table of cases; on CPU by Triton's interpreter at small sizes, on a GPU compiled, at real ones. Exact is the
+reference in fp64; the bound is stock's own error, that is the reference's under autograd in the same dtype.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_kernels import INTERPRETED, compile_for_hopper, draw, tables
+from tiny import relative_error
+from torch.utils.checkpoint import checkpoint
+
+from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
+from hf_vit_accel.ops.launch import triton
+from hf_vit_accel.ops.linear import linear, linear_reference
+from hf_vit_accel.ops.mlp_backward import KINDS, gelu_mlp, gelu_mlp_reference, swiglu_mlp, swiglu_mlp_reference
+from hf_vit_accel.ops.norm_backward import Norm, add_norm, add_norm_reference
+from hf_vit_accel.ops.positions import add_positions, add_positions_reference
+from hf_vit_accel.ops.rope import rope, rope_back_, rope_reference
+from hf_vit_accel.ops.window_attention import window_attention, window_attention_reference
+
+Tensors = dict[str, torch.Tensor]
+At = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors to be trained, by name, and the two functions of them; roundings, in units of eps, allowed anyhow."""
+
+    leaves: Tensors
+    found: Callable[[Tensors], Any]
+    reference: Callable[[Tensors], Any]
+    roundings: float = 0.3
+
+    def outputs(self, function: Callable[[Tensors], Any], leaves: Tensors) -> tuple[torch.Tensor, ...]:
+        outputs = function(leaves)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def leaves(at: At, **shapes: tuple[int, ...]) -> Tensors:
+    """Rows as they are drawn, weights so that a product keeps their size, norms' weights around one."""
+    drawn = {name: draw(*shape, at=at, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    return {
+        name: value * value.shape[-1] ** -0.5 if name.startswith("w") and value.ndim == 2 else value
+        for name, value in drawn.items()
+    }
+
+
+def sized(at: At, small: int, large: int) -> int:
+    return min(small, at.get("most", small)) if at["device"] == "cpu" else large
+
+
+def norm_case(width: int, *, rms: bool, delta: bool) -> Callable[[At], Case]:
+    def make(at: At) -> Case:
+        used = sized(at, width, width)
+        rows = sized(at, 7, at["rows"]), used
+        drawn = leaves(at, x=rows, scale=(used,)) | (leaves(at, delta=rows) if delta else {})
+        drawn |= {} if rms else leaves(at, bias=(used,))
+        drawn["x"] = drawn["x"] + 0.5
+
+        def call(function: Any) -> Callable[[Tensors], Any]:
+            return lambda p: function(p["x"], p.get("delta"), p["scale"], p.get("bias"), 1e-6, rms=rms)
+
+        return Case(drawn, call(add_norm), call(add_norm_reference))
+
+    return make
+
+
+def rope_case(dim: int, padded: int | None = None) -> Callable[[At], Case]:
+    def make(at: At) -> Case:
+        cos, sin = tables(at["rows"], dim, at)
+        return Case(
+            leaves(at, qkv=(at["rows"], 3, at["heads"], dim)),
+            lambda p: rope(p["qkv"], cos, sin, padded),
+            lambda p: rope_reference(p["qkv"], cos, sin, padded),
+        )
+
+    return make
+
+
+def window_case(dim: int, lengths: list[int]) -> Callable[[At], Case]:
+    def make(at: At) -> Case:
+        repeated = lengths * sized(at, 1, 20)
+        cos, sin = tables(sum(repeated), dim, at)
+        offsets = torch.tensor([0, *repeated]).cumsum(0).to(torch.int32).to(at["device"])
+        rest = cos, sin, offsets, dim**-0.5
+        return Case(
+            leaves(at, qkv=(sum(repeated), 3, at["heads"], dim)),
+            lambda p: window_attention(p["qkv"], *rest),
+            lambda p: window_attention_reference(p["qkv"], *rest),
+            roundings=1.0,  # a softmax's weights are rounded before the product, in stock's kernels too
+        )
+
+    return make
+
+
+def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[At], Case]:
+    def make(at: At) -> Case:
+        drawn = leaves(at, x=(at["rows"], inner), w=(width, inner)) | (leaves(at, b=(width,)) if bias else {})
+        return Case(
+            drawn,
+            lambda p: linear(p["x"], p["w"], p.get("b")),
+            lambda p: linear_reference(p["x"], p["w"], p.get("b")),
+        )
+
+    return make
+
+
+def gelu_case(kind: str, sizes: tuple[int, int], real: tuple[int, int], *, bias: bool = True) -> Callable[[At], Case]:
+    def make(at: At) -> Case:
+        inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
+        drawn = leaves(at, x=(at["rows"], inner), w1=(width, inner), w2=(inner, width))
+        drawn["w1"] = 2 * drawn["w1"]
+        drawn |= leaves(at, b1=(width,), b2=(inner,)) if bias else {}
+
+        def call(function: Any) -> Callable[[Tensors], Any]:
+            return lambda p: function(p["x"], p["w1"], p.get("b1"), p["w2"], p.get("b2"), kind)
+
+        return Case(drawn, call(gelu_mlp), call(gelu_mlp_reference))
+
+    return make
+
+
+SWIGLU = "x", "wg", "wu", "bg", "bu", "wd", "bd"
+
+
+def swiglu_case(sizes: tuple[int, int], real: tuple[int, int], *, biases: str = "bg bu bd") -> Callable[[At], Case]:
+    def make(at: At) -> Case:
+        inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
+        drawn = leaves(at, x=(at["rows"], inner), wg=(width, inner), wu=(width, inner), wd=(inner, width))
+        drawn |= leaves(at, **{name: (inner if name == "bd" else width,) for name in biases.split()})
+
+        def call(function: Any) -> Callable[[Tensors], Any]:
+            return lambda p: function(*(p.get(name) for name in SWIGLU))
+
+        return Case(drawn, call(swiglu_mlp), call(swiglu_mlp_reference))
+
+    return make
+
+
+def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], Case]:
+    """A norm and the product after it, which keeps what the norm kept."""
+
+    def make(at: At) -> Case:
+        rows, width, inner = at["rows"] // 4 * 4, sized(at, 80, 1280), sized(at, 36, 3420)
+        drawn = leaves(at, x=(rows, width), delta=(rows, width), scale=(width,), b=(inner,))
+        drawn |= leaves(at, w=(inner, width * merge), w2=(width, inner), wg=(inner, width * merge))
+        drawn |= {} if rms else leaves(at, bias=(width,))
+
+        def call(norm_function: Any, functions: dict[str, Any], recipe: Any) -> Callable[[Tensors], Any]:
+            def run(p: Tensors) -> Any:
+                settings = p["scale"], p.get("bias"), 1e-6
+                total, x = norm_function(p["x"], p["delta"], *settings, rms=rms)
+                norm, x = recipe(total, *settings, rms), x.view(-1, width * merge)
+                if kind == "linear":
+                    return total, functions[kind](x, p["w"], p["b"], norm)
+                if kind == "swiglu":
+                    return total, functions[kind](x, p["wg"], p["w"], None, p["b"], p["w2"], None, norm)
+                return total, functions[kind](x, p["w"], p["b"], p["w2"], None, "gelu_tanh", norm)
+
+            return run
+
+        ours = {"linear": linear, "swiglu": swiglu_mlp, "gelu": gelu_mlp}
+        theirs = {"linear": linear_reference, "swiglu": swiglu_mlp_reference, "gelu": gelu_mlp_reference}
+        used = {"linear": {"wg", "w2"}, "swiglu": set(), "gelu": {"wg"}}[kind]
+        drawn = {name: value for name, value in drawn.items() if name not in used}
+        return Case(drawn, call(add_norm, ours, Norm), call(add_norm_reference, theirs, lambda *_: None))
+
+    return make
+
+
+def positions_case(taps: int, width: int) -> Callable[[At], Case]:
+    def make(at: At) -> Case:
+        generator = torch.Generator().manual_seed(0)
+        rows = sized(at, 9, at["rows"])
+        indices = torch.randint(0, 36, (rows, taps), generator=generator, dtype=torch.int32).to(at["device"])
+        weights = torch.rand(rows, taps, generator=generator).to(at["device"])
+        return Case(
+            leaves(at, x=(rows, width), table=(36, width)),
+            lambda p: add_positions(p["x"], p["table"], indices, weights),
+            lambda p: add_positions_reference(p["x"], p["table"], indices, weights),
+        )
+
+    return make
+
+
+CASES: dict[str, Callable[[At], Case]] = {
+    **{
+        f"norm {width} {'rms' if rms else 'layer'}{' delta' * delta}": norm_case(width, rms=rms, delta=delta)
+        for width, rms, delta in [
+            *((80, rms, delta) for rms in (False, True) for delta in (False, True)),
+            (144, False, True),
+            (1152, False, True),
+            (1280, True, True),
+            *([(1024, False, True)] * (not INTERPRETED)),
+        ]
+    },
+    **{f"rope {dim} {padded}": rope_case(dim, padded) for dim, padded in ((80, None), (72, None), (72, 96), (80, 96))},
+    "window 80": window_case(80, [64, 16, 1, 37, 0, 48]),
+    "window 72": window_case(72, [64, 3]),
+    "linear 144": linear_case(144, 432),
+    "linear 80, no bias": linear_case(80, 212, bias=False),
+    "linear 1152": linear_case(1152, 30),
+    **{f"mlp {kind}": gelu_case(kind, (80, 212), (1152, 4304)) for kind in KINDS},
+    "mlp gelu_tanh, no bias": gelu_case("gelu_tanh", (144, 130), (1280, 5120), bias=False),
+    "swiglu unaligned": swiglu_case((24, 132), (1280, 3420)),
+    "swiglu aligned": swiglu_case((80, 72), (1280, 3456)),
+    "swiglu, odd": swiglu_case((80, 61), (1280, 3419)),
+    "swiglu, no bias": swiglu_case((80, 36), (1280, 3420), biases=""),
+    "swiglu, one bias": swiglu_case((80, 36), (1280, 3420), biases="bu"),
+    "norm + linear": half_layer_case("linear", rms=False),
+    "norm + linear, merged": half_layer_case("linear", rms=False, merge=4),
+    "norm + gelu": half_layer_case("gelu", rms=False),
+    "norm + swiglu": half_layer_case("swiglu", rms=True),
+    "positions 4": positions_case(4, 144),
+    "positions 16": positions_case(16, 300),
+}
+SMALL = dict(device="cpu", rows=21, heads=2)
+LARGE = dict(device="cuda", rows=2053, heads=16)
+DTYPES = [
+    *(
+        pytest.param(
+            SMALL | {"dtype": dtype},
+            id=f"interpreted-{dtype}",
+            marks=pytest.mark.skipif(not INTERPRETED, reason="runs interpreted below"),
+        )
+        for dtype in (torch.float16, torch.float32)
+    ),
+    *(
+        pytest.param(LARGE | {"dtype": dtype}, id=f"gpu-{dtype}", marks=pytest.mark.gpu)
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
+]
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
+def test_gradients_by_the_interpreter() -> None:
+    """TRITON_INTERPRET is read when kernels are defined, so the interpreted tests have a process of their own."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that nobody has written yet holds NaN."""
+
+    def poisoned(make: Any) -> Any:
+        def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made = make(*args, **kwargs)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        return empty
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    yield
+
+
+def fresh(drawn: Tensors, dtype: torch.dtype | None = None, only: set[str] | None = None) -> Tensors:
+    return {
+        name: value.detach().to(dtype or value.dtype).clone().requires_grad_(only is None or name in only)
+        for name, value in drawn.items()
+    }
+
+
+def gradients(outputs: tuple[torch.Tensor, ...], wide: Tensors, incoming: list[torch.Tensor | None]) -> Tensors:
+    """By name, of those that are trained."""
+    given = [(out, each) for out, each in zip(outputs, incoming, strict=True) if each is not None and out.requires_grad]
+    torch.autograd.backward([out for out, _ in given], [each.to(out.dtype) for out, each in given])
+    return {name: value.grad for name, value in wide.items() if value.grad is not None}
+
+
+def check(found: Tensors, stock: Tensors, exact: Tensors, roundings: float = 0.3) -> None:
+    assert found.keys() == exact.keys()
+    for name, value in found.items():
+        assert (value.shape, value.dtype) == (stock[name].shape, stock[name].dtype), name
+        floor = (4 if value.dtype == torch.float32 else roundings) * torch.finfo(value.dtype).eps
+        bound = max(1.1 * relative_error(stock[name], exact[name]), floor)
+        assert relative_error(value, exact[name]) <= bound, name
+
+
+def incoming_for(outputs: tuple[torch.Tensor, ...], kind: str) -> list[torch.Tensor | None]:
+    made: list[torch.Tensor | None] = []
+    for seed, out in enumerate(outputs):
+        whole = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype).to(out.device)
+        if kind == "strided" and seed == 0:
+            whole = whole[:1].expand_as(out)
+        elif kind == "strided":
+            whole = whole.transpose(0, -1).contiguous().transpose(0, -1)
+        made.append(None if kind == f"without {seed}" and len(outputs) > 1 else whole)
+    return made
+
+
+INCOMING = "plain", "strided", "without 0", "without 1"
+
+
+@pytest.mark.parametrize("at", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients(name: str, at: At) -> None:
+    case = CASES[name](at)
+    for kind in INCOMING:
+        runs = {}
+        for key, function, dtype in (
+            ("found", case.found, None),
+            ("stock", case.reference, None),
+            ("exact", case.reference, torch.float64),
+        ):
+            mine = fresh(case.leaves, dtype)
+            outputs = case.outputs(function, mine)
+            if kind.startswith("without") and len(outputs) == 1:
+                return
+            made = gradients(outputs, mine, incoming_for(outputs, kind))
+            runs[key] = made | {f"output {at}": out.detach() for at, out in enumerate(outputs)}
+        check(runs["found"], runs["stock"], runs["exact"], case.roundings)
+
+
+def run(case: Case, mine: Tensors, way: str = "") -> Tensors:
+    """Gradients of the operation, under checkpointing if asked, bit for bit the same every time."""
+    values = [value.to(case.leaves[name].dtype) for name, value in mine.items()]  # not leaves, if they are fp32
+
+    def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return case.outputs(case.found, dict(zip(mine, values, strict=True)))
+
+    outputs = checkpoint(function, *values, use_reentrant=way == "reentrant") if way else function(*values)
+    return gradients(outputs, mine, incoming_for(outputs, "plain"))
+
+
+@pytest.mark.parametrize("at", [DTYPES[0], *DTYPES[2:]])
+@pytest.mark.parametrize("name", CASES)
+def test_frozen_and_checkpointed(name: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor trained alone; each alone frozen; checkpointed; weights that are cast copies of fp32 ones."""
+    if "positions" in name and at["device"] == "cuda":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # atomics add in any order
+    case = CASES[name](at | ({"rows": 9, "most": 18} if at["device"] == "cpu" else {}))
+    all_names = set(case.leaves)
+    expected = run(case, fresh(case.leaves))
+    subsets = [{each} for each in all_names] + [all_names - {min(all_names)}] * (len(all_names) > 2)
+    for only in subsets:
+        found = run(case, fresh(case.leaves, only=only))
+        assert found.keys() == only
+        assert all(relative_error(found[each], expected[each]) <= torch.finfo(at["dtype"]).eps for each in only), only
+    for way in ("reentrant", "not"):
+        found = run(case, fresh(case.leaves), way)
+        assert found.keys() == all_names and all(torch.equal(found[each], expected[each]) for each in all_names), way
+    masters = run(case, fresh(case.leaves, torch.float32))
+    assert all(torch.equal(masters[each], expected[each].float()) for each in all_names)
+
+
+@pytest.mark.parametrize("at", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (37, 212), (530, 300)])
+def test_column_sum(at: At, rows: int, width: int) -> None:
+    if at["device"] == "cuda":
+        rows, width = 31 * rows, 4 * width
+    x = draw(rows, width, at=at)
+    for each in (x, draw(width, rows, at=at).t(), x[:1].expand(rows, width), draw(rows, 2 * width, at=at)[:, width:]):
+        exact, expected = each.double().sum(0), column_sum_reference(each)
+        check({"sum": column_sum(each)}, {"sum": expected}, {"sum": exact})
+        assert torch.equal(column_sum(each), column_sum(each))
+
+
+@pytest.mark.parametrize("at", DTYPES)
+def test_gradient_of_the_table_in_order(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    test_outputs_and_gradients("positions 4", at)
+
+
+@pytest.mark.parametrize("at", DTYPES)
+def test_rope_back_in_place(at: At) -> None:
+    qkv, (cos, sin) = draw(at["rows"], 3, at["heads"], 72, at=at), tables(at["rows"], 72, at)
+    mine = qkv.clone().requires_grad_()
+    rope(mine, cos, sin).backward(qkv)
+    assert torch.equal(rope_back_(qkv, cos, sin), mine.grad)
+
+
+@pytest.mark.parametrize("at", DTYPES)
+def test_a_product_after_a_norm_keeps_no_normed_rows(at: At) -> None:
+    """What autograd holds between forward and backward, counted once: a frozen operation nothing that it could need."""
+    rows, width, inner = at["rows"], 80, 36
+    p = leaves(at, x=(rows, width), delta=(rows, width), scale=(width,), wg=(inner, width), w2=(width, inner))
+
+    def saved(function: Callable[[Tensors], Any], only: set[str]) -> int:
+        mine, held = fresh(p, only=only), {}
+        given = {each.data_ptr() for each in mine.values()}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            if x.data_ptr() not in given:
+                held[x.data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            function(mine)
+        return sum(held.values())
+
+    def layer(p: Tensors) -> Any:
+        total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, rms=True)
+        return swiglu_mlp(x, p["wg"], p["wg"], None, None, p["w2"], None, Norm(total, p["scale"], None, 1e-6, True))
+
+    assert saved(layer, set(p)) == rows * (width + 1 + 2 * 40)  # the sum, its statistics, gate and up
+    assert saved(lambda p: linear(p["x"], p["wg"], None), {"wg"}) == 0
+    assert saved(lambda p: linear(2 * p["x"], p["wg"], None), {"x"}) == 0
+    assert saved(lambda p: linear(p["x"].exp(), p["wg"], None), {"scale"}) == 0
+
+
+_MLP = dict(NEED_BIAS=True, BLOCK_T=16, BLOCK_F=128)
+COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "column_sum": (
+        "column_sum",
+        "_column_sum_kernel",
+        "x:*bf16 partial:*fp32 rows:i32 length:i32 row_stride:i32",
+        dict(WIDTH=1152, BLOCK_T=32, BLOCK_F=128),
+    ),
+    "add_up": (
+        "column_sum",
+        "_add_up_kernel",
+        "partial:*fp32 first:*bf16 second:*bf16 count:i32",
+        dict(STRIDE=3424, WIDTH=3420, BLOCK_P=128, BLOCK_F=16),
+    ),
+    **{
+        f"norm {width}": (
+            "norm_backward",
+            "_add_norm_backward_kernel",
+            "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 partial:*fp32 rows:i32 "
+            "length:i32",
+            dict(WIDTH=width, MAIN=1024, TAIL=tail, BLOCK_T=2, RMS=width == 1280, HAS_DSUM=True, NEED_X=True)
+            | dict(NEED_WEIGHT=True, NEED_BIAS=width != 1280),
+        )
+        for width, tail in ((1152, 128), (1280, 256))
+    },
+    "norm, forward": (
+        "norm",
+        "_add_norm_kernel",
+        "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
+        dict(WIDTH=1152, MAIN=1024, TAIL=128, HAS_DELTA=True, RMS=False, SAVE=True),
+    ),
+    **{
+        f"rope {dim} {back}": (
+            "rope",
+            "_rope_copy_kernel",
+            "qkv:*bf16 cos:*fp32 sin:*fp32 out:*bf16 rows:i32 table_stride:i32",
+            dict(HEADS=16, DIM=dim, FROM=96 if back else dim, TO=dim if back else 96, BACK=back)
+            | dict(BLOCK_T=8, BLOCK_P=128),
+        )
+        for dim in (72, 80)
+        for back in (False, True)
+    },
+    "rope_back_": (
+        "rope",
+        "_rope_kernel",
+        "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
+        dict(HEADS=16, DIM=72, BACK=True, BLOCK_T=8, BLOCK_P=128),
+    ),
+    **{
+        f"gelu_mlp {kind}": (
+            "mlp_backward",
+            "_gelu_backward_kernel",
+            "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32",
+            dict(WIDTH=4304, KIND=kind, NEED_Z=True, NEED_H=True) | _MLP,
+        )
+        for kind in KINDS
+    },
+    "quick_gelu": ("mlp_backward", "_quick_gelu_kernel", "z:*bf16 h:*bf16 total:i32", dict(BLOCK=4096)),
+    "swiglu_mlp": (
+        "mlp_backward",
+        "_swiglu_backward_kernel",
+        "both:*bf16 dh:*bf16 dboth:*bf16 partial:*fp32 rows:i32 length:i32",
+        dict(WIDTH=3424, NEED_BOTH=True) | _MLP,
+    ),
+    "positions": (
+        "positions",
+        "_add_to_table_kernel",
+        "dout:*bf16 indices:*i32 weights:*fp32 dtable:*fp32",
+        dict(WIDTH=1152, TAPS=4, BLOCK=256),
+    ),
+    "window_attention": (
+        "window_attention",
+        "_window_attention_backward_kernel",
+        "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 dout:*bf16 dqkv:*bf16 scale:fp32 table_stride:i32",
+        dict(HEADS=16, DIM=80, BLOCK_T=64, BLOCK_D=64),
+    ),
+}
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
+@pytest.mark.parametrize("name", COMPILED)
+def test_gradients_compile_for_hopper(name: str) -> None:
+    """The interpreter takes Python that the compiler refuses; compiling needs no GPU."""
+    compile_for_hopper(*COMPILED[name])
