@@ -293,7 +293,7 @@ def _reasons_now(
     if snapshot.stock:
         return reasons, None
     _, weights = snapshot.weights()
-    reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False, trains=False)
+    reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False)
     device = snapshot.parts.projection.weight.device
     assert isinstance(device, torch.device)
     return reasons, state.spec(snapshot, weights, device, fast=not reasons, grad=False)

@@ -5,17 +5,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 
+from hf_vit_accel.backends import Attend
+from hf_vit_accel.ops import LayerOps
 from hf_vit_accel.route import Route
 
 __all__ = ["encode"]
 
 
-def encode(route: Route, pixels_TP: torch.Tensor) -> list[torch.Tensor]:
+Checkpoint = Callable[..., torch.Tensor]
+"""(function, rows) to the function of the rows, which runs again in the backward pass instead of keeping anything."""
+
+
+def encode(route: Route, pixels_TP: torch.Tensor, checkpoints: Sequence[Checkpoint | None] = ()) -> list[torch.Tensor]:
     """The residual stream (T, E), the merged features (M, width of the text), and those of deepstack layers.
 
-    What is returned belongs to the caller. The layers only compute: all decisions are in the route.
+    What is returned belongs to the caller. The layers only compute: all decisions are in the route, which was made for
+    gradients where they are required. checkpoints: by layer, None for a layer that keeps what its gradient needs.
     """
     ops, tensors, request = route.spec.ops, route.tensors, route.spec.request
     assert ops is not None
@@ -31,10 +42,11 @@ def encode(route: Route, pixels_TP: torch.Tensor) -> list[torch.Tensor]:
     merged_by_layer: list[torch.Tensor] = []
     delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
     for index, (layer, attend) in enumerate(zip(ops.layers, route.begin(), strict=True)):
-        x_TE, normed_TE = layer.norm1(x_TE, delta_TE)
-        attended_THD = attend(layer.qkv(normed_TE).unflatten(-1, heads), cos_TD, sin_TD)
-        x_TE, normed_TE = layer.norm2(x_TE, layer.proj(attended_THD.flatten(1)))
-        delta_TE = layer.mlp(normed_TE)
+        if checkpoints and checkpoints[index] is not None:
+            run = partial(_layer, layer, attend, heads, cos_TD, sin_TD)
+            x_TE, delta_TE = _checkpointed(checkpoints[index], run, x_TE, delta_TE)
+        else:
+            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, delta_TE)
         if index in ops.deepstack:
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
             merged_by_layer.append(merged)
@@ -43,6 +55,28 @@ def encode(route: Route, pixels_TP: torch.Tensor) -> list[torch.Tensor]:
     if window_index_M is not None:
         merged = merged[tensors["inverse_index"]]
     return [x_TE, merged, *merged_by_layer]
+
+
+def _layer(
+    layer: LayerOps,
+    attend: Attend,
+    heads: tuple[int, ...],
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    x_TE: torch.Tensor,
+    delta_TE: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TE, normed_TE = layer.norm1(x_TE, delta_TE)
+    attended_THD = attend(layer.qkv(normed_TE).unflatten(-1, heads), cos_TD, sin_TD)
+    x_TE, normed_TE = layer.norm2(x_TE, layer.proj(attended_THD.flatten(1)))
+    return x_TE, layer.mlp(normed_TE)
+
+
+def _checkpointed(checkpoint: Any, run: Any, x_TE: torch.Tensor, delta_TE: Any) -> tuple[torch.Tensor, None]:
+    """As a layer of stock: one tensor goes in, one comes out."""
+    x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+    x_TE = x_TE if x_TE.requires_grad else x_TE.detach().requires_grad_()
+    return checkpoint(lambda x: torch.add(*run(x, None)), x_TE), None
 
 
 def _permute(rows: torch.Tensor, window_index_M: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ __all__ = [
     "Snapshot",
     "Weights",
     "autocast_dtype",
+    "checkpoints",
     "reasons_own_attention",
     "reasons_slow",
     "reasons_stock",
@@ -309,17 +310,20 @@ def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
 
 
 def reasons_slow(
-    tower: Any, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any], *, grad: bool, trains: bool
+    tower: Any, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any], *, grad: bool
 ) -> list[str]:
-    """Why a call's blocks must be called one by one. grad: gradients are required of it; trains: may be recorded."""
-    reasons = [*snapshot.slow, *weights.reasons, *snapshot.reasons_hooked(grad=trains)]
+    """Why a call's blocks must be called one by one. grad: gradients may be required of it."""
+    reasons = [*snapshot.slow, *weights.reasons, *snapshot.reasons_hooked(grad=grad)]
     for name in ("output_hidden_states", "output_attentions"):
         if options.get(name, getattr(tower.config, name, False)):
             reasons.append(f"{name} is requested")
-    if grad:
-        reasons.append("gradients are required")
-    elif trains and snapshot.foreign:
-        reasons.append(f"{snapshot.foreign}, and might train what is not the tower's; use torch.no_grad()")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
     return reasons + reasons_untraceable()
+
+
+def checkpoints(snapshot: Snapshot) -> list[Any]:
+    """By layer, what transformers runs it under to keep little for its gradient; None for a layer that it does not."""
+    blocks = [block.module for block in snapshot.parts.blocks]
+    asked = [block.training and getattr(block, "gradient_checkpointing", False) for block in blocks]
+    return [block._gradient_checkpointing_func if one else None for block, one in zip(blocks, asked, strict=True)]

@@ -112,7 +112,7 @@ class Route:
         made = {kind: [guarded(self.plans[kind].backend.name, one) for one in all_] for kind, all_ in made.items()}
         if "window" not in made and ops.attend_window is not None:
             cu_seqlens, scale = self.tensors["cu_window_seqlens"], self.spec.request.scale
-            made["window"] = [partial(ops.attend_window, offsets_S1=cu_seqlens, scale=scale)] * len(layers)
+            made["window"] = [partial(ops.attend_window, cu_seqlens_S1=cu_seqlens, scale=scale)] * len(layers)
         return [made["full" if full else "window"][index] for index, full in enumerate(layers)]
 
     def plan_for(self, cu_seqlens: torch.Tensor) -> Plan | None:

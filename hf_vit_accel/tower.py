@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class TowerState:
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,
+            grad=request.grad,
         )
         ops = build(snapshot.parts, context, wanted)
         snapshot.reads.seal()
@@ -178,6 +180,7 @@ class TowerState:
         self._snapshot = self._scales = None
 
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 """Operations that call no module which autocast to the dtype of the weights would change."""
 
@@ -324,8 +327,9 @@ def _forward(
             "expected no CUDA graph to be captured around a patched tower: what the graph would read is not kept for "
             "it; let hf_vit_accel.patch(model, cuda_graphs=True) capture"
         )
-    grad = trains and (call.pixels.requires_grad or any(parameter.requires_grad for parameter in parameters))
-    unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=grad, trains=trains)
+    # A module that is not transformers' may train what is not the tower's.
+    grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or any(map(_REQUIRES_GRAD, parameters)))
+    unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=trains)
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
     route = state.routes.get(call.grid, spec)
     state.choices, unmet = route.choices, unmet + route.unmet
@@ -334,11 +338,11 @@ def _forward(
     if spec.ops is None:
         return state.count(original(*args, **kwargs, **route.ready().injected()), unmet, fast=False)
 
-    marked = trains and snapshot.marks_outputs()
+    marked = trains and not grad and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
-        outputs = _replay(state, snapshot, weights, route, call.pixels) if state.runner else None
+        outputs = _replay(state, snapshot, weights, route, call.pixels) if state.runner and not grad else None
         if outputs is None:
-            outputs = encode(route.ready(), call.pixels)
+            outputs = encode(route.ready(), call.pixels, guard.checkpoints(snapshot) if grad else ())
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)

@@ -153,6 +153,10 @@ class Backend(ABC):
             reasons.append("a score_mod is given and it applies none")
         return reasons or self.probe()
 
+    def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
+        """Why this backend cannot serve a layout, where it could serve others of the same request."""
+        return []
+
     def close(self) -> None:  # noqa: B027  (most backends hold no memory between calls)
         """Give back memory that is held between calls."""
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops import merger, mlp, norm, patch_embed, positions, rope, window_attention
+from hf_vit_accel.ops import linear, merger, mlp, norm, patch_embed, positions, rope, window_attention
 from hf_vit_accel.ops.base import Context, Operation, Reads, own_forward, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.ops.launch import why_not_triton
 
@@ -54,8 +53,8 @@ class LayerOps:
     """One layer. norm1, norm2: (x, delta) -> (x + delta, norm of it), x possibly in place. mlp: rows to their delta."""
 
     norm1: AddNorm
-    qkv: nn.Module
-    proj: nn.Module
+    qkv: Callable[[Rows], Rows]
+    proj: Callable[[Rows], Rows]
     norm2: AddNorm
     mlp: Callable[[Rows], Rows]
 
@@ -96,7 +95,13 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         rotate=made["rope"][0],
         attend_window=next(iter(made["window_attention"]), None),
         layers=tuple(
-            LayerOps(norm1=norm1, qkv=block.qkv, proj=block.proj, norm2=norm2, mlp=mlp)
+            LayerOps(
+                norm1=norm1,
+                qkv=linear.build(block.qkv, context),
+                proj=linear.build(block.proj, context),
+                norm2=norm2,
+                mlp=mlp,
+            )
             for block, norm1, norm2, mlp in zip(parts.blocks, norms[::2], norms[1::2], made["mlp"], strict=True)
         ),
         merge=mergers[0],

@@ -104,9 +104,9 @@ class Context:
     """What operations are built for.
 
     dtype: of the rows; weights: of the weights, which are cast where that is another (autocast). no_kernels: why Triton
-    kernels cannot run there, None if they can. reference: whether plain torch stands in for
-    them, differentiable and on any device. classes: those whose forwards are proven, None for any of transformers.
-    fused: operations earlier in the table that are. activations: what was found by trying them.
+    kernels cannot run there, None if they can. reference: whether plain torch stands in for them, differentiable and on
+    any device. grad: whether gradients flow through what is built. classes: those whose forwards are proven, None for
+    any of transformers. fused: operations earlier in the table that are. activations: what was found by trying them.
     """
 
     device: torch.device
@@ -114,6 +114,7 @@ class Context:
     weights: torch.dtype | None = None
     no_kernels: str | None = None
     reference: bool = False
+    grad: bool = False
     classes: frozenset[type] | None = None
     reads: Reads = field(default_factory=Reads)
     fused: set[str] = field(default_factory=set)

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.function import once_differentiable
 
+from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
-from hf_vit_accel.ops.norm_backward import Norm, keep, kept
+from hf_vit_accel.ops.norm_backward import Norm, keep, kept, norm_of
 
-__all__ = ["linear", "linear_reference"]
+__all__ = ["build", "linear", "linear_reference"]
 
 
 def linear_reference(
@@ -58,3 +61,16 @@ def linear(
     """
     out_TF: torch.Tensor = _Linear.apply(x_TE, weight_FE, bias_F, norm)
     return out_TF
+
+
+def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A projection: where it is trained by kernels `linear`, else the module itself."""
+    if not context.grad or context.reference or context.no_kernels or context.reasons_replaced(module, nn.Linear):
+        return context.called(module)
+    cast = context.cast
+
+    def project(x_TE: torch.Tensor) -> torch.Tensor:
+        bias_F = module.bias
+        return linear(x_TE, cast(module.weight), None if bias_F is None else cast(bias_F), norm_of(x_TE))
+
+    return project

@@ -16,6 +16,8 @@ from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.mlp_backward import gelu_mlp
+from hf_vit_accel.ops.norm_backward import Norm, norm_of
 
 __all__ = ["OPERATION"]
 
@@ -50,19 +52,40 @@ def _fused(merger: Any, context: Context) -> Merge:
     )
     for module in rest:
         context.called(module)
+    trained = _differentiable(rest, context) if context.grad and not context.reference else None
     # Norms that are not fused have been shown x, and may keep it: then nothing is written to it in place.
     in_place = context.reference or "norms" in context.fused
 
     def merge(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x_TE = x_TE if in_place else x_TE.clone()
         shape = -1, width  # deepstack mergers normalise merged tokens, the others patches
-        sum_TE, x_ME = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
-        x_ME = x_ME.view(-1, merged_width)
+        sum_TE, normed_TE = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
+        x_ME = normed_TE.view(-1, merged_width)
+        if trained is not None:
+            return sum_TE.view(x_TE.shape), trained(x_ME, norm_of(normed_TE))
         for module in rest:
             x_ME = module(x_ME)
         return sum_TE.view(x_TE.shape), x_ME
 
     return merge
+
+
+def _differentiable(rest: list[Any], context: Context) -> Callable[..., torch.Tensor] | None:
+    """Product, GELU, product as an MLP that keeps little for its gradient; None for anything else."""
+    if (
+        len(rest) != 3
+        or context.no_kernels
+        or not (type(rest[0]) is type(rest[2]) is nn.Linear and type(rest[1]) is nn.GELU)
+    ):
+        return None
+    (first, gelu, last), cast = rest, context.cast
+    kind = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
+
+    def run(x_ME: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        weights = cast(first.weight), cast(first.bias), cast(last.weight), cast(last.bias)
+        return gelu_mlp(x_ME, *weights, kind, norm)
+
+    return run
 
 
 def _call(merger: nn.Module, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

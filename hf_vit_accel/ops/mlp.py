@@ -24,6 +24,8 @@ from hf_vit_accel.ops.activation import (
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
+from hf_vit_accel.ops.mlp_backward import gelu_mlp, swiglu_mlp
+from hf_vit_accel.ops.norm_backward import norm_of
 
 __all__ = ["ACTIVATIONS", "OPERATION", "activation_of"]
 
@@ -95,6 +97,8 @@ def _fused(mlp: Any, context: Context) -> Apply:
     kind, first = activation_of(activation, context), before[0]
     if context.reference:
         return _reference(before, ACTIVATIONS[str(kind)], after)
+    if context.grad:
+        return _differentiable(before, after, str(kind), context.cast)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
         return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, context.cast)
@@ -108,6 +112,20 @@ def _fused(mlp: Any, context: Context) -> Apply:
         return F.linear(h_TF, cast(after.weight), cast(after.bias))
 
     return run
+
+
+def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, cast: Apply) -> Apply:
+    first, last = before[0], before[-1]
+
+    def swiglu_(x_TE: torch.Tensor) -> torch.Tensor:
+        weights = cast(first.weight), cast(last.weight), cast(first.bias), cast(last.bias)
+        return swiglu_mlp(x_TE, *weights, cast(after.weight), cast(after.bias), norm_of(x_TE))
+
+    def gelu(x_TE: torch.Tensor) -> torch.Tensor:
+        weights = cast(first.weight), cast(first.bias), cast(after.weight), cast(after.bias)
+        return gelu_mlp(x_TE, *weights, kind, norm_of(x_TE))
+
+    return swiglu_ if kind == "silu" else gelu
 
 
 def _reference(before: list[nn.Linear], activation: Apply, after: nn.Linear) -> Apply:

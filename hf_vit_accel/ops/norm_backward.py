@@ -21,7 +21,7 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["Norm", "add_norm", "add_norm_reference", "keep", "kept"]
+__all__ = ["Norm", "add_norm", "add_norm_reference", "keep", "kept", "norm_of", "remember"]
 
 _BLOCK_T, _EACH_SM = 2, 3  # rows at a time and programs of a multiprocessor, in the gradient
 
@@ -41,6 +41,16 @@ class Norm(NamedTuple):
     def again(self) -> torch.Tensor:
         """The normed rows, (T, E), bit for bit as `add_norm` made them."""
         return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:], None)
+
+
+def remember(normed_TE: torch.Tensor, norm: Norm) -> None:
+    """Let the product that is given these very rows know what they are made of."""
+    normed_TE._hf_vit_accel_norm = norm  # type: ignore[attr-defined]
+
+
+def norm_of(x_TE: torch.Tensor) -> Norm | None:
+    """What rows are made of, if `remember` was told."""
+    return getattr(x_TE, "_hf_vit_accel_norm", None)
 
 
 def keep(x_TE: torch.Tensor, norm: Norm | None) -> tuple[tuple[torch.Tensor | None, ...], tuple[float, bool] | None]:

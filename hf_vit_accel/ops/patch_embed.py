@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.linear import linear
 
 __all__ = ["OPERATION"]
 
@@ -31,6 +32,7 @@ def _reasons_against(parts: Parts, context: Context) -> list[str]:
 
 def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
     convolution, dtype, casts = parts.projection, context.dtype, context.weights not in (None, context.dtype)
+    product = linear if context.grad and context.no_kernels is None and not context.reference else F.linear
     for name in ("stride", "kernel_size", "groups", "padding", "dilation"):
         context.read(convolution, name)
 
@@ -38,7 +40,7 @@ def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Ten
         weight, bias_E = convolution.weight, convolution.bias
         if casts:
             weight, bias_E = weight.to(dtype), None if bias_E is None else bias_E.to(dtype)
-        return F.linear(pixels_TP.to(dtype), weight.flatten(1), bias_E)
+        return product(pixels_TP.to(dtype), weight.flatten(1), bias_E)
 
     return embed
 

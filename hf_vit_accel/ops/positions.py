@@ -144,8 +144,6 @@ def add_positions(
     out_TE: torch.Tensor = _AddPositions.apply(x_TE, table_NE, indices_T4, weights_T4)
     return out_TE
 
-    return x_TE
-
 
 AddPositions = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -153,6 +151,9 @@ AddPositions = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 def _fused(table: nn.Embedding, context: Context) -> AddPositions:
     if context.reference:
         return _plain(table, context)
+    cast = context.cast
+    if context.grad:
+        return lambda x_TE, indices_T4, weights_T4: add_positions(x_TE, cast(table.weight), indices_T4, weights_T4)
     return lambda x_TE, indices_T4, weights_T4: add_positions_(x_TE, table.weight, indices_T4, weights_T4)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "rope_back",
     "rope_back_",
     "rope_reference",
+    "rotate",
     "tables",
 ]
 
@@ -237,11 +238,18 @@ def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
     return context.reasons_replaced(parts.rotary)
 
 
+def rotate(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """`rope` where a gradient flows, else `rope_`: nobody keeps what a plain Linear has just made."""
+    if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
+        return rope(qkv_T3HD, cos_TD, sin_TD)
+    return rope_(qkv_T3HD, cos_TD, sin_TD)
+
+
 OPERATION = Operation(
     name="rope",
     summary="rotation of q and k in one kernel, in place on the packed projection",
     subjects=lambda parts: [parts],
     reasons_against=reasons_against_rotation,
-    fused=lambda parts, context: rope_reference if context.reference else rope_,
+    fused=lambda parts, context: rope_reference if context.reference else rotate,
     plain=lambda parts, context: rope_reference,
 )

@@ -1,0 +1,165 @@
+"""cuDNN's attention as built into torch, forward and backward; for training, where it is the fastest without a package.
+
+It takes batches of equal lengths: neighbouring segments of one length are one batch. `T` packed rows, `H` heads, `D`
+head dim, `B` segments of `L` rows each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hf_vit_accel import env
+from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request
+from hf_vit_accel.metadata import Segments
+from hf_vit_accel.ops.rope import rope_back_
+
+Groups = Sequence[tuple[int, int]]
+
+MOST_GROUPS = 16
+"""Batches from which one call for all segments is faster: each is a launch in both directions."""
+
+
+class TorchCudnn(Backend):
+    """One call per run of equal lengths; q, k and v are attended, and their gradients written, in one packed tensor."""
+
+    name = "torch_cudnn"
+    needs = Needs(
+        capability=((8, 0), (13, 0)),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dim_multiple=8,
+        head_dim_max=128,
+        differentiable=True,
+    )
+    capturable = False
+
+    def probe(self) -> list[str]:
+        return [] if torch.backends.cudnn.is_available() else ["this torch has no cuDNN"]
+
+    def reasons_against(self, request: Request) -> list[str]:
+        reasons = super().reasons_against(request)
+        if not reasons and request.grad:
+            reasons = list(_against_gradients(request.device, request.dtype, request.head_dim))
+        return reasons
+
+    def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
+        count = len(_groups(segments))
+        return [] if count <= MOST_GROUPS else [f"the lengths change {count} times, it takes {MOST_GROUPS} batches"]
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        return Plan(backend=self, segments=segments, request=request, host={"groups": _groups(segments)})
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
+        out_THD: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, plan.host["groups"], plan.request.scale)
+        return out_THD
+
+    def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
+        groups, scale = plan.host["groups"], plan.request.scale
+
+        def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                rotated_T3HD = rotate(qkv_T3HD.detach(), cos_TD, sin_TD)
+            out_THD: torch.Tensor = _Attention.apply(qkv_T3HD, rotated_T3HD, (cos_TD, sin_TD), groups, scale)
+            return out_THD
+
+        return [attend] * layers
+
+
+def _groups(segments: Segments) -> tuple[tuple[int, int], ...]:
+    """(segments, rows of each) of every run of equal lengths."""
+    lengths = segments.lengths_S[segments.lengths_S > 0].tolist()
+    return tuple((len(list(same)), length) for length, same in groupby(lengths))
+
+
+def _batch(x_THD: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
+    """Rows of equal segments as (B, H, L, D), a view."""
+    batch: torch.Tensor = x_THD[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+    return batch
+
+
+def _forward(qkv_T3HD: torch.Tensor, groups: Groups, scale: float, keep: bool) -> tuple[torch.Tensor, list[Any]]:
+    """(T, H, D), and what the backward of each group needs besides."""
+    outs_THD, kept, start = [], [], 0
+    for count, length in groups:
+        q, k, v = (_batch(x_THD, start, count, length) for x_THD in qkv_T3HD.unbind(1))
+        out, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, keep, 0.0, False, False, scale=scale
+        )
+        outs_THD.append(out.transpose(1, 2).flatten(0, 1))
+        kept.append(rest)
+        start += count * length
+    out_THD: torch.Tensor = outs_THD[0] if len(outs_THD) == 1 else torch.cat(outs_THD)
+    return out_THD, kept
+
+
+class _Attention(torch.autograd.Function):
+    """Rotated qkv to attended rows. The gradient is that of qkv before it was rotated, in one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_T3HD: torch.Tensor, rotated_T3HD: Any, tables: Any, groups: Groups, scale: float) -> Any:
+        rotated_T3HD = qkv_T3HD if rotated_T3HD is None else rotated_T3HD
+        out_THD, kept = _forward(rotated_T3HD, groups, scale, any(ctx.needs_input_grad))
+        ctx.groups, ctx.scale, ctx.tables = groups, scale, tables
+        # Of each group: logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, seed, offset.
+        ctx.sizes = [group[1:5] for group in kept]
+        ctx.save_for_backward(rotated_T3HD, out_THD, *(group[at] for group in kept for at in (0, 5, 6)))
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[Any, ...]:
+        rotated_T3HD, out_THD, *tensors = ctx.saved_tensors
+        dout_THD, dqkv_T3HD, start = dout_THD.contiguous(), torch.empty_like(rotated_T3HD), 0
+        for index, ((count, length), sizes) in enumerate(zip(ctx.groups, ctx.sizes, strict=True)):
+            at = start, count, length
+            lse, seed, offset = tensors[3 * index : 3 * index + 3]
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                _batch(dout_THD, *at),
+                *(_batch(x_THD, *at) for x_THD in rotated_T3HD.unbind(1)),
+                _batch(out_THD, *at),
+                lse,
+                seed,
+                offset,
+                None,
+                *sizes,
+                0.0,
+                False,
+                scale=ctx.scale,
+            )
+            for part, dx in enumerate(found):
+                _batch(dqkv_T3HD[:, part], *at).copy_(dx)
+            start += count * length
+        if ctx.tables is not None:
+            rope_back_(dqkv_T3HD, *ctx.tables)
+        return dqkv_T3HD, None, None, None, None
+
+
+@env.probe
+def _against_gradients(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
+    """Why its gradients are not used here: they are tried once, against attention by its definition."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    groups, scale, heads = ((2, 96), (1, 200)), head_dim**-0.5, 2
+    wide = torch.randn(2 * 96 + 200, 3, heads, head_dim, generator=generator, dtype=torch.float32, device="cpu")
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+        try:
+            qkv = wide.to(device, dtype).requires_grad_()
+            given = torch.randn(len(wide), heads, head_dim, generator=generator, device="cpu").to(device, dtype)
+            out = _Attention.apply(qkv, None, None, groups, scale)
+            (found,) = torch.autograd.grad(out, qkv, given)
+            exact = qkv.detach().float().requires_grad_()
+            outs, start = [], 0
+            for count, length in groups:
+                q, k, v = (_batch(x, start, count, length) for x in exact.unbind(1))
+                outs.append(((q @ k.mT * scale).softmax(-1) @ v).transpose(1, 2).flatten(0, 1))
+                start += count * length
+            (wanted,) = torch.autograd.grad(torch.cat(outs), exact, given.float())
+        except Exception as error:
+            return (f"its gradients fail here: {type(error).__name__}: {' '.join(str(error).split())[:200]}",)
+    errors = [float((found[:, i].float() - wanted[:, i]).norm() / wanted[:, i].norm()) for i in range(3)]
+    worst = max(errors)
+    return () if worst < 0.03 else (f"its gradients are wrong here: relative error {worst:.1e}",)
