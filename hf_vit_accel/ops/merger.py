@@ -72,11 +72,8 @@ def _fused(merger: Any, context: Context) -> Merge:
 
 def _differentiable(rest: list[Any], context: Context) -> Callable[..., torch.Tensor] | None:
     """Product, GELU, product as an MLP that keeps little for its gradient; None for anything else."""
-    if (
-        len(rest) != 3
-        or context.no_kernels
-        or not (type(rest[0]) is type(rest[2]) is nn.Linear and type(rest[1]) is nn.GELU)
-    ):
+    kinds = nn.Linear, nn.GELU, nn.Linear
+    if context.no_kernels or len(rest) != 3 or any(map(context.reasons_replaced, rest, kinds)):
         return None
     (first, gelu, last), cast = rest, context.cast
     kind = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
