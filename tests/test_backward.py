@@ -456,6 +456,13 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for dim in (72, 80)
         for back in (False, True)
     },
+    "rope_gather_back": (
+        "rope",
+        "_rope_gather_kernel",
+        "dq:*bf16 dk:*bf16 dv:*bf16 cos:*fp32 sin:*fp32 out:*bf16 rows:i32 length:i32 stride_b:i32 stride_h:i32 "
+        "stride_l:i32 table_stride:i32",
+        dict(HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
+    ),
     "rope_back_": (
         "rope",
         "_rope_kernel",
@@ -471,7 +478,6 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         )
         for kind in KINDS
     },
-    "quick_gelu": ("mlp_backward", "_quick_gelu_kernel", "z:*bf16 h:*bf16 total:i32", dict(BLOCK=4096)),
     "swiglu_mlp": (
         "mlp_backward",
         "_swiglu_backward_kernel",

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request
 from hf_vit_accel.metadata import Segments
-from hf_vit_accel.ops.rope import rope_back_
+from hf_vit_accel.ops.rope import rope_gather_back
+from hf_vit_accel.ops.rope import rotate as rotation
 
 Groups = Sequence[tuple[int, int]]
 
@@ -61,10 +62,17 @@ class TorchCudnn(Backend):
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         groups, scale = plan.host["groups"], plan.request.scale
 
+        fused = getattr(rotate, "__wrapped__", rotate) is rotation  # then its gradient is, too
+
         def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                rotated_T3HD = rotate(qkv_T3HD.detach(), cos_TD, sin_TD)
-            out_THD: torch.Tensor = _Attention.apply(qkv_T3HD, rotated_T3HD, (cos_TD, sin_TD), groups, scale)
+            rotated_T3HD = tables = None
+            if fused:
+                tables = cos_TD, sin_TD
+                with torch.no_grad():
+                    rotated_T3HD = rotate(qkv_T3HD.detach(), cos_TD, sin_TD)
+            else:
+                qkv_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)
+            out_THD: torch.Tensor = _Attention.apply(qkv_T3HD, rotated_T3HD, tables, groups, scale)
             return out_THD
 
         return [attend] * layers
@@ -131,11 +139,14 @@ class _Attention(torch.autograd.Function):
                 False,
                 scale=ctx.scale,
             )
-            for part, dx in enumerate(found):
-                _batch(dqkv_T3HD[:, part], *at).copy_(dx)
-            start += count * length
-        if ctx.tables is not None:
-            rope_back_(dqkv_T3HD, *ctx.tables)
+            stop = start + count * length
+            if ctx.tables is not None:
+                cos_TD, sin_TD = (table_TD[start:stop] for table_TD in ctx.tables)
+                rope_gather_back(found, cos_TD, sin_TD, dqkv_T3HD[start:stop])
+            else:
+                for part, dx in enumerate(found):
+                    _batch(dqkv_T3HD[:, part], *at).copy_(dx)
+            start = stop
         return dqkv_T3HD, None, None, None, None
 
 

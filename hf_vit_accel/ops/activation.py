@@ -21,6 +21,7 @@ __all__ = [
     "linear_gelu_tanh",
     "pad_swiglu",
     "pad_swiglu_reference",
+    "quick_gelu",
     "quick_gelu_",
     "quick_gelu_reference",
     "swiglu",
@@ -47,21 +48,30 @@ def quick_gelu_reference(x_TF: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _quick_gelu_kernel(x, total, BLOCK: tl.constexpr):
+def _quick_gelu_kernel(x, out, total, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     dtype: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     scaled = (value * 1.702).to(dtype).to(tl.float32)
     gate = (1.0 / (1.0 + tl.exp(-scaled))).to(dtype).to(tl.float32)
-    tl.store(x + at, (value * gate).to(dtype), mask=inside)
+    tl.store(out + at, (value * gate).to(dtype), mask=inside)
 
 
 def quick_gelu_(x_TF: torch.Tensor) -> torch.Tensor:
     """`quick_gelu_reference` as one kernel, in place."""
+    return _quick_gelu(x_TF, x_TF)
+
+
+def quick_gelu(x_TF: torch.Tensor) -> torch.Tensor:
+    """`quick_gelu_reference` as one kernel, out of place."""
+    return _quick_gelu(x_TF, torch.empty_like(x_TF))
+
+
+def _quick_gelu(x_TF: torch.Tensor, out_TF: torch.Tensor) -> torch.Tensor:
     assert x_TF.is_contiguous()
-    _quick_gelu_kernel[(-(-x_TF.numel() // 4096),)](x_TF, x_TF.numel(), BLOCK=4096, num_warps=8)
-    return x_TF
+    _quick_gelu_kernel[(-(-x_TF.numel() // 4096),)](x_TF, out_TF, x_TF.numel(), BLOCK=4096, num_warps=8)
+    return out_TF
 
 
 def swiglu_reference(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel.ops.activation import pad_swiglu, quick_gelu_reference, swiglu, swiglu_reference
+from hf_vit_accel.ops.activation import pad_swiglu, quick_gelu, quick_gelu_reference, swiglu, swiglu_reference
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.launch import jit
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
@@ -60,23 +60,11 @@ def swiglu_mlp_reference(
     return F.linear(h_TF, down_EF, down_E)
 
 
-@jit
-def _quick_gelu_kernel(z, h, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    dtype: tl.constexpr = z.dtype.element_ty
-    x = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
-    gate = (1.0 / (1.0 + tl.exp(-(x * 1.702).to(dtype).to(tl.float32)))).to(dtype).to(tl.float32)
-    tl.store(h + at, (x * gate).to(dtype), mask=inside)
-
-
 def _activate(z_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """What stock makes of the rounded result of the first product."""
-    if kind != "quick_gelu":
-        return F.gelu(z_TF, approximate="tanh" if kind == "gelu_tanh" else "none")
-    h_TF = torch.empty_like(z_TF)
-    _quick_gelu_kernel[(-(-z_TF.numel() // 4096),)](z_TF, h_TF, z_TF.numel(), BLOCK=4096, num_warps=8)
-    return h_TF
+    if kind == "quick_gelu":
+        return quick_gelu(z_TF)
+    return F.gelu(z_TF, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 @jit
