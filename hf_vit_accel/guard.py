@@ -8,6 +8,7 @@ whether anything changed. All reasons are lists of sentences, empty where nothin
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -26,7 +27,7 @@ from hf_vit_accel.env import is_upstream
 from hf_vit_accel.families import Family, Parts
 from hf_vit_accel.inputs import Expected
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.ops import Reads, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops import Reads, copied, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.route import POPPED
 
 __all__ = [
@@ -103,19 +104,20 @@ class Snapshot:
         self.proof = upstream.prove(tower, family)
         self._home = self.proof.code.home
         modules = dict(tower.named_modules())
-        self._names, self._modules = list(modules), list(modules.values())
-        self._attributes = list(map(vars, self._modules))
-        self._below = self._attributes[1:]
-        self._children = [module._modules for module in self._modules if module._modules]
-        self._kinds: list[Any] = list(set(map(type, self._modules)))
-        named = [module._parameters for module in self._modules if module._parameters]
+        # The tower itself is held weakly: it holds this, and would not be freed at once.
+        self._tower, (_, *self._names), (_, *below) = weakref.ref(tower), modules, modules.values()
+        self._modules, self._below = below, list(map(vars, below))
+        self._own_names = [name for name in vars(tower) if name not in _BARE]
+        self._children = [module._modules for module in modules.values() if module._modules]
+        self._kinds: list[Any] = list(set(map(type, modules.values())))
+        named = [module._parameters for module in modules.values() if module._parameters]
         self._parameters = [each for each in named if all(value is not None for value in each.values())]
         self._partial = [each for each in named if any(value is None for value in each.values())]
         self._own = [attributes for attributes in self._below if "forward" in attributes]
         self._read = self._now()
-        self._buffers = [module._buffers for module in self._modules if module._buffers]
+        self._read[-1][:] = copied(self._read[-1])
+        self._buffers = [module._buffers for module in modules.values() if module._buffers]
         self.reads, self._weights = Reads(), Weights([], None, False)
-        below = self._modules[1:]
         self.foreign = next(iter(chain.from_iterable(map(reasons_replaced, below))), None)
         self.offloaded = any("_hf_hook" in vars(module) for module in below)
         self.stock = list(self._reasons_stock(tower, family))
@@ -124,13 +126,15 @@ class Snapshot:
 
     def _now(self) -> tuple[list[Any], ...]:
         """All that `current` compares."""
+        tower = self._tower()
         return (
-            list(map(type, self._modules)),
+            [type(tower), *map(type, self._modules)],
             list(chain.from_iterable(map(_VALUES, self._children))),
             list(map(len, self._below)),  # a forward that is set on an instance is an attribute more
-            [attributes.get("forward") for attributes in self._own],
+            [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own],
             [kind.forward for kind in self._kinds],
             list(map(self._home.get, self.proof.code.names)),
+            list(map(vars(tower).get, self._own_names)),
         )
 
     def current(self) -> bool:
@@ -149,8 +153,6 @@ class Snapshot:
         except (AttributeError, TypeError, ValueError) as error:
             yield f"the tower is not built as {family.name} is known: {error}"
             return
-        for name in vars(tower).keys() - _BARE:
-            self.reads.read(tower, name)
         found = [
             [self.reads.read(block.attention, name) for name in ("num_heads", "head_dim", "scaling")]
             for block in self.parts.blocks
@@ -170,15 +172,13 @@ class Snapshot:
             yield self.proof.fast
         if self.varied:
             yield "layers have different heads, or scale attention differently"
-        for name, module in zip(self._names, self._modules, strict=True):
+        below, place = list(zip(self._names, self._modules, strict=True)), placed_by_accelerate(tower)
+        for name, module in below:
             if any(isinstance(vars(module).get(weight), torch.Tensor) for weight in ("weight", "bias")):
                 yield f"a weight of {name} is not a parameter"
                 break
-        place = placed_by_accelerate(tower)
-        hooked = (name for name, module in zip(self._names, self._modules, strict=True) if "_hf_hook" in vars(module))
-        at = dict(zip(self._names, self._modules, strict=True))
-        for name in hooked:
-            if name and (place is None or placed_by_accelerate(at[name]) != place):
+        for name, module in below:
+            if "_hf_hook" in vars(module) and (place is None or placed_by_accelerate(module) != place):
                 yield f"accelerate hooks on {name}"
                 break
         for index, block in enumerate(self.parts.blocks):
@@ -222,7 +222,7 @@ class Snapshot:
         reasons = ["global module hooks"] if any(_GLOBAL_HOOKS) else []
         for hooks_of in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if grad else _FORWARD_HOOKS:
             if any(map(hooks_of, self._below)):
-                named = zip(self._names[1:], self._below, strict=True)
+                named = zip(self._names, self._below, strict=True)
                 hooked = next((name for name, own in named if not all(map(_inert, hooks_of(own).values()))), None)
                 if hooked is not None:
                     reasons.append(f"hooks on {hooked}")

@@ -14,7 +14,7 @@ import torch
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import linear, merger, mlp, norm, patch_embed, positions, rope, window_attention
-from hf_vit_accel.ops.base import Context, Operation, Reads, own_forward, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops.base import Context, Operation, Reads, copied, own_forward, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.ops.launch import why_not_triton
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Ops",
     "Reads",
     "build",
+    "copied",
     "own_forward",
     "placed_by_accelerate",
     "reasons_replaced",

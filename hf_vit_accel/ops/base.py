@@ -17,7 +17,7 @@ from torch import nn
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 
-__all__ = ["Context", "Operation", "Reads", "own_forward", "placed_by_accelerate", "reasons_replaced"]
+__all__ = ["Context", "Operation", "Reads", "copied", "own_forward", "placed_by_accelerate", "reasons_replaced"]
 
 
 def placed_by_accelerate(module: nn.Module) -> Any:
@@ -77,7 +77,7 @@ class Reads:
     def seal(self) -> None:
         """All is read: remember the values."""
         self._getters = [(itemgetter(*names), attributes) for attributes, names in self._names.values()]
-        self._values = [_copied(get(attributes)) for get, attributes in self._getters]
+        self._values = [copied(get(attributes)) for get, attributes in self._getters]
 
     def unchanged(self) -> bool:
         """Whether all of them are still what they were when this was sealed."""
@@ -89,11 +89,11 @@ class Reads:
             return False
 
 
-def _copied(values: Any) -> Any:
-    """Lists may change in place."""
-    if isinstance(values, tuple):
-        return tuple(map(_copied, values))
-    return list(values) if isinstance(values, list) else values
+def copied(values: Any) -> Any:
+    """Values, and each of those inside: lists may change in place."""
+    if isinstance(values, tuple | list):
+        return type(values)(map(copied, values))
+    return values
 
 
 _BARE = nn.Module()

@@ -295,10 +295,12 @@ def rope(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, pad
 def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Rows and positions (T, 2) to cos and sin (T, D) by the tower's own module, whatever its frequencies."""
     rotary = context.called(rotary)
-    if "x" in inspect.signature(type(rotary).forward).parameters:
+    # Until transformers 5.17 the module returned the angles of one half, and the tower did the rest. (Someone else's
+    # module in its place may not say what it takes.)
+    known = [kind for kind in (type(rotary), *(context.classes or ())) if "RotaryEmbedding" in kind.__name__]
+    if any("x" in inspect.signature(kind.forward).parameters for kind in known):  # type: ignore[attr-defined]
         return rotary  # type: ignore[no-any-return]
 
-    # Until transformers 5.17 the module returned the angles of one half, and the tower did the rest.
     def make(x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         half_TD = rotary(positions_T2)
         angles_TD = torch.cat((half_TD, half_TD), dim=-1)
