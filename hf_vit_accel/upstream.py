@@ -22,6 +22,8 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
@@ -129,12 +131,17 @@ class _Unrandom(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_STOCK = "hf_vit_accel_stock"
+"""The name of transformers' own sdpa attention for twins: anyone may register another function under the usual one."""
+
+
 def _twin(kind: Any, config: Any, family: Family) -> Any:
     """A tower of a class in its smallest shape, fp32 on the CPU; no weight is zero, and no norm's one."""
+    modeling_utils.AttentionInterface.register(_STOCK, sdpa_attention_forward)
     config = copy.deepcopy(config)
     for name, value in family.tiny.items():
         setattr(config, name, copy.deepcopy(value))
-    config._attn_implementation_internal = "sdpa"
+    config._attn_implementation_internal = _STOCK
     config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
     with torch.device("cpu"), _Unrandom():
         twin = kind(config).float().eval()
@@ -210,7 +217,7 @@ def _compare(twin: Any, family: Family, grid: Grid, *, whole: bool = False) -> t
     metadata = lay_out(grid, replace(spec, ops=None)).ready().injected()
     with torch.no_grad():
         injected = _difference(family.tensors_of(twin(pixels_TP, grid_thw=grid_thw, **metadata)), expected, _BOUND)
-    twin.config._attn_implementation_internal = "sdpa"
+    twin.config._attn_implementation_internal = _STOCK
     return fast, injected and f"{name} computes something else with our metadata ({injected})"
 
 
