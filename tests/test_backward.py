@@ -20,6 +20,8 @@ from test_kernels import INTERPRETED, compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
+from hf_vit_accel.ops import column_sum as column_sum_module
+from hf_vit_accel.ops import norm_backward
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
 from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.ops.linear import linear, linear_reference
@@ -254,6 +256,13 @@ def test_gradients_by_the_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
+def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left to aten, or kept, for few rows is done by kernels here."""
+    for module in (column_sum_module, norm_backward):
+        monkeypatch.setattr(module, "_FEW_ROWS", 0)
+
+
+@pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory that nobody has written yet holds NaN."""
 
@@ -421,12 +430,6 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "_column_sum_kernel",
         "x:*bf16 partial:*fp32 rows:i32 length:i32 row_stride:i32",
         dict(WIDTH=1152, BLOCK_T=32, BLOCK_F=128),
-    ),
-    "add_up": (
-        "column_sum",
-        "_add_up_kernel",
-        "partial:*fp32 first:*bf16 second:*bf16 count:i32",
-        dict(STRIDE=3424, WIDTH=3420, BLOCK_P=128, BLOCK_F=16),
     ),
     **{
         f"norm {width}": (

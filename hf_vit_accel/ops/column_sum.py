@@ -24,6 +24,9 @@ BLOCK_T, BLOCK_F = 16, 128
 """A tile of a kernel that walks over rows and sums up columns: 256 bytes of a row are whole lines of memory."""
 
 
+_FEW_ROWS = 8192  # below, launching takes longer than summing
+
+
 def column_sum_reference(dy_TF: torch.Tensor) -> torch.Tensor:
     """The sum over the rows, (F,), made in fp32 and rounded to the rows' dtype."""
     return dy_TF.sum(0, dtype=torch.promote_types(dy_TF.dtype, torch.float32)).to(dy_TF.dtype)
@@ -57,46 +60,16 @@ def store_sum(partial, total_TF, f, run, WIDTH: tl.constexpr):
     tl.store(partial + run * WIDTH + f, sums, mask=f < WIDTH)
 
 
-@jit
-def _add_up_kernel(
-    partial,
-    first,
-    second,
-    count,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
-    f = (tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
-    partial += tl.program_id(1) * count * STRIDE
-    total = tl.zeros((BLOCK_P, BLOCK_F), tl.float32)
-    for at in tl.range(0, count, BLOCK_P):
-        p = (at + tl.arange(0, BLOCK_P))[:, None]
-        total += tl.load(partial + p * STRIDE + f, mask=(p < count) & (f < WIDTH), other=0.0)
-    sums = tl.sum(total, 0)[None, :]
-    if tl.program_id(1) == 0:
-        tl.store(first + f, sums.to(first.dtype.element_ty), mask=f < WIDTH)
-    else:
-        tl.store(second + f, sums.to(second.dtype.element_ty), mask=f < WIDTH)
-
-
 def add_up(partial_NPF: torch.Tensor, dtype: torch.dtype, width: int | None = None) -> tuple[torch.Tensor, ...]:
-    """The sums of one or two sets of partial sums in fp32: N tensors (width,) of a dtype, of the first columns."""
-    sets, count, stride = partial_NPF.shape
-    width = width or stride
-    assert sets in (1, 2) and partial_NPF.is_contiguous()
-    out = tuple(torch.empty(width, dtype=dtype, device=partial_NPF.device) for _ in range(sets))
-    block_p, block_f = 128, 16
-    _add_up_kernel[(-(-width // block_f), sets)](
-        partial_NPF, out[0], out[-1], count, STRIDE=stride, WIDTH=width, BLOCK_P=block_p, BLOCK_F=block_f, num_warps=4
-    )
-    return out
+    """The sums of sets of partial sums in fp32: N tensors (width,) of a dtype, of the first columns."""
+    return partial_NPF[..., :width].sum(1).to(dtype).unbind(0)
 
 
 def column_sum(dy_TF: torch.Tensor) -> torch.Tensor:
-    """`column_sum_reference` in two launches; aten's own sum takes about 55 us for 16384 rows on an H200."""
+    """`column_sum_reference`; by a kernel for many rows, of which 16384 take aten 55 us (H200)."""
     rows, width = dy_TF.shape
+    if rows < _FEW_ROWS:
+        return dy_TF.sum(0)  # rows are summed in fp32, whatever their dtype
     dy_TF = dy_TF if dy_TF.stride(1) == 1 else dy_TF.contiguous()
     columns = -(-width // BLOCK_F)
     length, count = runs(rows, columns, dy_TF.device, block_t=2 * BLOCK_T)

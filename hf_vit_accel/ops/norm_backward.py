@@ -23,6 +23,7 @@ except ImportError:  # pragma: no cover
 
 __all__ = ["Norm", "add_norm", "add_norm_reference", "keep", "kept", "norm_of", "remember"]
 
+_FEW_ROWS = 8192
 _BLOCK_T, _EACH_SM = 2, 3  # rows at a time and programs of a multiprocessor, in the gradient
 
 
@@ -54,8 +55,11 @@ def norm_of(x_TE: torch.Tensor) -> Norm | None:
 
 
 def keep(x_TE: torch.Tensor, norm: Norm | None) -> tuple[tuple[torch.Tensor | None, ...], tuple[float, bool] | None]:
-    """What a product saves for its input's sake: tensors and, with a norm, its settings. See `kept`."""
-    if norm is None:
+    """What a product saves for its input's sake: tensors and, with a norm, its settings. See `kept`.
+
+    Few rows are kept as they are: making them again would cost a launch, and they cost no memory.
+    """
+    if norm is None or len(x_TE) < _FEW_ROWS:
         return (x_TE,), None
     return (norm.sum_TE.detach(), norm.weight_E.detach(), norm.bias_E), (norm.eps, norm.rms)
 

@@ -298,7 +298,7 @@ def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tenso
     # Until transformers 5.17 the module returned the angles of one half, and the tower did the rest. (Someone else's
     # module in its place may not say what it takes.)
     known = [kind for kind in (type(rotary), *(context.classes or ())) if "RotaryEmbedding" in kind.__name__]
-    if any("x" in inspect.signature(kind.forward).parameters for kind in known):  # type: ignore[attr-defined]
+    if any("x" in inspect.signature(kind.forward).parameters for kind in known):
         return rotary  # type: ignore[no-any-return]
 
     def make(x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
