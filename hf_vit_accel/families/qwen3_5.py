@@ -1,0 +1,18 @@
+"""Qwen3.5, Qwen3.6 (dense and MoE) and Qwen4-Exp: Qwen3-VL's tower without deepstack."""
+
+from __future__ import annotations
+
+from hf_vit_accel.families import qwen3_vl
+from hf_vit_accel.families.base import Family
+
+FAMILY = Family(
+    name="qwen3_5",
+    towers=(
+        ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5VisionModel"),
+        ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+        ("transformers.models.qwen4_exp.modeling_qwen4_exp", "Qwen4ExpVisionModel"),
+    ),
+    output="BaseModelOutputWithPooling",
+    geometry=qwen3_vl.geometry,
+    tiny={name: value for name, value in qwen3_vl.TINY.items() if name != "deepstack_visual_indexes"},
+)
