@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
-from glob import glob
+from glob import glob, has_magic
 from pathlib import Path
 
-__all__ = ["PassedOver", "key_of", "matches", "read_list", "root_of", "search"]
+__all__ = ["PassedOver", "key_of", "matches", "read_list", "root_of", "walk"]
 
 PassedOver = defaultdict[str, list[str]]
 """Why files and folders were left out, and which."""
@@ -63,7 +64,15 @@ def _folder_of(name: str) -> str:
 
 def matches(pattern: str, passed_over: PassedOver) -> Iterator[Path]:
     """The files that a glob matches, in folders that links lead to more than once only by one of their names."""
-    found = [Path(match) for match in sorted(glob(pattern, recursive=True))]
+    before, stars, after = pattern.partition("**")
+    if stars and (not before or before.endswith("/")):  # `glob` goes in circles where links do
+        top = before or "."
+        for folder in sorted(glob(top)) if has_magic(top) else [top]:
+            for path in walk(folder, passed_over):
+                if _fits(path.relative_to(folder).parts, ("**" + after).split("/")):
+                    yield path
+        return
+    found = [Path(match) for match in sorted(glob(pattern))]
     homes: dict[str, Path] = {}
     for parent in dict.fromkeys(path.parent for path in found):
         real = _real_folder(str(parent))
@@ -74,12 +83,23 @@ def matches(pattern: str, passed_over: PassedOver) -> Iterator[Path]:
     for path in found:
         if homes[_real_folder(str(path.parent))] != path.parent:
             continue
-        if path.is_file():
-            yield path
+        if path.is_dir():
+            passed_over["folders that a glob matches (/** searches them)"].append(str(path))
         elif path.is_symlink() and not path.exists():
             passed_over["links to nowhere"].append(str(path))
-        elif path.is_dir() and "**" not in pattern:
-            passed_over["folders that a glob matches (/** searches them)"].append(str(path))
+        else:
+            yield path
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path fits a glob, as `glob` has it: names that begin with a dot only if the pattern does."""
+    if not pattern or not parts:
+        return not parts and all(each == "**" for each in pattern)
+    first, rest = pattern[0], pattern[1:]
+    seen = not parts[0].startswith(".") or first.startswith(".")
+    if first == "**":
+        return _fits(parts, rest) or (seen and _fits(parts[1:], pattern))
+    return seen and fnmatchcase(parts[0], first) and _fits(parts[1:], rest)
 
 
 def read_list(path: Path) -> Iterator[str]:
@@ -89,10 +109,10 @@ def read_list(path: Path) -> Iterator[str]:
             yield name
 
 
-def search(folder: str, wanted: Callable[[str], bool], passed_over: PassedOver) -> Iterator[Path]:
-    """The files below a folder with names that are wanted. Linked folders are searched once, after the others.
+def walk(folder: str, passed_over: PassedOver) -> Iterator[Path]:
+    """All files below a folder. Linked folders are searched once, after the others.
 
-    What might be missed is added to `passed_over`: unreadable folders, links to nowhere, files without a suffix.
+    Unreadable folders and links to nowhere are added to `passed_over`.
     """
     seen: set[str] = set()
     waiting, links = [folder], []
@@ -111,19 +131,9 @@ def search(folder: str, wanted: Callable[[str], bool], passed_over: PassedOver) 
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(entry.path)
-            elif entry.is_symlink() and os.path.isdir(entry.path):
-                links.append(entry.path)
-            elif entry.is_symlink() and not os.path.exists(entry.path):
-                passed_over["links to nowhere"].append(entry.path)
-            elif (suffix := os.path.splitext(entry.name)[1].lower()) in (".tar", ".parquet"):
-                passed_over["shards (a folder is searched for pictures only: name them, or a glob of them)"].append(
-                    entry.path
-                )
-            elif not suffix and not entry.name.startswith("."):
-                passed_over["files without a suffix"].append(entry.path)
-            elif wanted(suffix) and entry.name.startswith("._"):
-                passed_over["macOS's notes on files (._NAME)"].append(entry.path)
-            elif wanted(suffix) and not entry.is_file():
-                passed_over["pipes, sockets and devices"].append(entry.path)
-            elif wanted(suffix):
+            elif not entry.is_symlink() or os.path.isfile(entry.path):
                 yield Path(entry.path)
+            elif os.path.isdir(entry.path):
+                links.append(entry.path)
+            elif not os.path.exists(entry.path):
+                passed_over["links to nowhere"].append(entry.path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Literal
 
-from captioning.places import PassedOver, key_of, matches, read_list, root_of, search
+from captioning.places import PassedOver, key_of, matches, read_list, root_of, walk
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -103,12 +103,18 @@ def find(inputs: list[str], *, column: str | None = None, split: str = "train", 
 
 
 def _find(name: str, column: str | None, split: str, found: Found) -> Iterator[Item]:
-    path, root = Path(name), found.root or ""
+    path = Path(name)
     if name.startswith("dataset:"):
         yield from _in_dataset(name.removeprefix("dataset:"), column, split)
     elif path.is_dir():
-        for file in search(str(path.resolve()), lambda suffix: _kind(suffix) is not None, found.passed_over):
-            yield Item(key=key_of(file, root), file=str(file), kind=_kind(file.suffix) or "image")
+        for file in walk(str(path.resolve()), found.passed_over):
+            kind, suffix = _kind(file.suffix), file.suffix.lower()
+            if suffix in (".tar", ".parquet"):
+                found.passed_over["shards (name them, or a glob of them, to read them)"].append(str(file))
+            elif not suffix and not file.name.startswith("."):
+                found.passed_over["files without a suffix"].append(str(file))
+            elif kind:
+                yield from _in_file(file, column, found, listed=False)
     elif has_magic(name) and not path.exists():
         for match in matches(name, found.passed_over):
             yield from _in_file(match, column, found, listed=False)
@@ -137,7 +143,9 @@ def _in_file(path: Path, column: str | None, found: Found, *, listed: bool) -> I
             yield Item(key=key_of(file, root), file=str(file), kind=_kind(file.suffix) or "image")
     elif path.name.startswith("._"):
         found.passed_over["macOS's notes on files (._NAME)"].append(str(path))
-    elif kind := _kind(suffix):
+    elif (kind := _kind(suffix)) and not path.is_file():
+        found.passed_over["pipes, sockets and devices"].append(str(path))
+    elif kind:
         yield Item(key=key, file=str(path), kind=kind)
 
 
