@@ -3,8 +3,8 @@
     python tests/soak_captioning.py build/soak --pictures 20000 --kills 12
 
 Draws pictures of all kinds, many of them odd, some damaged, in linked folders, tar shards and a table, some with a text
-written by hand. Two processes caption them; both are killed at random moments; each start spells the input otherwise, and
-in the middle the prompt changes. Prints figures and exits with 1 if something is wrong.
+written by hand. Two processes caption them; both are killed at random moments; each start spells the input otherwise,
+and in the middle the prompt changes. Prints figures and exits with 1 if something is wrong.
 """
 
 from __future__ import annotations
