@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +212,27 @@ def test_a_full_gpu_has_pictures_prepared_on_the_cpu(processor: Any, monkeypatch
 
     monkeypatch.setattr(captioner, "_process", process)
     assert captioner.encode([draw(1)[0]], ["p"])["pixel_values"].shape == (4, 8) and devices == ["cuda", "cpu"]
+
+
+def test_pixels_are_rounded_on_the_stream_that_made_them(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    captioner = Captioner(load_once(str(MODEL), torch.bfloat16, torch.device("cpu")), processor)
+    beside: list[str] = []
+
+    @contextmanager
+    def watch() -> Iterator[None]:
+        beside.append("in")
+        yield
+        beside.append("out")
+
+    class Pixels:
+        def to(self, dtype: torch.dtype) -> Pixels:
+            beside.append(str(dtype))
+            return self
+
+    monkeypatch.setattr(captioner, "_beside", watch)
+    monkeypatch.setattr(captioner, "_process", lambda *_: {"pixel_values": Pixels()})
+    captioner.encode([draw(1)[0]], ["p"])
+    assert beside == ["in", "torch.bfloat16", "out"]
 
 
 def test_the_device_reaches_the_image_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -142,14 +142,13 @@ class Captioner:
         Pictures are prepared on `pictures_on`, or on the CPU where its memory is full.
         Raises ValueError for what the processor refuses, as aspect ratios above 200.
         """
-        try:
-            with self._beside():
-                inputs = self._process(seen, prompts, self.pictures_on)
-        except torch.OutOfMemoryError:
-            inputs = self._process(seen, prompts, torch.device("cpu"))
-        for name in _PIXELS & inputs.keys():  # the tower rounds them the same way, later
-            inputs[name] = inputs[name].to(self.model.dtype)
-        return inputs
+        for device in (self.pictures_on, torch.device("cpu")):
+            with suppress(torch.OutOfMemoryError), self._beside():
+                inputs = self._process(seen, prompts, device)
+                for name in _PIXELS & inputs.keys():  # the tower rounds them the same way, later
+                    inputs[name] = inputs[name].to(self.model.dtype)
+                return inputs
+        raise torch.OutOfMemoryError("no memory for the pixels of a batch")
 
     def send(self, inputs: Sequence[Any]) -> list[Any]:
         """One batch's inputs for several prompts: of the pixels only one copy, and that on its way to the GPU.
