@@ -160,7 +160,7 @@ def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench, "bench", record)
     assert command().exit_code == 0
-    assert (asked["models"], list(asked["sizes"]), asked["attentions"]) == (["qwen3-vl-2b"], ["1x16x16"], ["auto"])
+    assert (asked["models"], list(asked["sizes"]), asked["attentions"]) == (["qwen3-vl-2b"], ["1x8x8"], ["auto"])
     assert (asked["rounds"], asked["peak"]) == (1, None)
     assert command("--model", "qwen2-vl-2b", "--sizes", "one 448^2", "--rounds", 2).exit_code == 0
     assert (asked["models"], list(asked["sizes"]), asked["attentions"]) == (["qwen2-vl-2b"], ["one 448²"], None)
