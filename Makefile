@@ -1,8 +1,8 @@
 # make test   lint, types and tests (those marked gpu only where a CUDA device is present)
 # make matrix every cell of SUPPORT.md, every supported version, and transformers' own tests: more than an hour; see noxfile.py
 # make support  SUPPORT.md, written anew
-# make demo   the example, into build/demo
-# Both set up .venv first, and again after pyproject.toml or constraints.txt changed.
+# make demo   the example, into build/demo; installs nothing that only the tests need
+# All set up .venv first, and again after pyproject.toml or constraints.txt changed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
-demo: $(VENV)/.installed-test
+demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/demo.py --output build/demo
 
 gpu-test: $(VENV)/.installed-test,cuda

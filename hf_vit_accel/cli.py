@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -17,6 +18,9 @@ from hf_vit_accel import bench as benchmark
 from hf_vit_accel import doctor as examination
 
 __all__ = ["app"]
+
+MODELS, CPU_MODEL, CPU_SIZE = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b", "qwen3-vl-2b", "1x8x8"
+"""What is timed by default; on a CPU little enough to end within a few minutes."""
 
 app = typer.Typer(
     help="Fast, exact vision towers for Hugging Face vision-language models.",
@@ -75,20 +79,21 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 @app.command()
 def bench(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Comma-separated: a built-in shape ("
             + ", ".join(benchmark.SHAPES)
-            + "), a checkpoint's folder or hub id, or a config.json."
+            + f"), a checkpoint's folder or hub id, or a config.json; by default {MODELS}, on a CPU {CPU_MODEL}."
         ),
-    ] = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b",
+    ] = None,
     sizes: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Comma-separated: names out of those of the default, or frames x height x width in patches such as "
-            "1x64x64*16+8x36x64 (*n repeats, + joins)."
+            help=f"Comma-separated: names out of {', '.join(benchmark.SIZES)} (in pixels; ^2 will do for ²), or frames "
+            "x height x width in patches such as 1x64x64*16+8x36x64 (*n repeats, + joins); by default all names, on a "
+            f"CPU {CPU_SIZE}."
         ),
-    ] = ",".join(benchmark.SIZES),
+    ] = None,
     backends: Annotated[
         str | None,
         typer.Option(
@@ -105,10 +110,14 @@ def bench(
         str | None,
         typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds of four timed forwards each.")] = 5,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5, on a CPU 1."),
+    ] = None,
     peak: Annotated[
-        float, typer.Option(min=0.001, help="TFLOP/s that the floor assumes; the default is an H200's in bf16.")
-    ] = benchmark.PEAK,
+        float | None,
+        typer.Option(min=0.001, help="TFLOP/s that the floor assumes; by default this GPU's, measured; none on a CPU."),
+    ] = None,
     weights: Annotated[bool, typer.Option("--weights", help="Load the checkpoint's weights, not random ones.")] = False,
     profile: Annotated[
         bool,
@@ -125,7 +134,7 @@ def bench(
     \f
     The keys of the JSON object; null stands for "none":
 
-    - versions: name to version or null. device, dtype: text. rounds: int. peak_tflops: what floor_ms assumes.
+    - versions: name to version or null. device, dtype: text. rounds: int. peak_tflops: what floor_ms assumes, or null.
     - rows: list of {model, size, patches, contender, status, floor_ms, bound, ms, ms_low, ms_high, ratio (ms over
       floor_ms), speedup (over the first contender), error, problem, parts}.
       status: "timed"; "wrong" (the error is above the bound, or it crashed); "skipped" (it cannot run here).
@@ -134,11 +143,20 @@ def bench(
     with _usage_errors():
         if plot_path is not None:
             benchmark.require_matplotlib()
+        for path in (json_path, plot_path):
+            _check_writable(path)
         if dtype is not None and dtype not in benchmark.DTYPES:
             raise ValueError(f"expected a dtype out of {', '.join(benchmark.DTYPES)}, got {dtype}")
-        chosen = benchmark.DTYPES[dtype] if dtype else benchmark.default_dtype(benchmark.device_of_choice())
+        device = benchmark.device_of_choice()
+        on_cpu = device.type == "cpu"
+        chosen = benchmark.DTYPES[dtype] if dtype else benchmark.default_dtype(device)
+        if on_cpu and model is None:  # several backends are as many copies of the tower
+            backends = backends or "auto"
+        sizes = sizes or (CPU_SIZE if on_cpu else ",".join(benchmark.SIZES))
+        rounds = rounds or (1 if on_cpu else 5)
+        peak = peak or benchmark.peak_of(device, chosen)
         blocks = benchmark.bench(
-            _listed(model),
+            _listed(model or (CPU_MODEL if on_cpu else MODELS)),
             dict(benchmark.parse_size(size) for size in _listed(sizes)),
             attentions=None if backends is None else _listed(backends),
             baselines=_listed(baselines),
@@ -147,8 +165,10 @@ def bench(
             peak=peak,
             weights=weights,
             with_profile=profile,
+            say=lambda line: typer.echo(f"... {line}", err=True),
         )
-    typer.echo(f"{str(chosen).removeprefix('torch.')}; floor: all matrix FLOPs at {peak:g} TFLOP/s")
+    floor = f"floor: all matrix FLOPs at {peak:.4g} TFLOP/s" if peak else "no floor on a CPU"
+    typer.echo(f"{str(chosen).removeprefix('torch.')}; {floor}")
     rows: list[benchmark.Row] = []
     output = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries may print when they are first used
@@ -164,6 +184,15 @@ def bench(
         benchmark.plot(result, plot_path)
     if any(row.status == "wrong" for row in rows):
         raise typer.Exit(1)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Raise ValueError for a file that could not be written when all is done."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"cannot write {path}: " + ("a folder" if path.is_dir() else f"is {folder} there, and yours?"))
 
 
 def _listed(names: str) -> list[str]:

@@ -73,6 +73,7 @@ MAY_IMPORT = {
     "doctor": {"backends", "metadata", "env", ""},
     "bench": {"api", "boundary", "backends", "config", "env", "graphs", "families", "metadata", "planning", "tower"},
     "cli": {"doctor", "bench", ""},
+    "__main__": {"cli"},
     "__init__": {"api", "backends", "calibration", "config", "registration", "tower"},
 }
 

@@ -43,10 +43,12 @@ from captioning import captioner as captioner_module  # noqa: E402
 from captioning import sources  # noqa: E402
 from captioning.batches import Task, cost, pack, spread, vision_tokens  # noqa: E402
 from captioning.captioner import Caption, Captioner, fill, halve_on_oom, load_processor, named  # noqa: E402
-from captioning.journal import Journal, Record, export, fingerprint, lock, replace_file  # noqa: E402
+from captioning.exports import Export  # noqa: E402
+from captioning.journal import Journal, Record, fingerprint, lock, replace_file  # noqa: E402
 from captioning.pictures import read_image, upright_size  # noqa: E402
-from captioning.progress import Counts, Progress, clear, read_counts, summary  # noqa: E402
-from captioning.sources import Item, fields, find, open_item, size  # noqa: E402
+from captioning.plan import checkpoint, differences, make_plan  # noqa: E402
+from captioning.progress import Counts, Progress, clear, read_counts, state, summary  # noqa: E402
+from captioning.sources import Found, Item, fields, open_item, size  # noqa: E402
 from captioning.worker import Worker, decode  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:PIL")  # of damaged metadata, and of bombs
@@ -57,6 +59,22 @@ NAMES = st.text(
     st.characters(exclude_categories=()) | st.sampled_from('\n\r\0\u2028\x85\udcff"\\'), min_size=1, max_size=8
 ).filter(lambda name: json.loads(json.dumps(name)) == name)
 """Any code points, with line ends, U+2028 and lone surrogates. Only two that are no longer lone JSON cannot hold."""
+
+
+def find(inputs: list[str], **kwargs: Any) -> list[Item]:
+    return look(inputs, **kwargs).items
+
+
+def look(inputs: list[str], **kwargs: Any) -> Found:
+    return sources.find(inputs, **kwargs)
+
+
+def export(records: list[Record], path: Path, **options: Any) -> Export:
+    """Of a run that found its pictures in `path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = Export(Path(folder), {"root": str(path), "prompts": ["p", "q"]}, **options)
+        done(records, path)
+        return done
 
 
 def named_task(key: str, tokens: int = 1, prompts: Sequence[str] = (PROMPT,), **kwargs: Any) -> Task:
@@ -190,6 +208,7 @@ def test_records_come_back_as_they_were(shards: list[list[Record]]) -> None:
         journal.drop(lambda record: False)
         assert list(journal.records()) == list(itertools.chain(*shards))
         # The same from a file of merged records, which anyone may read as JSON, line by line.
+        journal.note({"run": "r"})
         merged = journal.merged("r")
         export(merged, Path(folder) / "merged.jsonl")
         lines = (Path(folder) / "merged.jsonl").read_bytes().split(b"\n")[:-1]
@@ -218,7 +237,8 @@ def test_a_cut_at_any_byte_loses_no_other_record(tmp_path: Path) -> None:
 def test_torn_lines_of_any_length_are_cut_off(tmp_path: Path, length: int) -> None:
     journal = Journal(tmp_path)
     for whole in ([], [record("a")], [record("a" * 70_000), record("b")]):
-        journal.clear()
+        for shard in journal.shards():
+            shard.unlink()
         journal.append(3, whole)
         with (tmp_path / "captions-00003.jsonl").open("ab") as file:
             file.write(b"x" * length)
@@ -262,8 +282,13 @@ def test_merged_is_of_one_run(tmp_path: Path) -> None:
     assert [(each.key, each.prompt) for each in journal.merged()] == [("a", "p"), ("a", "q"), ("b", "p")]
     assert journal.merged() == journal.merged("new")
     assert [each.key for each in journal.merged("old")] == ["a", "c"]
-    journal.clear()
-    assert not journal.shards() and [entry["run"] for entry in journal.manifest()["runs"]] == ["old", "new"]
+    journal.note({"run": "new", "prompts": ["q", "p"]})
+    assert [(each.key, each.prompt) for each in journal.merged()] == [("a", "q"), ("a", "p"), ("b", "p")]
+    journal.note({"run": "new", "prompts": ["q"]})
+    chosen = journal.select()
+    assert [(each.key, each.prompt) for each in chosen.records] == [("a", "q")]
+    assert (chosen.prompts, chosen.runs) == (2, 2)
+    assert len(journal.select(all_prompts=True).records) == 3 and journal.newest("old") == {"run": "old"}
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,22 +318,29 @@ def test_export_to_parquet(tmp_path: Path) -> None:
 
 def test_export_beside_the_pictures(tmp_path: Path) -> None:
     bad = replace(record("b.jpg"), status="error", caption=None)
+    for name in ("a.jpg", "b.jpg", "b.png", "sub/c.d.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
     export([record("a.jpg"), record("a.jpg", "q"), bad, record("sub/c.d.png"), record("b.png")], tmp_path)
     found = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.txt")}
     both = "caption of a.jpg\ncaption of a.jpg\n"
     assert found == {"a.txt": both, "b.txt": "caption of b.png\n", "sub/c.d.txt": "caption of sub/c.d.png\n"}
 
 
-@pytest.mark.parametrize("keys", [["a.jpg", "a.png"], ["../a.jpg"], ["/a.jpg"], ["x.parquet#0", "x.parquet#1"]])
-def test_export_writes_no_text_that_is_not_beside_its_picture(tmp_path: Path, keys: list[str]) -> None:
+@pytest.mark.parametrize("keys", [["../a.jpg"], ["/a.jpg"], ["x.parquet#0", "x.parquet#1"], ["../../a.jpg", "b\0.jpg"]])
+@pytest.mark.parametrize("source", [None, "x.tar"])
+def test_export_writes_no_text_that_is_not_beside_its_picture(
+    tmp_path: Path, keys: list[str], source: str | None
+) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"not within|would both be"):
-        export([record(key) for key in keys], tmp_path / "folder")
-    assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
+    (tmp_path / "a.jpg").touch()
+    done = export([record(key, source=source) for key in keys], tmp_path / "folder")
+    assert len(done.absent) + len(done.refused) == len(keys) and not done.written
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.jpg", "folder"]
 
 
 def test_export_to_something_else(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.jsonl or \.parquet, got .*out\.csv"):
+    with pytest.raises(ValueError, match=r"\.parquet or \.tar, got .*out\.csv"):
         export([record()], tmp_path / "out.csv")
 
 
@@ -367,8 +399,8 @@ def test_file_systems_without_locks_are_written_to(tmp_path: Path, monkeypatch: 
 
 
 def to_do(items: Sequence[Item], records: Sequence[Record], prompts: Sequence[str] = ("p",), **kwargs: Any) -> Any:
-    tasks, stale = batch_caption.pending(items, prompts, records, **({"retry_errors": False} | kwargs))
-    return {task.item.key: list(task.prompts) for task in tasks}, stale
+    plan = make_plan(items, prompts, records, **kwargs)
+    return {task.item.key: list(task.prompts) for task in plan.tasks}, plan.stale
 
 
 @pytest.fixture
@@ -407,7 +439,7 @@ def test_errors_are_tried_again_only_if_asked_and_only_what_is_tried_is_dropped(
 def test_a_mended_shard_has_no_error_any_more(tmp_path: Path) -> None:
     done = [replace(record("x.tar"), status="error"), record("x.tar/a.png", bytes=3), record("y.tar/a.png", bytes=9)]
     damaged = [Item(key="x.tar", file="dir/x.tar", problem="damaged")]
-    member = [Item(key="x.tar/a.png", file="dir/x.tar", offset=512, length=3)]
+    member = [Item(key="x.tar/a.png", file="dir/x.tar", offset=512, length=3, source="x.tar")]
     assert to_do(damaged + member, done) == ({}, set())
     assert to_do(member, done) == ({}, {("x.tar", "p")})
 
@@ -424,8 +456,9 @@ def test_runs_killed_anywhere_add_up_to_one(data: st.DataObject) -> None:
             processes, batch_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
             some = prompts if last else data.draw(st.lists(st.sampled_from(prompts), unique=True, min_size=1))
             journal.repair()
-            tasks, stale = batch_caption.pending(items, some, journal.records(), retry_errors=False)
-            assert not stale
+            plan = make_plan(items, some, journal.records())
+            tasks = plan.tasks
+            assert not plan.stale
             for process, share in enumerate(spread([cost(task, 8) for task in tasks], processes)):
                 before = sum(shard.stat().st_size for shard in journal.shards() if f"{process:05d}" in shard.name)
                 for batch in pack([tasks[index] for index in share], 1000, batch_size):
@@ -437,15 +470,40 @@ def test_runs_killed_anywhere_add_up_to_one(data: st.DataObject) -> None:
         assert Counter(found) == Counter((item.key, prompt) for item in items for prompt in prompts)
 
 
-def test_identity_is_of_weights_and_settings(tmp_path: Path) -> None:
-    assert batch_caption.identity("Qwen/Qwen3-VL-8B-Instruct") == {"model": "Qwen/Qwen3-VL-8B-Instruct"}
-    found = [batch_caption.identity(str(tmp_path))]
-    for name in ("model.safetensors", "config.json", "preprocessor_config.json", "chat_template.jinja"):
-        (tmp_path / name).write_text("{}")
-        found.append(batch_caption.identity(str(tmp_path)))
-    assert len({json.dumps(each) for each in found}) == 5
-    (tmp_path / "notes.md").touch()
-    assert batch_caption.identity(os.path.relpath(tmp_path)) == found[-1]
+def test_a_checkpoint_is_known_by_its_content(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    found = [checkpoint(model, {})[0]]
+    for name in ("model.safetensors", "config.json", "preprocessor_config.json", "chat_template.jinja", "merges.txt"):
+        (model / name).write_text("{}")
+        found.append(checkpoint(model, {})[0])
+    (model / "config.json").write_text("[]")  # as long as before
+    found.append(checkpoint(model, {})[0])
+    assert len({json.dumps(each) for each in found}) == 7
+    (model / "notes.md").touch()
+    (model / "trainer_state.json").touch()
+    os.utime(model / "config.json", (0, 0))
+    model.rename(tmp_path / "moved")
+    assert checkpoint(tmp_path / "moved", {})[0] == found[-1]
+
+
+def test_checksums_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_text("weights")
+    found, known = checkpoint(tmp_path, {})
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
+        assert checkpoint(tmp_path, known) == (found, known)
+    (tmp_path / "model.safetensors").write_text("WEIGHTS")
+    os.utime(tmp_path / "model.safetensors", (0, 0))
+    assert checkpoint(tmp_path, known)[0] != found
+
+
+def test_differences_are_for_people() -> None:
+    old = {"files": {"a.json": "1", "b.json": "2"}, "max_new_tokens": 24, "sampling": None}
+    new = {"files": {"a.json": "1", "b.json": "3", "c.json": "4"}, "max_new_tokens": 3, "sampling": None}
+    assert differences(old, new) == ["the checkpoint's b.json, c.json", "max_new_tokens: 24 before, 3 now"]
+    assert differences(old, old) == []
+    assert differences({"model": "x", "files": [["a", 1, 2]]}, old)[0] == "the checkpoint's a.json, b.json"
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -483,6 +541,7 @@ def test_globs_and_single_files(tree: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert keys("*.jpg") == ["a.jpg"]
     assert keys("**/*") == ["B.PNG", "a.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x[1].gif"]
     assert keys("sub/x[1].gif", "a.jpg", "./a.jpg", "sub/x[[]1].gif") == ["a.jpg", "sub/x[1].gif"]
+    assert keys("sub/x[1].gif") == ["x[1].gif"] and keys("sub/x[1].gif", root=str(tree)) == ["sub/x[1].gif"]
 
 
 def test_lists_of_paths(tree: Path) -> None:
@@ -492,7 +551,7 @@ def test_lists_of_paths(tree: Path) -> None:
         + b"/B.PNG"
     )
     items = find([str(tree / "list.txt")])
-    names = ["a.jpg", "n\udcff.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x\x0c\x85.png", f"{tree}/B.PNG"]
+    names = ["a.jpg", "n\udcff.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x\x0c\x85.png", "B.PNG"]
     assert sorted(item.key for item in items) == sorted(names)
     assert {item.kind for item in items if item.key.endswith("Mp4")} == {"video"}
     assert sum(size(item) is None for item in items) == 2  # not there: an error record each
@@ -508,11 +567,24 @@ def test_inputs_that_hold_nothing(tree: Path, tmp_path: Path) -> None:
             find([str(tree), str(tmp_path / name)])
 
 
-def test_two_items_of_one_name(tree: Path, tmp_path: Path) -> None:
+def test_two_folders_with_equal_names(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "sub").mkdir(parents=True)
     (tmp_path / "other" / "a.jpg").touch()
-    with pytest.raises(ValueError, match=r"two inputs hold an item 'a\.jpg' .*other/a\.jpg|tree/a\.jpg"):
-        find([str(tree), str(tmp_path / "other")])
+    found = look([str(tree), str(tmp_path / "other")])
+    assert {"tree/a.jpg", "other/a.jpg"} <= {item.key for item in found.items} and not found.clashes
+    assert found.root == str(tmp_path)
+
+
+def test_a_member_that_comes_twice_is_a_problem(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as archive:
+        for name in ("a.png", "b.png", "a.png"):
+            archive.addfile(tarfile.TarInfo(name))
+    found = look([str(tmp_path / "s.tar"), f"{tmp_path}/*.tar"])
+    assert [item.key for item in found.items] == ["s.tar/a.png", "s.tar/b.png"] and set(found.clashes) == {
+        "s.tar/a.png"
+    }
+    with pytest.raises(ValueError, match="more than one item has this name"):
+        open_item(found.items[0])
 
 
 def write_tar(path: Path, members: dict[str, bytes], **options: Any) -> Path:
@@ -746,7 +818,7 @@ def test_prompts_are_filled() -> None:
 
 
 def read(data: bytes, **kwargs: Any) -> np.ndarray:
-    return np.asarray(read_image(io.BytesIO(data), **kwargs))
+    return np.asarray(read_image(io.BytesIO(data), **kwargs)[0])
 
 
 def decoded(tmp_path: Path, data: bytes, name: str = "file.png", **kwargs: Any) -> Any:
@@ -894,7 +966,7 @@ def test_damaged_files_never_stop_the_run(tmp_path: Path, noise: Image.Image, na
         broken = bytearray(data)
         for _ in range(chance.choice([1, 1, 4, 20])):
             broken[chance.randrange(len(data))] = chance.randrange(256)
-        row = decoded(tmp_path, bytes(broken), max_pixels=100_000)
+        row = decoded(tmp_path, bytes(broken), refuse_above=100_000)
         assert row.errors[0] or (row.seen.mode == "RGB" and row.seen.size == (row.width, row.height))
 
 
@@ -941,8 +1013,8 @@ def test_bombs_are_refused_by_their_header(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises((ValueError, Image.DecompressionBombError)):
             upright_size(io.BytesIO(data))
     assert (
-        decoded(tmp_path, png(600, 600), max_pixels=300_000).errors[0]
-        == "ValueError: 600 x 600 pixels, the limit is 300000"
+        decoded(tmp_path, png(600, 600), refuse_above=300_000).errors[0]
+        == "TooLarge: 600 x 600 pixels, the limit is 300000"
     )
 
 
@@ -1003,7 +1075,7 @@ def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypat
     videos.num_frames = 8
     decoded(tmp_path, b"clip", "clip.mp4", processor=processor)
     assert asked == [{"fps": 2.0}, {"fps": 4}, {"num_frames": 8}]
-    assert "limit is 20" in decoded(tmp_path, b"clip", "clip.mp4", processor=processor, max_pixels=20).errors[0]
+    assert "limit is 20" in decoded(tmp_path, b"clip", "clip.mp4", processor=processor, refuse_above=20).errors[0]
     assert "the file is empty" in decoded(tmp_path, b"", "clip.mp4", processor=processor).errors[0]
     lost = 1
     row = decoded(tmp_path, b"clip", "clip.mp4", processor=processor)
@@ -1059,6 +1131,9 @@ class FakeCaptioner:
         if set(red) & set(self.refused):
             raise IndexError("refused")
         return {"input_ids": red, "prompts": list(prompts)}
+
+    def send(self, inputs: list[Any]) -> list[Any]:
+        return inputs
 
     def vision_tokens(self, inputs: Any) -> int:
         return 10 * len(inputs["input_ids"])
@@ -1172,10 +1247,7 @@ def test_progress_is_of_all_processes(tmp_path: Path, capsys: pytest.CaptureFixt
     other.close()
     first.close()
     first.counts, other.counts = (replace(each.counts, seconds=10.0) for each in (first, other))
-    bar = " ".join(first._bar.postfix.split())
-    assert (first._bar.n, first._bar.total) == (10, 40) and "left by cost" in bar
-    first._show([first.counts, other.counts])
-    assert "1.0 items/s, 100 vision and 10 text tokens/s, 30 s left by cost" in first._bar.postfix
+    assert state([first.counts, other.counts]) == "1.0 items/s, 100 vision and 10 text tokens/s, about 30 s left"
     text = summary([first.counts, other.counts])
     assert "10 items in 10.0 s: 1.00 items/s, 100 vision tokens/s, 10 text tokens/s" in text
     assert "process 1: 6 of 30 items in 10.0 s, 2 records failed" in text

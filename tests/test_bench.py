@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -120,7 +121,7 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
     result = command("--model", checkpoint, "--sizes", f"{SIZE},1x2x2", "--rounds", 1, "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "r.json").read_text())
-    assert (report["device"], report["dtype"], report["peak_tflops"]) == ("cpu", "float32", bench.PEAK)
+    assert (report["device"], report["dtype"], report["peak_tflops"]) == ("cpu", "float32", None)
     assert report["versions"] == env.versions()
     rows = report["rows"]
     assert [(row["size"], row["contender"]) for row in rows] == [
@@ -131,14 +132,63 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
         assert row["status"] == "timed" and row["problem"] is None and row["parts"] is None
         assert 0 < row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert 0 <= row["error"] <= row["bound"]
-        assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
+        assert row["ratio"] is row["floor_ms"] is None  # no GPU, no floor
     assert [row["patches"] for row in rows] == [120] * 4 + [4] * 4
     assert rows[0]["speedup"] == 1 and rows[1]["speedup"] == pytest.approx(rows[0]["ms"] / rows[1]["ms"])
     printed = result.stdout.splitlines()
-    assert printed[0] == "float32; floor: all matrix FLOPs at 790 TFLOP/s"
-    assert printed[1].startswith(f"{checkpoint}, {SIZE}: 120 patches, floor ")
+    assert printed[0] == "float32; no floor on a CPU"
+    assert printed[1].startswith(f"{checkpoint}, {SIZE}: 120 patches, error <= ")
     assert [line.split()[0] for line in printed[3:7]] == ["stock", "auto", "flex", "sdpa"]
     assert f"{rows[1]['ms']:.2f}" in printed[4]
+
+
+def test_a_floor_of_ones_own(tmp_path: Path) -> None:
+    checkpoint = write_config("qwen3_vl", tmp_path)
+    result = command("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--peak", 2, "--json", tmp_path / "r.json")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["peak_tflops"] == 2 and "floor: all matrix FLOPs at 2 TFLOP/s" in result.stdout
+    for row in report["rows"]:
+        assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
+
+
+def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def record(models: Any, sizes: Any, **options: Any) -> Any:
+        asked.update(options, models=models, sizes=sizes)
+        return iter(())
+
+    monkeypatch.setattr(bench, "bench", record)
+    assert command().exit_code == 0
+    assert (asked["models"], list(asked["sizes"]), asked["attentions"]) == (["qwen3-vl-2b"], ["1x8x8"], ["auto"])
+    assert (asked["rounds"], asked["peak"]) == (1, None)
+    assert command("--model", "qwen2-vl-2b", "--sizes", "one 448^2", "--rounds", 2).exit_code == 0
+    assert (asked["models"], list(asked["sizes"]), asked["attentions"]) == (["qwen2-vl-2b"], ["one 448²"], None)
+    monkeypatch.setattr(bench, "device_of_choice", lambda: torch.device("cuda"))
+    monkeypatch.setattr(bench, "peak_of", lambda *_: 123.0)
+    assert command().exit_code == 0
+    assert len(asked["models"]) == 3 and list(asked["sizes"]) == list(bench.SIZES) and asked["attentions"] is None
+    assert (asked["rounds"], asked["peak"]) == (5, 123.0)
+
+
+def test_the_floor_is_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    assert towers.peak_of(torch.device("cpu"), torch.bfloat16) is None
+    monkeypatch.setattr(env, "cuda_device_name", lambda: "NVIDIA H200")
+    assert towers.peak_of(cuda, torch.bfloat16) == bench.PEAK
+    monkeypatch.setattr(env, "cuda_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.zeros(1, 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert towers.peak_of(cuda, torch.bfloat16) not in (None, bench.PEAK)
+
+
+def test_what_runs_is_shown(tmp_path: Path) -> None:
+    checkpoint = write_config("qwen3_vl", tmp_path)
+    result = command("--model", checkpoint, "--sizes", SIZE, "--rounds", 2, "--backends", "flashinfer_cudnn,sdpa")
+    told = [line for line in result.stderr.splitlines() if line.startswith("... ")]
+    assert "flashinfer_cudnn cannot run: " in told[0]  # before the work
+    assert any("building the tower" in line for line in told) and any("verifying sdpa" in line for line in told)
+    assert told[-1].endswith("timing, round 2 of 2")
 
 
 def test_every_key_is_documented() -> None:
@@ -215,6 +265,11 @@ def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (("--model", "no-such-model"), "expected a built-in shape"),
+        (("--model", "no-such/model"), "expected a built-in shape"),
+        (("--backends", "flashinfer_cudnn"), "flashinfer_cudnn cannot run: "),
+        (("--json", "no-such-folder/a.json"), "cannot write no-such-folder/a.json"),
+        (("--json", "."), "cannot write .: a folder"),
+        (("--plot", "no-such-folder/a.png"), "a.png|matplotlib"),
         (("--sizes", "big"), "expected a size"),
         (("--sizes", "1x3x4"), "multiples of the merge size"),
         (("--backends", "fast"), "expected attention to be one of"),
@@ -223,10 +278,13 @@ def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
         (("--backends", "", "--baselines", ""), "nothing to time"),
     ],
 )
-def test_mistakes_are_explained_before_anything_runs(options: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_explained_before_anything_runs(
+    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contenders, "patched", lambda *_, **__: pytest.fail("work began"))
     result = command("--model", "qwen3-vl-2b", "--sizes", "1x2x2", *options)
     assert result.exit_code == 2
-    assert said in in_words(result)
+    assert re.search(said.replace(".:", r"\.:"), in_words(result)), in_words(result)
 
 
 def test_profile(checkpoint: Path, tmp_path: Path) -> None:

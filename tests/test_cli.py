@@ -258,6 +258,27 @@ def test_on_a_gpu() -> None:
         )
 
 
+def test_the_package_is_a_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "hf_vit_accel", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("hf-vit-accel ")
+
+
+def test_the_terminal_ends_with_our_last_line() -> None:
+    """Bindings write to standard error when their modules are torn down, after all that Python runs at exit."""
+    code = """
+import os, sys
+class Leaky:
+    def __del__(self): os.write(2, b"nanobind: leaked 123 instances!\\n")
+sys.leaky = Leaky()
+sys.argv = ["hf-vit-accel", "--version"]
+from hf_vit_accel.__main__ import run
+try: run()
+finally: print("told", file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "told\n" and done.stdout.startswith("hf-vit-accel ")
+
+
 def test_importing_is_light() -> None:
     code = (
         "import sys, torch, hf_vit_accel.cli; "

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def test_the_demo_captions_scenes_it_never_saw(tmp_path: Path) -> None:
     assert "captions are exactly right" in stdout and "relative L2 error" in stdout and "patched" in stdout
     sheet = Image.open(tmp_path / "demo" / "contact_sheet.png")
     assert sheet.size == (COLUMNS * CELL[0], 2 * CELL[1])
+
+
+def test_the_demo_installs_what_it_needs_and_no_test_tools() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "\ndemo: $(VENV)/.installed-examples\n" in (ROOT / "Makefile").read_text()
+    assert not {"mypy", "pytest", "pytest-xdist", "ruff", "hypothesis", "triton"} & set(extras["examples"])
 
 
 def test_the_contact_sheet_tells_right_from_wrong(tmp_path: Path) -> None:
@@ -83,8 +90,14 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
     assert right >= 6, {key: (records[key]["caption"], caption) for key, caption in expected.items()}
 
 
-def test_the_captioning_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize("processors", [False, True], ids=["stock and patched", "processors"])
+def test_the_captioning_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processors: bool
+) -> None:
     """Its runs, with a tiny model in place of the full-size one."""
+    runs = captioning_benchmark.PROCESSORS if processors else captioning_benchmark.RUNS
+    captioning_benchmark.load_model.cache_clear()
+    monkeypatch.setattr(captioning_benchmark, "COMPARED", 4)
     tiny = AutoModelForImageTextToText.from_pretrained(captioning_benchmark.CHECKPOINT)
     built: list[Any] = []
 
@@ -97,12 +110,13 @@ def test_the_captioning_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("load_model", "load_processor"):
         monkeypatch.setattr(captioning_benchmark.batch_caption, name, None)  # the benchmark sets its own: put them back
     monkeypatch.setattr(PartialState, "destroy_process_group", None)
-    captioning_benchmark.main(tmp_path, pictures=3)
+    captioning_benchmark.main(tmp_path, pictures=3, processors=processors)
     assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
     stdout = capsys.readouterr().out
-    assert stdout.count("\n  3 items in") == 2 * len(captioning_benchmark.RUNS), "each run's own summary, and ours"
-    for run_of in captioning_benchmark.RUNS:
+    assert stdout.count("\n  3 items in") == 2 * len(runs), "each run's own summary, and ours"
+    for run_of in runs:
         (shard,) = (tmp_path / run_of.replace(", ", "_").replace(" ", "_")).glob("captions-*.jsonl")
         records = [json.loads(line) for line in shard.read_text().splitlines()]
         assert [record["status"] for record in records] == ["ok"] * 3
-    assert "stock" in stdout and hf_vit_accel.status(tiny).towers[0].calls
+    assert ("### 0 captions differ" if processors else "stock") in stdout
+    assert processors or hf_vit_accel.status(tiny).towers[0].calls

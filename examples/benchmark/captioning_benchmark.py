@@ -1,13 +1,18 @@
 """Images per second of `batch_caption.py` with a full-size Qwen2.5-VL-7B of random weights, stock and patched.
 
     accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py build/captioning
+    python examples/benchmark/captioning_benchmark.py build/captioning --cores 4,14
 
-Needs CUDA devices with 20 GB free each. Draws its pictures first: JPEGs of noise, 70% of them below 480 pixels a side,
-25% up to 1200, 5% of 1700 x 2200. The tokenizer is a tiny model's, so the captions are empty.
+The second prepares pictures on the CPU and on the GPU, with so many cores for one GPU, and compares what a trained tiny
+model says of them. Needs CUDA devices with 20 GB free each. Draws its pictures first: JPEGs of noise, 70% of them below
+480 pixels a side, 25% up to 1200, 5% of 1700 x 2200. The tokenizer is a tiny model's, so the captions are empty.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
@@ -23,8 +28,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import batch_caption  # noqa: E402
+from captioning.journal import Journal  # noqa: E402
 from captioning.progress import read_counts, summary  # noqa: E402
 from first_token import build  # noqa: E402
+from tiny_captioner import scenes  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
 
@@ -39,6 +46,16 @@ RUNS: dict[str, list[str]] = {
     "stock, 32 tokens": ["--no-patch", "--max-new-tokens", "32"],
     "patched, 32 tokens": ["--max-new-tokens", "32"],
 }
+ON_GPU = ["--processor-on", "gpu"]
+PROCESSORS: dict[str, list[str]] = {
+    "patched, to warm up": ["--max-new-tokens", "4", "--limit", "96"],
+    "prepared on the GPU, to warm up": [*ON_GPU, "--max-new-tokens", "4", "--limit", "96"],
+    "prepared on the CPU, 1 token": ["--max-new-tokens", "1"],
+    "prepared on the GPU, 1 token": [*ON_GPU, "--max-new-tokens", "1"],
+    "prepared on the CPU, 32 tokens": ["--max-new-tokens", "32"],
+    "prepared on the GPU, 32 tokens": [*ON_GPU, "--max-new-tokens", "32"],
+}
+COMPARED = 500
 
 
 def draw(folder: Path, index: int) -> None:
@@ -66,23 +83,61 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     return model
 
 
-_load_processor = batch_caption.load_processor
+_load_model, _load_processor = batch_caption.load_model, batch_caption.load_processor
 
 
-def load_processor(name: str) -> Any:
+def load_processor(name: str, revision: str | None = None) -> Any:
     """The tiny model's processor, for pictures of the usual sizes."""
     processor: Any = _load_processor(name)
     processor.image_processor.size = {"shortest_edge": 56**2, "longest_edge": LONGEST}
     return processor
 
 
+def compare(folder: Path) -> None:
+    """Print what the trained tiny model says of scenes that are prepared on the CPU and on the GPU, of any size."""
+    expected, drawn = {}, folder / "scenes"
+    drawn.mkdir(parents=True, exist_ok=True)
+    for index in range(COMPARED):
+        scene, chance = scenes.scene((1 << 42) + index, video=False), random.Random(index)
+        expected[f"{index}.png"] = scene.caption
+        scenes.draw(scene, chance.randint(100, 900), chance.randint(100, 900))[0].save(drawn / f"{index}.png")
+    found = []
+    for where in ("cpu", "gpu"):
+        output = folder / f"scenes prepared on the {where}"
+        options = ["--prompt", "describe this picture .", "--max-new-tokens", "24", "--processor-on", where]
+        arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
+        batch_caption.app([*arguments, *options, "--max-failures", "1"], standalone_mode=False)
+        found.append({record.key: record.caption for record in Journal(output).merged()})
+        right = sum(found[-1][key] == caption for key, caption in expected.items())
+        print(f"### prepared on the {where}: {right} of {COMPARED} captions of scenes are right", flush=True)
+    print(f"### {sum(found[0][key] != found[1][key] for key in expected)} captions differ", flush=True)
+
+
+def on_cores(folder: Path, pictures: int, numbers: list[int]) -> None:
+    """Measure both ways to prepare pictures in processes that may use so many cores."""
+    ours = sorted(os.sched_getaffinity(0))
+    for number in numbers:
+        if number > len(ours):
+            print(f"### {number} cores: there are {len(ours)}", flush=True)
+            continue
+        print(f"### {number} cores", flush=True)
+        command = [sys.executable, __file__, str(folder / f"{number} cores"), f"--pictures={pictures}", "--processors"]
+        pinned = ["taskset", "--cpu-list", ",".join(map(str, ours[:number]))]
+        subprocess.run([*pinned, *command], env=os.environ | {"OMP_NUM_THREADS": str(number)}, check=True)
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
     pictures: Annotated[int, typer.Option(min=1)] = 640,
+    processors: Annotated[bool, typer.Option("--processors", help="Prepare pictures on the CPU and the GPU.")] = False,
+    cores: Annotated[str, typer.Option(help="That with so many CPU cores, as 4,14.")] = "",
 ) -> None:
     """Caption the same pictures in every way; print what each process did."""
+    if cores:
+        on_cores(folder, pictures, [int(number) for number in cores.split(",")])
+        return
 
-    def fresh(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    def fresh(name: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> Any:
         return hf_vit_accel.unpatch(load_model(name, dtype, device))
 
     batch_caption.load_model, batch_caption.load_processor = fresh, load_processor
@@ -95,7 +150,7 @@ def main(
         with ProcessPoolExecutor() as pool:
             list(pool.map(partial(draw, drawn), range(pictures), chunksize=16))
     state.wait_for_everyone()
-    for name, options in RUNS.items():
+    for name, options in (PROCESSORS if processors else RUNS).items():
         output = folder / name.replace(", ", "_").replace(" ", "_")
         arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
         shared = [word for pair in OPTIONS.items() for word in pair]
@@ -104,6 +159,9 @@ def main(
         if state.is_main_process:
             print(f"### {name}\n{summary(read_counts(output / 'progress', state.num_processes))}", flush=True)
         state.wait_for_everyone()
+    if processors and state.is_main_process:
+        batch_caption.load_model, batch_caption.load_processor = _load_model, _load_processor
+        compare(folder)
 
 
 if __name__ == "__main__":

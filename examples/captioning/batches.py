@@ -3,25 +3,77 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from captioning.pictures import Resize
 from captioning.sources import Item
 
-__all__ = ["VIDEO_TOKENS", "Task", "cost", "pack", "spread", "vision_tokens"]
+__all__ = ["VIDEO_TOKENS", "Task", "cost", "limit_pixels", "memory_of", "pack", "reduced", "spread", "vision_tokens"]
 
 VIDEO_TOKENS = 8192
 """Merged tokens that a video is taken for before it is decoded: a video is a batch of its own."""
+VIDEO_BYTES = 1 << 30
+"""What a video is taken for while it is decoded ahead: its frames are not known before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An item with the prompts it still needs. tokens: merged vision tokens, estimated from the header."""
+    """An item with the prompts it still needs. tokens, pixels: merged vision tokens and pixels, from the header."""
 
     item: Item
     prompts: tuple[str, ...]
     tokens: int
+    pixels: int = 0
+
+
+def reduced(processor: Any, slack: float = 1.0) -> Resize:
+    """What pictures may be reduced to when they are decoded: the size that the processor makes of them, if it makes
+    them smaller by more than `slack` times. Reduced so, a picture is resized no more."""
+    images = processor.image_processor
+    smart_resize = getattr(sys.modules[type(images).__module__], "smart_resize", None)  # each family's own
+
+    def size(width: int, height: int) -> tuple[int, int] | None:
+        if smart_resize is None:
+            return None
+        limits = dict(min_pixels=images.size["shortest_edge"], max_pixels=images.size["longest_edge"])
+        factor = images.patch_size * images.merge_size
+        try:
+            found: tuple[int, int] = smart_resize(height, width, factor, **limits)
+            if smart_resize(*found, factor, **limits) != found:
+                return None
+        except ValueError:  # an aspect ratio that it refuses
+            return None
+        smaller = found[0] <= height and found[1] <= width and found[0] * found[1] * slack < height * width
+        return found[::-1] if smaller else None
+
+    return size
+
+
+def limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
+    """Has the processor resize pictures to at least and at most so many pixels, as Qwen's own settings do."""
+    size = processor.image_processor.size
+    limits = {"shortest_edge": least or size["shortest_edge"], "longest_edge": most or size["longest_edge"]}
+    if limits["shortest_edge"] > limits["longest_edge"]:
+        raise ValueError(
+            f"--min-pixels {limits['shortest_edge']} is above --max-pixels {limits['longest_edge']}; name both: "
+            "one may be the checkpoint's own"
+        )
+    if least or most:
+        processor.image_processor.size = limits
+
+
+def memory_of(task: Task, unit: int) -> tuple[int, int]:
+    """Bytes of a task on its way to the model: most while it is made ready, and then. unit: pixels of a merged token.
+
+    Ready, a pixel is 3 bytes of the picture and 24 of patches (fp32, two frames); on the way copies of both.
+    """
+    if task.item.kind == "video":
+        return VIDEO_BYTES, VIDEO_BYTES
+    pixels = task.tokens * unit or task.pixels
+    return 60 * pixels, 27 * pixels
 
 
 def vision_tokens(processor: Any, width: int, height: int) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,29 +27,45 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available
 
-__all__ = ["Caption", "Captioner", "Clip", "fill", "halve_on_oom", "load_processor", "named"]
+__all__ = ["Caption", "Captioner", "Clip", "fill", "halve_on_oom", "load_processor", "named", "why_not_on_gpu"]
 
 
-def load_processor(model_id: str) -> ProcessorMixin:
+def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin:
     """Loads the processor of a model, padding on the left as generation needs it, with or without torchvision.
 
     Without torchvision transformers has no video processors, and cannot build a processor that contains one; so the
     same class is then loaded without that part. Its image processor is the Pillow one.
     """
     if is_torchvision_available():
-        processor = AutoProcessor.from_pretrained(model_id)
+        processor = AutoProcessor.from_pretrained(model_id, revision=revision)
     else:
+        config = AutoConfig.from_pretrained(model_id, revision=revision)
+        if type(config) not in PROCESSOR_MAPPING:
+            raise ValueError(f"transformers knows no processor of pictures for {type(config).__name__}")
 
-        class WithoutVideo(PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(model_id))]):  # type: ignore[misc]
+        class WithoutVideo(PROCESSOR_MAPPING[type(config)]):  # type: ignore[misc]
             @classmethod
             def get_attributes(cls) -> list[str]:
                 return [name for name in super().get_attributes() if name != "video_processor"]
 
-        processor = WithoutVideo.from_pretrained(model_id)
+        processor = WithoutVideo.from_pretrained(model_id, revision=revision)
     processor.tokenizer.padding_side = "left"
     return processor
 
 
+def why_not_on_gpu(processor: Any, device: torch.device) -> list[str]:
+    """Everything that stands against preparing pictures on the GPU."""
+    reasons = []
+    if device.type != "cuda":
+        reasons.append(f"the model is on {device.type}")
+    if not is_torchvision_available():
+        reasons.append("it needs torchvision (pip install torchvision)")
+    elif getattr(processor.image_processor, "backend", "torchvision") != "torchvision":
+        reasons.append(f"{type(processor.image_processor).__name__} runs on the CPU only")
+    return reasons
+
+
+_PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -114,12 +133,58 @@ class Captioner:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    pictures_on: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    _threads: threading.local = field(default_factory=threading.local, repr=False)
 
     def encode(self, seen: Sequence[Image.Image | Clip], prompts: Sequence[str]) -> Any:
-        """The model's inputs on the CPU: each picture (or the one clip) with its prompt.
+        """The model's inputs: each picture (or the one clip) with its prompt, pixels in the model's dtype.
 
+        Pictures are prepared on `pictures_on`, or on the CPU where its memory is full.
         Raises ValueError for what the processor refuses, as aspect ratios above 200.
         """
+        for device in (self.pictures_on, torch.device("cpu")):
+            with suppress(torch.OutOfMemoryError), self._beside():
+                inputs = self._process(seen, prompts, device)
+                for name in _PIXELS & inputs.keys():  # the tower rounds them the same way, later
+                    inputs[name] = inputs[name].to(self.model.dtype)
+                return inputs
+        raise torch.OutOfMemoryError("no memory for the pixels of a batch")
+
+    def send(self, inputs: Sequence[Any]) -> list[Any]:
+        """One batch's inputs for several prompts: of the pixels only one copy, and that on its way to the GPU.
+
+        From pinned memory and beside the work there: nobody waits. Memory that is full leaves them where they are.
+        """
+        shared = {name: inputs[0][name] for name in _PIXELS & inputs[0].keys()} if inputs else {}
+        inputs = [dict(each) | shared for each in inputs]
+        if self.model.device.type != "cuda" or not inputs:
+            return inputs
+        try:
+            with self._beside() as stream:
+                moved = {name: self._move(value) for name, value in shared.items()}
+                sent = [
+                    {name: moved[name] if name in moved else self._move(x) for name, x in i.items()} for i in inputs
+                ]
+                sent[0]["arrived"] = stream.record_event()
+                return sent
+        except torch.OutOfMemoryError:
+            return inputs
+
+    def _move(self, value: torch.Tensor) -> torch.Tensor:
+        return value if value.is_cuda else value.pin_memory().to(self.model.device, non_blocking=True)
+
+    @contextmanager
+    def _beside(self) -> Iterator[Any]:
+        """A stream of this thread's own, on the model's GPU; elsewhere nothing."""
+        if self.model.device.type != "cuda":
+            yield None
+            return
+        if not hasattr(self._threads, "stream"):
+            self._threads.stream = torch.cuda.Stream(self.model.device)
+        with torch.cuda.stream(self._threads.stream):
+            yield self._threads.stream
+
+    def _process(self, seen: Sequence[Image.Image | Clip], prompts: Sequence[str], device: torch.device) -> Any:
         kind = "video" if isinstance(seen[0], Clip) else "image"
         texts = [
             self.processor.apply_chat_template(
@@ -129,7 +194,8 @@ class Captioner:
             for prompt in prompts
         ]
         if kind == "image":
-            return self.processor(text=texts, images=list(seen), padding=True, return_tensors="pt")
+            where = {} if device.type == "cpu" else {"device": device}
+            return self.processor(text=texts, images=list(seen), padding=True, return_tensors="pt", **where)
         return self.processor(
             text=texts,
             videos=[clip.frames for clip in seen],  # type: ignore[union-attr]
@@ -153,6 +219,12 @@ class Captioner:
         encoded: Mapping[str, Any] | None = None
         found = []
         for each, seeds_of_rows in zip(inputs, seeds, strict=True):
+            each = dict(each)
+            if (arrived := each.pop("arrived", None)) is not None:
+                stream = torch.cuda.current_stream(self.model.device)
+                stream.wait_event(arrived)
+                for value in each.values():
+                    value.record_stream(stream)  # made on another one: not to be used again before this one is done
             # Not `each.to`, which moves in place: after running out of memory the caller still holds `inputs`.
             each = {name: value.to(self.model.device) for name, value in each.items()}
             if len(inputs) > 1 and self._takes_encoded():

@@ -1,4 +1,4 @@
-"""Records on disk: a shard of JSON lines per process, what is done already, the merged result, the manifest.
+"""Records on disk: a shard of JSON lines per process, what is done already, the manifest.
 
 A record is one line, written at once. Of a line that was torn by a kill nothing is kept, so it is written again.
 """
@@ -8,19 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Journal", "Record", "export", "fingerprint", "lock", "replace_file"]
+__all__ = ["Journal", "Record", "Selection", "fingerprint", "json_lines", "lock", "part_of", "replace_file"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One caption, or why there is none. key and prompt say of what; run and bytes, whether it still holds.
 
+    asked: the prompt with its fields filled in. source and row: the shard or table that it is from, and the row there.
     run: fingerprint of model and settings. bytes: size of the file, None where unknown. tokens: generated.
     """
 
@@ -34,9 +36,22 @@ class Record:
     tokens: int | None = None
     bytes: int | None = None
     run: str = ""
+    asked: str | None = None
+    source: str | None = None
+    row: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The records of one run, sorted by key. prompts, runs: how many others there are, of other prompts and runs."""
+
+    records: list[Record]
+    prompts: int
+    runs: int
 
 
 _NAMES = tuple(field.name for field in fields(Record))
+_LATER = ("asked", "source", "row")  # not in the records of the first version
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -46,9 +61,21 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
 
 def replace_file(path: Path, text: str) -> None:
     """Writes a whole file or, if it is interrupted, none of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")
-    part.replace(path)
+    with part_of(path) as part:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+@contextmanager
+def part_of(path: Path) -> Iterator[Path]:
+    """A file to write into, that becomes `path` if all goes well. Its name is short, for `path` may be a long one."""
+    part = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{os.getpid()}.part")
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -99,11 +126,6 @@ class Journal:
                         break
                 file.truncate(end)
 
-    def clear(self) -> None:
-        """Removes all records."""
-        for shard in self.shards():
-            shard.unlink()
-
     def records(self) -> Iterator[Record]:
         """All records, in the order of their shards. Lines that are no records (torn ones) are passed over."""
         for shard in self.shards():
@@ -115,20 +137,45 @@ class Journal:
             records = list(_read(shard))
             kept = [record for record in records if not stale(record)]
             if len(kept) < len(records):
-                replace_file(shard, _lines(kept))
+                replace_file(shard, json_lines(kept))
 
     def append(self, process: int, records: Iterable[Record]) -> None:
         """Adds records to a process's shard, in one write."""
-        data = _lines(records).encode("utf-8", errors="backslashreplace")
+        data = json_lines(records).encode("utf-8", errors="backslashreplace")
         with (self.folder / f"captions-{process:05d}.jsonl").open("ab", buffering=0) as file:
             while data:
                 data = data[file.write(data) :]
 
+    def select(self, run: str | None = None, *, all_prompts: bool = False) -> Selection:
+        """One record per key and prompt of the newest run (or the one named), of the prompts last asked in it.
+
+        Sorted by key; those of one key in the order of the prompts.
+        """
+        entry = self.newest(run)
+        asked = entry.get("prompts")
+        found: dict[tuple[str, str], Record] = {}
+        others: set[tuple[str, str, str]] = set()
+        for record in self.records():
+            if record.run == entry["run"] and (all_prompts or asked is None or record.prompt in asked):
+                found[record.key, record.prompt] = record
+            else:
+                others.add((record.run, record.key, record.prompt))
+        ranks = {prompt: rank for rank, prompt in enumerate(asked or ())}
+        order = sorted(found, key=lambda name: (name[0], ranks.get(name[1], len(ranks)), name[1]))
+        of_run = sum(run == entry["run"] for run, _, _ in others)
+        return Selection(records=[found[name] for name in order], prompts=of_run, runs=len(others) - of_run)
+
     def merged(self, run: str | None = None) -> list[Record]:
-        """One record per key and prompt of the newest run (or the one named), sorted by key."""
-        run = run or self.manifest()["runs"][-1]["run"]
-        found = {(record.key, record.prompt): record for record in self.records() if record.run == run}
-        return [found[name] for name in sorted(found)]
+        """The records of `select`."""
+        return self.select(run).records
+
+    def newest(self, run: str | None = None) -> dict[str, Any]:
+        """The manifest's last entry, of the run named; ValueError without one."""
+        entries = [entry for entry in self.manifest()["runs"] if run in (None, entry["run"])]
+        if not entries:
+            raise ValueError(f"no run {run or ''} has written to {self.folder}".replace("  ", " "))
+        last: dict[str, Any] = entries[-1]
+        return last
 
     def manifest(self) -> dict[str, Any]:
         """What is known of the runs into this folder."""
@@ -152,61 +199,11 @@ def _read(shard: Path) -> Iterator[Record]:
                 return
             try:
                 found = json.loads(line)
-                yield Record(**{name: found[name] for name in _NAMES})
+                yield Record(**{name: found[name] for name in _NAMES if name not in _LATER or name in found})
             except (ValueError, KeyError, TypeError):
                 continue
 
 
-def _lines(records: Iterable[Record]) -> str:
+def json_lines(records: Iterable[Record]) -> str:
     # A file name that is no valid UTF-8 holds lone surrogates; whoever encodes this makes JSON's own escapes of them.
     return "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
-
-
-def export(records: list[Record], path: Path) -> None:
-    """Writes merged records as JSON lines or parquet, by the suffix, or as text files into a folder that is there.
-
-    Raises ValueError for another suffix, and if two items would have the same text file or one outside of the folder.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        for file, captions in _texts(records, path).items():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, "\n".join(captions) + "\n")
-    elif path.suffix == ".jsonl":
-        replace_file(path, _lines(records))
-    elif path.suffix == ".parquet":
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError:
-            raise ValueError("parquet files need pyarrow: pip install pyarrow") from None
-        types = {int: pa.int64(), str: pa.string()}
-        kinds = {"width": int, "height": int, "tokens": int, "bytes": int}
-        schema = pa.schema([(name, types[kinds.get(name, str)]) for name in _NAMES])
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        rows = [{name: _valid(value) for name, value in asdict(record).items()} for record in records]
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), part)
-        part.replace(path)
-    else:
-        raise ValueError(f"expected a folder, or a name that ends in .jsonl or .parquet, got {path}")
-
-
-def _valid(value: Any) -> Any:
-    # Parquet's strings are valid UTF-8, names of files need not be.
-    return value.encode("utf-8", errors="backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _texts(records: Iterable[Record], folder: Path) -> dict[Path, list[str]]:
-    """The captions of every item, under the name of a text file beside it."""
-    keys: dict[Path, str] = {}
-    texts: dict[Path, list[str]] = {}
-    for record in records:
-        if record.caption is None:
-            continue
-        file = (folder / record.key).with_suffix(".txt")
-        if not file.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{record.key!r} is not within {folder}")
-        if keys.setdefault(file, record.key) != record.key:
-            raise ValueError(f"the captions of {keys[file]!r} and {record.key!r} would both be {file}")
-        texts.setdefault(file, []).append(record.caption)
-    return texts

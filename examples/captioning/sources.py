@@ -7,15 +7,27 @@ import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from glob import glob, has_magic
-from itertools import pairwise
+from glob import has_magic
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Literal
 
-__all__ = ["IMAGE_SUFFIXES", "VIDEO_SUFFIXES", "Item", "fields", "find", "open_item", "read", "size"]
+from captioning.places import PassedOver, key_of, matches, read_list, root_of, walk
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "VIDEO_SUFFIXES",
+    "Found",
+    "Item",
+    "fields",
+    "find",
+    "in_shard",
+    "open_item",
+    "read",
+    "size",
+]
 
 # HEIC is here although Pillow needs a plugin for it: an error record is better than a picture passed over in silence.
 IMAGE_SUFFIXES = (
@@ -32,8 +44,9 @@ class Item:
     """One picture or video. key: its name in records, unique in a run.
 
     file: where its bytes are: all of it, or `length` bytes from `offset` (tar), or a row (of a parquet file; with a
-    split, of the dataset of that name). extra: (suffix, offset, length) of the members of a tar that
-    belong to it. problem: why it cannot be read at all.
+    split, of the dataset of that name). source: the key of the shard, table or dataset that it is a part of, and
+    number the row there. extra: (suffix, offset, length) of the members of a tar that belong to it. problem: why it
+    cannot be read at all.
     """
 
     key: str
@@ -44,68 +57,96 @@ class Item:
     row: tuple[int, int] | None = None
     column: str | None = None
     split: str | None = None
+    source: str | None = None
+    number: int | None = None
     extra: tuple[tuple[str, int, int], ...] = ()
     problem: str | None = None
 
 
-def find(inputs: list[str], *, column: str | None = None, split: str = "train") -> list[Item]:
-    """All items of the inputs, sorted by key.
+@dataclass
+class Found:
+    """What there is to caption. items: sorted by key. root: the folder that keys of files are relative to.
+
+    passed_over: what was left out, by its reason. clashes: keys that more than one item has.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    root: str | None = None
+    passed_over: PassedOver = field(default_factory=lambda: PassedOver(list))
+    clashes: list[str] = field(default_factory=list)
+
+
+def find(inputs: list[str], *, column: str | None = None, split: str = "train", root: str | None = None) -> Found:
+    """All items of the inputs.
 
     An input is a folder (searched recursively, by suffix), a glob, a picture or video, a `.txt` file with one path per
     line (relative to it), a `.tar` shard as webdataset writes them, a `.parquet` file, or `dataset:NAME`, a folder or
-    hub name that `datasets` loads. column: of the pictures in parquet files and datasets; split: of datasets.
-    Raises ValueError for an input that is not there, for one with no pictures, and for keys that come twice.
+    hub name that `datasets` loads. column: of the pictures in parquet files and datasets; split: of datasets. root:
+    keys are relative to it; by default to the folder that all inputs lie in.
+    Of items that have one key none is read: one takes their place, with the problem. Raises ValueError for an input
+    that is not there, and for one with no pictures.
     """
-    found: set[Item] = set()
+    found = Found(root=root or root_of(inputs))
+    by_key: dict[str, Item] = {}
     for name in inputs:
-        more = list(_find(name, column, split))
+        more = list(_find(name, column, split, found))
         if not more:
-            raise ValueError(f"no images or videos in {name}")
-        found.update(more)
-    items = sorted(found, key=lambda item: item.key)
-    for one, other in pairwise(items):
-        if one.key == other.key:
-            raise ValueError(
-                f"two inputs hold an item {one.key!r} ({one.file}, {other.file}); caption them into different folders"
-            )
-    return items
+            hint = "".join(f"; passed over: {len(paths)} {why}" for why, paths in found.passed_over.items())
+            raise ValueError(f"no images or videos in {name}{hint}")
+        for item in more:
+            other = by_key.setdefault(item.key, item)
+            if (item.split, item.row, item.offset) != (other.split, other.row, other.offset):
+                by_key[item.key] = replace(other, problem="more than one item has this name")
+                found.clashes.append(item.key)
+    found.items = [by_key[key] for key in sorted(by_key)]
+    return found
 
 
-def _find(name: str, column: str | None, split: str) -> Iterator[Item]:
+def _find(name: str, column: str | None, split: str, found: Found) -> Iterator[Item]:
     path = Path(name)
     if name.startswith("dataset:"):
         yield from _in_dataset(name.removeprefix("dataset:"), column, split)
     elif path.is_dir():
-        for file in path.rglob("*"):
-            if (kind := _kind(file.suffix)) and file.is_file():
-                yield Item(key=file.relative_to(path).as_posix(), file=str(file), kind=kind)
+        for file in walk(str(path.resolve()), found.passed_over):
+            kind, suffix = _kind(file.suffix), file.suffix.lower()
+            if suffix in (".tar", ".parquet"):
+                found.passed_over["shards (name them, or a glob of them, to read them)"].append(str(file))
+            elif not suffix and not file.name.startswith("."):
+                found.passed_over["files without a suffix"].append(str(file))
+            elif kind:
+                yield from _in_file(file, column, found, listed=False)
     elif has_magic(name) and not path.exists():
-        for match in glob(name, recursive=True):
-            if Path(match).is_file():
-                yield from _in_file(Path(match), column, listed=False)
+        for match in matches(name, found.passed_over):
+            yield from _in_file(match, column, found, listed=False)
     elif path.is_file():
-        yield from _in_file(path, column, listed=True)
+        yield from _in_file(path, column, found, listed=True)
     else:
         raise ValueError(f"there is no file, folder or match for {name}")
 
 
-def _in_file(path: Path, column: str | None, *, listed: bool) -> Iterator[Item]:
-    suffix = path.suffix.lower()
+def in_shard(path: Path, key: str, column: str | None) -> Iterator[Item]:
+    """The items of a tar shard or a parquet file that has this key."""
+    yield from _in_tar(path, key) if path.suffix.lower() == ".tar" else _in_parquet(path, column, key)
+
+
+def _in_file(path: Path, column: str | None, found: Found, *, listed: bool) -> Iterator[Item]:
+    root = found.root or ""
+    suffix, key = path.suffix.lower(), key_of(path, root)
     if path.name.lower().endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.xz")):
         problem = "compressed tar shards cannot be read at any place; decompress it"
-        yield Item(key=path.name, file=str(path), problem=problem)
-    elif suffix == ".tar":
-        yield from _in_tar(path)
-    elif suffix == ".parquet":
-        yield from _in_parquet(path, column)
+        yield Item(key=key, file=str(path), problem=problem)
+    elif suffix in (".tar", ".parquet"):
+        yield from in_shard(path, key, column)
     elif suffix == ".txt" and listed:
-        # Not `splitlines`: names of files may hold other line ends, and bytes that are no UTF-8.
-        for line in path.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n"):
-            if name := line.strip():
-                file = path.parent / name
-                yield Item(key=name, file=str(file), kind=_kind(file.suffix) or "image")
-    elif kind := _kind(suffix):
-        yield Item(key=path.as_posix(), file=str(path), kind=kind)
+        for name in read_list(path):
+            file = path.parent / name
+            yield Item(key=key_of(file, root), file=str(file), kind=_kind(file.suffix) or "image")
+    elif path.name.startswith("._"):
+        found.passed_over["macOS's notes on files (._NAME)"].append(str(path))
+    elif (kind := _kind(suffix)) and not path.is_file():
+        found.passed_over["pipes, sockets and devices"].append(str(path))
+    elif kind:
+        yield Item(key=key, file=str(path), kind=kind)
 
 
 def _kind(suffix: str) -> Literal["image", "video"] | None:
@@ -113,7 +154,7 @@ def _kind(suffix: str) -> Literal["image", "video"] | None:
     return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None
 
 
-def _in_tar(path: Path) -> Iterator[Item]:
+def _in_tar(path: Path, key: str) -> Iterator[Item]:
     """Members that share a name up to its first dot belong together."""
     pictures: list[tuple[str, str, tarfile.TarInfo]] = []
     extras: dict[str, list[tuple[str, int, int]]] = {}
@@ -136,31 +177,33 @@ def _in_tar(path: Path) -> Iterator[Item]:
                 raise tarfile.ReadError("it does not end as an archive does")
     except (tarfile.TarError, OSError, EOFError) as error:
         problem = f"the shard is damaged, only members before the damage are read: {error}"
-        yield Item(key=path.name, file=str(path), problem=problem)
+        yield Item(key=key, file=str(path), problem=problem)
     for name, member_name, member in pictures:
         yield Item(
-            key=f"{path.name}/{member_name}",
+            key=f"{key}/{member_name}",
             file=str(path),
             kind=_kind(Path(member_name).suffix) or "image",
+            source=key,
             offset=member.offset_data,
             length=member.size,
             extra=tuple(extras.get(name, ())),
         )
 
 
-def _in_parquet(path: Path, column: str | None) -> Iterator[Item]:
+def _in_parquet(path: Path, column: str | None, key: str) -> Iterator[Item]:
     try:
         file = _parquet(str(path))
     except ImportError:
         raise ValueError("parquet files need pyarrow: pip install pyarrow") from None
     except Exception as error:  # pyarrow raises its own errors and OSError for damaged files
-        yield Item(key=path.name, file=str(path), problem=f"{type(error).__name__}: {error}")
+        yield Item(key=key, file=str(path), problem=f"{type(error).__name__}: {error}")
         return
     column, kind = _column(file.schema_arrow.names, column, str(path))
     row = 0
     for group in range(file.metadata.num_row_groups):
         for index in range(file.metadata.row_group(group).num_rows):
-            yield Item(key=f"{path.name}#{row:09d}", file=str(path), kind=kind, row=(group, index), column=column)
+            place = dict(row=(group, index), column=column, source=key, number=row)
+            yield Item(key=f"{key}#{row:09d}", file=str(path), kind=kind, **place)  # type: ignore[arg-type]
             row += 1
 
 
@@ -168,8 +211,8 @@ def _in_dataset(name: str, column: str | None, split: str) -> Iterator[Item]:
     rows = _dataset(name, split)
     column, kind = _column(list(rows.column_names), column, name)
     for index in range(len(rows)):
-        key = f"{name}/{split}#{index:09d}"
-        yield Item(key=key, file=name, kind=kind, row=(0, index), column=column, split=split)
+        place = dict(row=(0, index), column=column, split=split, source=f"{name}/{split}", number=index)
+        yield Item(key=f"{name}/{split}#{index:09d}", file=name, kind=kind, **place)  # type: ignore[arg-type]
 
 
 def _column(names: list[str], column: str | None, where: str) -> tuple[str, Literal["image", "video"]]:

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from PIL import Image
 
-from captioning.batches import Task, cost, pack
+from captioning.batches import Task, cost, memory_of, pack, reduced
 from captioning.captioner import Captioner, Clip, fill, halve_on_oom, named
 from captioning.journal import Journal, Record
-from captioning.pictures import MAX_PIXELS, read_frames, read_image
+from captioning.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
 from captioning.progress import Progress
 from captioning.sources import Item, fields, open_item, size
 
 __all__ = ["Row", "Worker", "decode"]
+
+_MAKING, _AHEAD = 3, 3  # batches that are made ready at a time, and that wait for the model
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,13 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def decode(task: Task, processor: Any, max_pixels: int = MAX_PIXELS) -> Row:
+def decode(
+    task: Task,
+    processor: Any,
+    refuse_above: int = REFUSE_ABOVE,
+    resize: Resize | None = None,
+    gate: Gate | None = None,
+) -> Row:
     """Reads one item. Whatever goes wrong becomes its error: decoders raise nearly anything on damaged files."""
     item, row = task.item, Row(task, (None,) * len(task.prompts), bytes=size(task.item))
     # A prompt that cannot be filled is left empty, so that the batch has equally many of all items.
@@ -55,10 +63,12 @@ def decode(task: Task, processor: Any, max_pixels: int = MAX_PIXELS) -> Row:
     try:
         with open_item(item) as file:
             if item.kind == "video":
-                frames, metadata = read_frames(file, Path(item.key).suffix, processor, max_pixels)
+                frames, metadata = read_frames(file, Path(item.key).suffix, processor, refuse_above)
                 return replace(row, seen=Clip(frames, metadata), width=metadata.width, height=metadata.height)
-            image = read_image(file, max_pixels)
-            return replace(row, seen=image, width=image.width, height=image.height)
+            image, (width, height) = read_image(file, refuse_above, resize, gate)
+            return replace(row, seen=image, width=width, height=height)
+    except TooLarge as error:
+        return _fail(replace(row, width=error.width, height=error.height), error)
     except Exception as error:
         return _fail(row, error)
 
@@ -87,24 +97,49 @@ class Worker:
     run: str
     batch_tokens: int
     batch_size: int
-    max_pixels: int = MAX_PIXELS
+    refuse_above: int = REFUSE_ABOVE
     decoders: int = 8
+    memory: int = 2 << 30
+    slack: float = 1.0
+    """Pictures that the processor makes smaller by more than so much are reduced before."""
 
     def work(self, tasks: Sequence[Task]) -> None:
-        """Captions everything. A batch that the memory does not hold is halved, and later ones are made no larger."""
-        with ThreadPoolExecutor(self.decoders) as pool:
-            prepare = partial(self._prepare, pool)
-            for failed, good, inputs in _ahead(pack(tasks, self.batch_tokens, self.batch_size), prepare, depth=3):
+        """Captions everything. A batch that the memory does not hold is halved, and later ones are made no larger.
+
+        memory: bytes of pictures that are decoded (a quarter) and of batches ahead of the model (the rest).
+        """
+        gate, pool = Gate(self.memory // 4), ThreadPoolExecutor(self.decoders)
+        processor = self.captioner.processor
+        read = partial(
+            decode,
+            processor=processor,
+            refuse_above=self.refuse_above,
+            resize=reduced(processor, self.slack) if processor is not None else None,
+            gate=gate,
+        )
+        unit = (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2 if processor else 1
+
+        def weigh(batch: list[Task]) -> tuple[int, int]:
+            weights = [memory_of(task, unit) for task in batch]
+            return sum(most for most, _ in weights), sum(least for _, least in weights)
+
+        def prepare(batch: list[Task]) -> tuple[list[Row], list[Row], list[Any]]:
+            return self._prepare(list(pool.map(read, batch)))
+
+        batches = pack(tasks, self.batch_tokens, self.batch_size)
+        try:
+            for failed, good, inputs in _ahead(batches, prepare, weigh, self.memory * 3 // 4):
                 found: list[Any] = []
                 for part in _split(good, self.batch_tokens):
                     ready = inputs if len(part) == len(good) else None
                     found += halve_on_oom(partial(self._caption, ready), part)
                 self._write(failed + good, [None] * len(failed) + found)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, pool: ThreadPoolExecutor, batch: list[Task]) -> tuple[list[Row], list[Row], list[Any]]:
+    def _prepare(self, rows: list[Row]) -> tuple[list[Row], list[Row], list[Any]]:
         """The items that failed, the others, and the others' inputs, one a prompt."""
-        read = partial(decode, processor=self.captioner.processor, max_pixels=self.max_pixels)
-        rows = list(pool.map(read, batch))
+        self.progress.read(len(rows))
         good = [row for row in rows if not row.failed]
         try:
             inputs = self._encode(good)
@@ -112,7 +147,7 @@ class Worker:
             rows = [self._checked(row) for row in rows]
             good = [row for row in rows if not row.failed]
             inputs = self._encode(good)
-        return [row for row in rows if row.failed], good, inputs
+        return [row for row in rows if row.failed], good, self.captioner.send(inputs)
 
     def _checked(self, row: Row) -> Row:
         try:
@@ -131,8 +166,8 @@ class Worker:
 
     def _caption(self, ready: list[Any] | None, rows: Sequence[Row]) -> list[Any]:
         """Per row its captions, one a prompt."""
-        whole = ready is not None and len(ready[0]["input_ids"]) == len(rows)
-        inputs = ready if ready is not None and whole else self._encode(rows)
+        whole = ready and len(ready[0]["input_ids"]) == len(rows)
+        inputs = list(ready) if ready and whole else self.captioner.send(self._encode(rows))
         tasks = [row.task for row in rows]
         seeds = [
             [self.captioner.seed_of(task.item.key, task.prompts[index]) for task in tasks]
@@ -141,6 +176,8 @@ class Worker:
         try:
             by_prompt = self.captioner.generate(inputs, seeds)
         except torch.OutOfMemoryError:
+            if ready:
+                ready.clear()  # its pixels lie in the memory that is full
             if len(rows) > 1:
                 self.batch_tokens = min(self.batch_tokens, max(1, sum(task.tokens for task in tasks) // 2))
                 self.progress.add(halved=1)
@@ -163,6 +200,9 @@ class Worker:
                     height=row.height,
                     bytes=row.bytes,
                     run=self.run,
+                    asked=(row.prompts[index] or None) if row.prompts else None,
+                    source=row.task.item.source,
+                    row=row.task.item.number,
                 )
                 if error is None:
                     record = replace(record, caption=found[index].text, tokens=found[index].tokens)
@@ -176,16 +216,30 @@ class Worker:
         )
 
 
-def _ahead(batches: Iterable[Any], prepare: Callable[[Any], Any], depth: int) -> Iterator[Any]:
-    """What `prepare` makes of each batch, in order, up to `depth` of them in the making."""
-    with ThreadPoolExecutor(depth) as pool:
-        waiting: deque[Any] = deque()
+def _ahead(
+    batches: Iterable[Any], prepare: Callable[[Any], Any], weigh: Callable[[Any], tuple[int, int]], memory: int
+) -> Iterator[Any]:
+    """What `prepare` makes of each batch, in order, a few of them in the making.
+
+    weigh: most bytes of a batch in the making, and once it is made. All together take no more than `memory`, unless one
+    alone does.
+    """
+    waiting: deque[tuple[Any, int, int]] = deque()
+    pool = ThreadPoolExecutor(_MAKING)
+    try:
         for batch in batches:
-            waiting.append(pool.submit(prepare, batch))
-            if len(waiting) > depth:
-                yield waiting.popleft().result()
+            most, least = weigh(batch)
+            while waiting and (len(waiting) > _AHEAD or _weight(waiting) + most > memory):
+                yield waiting.popleft()[0].result()
+            waiting.append((pool.submit(prepare, batch), most, least))
         while waiting:
-            yield waiting.popleft().result()
+            yield waiting.popleft()[0].result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _weight(waiting: Iterable[tuple[Any, int, int]]) -> int:
+    return sum(least if future.done() else most for future, most, least in waiting)
 
 
 def _split(rows: list[Row], most_tokens: int) -> Iterator[list[Row]]:

@@ -8,7 +8,7 @@ from hf_vit_accel.bench.contenders import BASELINES, Contender, choose
 from hf_vit_accel.bench.measure import DTYPES, Row, bench, default_dtype, device_of_choice, measure
 from hf_vit_accel.bench.profile import Part, profile
 from hf_vit_accel.bench.report import document, lines, plot, require_matplotlib
-from hf_vit_accel.bench.towers import PEAK, SHAPES, SIZES, build_tower, matrix_flops, parse_size
+from hf_vit_accel.bench.towers import PEAK, SHAPES, SIZES, build_tower, matrix_flops, parse_size, peak_of
 
 __all__ = [
     "BASELINES",
@@ -29,6 +29,7 @@ __all__ = [
     "matrix_flops",
     "measure",
     "parse_size",
+    "peak_of",
     "plot",
     "profile",
     "require_matplotlib",

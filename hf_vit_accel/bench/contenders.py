@@ -55,16 +55,18 @@ class Contender:
     bound: float | None = None
 
 
-def choose(tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str]) -> list[Contender]:
+def choose(
+    tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str], *, device: torch.device | None = None
+) -> list[Contender]:
     """The contenders for a tower, baselines first. attentions: None for "auto" and each backend that can serve it.
 
     A backend's name or "auto" with "+graph" after it is replayed from a CUDA graph of the size's exact shape; with
     "+fp8" before that it attends in FP8 where that pays.
 
-    Raises ValueError for unknown names.
+    device: where the tower will be; by default where it is. Raises ValueError for unknown names.
     """
     check_names(attentions or (), baselines)
-    request = _request(tower)
+    request = _request(tower, device)
     against = {backend.name: tuple(backend.reasons_against(request)) for backend in backends.ORDER}
     if attentions is None:
         graphed = [f"auto{_GRAPH}"] if request.device.type == "cuda" else []
@@ -113,12 +115,12 @@ def _patched(name: str, tower: Any, grid: Grid) -> Iterator[Run]:
         yield lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw)
 
 
-def _request(tower: Any) -> Request:
+def _request(tower: Any, device: torch.device | None = None) -> Request:
     """What a tower's layers ask of a backend."""
     family = family_of(tower)
     assert family is not None
     snapshot = Snapshot(tower, family)
-    return snapshot.request(snapshot.parts.projection.weight.device)
+    return snapshot.request(device or snapshot.parts.projection.weight.device)
 
 
 @contextmanager

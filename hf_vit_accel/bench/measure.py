@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from hf_vit_accel import env
 from hf_vit_accel.bench.contenders import Contender, Run, check_names, choose, stock
 from hf_vit_accel.bench.profile import Part, profile
-from hf_vit_accel.bench.towers import PEAK, build_tower, matrix_flops
+from hf_vit_accel.bench.towers import build_tower, matrix_flops
 from hf_vit_accel.families import family_of
 from hf_vit_accel.inputs import Expected, read
 from hf_vit_accel.metadata import Grid
@@ -44,8 +45,9 @@ class Row:
     """What came out for one contender on one input of one model.
 
     ms, ms_low, ms_high: median, least and most milliseconds of a forward. floor_ms: the input's matrix FLOPs at peak
-    speed. ratio: ms / floor_ms. speedup: over the first contender of the input. error: relative L2, the largest of all
-    outputs; bound: the largest that passes. problem: why it is wrong or was skipped. parts: its profile, if asked for.
+    speed, None without one. ratio: ms / floor_ms. speedup: over the first contender of the input. error: relative L2,
+    the largest of all outputs; bound: the largest that passes. problem: why it is wrong or was skipped. parts: its
+    profile, if asked for.
     """
 
     model: str
@@ -53,7 +55,7 @@ class Row:
     patches: int
     contender: str
     status: Status
-    floor_ms: float
+    floor_ms: float | None
     bound: float
     ms: float | None = None
     ms_low: float | None = None
@@ -83,29 +85,42 @@ def bench(
     baselines: Sequence[str] = ("sdpa",),
     dtype: torch.dtype | None = None,
     rounds: int = 5,
-    peak: float = PEAK,
+    peak: float | None = None,
     weights: bool = False,
     with_profile: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[Row]]:
     """Build each model's tower, choose the contenders and measure; the rows of one model and size at a time.
 
-    attentions: names of backends and "auto"; None for "auto" and each that can run. peak: TFLOP/s of the floor.
-    Raises ValueError, before anything runs, for models, contenders and sizes that do not exist or do not fit.
+    attentions: names of backends and "auto"; None for "auto" and each that can run. peak: TFLOP/s of the floor, None
+    for no floor. say: is told what cannot run, before anything does, and then what runs.
+    Raises ValueError, before anything runs, for models, contenders and sizes that do not exist or do not fit, and if
+    none of the backends that are named can run.
     """
     check_names(attentions or (), baselines)
     if attentions is not None and not [*attentions, *baselines]:
         raise ValueError("expected at least one backend or baseline, got none; there is nothing to time")
+    device = device_of_choice()
+    chosen_dtype = dtype or default_dtype(device)
     for model in models:
-        outline = build_tower(model, torch.device("meta"), torch.float32)
+        outline = build_tower(model, torch.device("meta"), chosen_dtype)
         for grid in sizes.values():
             _check_grid(outline, grid)
-    device = device_of_choice()
+        against = [c for c in choose(outline, attentions, (), device=device) if c.against]
+        reasons = [f"{contender.name} cannot run: {'; '.join(contender.against)}" for contender in against]
+        if attentions and len(against) == len(attentions):
+            raise ValueError("; ".join(reasons))
+        for reason in reasons:
+            say(f"{model}: {reason}")
 
     def blocks() -> Iterator[list[Row]]:
         for model in models:
-            tower = build_tower(model, device, dtype or default_dtype(device), weights=weights)
+            say(f"{model}: building the tower")
+            tower = build_tower(model, device, chosen_dtype, weights=weights)
             contenders = choose(tower, attentions, baselines)
-            yield from measure(model, tower, sizes, contenders, rounds=rounds, peak=peak, with_profile=with_profile)
+            yield from measure(
+                model, tower, sizes, contenders, rounds=rounds, peak=peak, with_profile=with_profile, say=say
+            )
 
     return blocks()
 
@@ -118,8 +133,9 @@ def measure(
     contenders: Sequence[Contender],
     *,
     rounds: int,
-    peak: float = PEAK,
+    peak: float | None = None,
     with_profile: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[Row]]:
     """Verify and time contenders on a stock tower; every one gets a copy of it, so that none sees another's traces.
 
@@ -128,12 +144,14 @@ def measure(
     reference = deepcopy(tower).float()
     for size, grid in sizes.items():
         pixels_TP = _pixels(tower, grid)
+        say(f"{model}, {size}: running stock in fp32")
         expected, bound = _reference(reference, tower, grid, pixels_TP)
-        floor_ms = matrix_flops(tower, grid) / (peak * 1e9)
+        floor_ms = matrix_flops(tower, grid) / (peak * 1e9) if peak else None
         with ExitStack() as stack:
-            runs, errors, problems = _verify(stack, contenders, tower, grid, pixels_TP, expected, bound)
+            now = partial(_now, say, f"{model}, {size}")
+            runs, errors, problems = _verify(stack, contenders, tower, grid, pixels_TP, expected, bound, now)
             del expected
-            times = _time(runs, pixels_TP, rounds)
+            times = _time(runs, pixels_TP, rounds, now)
             profiled = next((c.name for c in sorted(contenders, key=lambda c: c.baseline) if c.name in runs), None)
             parts = None
             if with_profile and profiled is not None:
@@ -156,7 +174,7 @@ def measure(
                     ms=ms,
                     ms_low=min(times[name]) if ms is not None else None,
                     ms_high=max(times[name]) if ms is not None else None,
-                    ratio=ms / floor_ms if ms is not None else None,
+                    ratio=ms / floor_ms if ms is not None and floor_ms else None,
                     speedup=statistics.median(first) / ms if ms is not None and first is not None else None,
                     error=errors.get(name),
                     problem=problem.text if problem else None,
@@ -164,6 +182,10 @@ def measure(
                 )
             )
         yield rows
+
+
+def _now(say: Callable[[str], None], where: str, what: str) -> None:
+    say(f"{where}: {what}")
 
 
 def _pixels(tower: Any, grid: Grid) -> torch.Tensor:
@@ -233,6 +255,7 @@ def _verify(
     pixels_TP: torch.Tensor,
     expected: list[torch.Tensor],
     bound: float,
+    now: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Run], dict[str, float], dict[str, _Problem]]:
     """Open every contender on the stack and compare; also the errors found, and what is wrong or cannot run.
 
@@ -247,6 +270,7 @@ def _verify(
         if contender.open is None:
             problems[name] = _Problem("skipped", "; ".join(contender.against))
             continue
+        now(f"verifying {name}")
         try:
             run = stack.enter_context(contender.open(deepcopy(tower), grid))
             error = max(relative_error(outputs_of(run(pixels_TP)), expected) for _ in range(2))
@@ -264,13 +288,16 @@ def _verify(
     return runs, errors, problems
 
 
-def _time(runs: Mapping[str, Run], pixels_TP: torch.Tensor, rounds: int) -> dict[str, list[float]]:
+def _time(
+    runs: Mapping[str, Run], pixels_TP: torch.Tensor, rounds: int, now: Callable[[str], None] = lambda _: None
+) -> dict[str, list[float]]:
     """Milliseconds of every timed forward: each round gives each contender its turn, warmed up anew.
 
     Every other round goes backwards: a GPU near its power limit is slower after a neighbour that heats it more.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds):
+        now(f"timing, round {index + 1} of {rounds}")
         for name in list(runs)[:: -1 if index % 2 else 1]:
             for _ in range(WARM_UPS):
                 runs[name](pixels_TP)

@@ -15,7 +15,7 @@ from hf_vit_accel.bench.measure import Row, device_of_choice
 __all__ = ["document", "lines", "plot", "require_matplotlib"]
 
 
-def document(rows: Sequence[Row], *, dtype: torch.dtype, rounds: int, peak: float) -> dict[str, Any]:
+def document(rows: Sequence[Row], *, dtype: torch.dtype, rounds: int, peak: float | None) -> dict[str, Any]:
     """Everything as plain dicts, lists, strings and numbers: what --json writes and `plot` reads."""
     device = env.cuda_device_name() if device_of_choice().type == "cuda" else "cpu"
     return {
@@ -35,7 +35,8 @@ def lines(rows: Sequence[Row], *, skipped: bool = True) -> Iterator[str]:
     """
     head = rows[0]
     bound = min(row.bound for row in rows)  # contenders in FP8 have one of their own
-    yield f"{head.model}, {head.size}: {head.patches} patches, floor {head.floor_ms:.3g} ms, error <= {bound:.1e}"
+    floor = f"floor {head.floor_ms:.3g} ms, " if head.floor_ms else ""
+    yield f"{head.model}, {head.size}: {head.patches} patches, {floor}error <= {bound:.1e}"
     width = max(len(row.contender) for row in rows)
     yield f"  {'':{width}}  {'ms':>9}  {'low - high':>19}  {'x floor':>8}  {'speed-up':>8}  {'error':>8}"
     for row in rows:
@@ -46,7 +47,8 @@ def lines(rows: Sequence[Row], *, skipped: bool = True) -> Iterator[str]:
             continue
         speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
         spread = f"{row.ms_low:.2f} - {row.ms_high:.2f}"
-        yield f"{start}{row.ms:9.2f}  {spread:>19}  {row.ratio:8.2f}  {speedup:>8}  {row.error:8.1e}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        yield f"{start}{row.ms:9.2f}  {spread:>19}  {ratio:>8}  {speedup:>8}  {row.error:8.1e}"
     reasons: dict[str | None, list[str]] = {}
     for row in rows:
         if skipped and row.status == "skipped":

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
+from hf_vit_accel import env
 from hf_vit_accel.families import FAMILIES, family_of, find_towers
 from hf_vit_accel.metadata import Grid, build
 
-__all__ = ["PEAK", "SHAPES", "SIZES", "build_tower", "matrix_flops", "parse_size", "tower_class", "vision_config"]
+__all__ = [
+    "PEAK",
+    "SHAPES",
+    "SIZES",
+    "build_tower",
+    "matrix_flops",
+    "parse_size",
+    "peak_of",
+    "tower_class",
+    "vision_config",
+]
 
 PEAK = 790.0
-"""TFLOP/s that the floor assumes: what large bf16 matrix products reach on an H200."""
+"""TFLOP/s that the floor assumes on an H200: what large bf16 matrix products reach there."""
 
 _QWEN2 = dict(depth=32, embed_dim=1280, num_heads=16, mlp_ratio=4, patch_size=14)
 _QWEN2_5: dict[str, Any] = dict(depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, patch_size=14)
@@ -83,6 +97,8 @@ def vision_config(model: str) -> Any:
         name, arguments = SHAPES[model]
         return getattr(transformers, name)(**arguments)
     try:
+        if not Path(model).exists():
+            _look_up(model)
         config = transformers.AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -90,6 +106,34 @@ def vision_config(model: str) -> Any:
             f"{model!r}: {str(error).splitlines()[0]}"
         ) from error
     return getattr(config, "vision_config", config)
+
+
+def _look_up(model: str) -> None:
+    """Ask the hub once: transformers would try again and again. OSError or ValueError where there is no such model."""
+    if model.count("/") != 1:
+        raise ValueError("no such folder or file, and no name on the hub")
+    if try_to_load_from_cache(model, "config.json") is None:
+        try:
+            HfApi().model_info(model, timeout=10)
+        except Exception as error:  # huggingface_hub's own, and those of the HTTP client that it uses
+            raise OSError(str(error) or type(error).__name__) from error
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """TFLOP/s of large matrix products in a dtype on a GPU, for the floor: measured, but on an H200. None for a CPU."""
+    if device.type != "cuda":
+        return None
+    if dtype == torch.bfloat16 and "H200" in env.cuda_device_name():
+        return PEAK
+    size, best = 8192, float("inf")
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best / 1e12
 
 
 def tower_class(config: Any) -> type[nn.Module]:

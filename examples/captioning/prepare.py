@@ -1,0 +1,144 @@
+"""What the first process finds out for all, before any model is loaded: which run this is, and what is left to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from captioning.journal import Journal, fingerprint, lock, replace_file
+from captioning.plan import Plan, checkpoint, differences, make_plan
+from captioning.sources import Found, Item, find
+
+__all__ = ["Prepared", "Wanted", "identity", "prepare", "some"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the command line asks for. settings: those that change captions, beside the checkpoint."""
+
+    inputs: list[str]
+    output: Path
+    model: str
+    revision: str | None
+    settings: dict[str, Any]
+    prompts: list[str]
+    column: str | None
+    split: str
+    root: Path | None
+    skip_with: str | None
+    limit: int | None
+    refuse_above: int
+    overwrite: bool
+    retry_errors: bool
+    dry_run: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run: its name and settings, what it has to do, the model's name for people, and where keys are relative to.
+
+    clashed: whether items share a name.
+    """
+
+    run: str
+    settings: dict[str, Any]
+    plan: Plan
+    title: str
+    root: str | None
+    clashed: bool
+
+
+def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
+    """Find the items and what is to do, and say so. The folder is locked for the length of the stack.
+
+    Raises ValueError and OSError for mistakes in what is asked.
+    """
+    journal = Journal(wanted.output)
+    share = None if wanted.dry_run else stack.enter_context(lock(wanted.output, alone=True))
+    last = (journal.manifest()["runs"] or [{}])[-1]
+    before = last.get("settings", {})
+    checkpoint_settings, title = identity(wanted.model, wanted.revision, wanted.output, write=share is not None)
+    settings = checkpoint_settings | wanted.settings
+    # Anew is another run: whatever goes wrong with it, the records of the one before are still there.
+    if again := before.get("again", 0) + wanted.overwrite:
+        settings["again"] = again
+    run = fingerprint(settings)
+    _say(f"model {title}")
+    found = find(wanted.inputs, column=wanted.column, split=wanted.split, root=_root(wanted, last))
+    items = [item for item in found.items if not _has_beside(item, wanted.skip_with)]
+    _say_passed_over(found, len(found.items) - len(items), wanted.skip_with)
+    items = items[: wanted.limit]
+    records = [record for record in journal.records() if record.run == run]
+    plan = make_plan(items, wanted.prompts, records, retry_errors=wanted.retry_errors, refuse_above=wanted.refuse_above)
+    _say(f"{len(items)} items, {len(plan.tasks)} of them to caption (run {run})")
+    if plan.known and not plan.matching:
+        _say(f"None of the {plan.known} records here is of these inputs; are they another copy? Then see --root.")
+    if plan.errors:
+        _say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
+    if last and not records and not wanted.overwrite:
+        _say("a new run: " + ("; ".join(differences(before, settings)) or "nothing was recorded by the last one"))
+    if share is not None:
+        share()
+    return Prepared(run=run, settings=settings, plan=plan, title=title, root=found.root, clashed=bool(found.clashes))
+
+
+def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[dict[str, Any], str]:
+    """What tells one checkpoint from another, and its name for people: a folder's contents, a commit of the Hub.
+
+    Checksums that were computed once are kept in the output folder.
+    """
+    if Path(model).is_dir():
+        file = output / ".checksums.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        files, sums = checkpoint(Path(model), known)
+        if not files:
+            raise ValueError(f"{model} holds no checkpoint")
+        if write and not sums.items() <= known.items():
+            replace_file(file, json.dumps(known | sums))
+        return {"files": files}, f"{model} (checksum {fingerprint(files)})"
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from None
+    commit = getattr(config, "_commit_hash", None) or revision
+    return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"
+
+
+def _root(wanted: Wanted, last: dict[str, Any]) -> str | None:
+    if wanted.root is not None:
+        return str(wanted.root.resolve())
+    root: str | None = last.get("root")
+    if root and not Path(root).is_dir():
+        _say(f"the last run's pictures were in {root}, which is gone: these are taken for the same ones")
+        return None
+    return root
+
+
+def _has_beside(item: Item, extension: str | None) -> bool:
+    whole_file = item.row is None and item.length is None
+    return extension is not None and whole_file and Path(item.file).with_suffix(extension).exists()
+
+
+def _say_passed_over(found: Found, captioned: int, extension: str | None) -> None:
+    for why, paths in found.passed_over.items():
+        _say(f"passed over: {len(paths)} {why}: {some(paths)}")
+    if captioned:
+        _say(f"passed over: {captioned} pictures that have a {extension} beside them")
+    if found.clashes:
+        _say(f"error: {len(found.clashes)} names that more than one item has: {some(found.clashes)}")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _say(line: str) -> None:
+    # A file name that is no valid UTF-8 is not to stop a run.
+    print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)

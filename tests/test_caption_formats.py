@@ -1,0 +1,113 @@
+"""What `merge` writes, as the programs that load it read it."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from caption_cli import batch_caption, call, caption, captions_in, draw, encode, lines, load_once, put, words, write_tar
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_caption, "load_model", load_once)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    put(tmp_path / "photos", "a.png", "sub/b.c.png")
+    (tmp_path / "photos" / "bad.png").write_bytes(b"no picture")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "captions"
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+
+
+def test_metadata_for_imagefolder(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output, "--prompt=describe this video .")
+    assert call("merge", output, photos / "metadata.jsonl", "--prefix=sks, ").exit_code == 0
+    found = lines(photos / "metadata.jsonl")
+    assert [line["file_name"] for line in found] == ["a.png", "sub/b.c.png"]
+    assert all(line.keys() == {"file_name", "text", "text_2"} for line in found)
+    assert all((photos / line["file_name"]).is_file() and line["text"].startswith("sks, ") for line in found)
+    done = call("merge", output, tmp_path / "else" / "metadata.jsonl")
+    assert done.exit_code == 1 and not (tmp_path / "else").exists() and "2 pictures are not in" in words(done)
+
+
+def test_webdataset_shards_of_files(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    assert call("merge", output, tmp_path / "all.tar").exit_code == 0
+    found, expected = members(tmp_path / "all.tar"), captions_in(output)
+    assert list(found) == [f"{number:09d}.{kind}" for number in range(2) for kind in ("png", "txt", "json")]
+    for number, key in enumerate(expected):
+        assert found[f"{number:09d}.png"] == (photos / key).read_bytes()
+        assert found[f"{number:09d}.txt"].decode() == f"{expected[key]}\n"
+        assert json.loads(found[f"{number:09d}.json"])["key"] == key
+    assert call("merge", output, tmp_path / "part-%03d.tar", "--shard-size=1").exit_code == 0
+    parts = members(tmp_path / "part-000.tar") | members(tmp_path / "part-001.tar")
+    assert parts == found
+    done = call("merge", output, tmp_path / "part-%s-%d.tar")
+    assert done.exit_code == 2 and "expected a name with one number" in words(done)
+
+
+def test_webdataset_shards_of_shards_and_tables(output: Path, tmp_path: Path) -> None:
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    scenes = [encode(draw(seed)[0], "JPEG" if seed % 2 else "PNG", quality=95) for seed in range(6)]
+    (tmp_path / "data").mkdir()
+    write_tar(tmp_path / "data" / "s.tar", ("0.png", scenes[0]), ("1.jpg", scenes[1]), ("1.txt", b"alt"))
+    parquet.write_table(pyarrow.table({"blob": scenes[2:], "id": [2, 3, 4, 5]}), tmp_path / "data" / "t.parquet")
+    caption([tmp_path / "data" / "s.tar", tmp_path / "data" / "t.parquet"], output, "--column=blob")
+    assert call("merge", output, tmp_path / "all.tar").exit_code == 0
+    found = members(tmp_path / "all.tar")
+    pictures = {name: data for name, data in found.items() if name.endswith(("png", "jpg"))}
+    assert sorted(pictures.values()) == sorted(scenes)
+    for name, data in pictures.items():
+        seed = scenes.index(data)
+        assert name.endswith("jpg" if seed % 2 else "png")
+        assert (
+            found[name[:-3] + "txt"].decode()
+            == captions_in(output)[json.loads(found[name[:-3] + "json"])["key"]] + "\n"
+        )
+    (tmp_path / "data" / "s.tar").unlink()
+    done = call("merge", output, tmp_path / "rest.tar")
+    assert len(members(tmp_path / "rest.tar")) == 12 and "2 pictures are not in" in words(done)
+
+
+def test_parquet_can_be_joined(output: Path, tmp_path: Path) -> None:
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    put(tmp_path / "data", "x.png")
+    (tmp_path / "data" / "part").mkdir()
+    table = pyarrow.table({"image": [encode(draw(seed)[0]) for seed in range(3)]})
+    parquet.write_table(table, tmp_path / "data" / "part" / "t.parquet")
+    caption([tmp_path / "data", tmp_path / "data" / "part" / "t.parquet"], output)
+    assert call("merge", output, tmp_path / "out.parquet").exit_code == 0
+    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [(row["source"], row["row"]) for row in rows] == [*(("part/t.parquet", n) for n in range(3)), (None, None)]
+    assert {row["asked"] for row in rows} == {"describe this picture ."}
+
+
+def test_texts_of_videos_and_several_lines(tmp_path: Path) -> None:
+    """A caption with line ends stays as it is; what is written is UTF-8, whatever the names are."""
+    from captioning.exports import Export
+    from captioning.journal import Record
+
+    name = b"n\xff.png".decode(errors="surrogateescape")
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / name).touch()
+    record = Record(key=name, prompt="p", status="ok", caption="two\nlines é \udcff")
+    done = Export(tmp_path, {"root": str(tmp_path / "p"), "prompts": ["p"]})
+    done([record], tmp_path / "p")
+    (written,) = (tmp_path / "p").glob("*.txt")
+    assert written.read_bytes() == "two\nlines é \\udcff\n".encode() and done.written == 1
+    done([record], tmp_path / "p" / "metadata.jsonl")
+    with open(tmp_path / "p" / "metadata.jsonl", encoding="utf-8") as file:
+        assert json.loads(file.read())["file_name"] == name

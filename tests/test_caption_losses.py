@@ -1,0 +1,309 @@
+"""Nobody's files and records are lost, and what is merged is what was asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from caption_cli import (
+    MODEL,
+    batch_caption,
+    call,
+    caption,
+    captions_in,
+    draw,
+    encode,
+    lines,
+    load_once,
+    put,
+    texts,
+    words,
+    write_tar,
+)
+from captioning.journal import Journal
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_caption, "load_model", load_once)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    put(tmp_path / "photos", "a.png", "b.png", "0/c.png")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "captions"
+
+
+def stored(output: Path) -> list[str]:
+    return sorted(line for shard in output.glob("captions-*.jsonl") for line in shard.read_text().splitlines())
+
+
+# --- 1: --overwrite --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [([], "no-such/model"), (["--attention=flashinfer_cudnn"], MODEL), (["--attention=nope"], MODEL)],
+    ids=["model", "unusable attention", "unknown attention"],
+)
+def test_overwrite_with_a_mistake_keeps_all_records(
+    photos: Path, output: Path, options: list[str], model: object
+) -> None:
+    assert caption(photos, output).exit_code == 0
+    before, found = stored(output), captions_in(output)
+    assert caption(photos, output, "--overwrite", *options, model=model).exit_code != 0
+    assert stored(output) == before and captions_in(output) == found
+
+
+def test_overwrite_that_dies_at_work_keeps_all_records(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caption(photos, output)
+    before = stored(output)
+
+    def die(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(batch_caption.Captioner, "generate", die)
+    assert caption(photos, output, "--overwrite").exit_code != 0
+    assert set(before) <= set(stored(output))
+
+
+def test_overwrite_captions_everything_anew_and_goes_on_after_a_kill(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caption(photos, output)
+    expected = captions_in(output)
+    with monkeypatch.context() as patch:
+        written = []
+        append = Journal.append
+
+        def once(*arguments: object) -> None:
+            if written:
+                raise KeyboardInterrupt
+            written.append(append(*arguments))
+
+        patch.setattr(Journal, "append", once)
+        stopped = caption(photos, output, "--overwrite", "--batch-size=1")
+    assert stopped.exit_code != 0 and "without --overwrite" in words(stopped)
+    assert "3 items, 2 of them to caption" in words(caption(photos, output))
+    assert captions_in(output) == expected
+    assert "3 items, 0 of them to caption" in words(caption(photos, output))
+    assert "3 items, 3 of them to caption" in words(caption(photos, output, "--overwrite"))
+
+
+# --- 2 and 5: text files beside pictures -----------------------------------------------------------------------------
+
+
+def test_hand_written_texts_are_left_alone(photos: Path, output: Path) -> None:
+    (photos / "a.txt").write_text("sks style")
+    caption(photos, output, prompt="describe {txt} .", model=MODEL)
+    caption(photos, output)
+    done = call("merge", output, photos)
+    assert (photos / "a.txt").read_text() == "sks style"
+    assert done.exit_code == 1 and "a.txt" in words(done)
+    assert "--extension" in words(done) and "--overwrite" in words(done)
+    assert set(texts(photos)) == {"a.txt", "b.txt", "0/c.txt"}  # the others are written
+
+
+def test_texts_of_an_earlier_merge_are_replaced(photos: Path, output: Path) -> None:
+    caption(photos, output)
+    assert call("merge", output, photos).exit_code == 0
+    first = texts(photos)
+    assert call("merge", output, photos).exit_code == 0 and texts(photos) == first
+    caption(photos, output, prompt="describe this video .")
+    assert call("merge", output, photos, "--prefix=sks, ").exit_code == 0
+    second = texts(photos)
+    assert second != first and all(text.startswith("sks, ") for text in second.values())
+    (photos / "b.txt").write_text(second["b.txt"] + "and a hand-written line\n")  # now it is somebody's
+    done = call("merge", output, photos)
+    assert done.exit_code == 1 and "hand-written" in (photos / "b.txt").read_text()
+    assert call("merge", output, photos, "--overwrite").exit_code == 0
+    assert "hand-written" not in (photos / "b.txt").read_text()
+
+
+def test_extensions_prefix_and_suffix(photos: Path, output: Path) -> None:
+    (photos / "a.txt").write_text("sks style")
+    caption(photos, output)
+    options = ["--extension=.caption", "--prefix=sks, ", "--suffix=, photo"]
+    assert call("merge", output, photos, *options).exit_code == 0
+    found, expected = texts(photos, "**/*.caption"), captions_in(output)
+    assert found == {key.replace(".png", ".caption"): f"sks, {text}, photo\n" for key, text in expected.items()}
+    assert texts(photos) == {"a.txt": "sks style"}
+    wrong = call("merge", output, photos, "--extension=.png", "--overwrite")
+    assert wrong.exit_code == 2 and (photos / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_text_is_written_where_no_picture_is(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    done = call("merge", output, wrong)
+    assert done.exit_code == 1 and not list(wrong.rglob("*")) and "3 pictures are not in" in words(done)
+    put(wrong, "b.png")
+    done = call("merge", output, wrong)
+    assert done.exit_code == 0 and set(texts(wrong)) == {"b.txt"} and "2 pictures are not in" in words(done)
+
+
+def test_other_files_are_not_overwritten_either(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    for name in ("list.jsonl", "metadata.jsonl", "table.parquet", "shards.tar"):
+        (photos / name).write_text("by hand")
+        done = call("merge", output, photos / name)
+        assert done.exit_code != 0 and "--overwrite" in words(done), name
+        assert (photos / name).read_text() == "by hand"
+        assert call("merge", output, photos / name, "--overwrite").exit_code == 0, name
+        assert call("merge", output, photos / name).exit_code == 0, name  # ours now
+
+
+# --- 12: one bad name stops itself -----------------------------------------------------------------------------------
+
+
+def test_two_pictures_of_one_name_stop_only_themselves(photos: Path, output: Path) -> None:
+    shutil.copy(photos / "b.png", photos / "a.jpg")
+    assert caption(photos, output).exit_code == 0
+    done = call("merge", output, photos)
+    assert done.exit_code == 1 and "a.jpg" in words(done) and "a.png" in words(done)
+    assert set(texts(photos)) == {"b.txt", "0/c.txt"}
+
+
+def test_a_traversing_member_stops_only_itself(tmp_path: Path, output: Path) -> None:
+    scene = encode(draw(3)[0])
+    members = [("ok.png", scene), ("../../x.png", scene), ("/abs.png", scene)]
+    shard = write_tar(tmp_path / "in" / "evil.tar", *members) if (tmp_path / "in").mkdir() is None else None
+    assert caption(shard, output).exit_code == 0
+    extracted = tmp_path / "in" / "evil.tar.d"
+    (tmp_path / "target" / "evil.tar").mkdir(parents=True)
+    (tmp_path / "target" / "evil.tar" / "ok.png").write_bytes(scene)
+    (tmp_path / "x.png").write_bytes(scene)
+    done = call("merge", output, tmp_path / "target")
+    assert done.exit_code == 1 and "x.png" in words(done)
+    assert set(texts(tmp_path)) == {"target/evil.tar/ok.txt"} and not extracted.exists()
+
+
+def test_a_member_that_comes_twice_stops_only_itself(tmp_path: Path, output: Path) -> None:
+    one, two = encode(draw(3)[0]), encode(draw(4)[0])
+    write_tar(tmp_path / "evil.tar", ("a.png", one), ("b.png", one), ("a.png", two))
+    write_tar(tmp_path / "good.tar", ("a.png", one))
+    done = caption([tmp_path / "evil.tar", tmp_path / "good.tar"], output)
+    assert done.exit_code == 1 and "evil.tar/a.png" in words(done)
+    assert captions_in(output).keys() == {"evil.tar/b.png", "good.tar/a.png"}
+    assert caption([tmp_path / "evil.tar", tmp_path / "good.tar"], output).exit_code == 1  # told each time
+
+
+def test_equal_names_in_two_folders(tmp_path: Path, output: Path) -> None:
+    put(tmp_path / "data" / "train", "a.png")
+    put(tmp_path / "data" / "val", "a.png")
+    assert caption([tmp_path / "data" / "train", tmp_path / "data" / "val"], output).exit_code == 0
+    assert captions_in(output).keys() == {"train/a.png", "val/a.png"}
+    assert call("merge", output, tmp_path / "data" / "val").exit_code == 0
+    assert set(texts(tmp_path / "data")) == {"val/a.txt"}
+
+
+def test_lists_with_absolute_paths_are_merged(photos: Path, output: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text(f"{photos}/a.png\nphotos/b.png\n")
+    assert caption(tmp_path / "list.txt", output).exit_code == 0
+    assert call("merge", output, photos).exit_code == 0
+    assert set(texts(photos)) == {"a.txt", "b.txt"}
+
+
+# --- 3: the newest run's prompts -------------------------------------------------------------------------------------
+
+
+def test_only_the_newest_prompts_are_merged(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    caption(photos, output, prompt="describe this video .")
+    done = call("merge", output, tmp_path / "out.jsonl")
+    assert {line["prompt"] for line in lines(tmp_path / "out.jsonl")} == {"describe this video ."}
+    assert "3 records of other prompts are here, too" in words(done) and "--all-prompts" in words(done)
+    call("merge", output, photos)
+    assert all(text.count("\n") == 1 for text in texts(photos).values())
+    call("merge", output, tmp_path / "out.jsonl", "--all-prompts")
+    assert len(lines(tmp_path / "out.jsonl")) == 6
+    caption(photos, output)  # nothing left to do, but these are the newest prompts now
+    call("merge", output, tmp_path / "out.jsonl")
+    assert {line["prompt"] for line in lines(tmp_path / "out.jsonl")} == {"describe this {kind} ."}
+
+
+def test_records_hold_the_text_that_was_asked(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    call("merge", output, tmp_path / "out.jsonl")
+    assert {line["asked"] for line in lines(tmp_path / "out.jsonl")} == {"describe this picture ."}
+
+
+def test_prompts_stand_in_the_order_that_was_asked(photos: Path, output: Path) -> None:
+    caption(photos, output, "--prompt=describe this video .", prompt="is the text above ?")
+    call("merge", output, photos)
+    by_prompt = {(record.key, record.prompt): record.caption for record in Journal(output).merged()}
+    expected = [by_prompt["a.png", prompt] for prompt in ("is the text above ?", "describe this video .")]
+    assert (photos / "a.txt").read_text().splitlines() == expected
+
+
+def test_what_is_missing_is_told_after_other_inputs(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    put(tmp_path / "more", "d.png", "e.png")
+    caption(tmp_path / "more", output)
+    (shard,) = output.glob("captions-*.jsonl")
+    shard.write_text("".join(line + "\n" for line in shard.read_text().splitlines()[:-1]))
+    done = call("merge", output, tmp_path / "out.jsonl")
+    assert done.exit_code == 1 and "1 records are missing" in words(done)
+
+
+# --- 4: one picture, however the input is spelt ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["folder", "glob", "subfolder", "list"])
+def test_a_picture_is_the_same_however_it_is_spelt(
+    photos: Path, output: Path, tmp_path: Path, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "all.txt").write_text(f"../photos/a.png\n{photos}/0/c.png\n../photos/0/../b.png\n")
+    (tmp_path / "link").symlink_to(photos)
+    spelt = {"folder": "photos", "glob": "photos/**/*.*", "subfolder": "photos/0", "list": "lists/all.txt"}
+    caption(spelt[first], output)
+    caption("photos", output)
+    others = [*spelt.values(), str(photos), "./photos/", "link", "link/*.png", "photos/0/../a.png", "lists/../photos"]
+    for other in others:
+        assert re.search(r"\d items?, 0 of them to caption", words(caption(other, output))), other
+    assert len(stored(output)) == 3
+    assert call("merge", output, "photos").exit_code == 0
+    assert set(texts(photos)) == {"a.txt", "b.txt", "0/c.txt"}
+
+
+def test_a_folder_that_moved_is_known_again(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    photos.rename(tmp_path / "moved")
+    assert "3 items, 0 of them to caption" in words(caption(tmp_path / "moved", output))
+    shutil.copytree(tmp_path / "moved", tmp_path / "copy")
+    told = words(caption(tmp_path / "copy", output, "--dry-run"))
+    assert "3 of them to caption" in told and "None of the 3 records here is of these inputs" in told
+    told = words(caption(tmp_path / "copy", output, "--dry-run", f"--root={tmp_path / 'copy'}"))
+    assert "0 of them to caption" in told
+
+
+def test_old_records_without_the_newer_fields_are_read(output: Path) -> None:
+    output.mkdir()
+    old = {"key": "a.png", "prompt": "p", "status": "ok", "caption": "c", "error": None, "width": 1, "height": 1}
+    (output / "captions-00000.jsonl").write_text(json.dumps(old | {"tokens": 1, "bytes": 5, "run": "r"}) + "\n")
+    (record,) = Journal(output).records()
+    assert (record.key, record.caption, record.run, record.asked) == ("a.png", "c", "r", None)
+
+
+def test_symbolic_links_to_texts_are_left_alone(photos: Path, output: Path, tmp_path: Path) -> None:
+    (tmp_path / "tags.md").write_text("tags")
+    (photos / "a.txt").symlink_to(tmp_path / "tags.md")
+    os.mkdir(photos / "b.txt")
+    caption(photos, output)
+    done = call("merge", output, photos)
+    assert done.exit_code == 1 and (photos / "a.txt").is_symlink() and (tmp_path / "tags.md").read_text() == "tags"
+    assert (photos / "b.txt").is_dir() and (photos / "0/c.txt").exists()

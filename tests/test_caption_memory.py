@@ -1,0 +1,253 @@
+"""Memory is bounded by what is decoded, and pictures that are reduced while they are read give the same captions."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from caption_cli import EXAMPLES, MODEL, batch_caption, caption, captions_in, draw, encode, load_once
+from captioning import captioner as captioner_module
+from captioning import worker
+from captioning.batches import Task, limit_pixels, memory_of, reduced
+from captioning.captioner import Captioner, load_processor, why_not_on_gpu
+from captioning.pictures import Gate, read_image
+from captioning.sources import Item
+from captioning.worker import _ahead
+from PIL import Image
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return load_processor(str(MODEL))
+
+
+def peak(*command: object) -> int:
+    """The most memory of a run, in bytes."""
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, *map(str, command)], env=environment, stdout=-3, stderr=-3) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+def test_photos_of_24_megapixels_stay_under_2_gb(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "many").mkdir()
+    Image.fromarray(noise).save(tmp_path / "one" / "small.png")
+    Image.fromarray(noise).resize((6000, 4000)).save(tmp_path / "photo.jpg", quality=85)
+    for index in range(40):
+        os.link(tmp_path / "photo.jpg", tmp_path / "many" / f"{index}.jpg")
+    script = [EXAMPLES / "batch_caption.py", "caption", "--model", MODEL, "--prompt=describe this picture ."]
+    base = peak(*script, tmp_path / "one", "--output", tmp_path / "o1", "--max-new-tokens=1")
+    most = peak(*script, tmp_path / "many", "--output", tmp_path / "o2", "--max-new-tokens=1")
+    assert most - base < 2e9, f"{(most - base) / 1e9:.1f} GB"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reduced_pictures_are_the_processors(family: str) -> None:
+    """Without a JPEG's shortcut, bit for bit; with it, nearly."""
+    processor = load_processor(str(EXAMPLES / "tiny_captioner" / family))
+    smaller, chance = reduced(processor), random.Random(0)
+    exact = 0
+    for _ in range(40):
+        width, height = chance.randint(8, 1500), chance.randint(8, 1500)
+        image = Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+        read, size = read_image(io.BytesIO(encode(image, "BMP")), resize=smaller)
+        assert size == (width, height)
+        exact += read.size != size
+        expected, found = (processor.image_processor([each], return_tensors="pt") for each in (image, read))
+        assert torch.equal(expected["image_grid_thw"], found["image_grid_thw"])
+        assert torch.equal(expected["pixel_values"], found["pixel_values"])
+    assert exact > 10
+
+
+def test_reduced_jpegs_are_nearly_the_processors(processor: Any) -> None:
+    image = draw(5)[0].resize((2400, 1600), Image.Resampling.BICUBIC)
+    for orientation, turn in ((1, None), (6, Image.Transpose.ROTATE_90)):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        stored = image if turn is None else image.transpose(turn)
+        data = encode(stored, "JPEG", quality=95, exif=exif)
+        read, size = read_image(io.BytesIO(data), resize=reduced(processor))
+        assert size == (2400, 1600) and read.width * read.height <= 262144
+        whole, _ = read_image(io.BytesIO(data))
+        expected = whole.resize(read.size, Image.Resampling.BICUBIC)
+        assert np.abs(np.asarray(read).astype(int) - np.asarray(expected)).mean() < 1.5
+
+
+def test_captions_of_large_photos_stay_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_caption, "load_model", load_once)
+    (tmp_path / "photos").mkdir()
+    for seed in range(12):
+        image = draw(seed)[0]
+        image = image.resize((image.width * 12, image.height * 12), Image.Resampling.BICUBIC)
+        image.save(tmp_path / "photos" / f"{seed}.jpg", quality=92)
+    caption(tmp_path / "photos", tmp_path / "o", "--max-pixels=50176")
+    monkeypatch.setattr(worker, "reduced", lambda *_: lambda *_: None)
+    caption(tmp_path / "photos", tmp_path / "whole", "--max-pixels=50176")
+    assert captions_in(tmp_path / "o") == captions_in(tmp_path / "whole") and len(captions_in(tmp_path / "o")) == 12
+
+
+def test_what_the_processor_refuses_or_enlarges_is_left_to_it(processor: Any) -> None:
+    smaller = reduced(processor)
+    assert smaller(3000, 4) is None and smaller(20, 20) is None and smaller(96, 96) is None
+    assert smaller(4000, 3000) is not None and reduced(processor, slack=100.0)(4000, 3000) is None
+
+
+def test_pixels_are_limited_as_qwens_are() -> None:
+    processor = load_processor(str(MODEL))
+    limit_pixels(processor, None, None)
+    assert dict(processor.image_processor.size) == {"shortest_edge": 16384, "longest_edge": 262144}
+    limit_pixels(processor, None, 40_000)
+    grid = processor.image_processor(Image.new("RGB", (600, 400)), return_tensors="pt")["image_grid_thw"][0]
+    assert int(grid.prod()) * 16**2 <= 40_000
+    with pytest.raises(ValueError, match="is above --max-pixels 40000"):
+        limit_pixels(processor, 50_000, None)
+
+
+def test_the_gate_bounds_what_is_in_use() -> None:
+    gate, in_use, most, lock = Gate(100), 0, 0, threading.Lock()
+
+    def take(size: int) -> None:
+        nonlocal in_use, most
+        with gate(size):
+            with lock:
+                in_use += min(size, 100)
+                most = max(most, in_use)
+            time.sleep(0.002)
+            with lock:
+                in_use -= min(size, 100)
+
+    chance = random.Random(0)
+    threads = [threading.Thread(target=take, args=(chance.choice([10, 30, 60, 500]),)) for _ in range(60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert most <= 100 and in_use == 0 and gate.used == 0
+
+
+def test_batches_ahead_are_bounded_and_in_order() -> None:
+    making, most, lock = [0], [0], threading.Lock()
+
+    def prepare(batch: int) -> int:
+        with lock:
+            making[0] += 1
+            most[0] = max(most[0], making[0])
+        time.sleep(0.002 * (batch % 3))
+        return batch
+
+    for memory, at_most in ((1000, 5), (250, 3), (10, 1)):
+        making[0] = most[0] = 0
+        found = []
+        for batch in _ahead(range(30), prepare, lambda _: (100, 100), memory):
+            making[0] -= 1
+            found.append(batch)
+        assert found == list(range(30)) and most[0] <= at_most, memory
+
+
+def test_the_memory_of_a_task_is_of_its_reduced_size() -> None:
+    def task(**kwargs: Any) -> Task:
+        kind = kwargs.pop("kind", "image")
+        return Task(item=Item(key="a", file="a", kind=kind), prompts=("p",), **kwargs)
+
+    assert memory_of(task(tokens=256, pixels=24_000_000), 1024) == (60 * 256 * 1024, 27 * 256 * 1024)
+    assert memory_of(task(tokens=0, pixels=1000), 1024) == (60_000, 27_000)  # as nobody knows what becomes of it
+    assert memory_of(task(tokens=8192, kind="video"), 1024)[0] == 1 << 30
+
+
+# --- the processor ---------------------------------------------------------------------------------------------------
+
+
+def test_why_pictures_are_not_prepared_on_the_gpu(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    fast = SimpleNamespace(image_processor=SimpleNamespace(backend="torchvision"))
+    monkeypatch.setattr(captioner_module, "is_torchvision_available", lambda: False)
+    assert why_not_on_gpu(fast, cpu) == ["the model is on cpu", "it needs torchvision (pip install torchvision)"]
+    monkeypatch.setattr(captioner_module, "is_torchvision_available", lambda: True)
+    assert why_not_on_gpu(fast, cuda) == []
+    slow = SimpleNamespace(image_processor=SimpleNamespace(backend="pil"))
+    assert "runs on the CPU only" in why_not_on_gpu(slow, cuda)[0]
+
+
+def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: Any) -> None:
+    model = load_once(str(MODEL), torch.bfloat16, torch.device("cpu"))
+    captioner, image = Captioner(model, processor), draw(1)[0]
+    inputs = [captioner.encode([image], [prompt]) for prompt in ("describe this picture .", "is the text above ?")]
+    assert inputs[0]["pixel_values"].dtype == torch.bfloat16
+    sent = captioner.send(inputs)
+    assert sent[0]["pixel_values"] is sent[1]["pixel_values"] and "arrived" not in sent[0]
+    assert not torch.equal(sent[0]["input_ids"], sent[1]["input_ids"]) and captioner.send([]) == []
+    whole = processor(text=[" "], images=None, return_tensors="pt")
+    assert "pixel_values" not in whole
+
+
+def test_a_full_gpu_has_pictures_prepared_on_the_cpu(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    captioner = Captioner(load_once(str(MODEL), torch.float32, torch.device("cpu")), processor)
+    captioner.pictures_on = torch.device("cuda")
+    devices = []
+
+    def process(seen: Any, prompts: Any, device: torch.device) -> Any:
+        devices.append(device.type)
+        if device.type == "cuda":
+            raise torch.OutOfMemoryError
+        return {"pixel_values": torch.zeros(4, 8), "input_ids": torch.zeros(1, 2)}
+
+    monkeypatch.setattr(captioner, "_process", process)
+    assert captioner.encode([draw(1)[0]], ["p"])["pixel_values"].shape == (4, 8) and devices == ["cuda", "cpu"]
+
+
+def test_pixels_are_rounded_on_the_stream_that_made_them(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    captioner = Captioner(load_once(str(MODEL), torch.bfloat16, torch.device("cpu")), processor)
+    beside: list[str] = []
+
+    @contextmanager
+    def watch() -> Iterator[None]:
+        beside.append("in")
+        yield
+        beside.append("out")
+
+    class Pixels:
+        def to(self, dtype: torch.dtype) -> Pixels:
+            beside.append(str(dtype))
+            return self
+
+    monkeypatch.setattr(captioner, "_beside", watch)
+    monkeypatch.setattr(captioner, "_process", lambda *_: {"pixel_values": Pixels()})
+    captioner.encode([draw(1)[0]], ["p"])
+    assert beside == ["in", "torch.bfloat16", "out"]
+
+
+def test_the_device_reaches_the_image_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Stub:
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "text"
+
+        def __call__(self, **kwargs: Any) -> Any:
+            asked.append(kwargs.get("device"))
+            return {"pixel_values": torch.zeros(1)}
+
+    captioner = Captioner(load_once(str(MODEL), torch.float32, torch.device("cpu")), Stub())  # type: ignore[arg-type]
+    captioner.encode([draw(1)[0]], ["p"])
+    captioner.pictures_on = torch.device("meta")
+    captioner.encode([draw(1)[0]], ["p"])
+    assert asked == [None, torch.device("meta")]

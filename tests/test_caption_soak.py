@@ -1,0 +1,13 @@
+"""The soak of `soak_captioning.py`, small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from soak_captioning import soak
+
+
+def test_a_small_soak(tmp_path: Path) -> None:
+    figures = soak(tmp_path / "soak", pictures=80, kills=2, seed=1)
+    assert not figures["problems"], figures
+    assert figures["records"] == 160

@@ -1,0 +1,263 @@
+"""Options mean what they mean elsewhere, and nothing is silent: what is left out, left alone, stopped or different."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from caption_cli import EXAMPLES, MODEL, batch_caption, call, caption, captions_in, draw, load_once, merged, put, words
+from captioning import progress as progress_module
+from captioning.journal import Journal
+from captioning.progress import Progress
+from PIL import Image
+from typer.testing import CliRunner
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_caption, "load_model", load_once)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    put(tmp_path / "photos", "a.png", "b.png")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "captions"
+
+
+# --- 7: the model is named -------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_required_and_named(photos: Path, output: Path) -> None:
+    done = call("caption", photos, f"--output={output}")
+    assert done.exit_code == 2 and "--model" in words(done) and "--demo" in words(done) and not output.exists()
+    done = call("caption", photos, f"--output={output}", "--demo", "--max-new-tokens=24")
+    assert done.exit_code == 0 and "toy" in words(done) and str(MODEL) in words(done)
+    assert call("caption", photos, f"--output={output}", "--demo", f"--model={MODEL}").exit_code == 2
+    assert str(MODEL) in words(caption(photos, output)) and len(captions_in(output)) == 2
+
+
+def test_a_revision_of_the_hub_is_another_run(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def config(name: str, revision: str | None = None) -> SimpleNamespace:
+        return SimpleNamespace(_commit_hash={"v1": "1111aaaa", None: "2222bbbb"}[revision])
+
+    def load(name: str, *arguments: object) -> object:
+        asked.append(arguments[-1])
+        return load_once(str(MODEL), *arguments[:-1])
+
+    from captioning import prepare
+
+    monkeypatch.setattr(prepare, "AutoConfig", SimpleNamespace(from_pretrained=config))
+    processor = batch_caption.load_processor
+    monkeypatch.setattr(batch_caption, "load_processor", lambda name, revision: processor(str(MODEL)))
+    monkeypatch.setattr(batch_caption, "load_model", load)
+    assert "org/name (revision 2222bbbb)" in words(caption(photos, output, model="org/name"))
+    assert "0 of them to caption" in words(caption(photos, output, model="org/name"))
+    told = words(caption(photos, output, "--revision=v1", model="org/name"))
+    assert "2 of them to caption" in told and "revision: 2222bbbb before, 1111aaaa now" in told
+    assert asked == ["2222bbbb", "1111aaaa"]  # the commit, which cannot move between two processes
+
+
+# --- 8 and 9: pixels -------------------------------------------------------------------------------------------------
+
+
+def test_max_pixels_resizes_as_qwen_does(photos: Path, output: Path) -> None:
+    done = caption(photos, output, "--max-pixels=16384", "--dry-run")
+    assert done.exit_code == 0 and "2 items, " in words(done)
+    tokens = int(re.search(r"(\d+) tokens", words(done))[1])  # type: ignore[index]
+    assert 0 < tokens <= 2 * 16384 // 32**2
+    assert caption(photos, output, "--max-pixels=16384").exit_code == 0
+    assert len(captions_in(output)) == 2  # worse, maybe, but no errors
+    more = words(caption(photos, output, "--min-pixels=160000", "--dry-run"))
+    assert int(re.search(r"(\d+) tokens", more)[1]) >= 2 * 160000 // 32**2  # type: ignore[index]
+    assert "2 of them to caption" in more and "pixels: [None, 16384] before, [160000, None] now" in more
+
+
+def test_errors_of_an_option_end_with_it(photos: Path, output: Path) -> None:
+    done = caption(photos, output, "--refuse-above=10000", "--max-failures=1")
+    assert done.exit_code == 0 and not captions_in(output)
+    assert {(record.width, record.height) for record in merged(output)} == {
+        Image.open(photos / name).size for name in ("a.png", "b.png")
+    }
+    assert "0 of them to caption" in words(caption(photos, output, "--refuse-above=9000", "--max-failures=1"))
+    assert "2 of them to caption" in words(caption(photos, output))
+    assert len(captions_in(output)) == 2 and len(merged(output)) == 2
+
+
+def test_errors_that_are_left_alone_are_told(photos: Path, output: Path) -> None:
+    (photos / "c.png").write_bytes(b"no picture")
+    caption(photos, output)
+    told = words(caption(photos, output))
+    assert "1 earlier errors are left alone; --retry-errors tries them again" in told
+    assert "left alone" not in words(caption(photos, output, "--retry-errors"))
+
+
+# --- 10: nothing is passed over in silence ---------------------------------------------------------------------------
+
+
+def test_what_is_passed_over_is_told(photos: Path, output: Path, tmp_path: Path) -> None:
+    put(tmp_path / "elsewhere", "c.png", "deep/d.png")
+    (photos / "part0").symlink_to(tmp_path / "elsewhere")
+    (photos / "part1").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(photos)
+    (photos / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    shutil.copy(photos / "a.png", photos / "IMG_0001")
+    (photos / "._a.png").write_bytes(b"\0\5\x16\7")
+    (photos / "shard.tar").touch()
+    (photos / "notes.md").touch()
+    done = caption(photos, output)
+    told = words(done)
+    assert done.exit_code == 0 and captions_in(output).keys() == {"a.png", "b.png", "part0/c.png", "part0/deep/d.png"}
+    assert "2 linked folders that are searched already" in told and "part1" in told
+    assert "1 links to nowhere" in told and "gone.jpg" in told
+    assert "1 files without a suffix" in told and "IMG_0001" in told
+    assert "1 macOS's notes on files" in told and "1 shards" in told and "notes.md" not in told
+    by_glob = words(caption(f"{photos}/**/*.png", output))
+    assert "4 items, 0 of them to caption" in by_glob, by_glob
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_unreadable_folders_are_told(photos: Path, output: Path) -> None:
+    put(photos / "closed", "c.png")
+    (photos / "closed").chmod(0)
+    try:
+        assert "1 unreadable folders" in words(caption(photos, output))
+    finally:
+        (photos / "closed").chmod(0o700)
+
+
+def test_folders_that_cannot_be_listed_are_told(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(photos / "closed", "c.png")
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    told = words(caption(photos, output))
+    assert "2 items" in told and "1 unreadable folders (Permission denied)" in told and "closed" in told
+
+
+# --- 11: a run is known by the checkpoint's content ------------------------------------------------------------------
+
+
+def test_a_touched_or_moved_model_is_the_same_and_another_is_not(photos: Path, output: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    caption(photos, output, model=model)
+    os.utime(model / "config.json", (0, 0))
+    assert "0 of them to caption" in words(caption(photos, output, model=model))
+    model = model.rename(tmp_path / "moved")
+    assert "0 of them to caption" in words(caption(photos, output, model=model))
+    config = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(config | {"repetition_penalty": 1.5}))
+    told = words(caption(photos, output, model=model))
+    assert "2 of them to caption" in told and "the checkpoint's generation_config.json" in told
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    told = words(caption(photos, output, "--dry-run", model=model))
+    assert "2 of them to caption" in told and "the checkpoint's model.safetensors" in told
+
+
+# --- 13 and 14: what ends, and how ----------------------------------------------------------------------------------
+
+
+def test_a_launcher_that_starts_too_few_is_told(photos: Path, output: Path) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    script = [str(EXAMPLES / "batch_caption.py"), "caption", str(photos), f"--output={output}", f"--model={MODEL}"]
+    done = subprocess.run([*launch, *script, "--dry-run"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "2 processes were asked for and 1 was started" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("model", ["no-such/model", "nope", "{photos}"])
+def test_a_mistyped_model_ends_in_one_sentence(photos: Path, output: Path, model: str) -> None:
+    done = caption(photos, output, model=model.replace("{photos}", str(photos)))
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit) and "Traceback" not in words(done)
+
+
+def test_nothing_left_loads_no_model(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caption(photos, output)
+    monkeypatch.setattr(batch_caption, "load_model", lambda *_: pytest.fail("loaded"))
+    done = caption(photos, output)
+    assert done.exit_code == 0 and "2 of 2 records have captions" in words(done)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [(KeyboardInterrupt(), "stopped", 130), (OSError(errno.ENOSPC, "No space left on device"), "No space left", 1)],
+    ids=["ctrl-c", "full disk"],
+)
+def test_a_stopped_run_says_how_to_go_on(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str, code: int
+) -> None:
+    append = Journal.append
+
+    def stop(journal: Journal, process: int, records: list[object]) -> None:
+        append(journal, process, records)  # type: ignore[arg-type]
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", stop)
+        done = caption(photos, output, "--batch-size=1")
+    assert done.exit_code == code and said in words(done) and "start the same command to go on" in words(done)
+    assert "Traceback" not in words(done) and "2 items, 1 of them to caption" in words(caption(photos, output))
+
+
+def test_empty_inputs_say_what_was_passed_over(tmp_path: Path, output: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "IMG_0001").touch()
+    done = caption(tmp_path / "empty", output)
+    assert done.exit_code == 2 and "no images or videos in" in words(done)
+    assert "1 files without a suffix" in words(done)
+
+
+def test_progress_in_a_log_file_is_lines(photos: Path, output: Path) -> None:
+    done = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"}).invoke(
+        batch_caption.app,
+        ["caption", str(photos), f"--output={output}", f"--model={MODEL}", "--max-new-tokens=24"],
+    )
+    lines = [line for line in done.stderr.splitlines() if "of 2 items" in line]
+    assert "\r" not in done.stderr and lines[0].startswith("0 of 2 items") and lines[-1].startswith("2 of 2 items")
+    assert "left" not in lines[0] and "decoded" in lines[0] and "about 0 s left" in lines[-1]
+
+
+def test_progress_moves_before_the_first_batch_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_module, "_EVERY", 0.0)
+    monkeypatch.setattr(progress_module, "_LINE_EVERY", 0.0)
+    progress = Progress(tmp_path, 0, 1, of=100, of_cost=10.0)
+    progress.read(64)
+    assert "0 of 100 items after 0 s, 64 of them decoded for the first batches" in capsys.readouterr().err
+    progress.add(items=100, cost=10.5)
+    assert "about 0 s left" in capsys.readouterr().err  # never -0
+    progress.close()
+
+
+def test_pictures_with_a_text_beside_are_passed_over_on_request(photos: Path, output: Path) -> None:
+    (photos / "a.txt").write_text("by hand")
+    done = words(caption(photos, output, "--skip-with=.txt"))
+    assert "1 items, 1 of them" in done and "1 pictures that have a .txt beside them" in done
+    assert captions_in(output).keys() == {"b.png"}
+
+
+def test_the_gpu_processor_says_why_it_is_not_used(photos: Path, output: Path) -> None:
+    told = words(caption(photos, output, "--processor-on=gpu"))
+    assert "pictures are prepared on the CPU: the model is on cpu" in told
+    assert captions_in(output) == {name: draw(sum(map(ord, name)))[1] for name in ("a.png", "b.png")}
