@@ -66,7 +66,7 @@ def errors(tower: Any, exact: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def compare(stock: Any, patched: Any, pixels: torch.Tensor, *call: Any) -> dict[str, float]:
-    """How many times stock's own error the patched tower's gradients have: the largest of all parameters, and the mean."""
+    """The patched gradients' errors over stock's own: the largest of all parameters, and the mean."""
     exact = deepcopy(stock).float()
     step(exact, pixels.float(), *call)
     gradients = {name: parameter.grad for name, parameter in exact.named_parameters()}
