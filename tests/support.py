@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from matrix import ELSEWHERE, FAMILIES, ORDERS, ROWS, Row  # noqa: E402
 
 from hf_vit_accel import backends, families  # noqa: E402
-from hf_vit_accel.fusion import PARTS  # noqa: E402
+from hf_vit_accel.ops import PARTS  # noqa: E402
 
 PAGE = ROOT / "SUPPORT.md"
 
@@ -85,7 +85,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def _family(family: families.Family) -> tuple[str, str, str]:
     towers = ", ".join(f"`{kind}`" for _, kind in family.towers)
-    return family.name, towers, "per window, some per frame" if family.full_layers else "per frame"
+    return family.name, towers, "per window, some per frame" if family.windows else "per frame"
 
 
 def _backend(backend: backends.Backend) -> tuple[str, ...]:
