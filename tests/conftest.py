@@ -6,11 +6,14 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from standins import model, on_cpu, references  # noqa: F401  (fixtures)
 
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 

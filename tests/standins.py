@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -31,21 +32,28 @@ SMALL = GraphConfig(max_tokens=128, exact_after=0)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of an operation. function: launches what is called `launched` in its module; reference: the same."""
+    """A kernel of an operation. function: launches it; reference: the same; launched: where it is, and its name."""
 
-    module: ModuleType
     function: Any
     reference: Any
-    launched: str
+    launched: frozenset[tuple[ModuleType, str]]
 
 
-def _launched(module: ModuleType, code: CodeType, seen: tuple[CodeType, ...] = ()) -> set[str]:
-    """The names of kernels that a function launches, or has launched by another of its module."""
-    found = {name for name in code.co_names if name.endswith("_kernel")}
-    for function in map(vars(module).get, code.co_names):
-        if isinstance(function, FunctionType) and function.__code__ not in seen:
-            found |= _launched(module, function.__code__, (*seen, code, function.__code__))
-    return found
+def _launched(owner: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[ModuleType, str]]:
+    """The kernels that a function launches, or has launched by functions and autograd functions of ours."""
+    module = sys.modules[owner.__module__]
+    functions = [owner] if isinstance(owner, FunctionType) else [f.__func__ for f in vars(owner).values() if _static(f)]
+    for name in {name for function in functions for name in function.__code__.co_names}:
+        found = vars(module).get(name)
+        if name.endswith("_kernel"):
+            yield module, name
+        ours = isinstance(found, FunctionType | type) and found.__module__.startswith("hf_vit_accel.ops.")
+        if ours and found not in seen:
+            yield from _launched(found, (*seen, owner, found))
+
+
+def _static(value: Any) -> bool:
+    return isinstance(value, staticmethod) and isinstance(value.__func__, FunctionType)
 
 
 def _modules() -> Iterator[ModuleType]:
@@ -59,14 +67,13 @@ def _kernels() -> Iterator[tuple[str, Kernel]]:
         for name, function in vars(module).items():
             stem = f"{name.rstrip('_')}_reference"
             reference = getattr(module, f"{stem}_", None) or getattr(module, stem, None)
-            if isinstance(function, FunctionType) and reference and function.__module__ == module.__name__:
-                launched = _launched(module, function.__code__)
-                if len(launched) == 1:  # none where autograd launches them: tests/test_backward.py
-                    yield name.rstrip("_"), Kernel(module, function, reference, *launched)
+            own = isinstance(function, FunctionType) and function.__module__ == module.__name__
+            if own and reference and (launched := frozenset(_launched(function))):
+                yield name, Kernel(function, reference, launched)
 
 
 KERNELS = dict(_kernels())
-"""Every kernel of `ops.TABLE`, found by their references."""
+"""Every kernel of `ops.TABLE`, found by their references, by the name of the function that launches it."""
 
 
 def put(monkeypatch: pytest.MonkeyPatch, function: Any, other: Any) -> None:

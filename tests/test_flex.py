@@ -17,9 +17,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from standins import SMALL, patch, status_of
 from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
-from test_graphs import SMALL, draw_grid, on_cpu, patch, status_of  # noqa: F401  (a fixture)
-from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from test_graphs import draw_grid
+from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import AttentionInterface
@@ -29,17 +30,12 @@ from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Gra
 from hf_vit_accel.backends import ORDER, backend_named, plan_alone, resolve
 from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.backends.flex import Flex, block_mask
-from hf_vit_accel.fusion import PARTS
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.metadata import Segments
+from hf_vit_accel.ops import PARTS
 from hf_vit_accel.tower import state_of
 
 KINDS = ("partial", "full")
-
-
-@pytest.fixture(params=list(TINY))
-def model(request: Any) -> Any:
-    return TINY[request.param].build()
 
 
 # --- block masks ----------------------------------------------------------------------------------------------------
@@ -451,7 +447,7 @@ def test_gradients_of_a_tower(model: Any, attention: Any) -> None:
     assert set(hf_vit_accel.status(model).towers[0].backends.values()) == {"flex"}
 
 
-def test_a_tower_with_a_score_mod(on_cpu: Any, model: Any) -> None:  # noqa: F811
+def test_a_tower_with_a_score_mod(on_cpu: Any, model: Any) -> None:
     """Every layer applies it, eagerly, replayed and the stock way; windows too."""
     tower = tower_of(model)
     plain = run_tower(tower, GRID)
@@ -478,7 +474,7 @@ def test_a_tower_with_a_score_mod(on_cpu: Any, model: Any) -> None:  # noqa: F81
     assert_close(run_tower(tower, GRID), plain, 0.0)
 
 
-def test_another_score_mod_is_another_graph(on_cpu: Any, model: Any) -> None:  # noqa: F811
+def test_another_score_mod_is_another_graph(on_cpu: Any, model: Any) -> None:
     tower = tower_of(model)
     found = []
     for score_mod in (near, STEEP.score_mod):

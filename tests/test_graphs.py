@@ -11,7 +11,6 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,126 +18,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from standins import SMALL, Recorder, patch, status_of
 from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel import tower as tower_module
-from hf_vit_accel.backends import ORDER, Plan, Request
-from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.backends import ORDER
 from hf_vit_accel.graphs import budgets, runner
 from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
 from hf_vit_accel.metadata import Geometry, Segments, build
 from hf_vit_accel.tower import state_of
 
 Grid = list[tuple[int, int, int]]
-SMALL = GraphConfig(max_tokens=128, exact_after=0)
-
-
-class Masked(Sdpa):
-    """Attends by the offsets that are on the device when it runs, as the kernels of the real backends do."""
-
-    capturable = True
-
-    def plan(self, segments: Segments, request: Request) -> Plan:
-        host, arrays = {"max_seqlen": segments.max_seqlen}, {"cu_seqlens_S1": segments.cu_seqlens_S1}
-        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
-
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
-        offsets = plan.tensors["cu_seqlens_S1"]
-        assert offsets[-1] == len(q_THD), "every row belongs to a segment"
-        assert int(offsets.diff().max()) <= plan.host["max_seqlen"]
-        segment = torch.searchsorted(
-            offsets[1:].contiguous(), torch.arange(len(q_THD), dtype=offsets.dtype), right=True
-        )
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        mask = segment[:, None] == segment[None, :]
-        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=plan.request.scale)
-        return out[0].transpose(0, 1)
-
-
-class Recorder:
-    """Replays by running again. `fail`: what to raise instead of capturing. `poisoned`: buffers to spoil before use."""
-
-    fail: Exception | None = None
-    nbytes = 1000
-    poisoned: Callable[[], list[torch.Tensor]] | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        self.settled, self.waiting, self.reason = 0, False, None
-
-    def against(self) -> str | None:
-        return self.reason
-
-    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        run()
-        if self.fail is not None:
-            raise self.fail
-
-        def replay() -> None:
-            assert self.waiting, "replayed without waiting for the last replay"
-            run()
-
-        return replay, self.nbytes
-
-    def wait(self) -> None:
-        assert not self.waiting, "the last use never said that it was done"
-        self.waiting = True
-        for buffer in self.poisoned() if self.poisoned else ():
-            buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
-
-    def done(self) -> None:
-        assert self.waiting
-        self.waiting = False
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def settle(self) -> None:
-        self.settled += 1
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
-    class Fresh(Recorder):
-        pass
-
-    monkeypatch.setattr(runner, "CudaRecorder", Fresh)
-    monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
-    masked = Masked()
-    monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
-    return Fresh
-
-
-@pytest.fixture(params=list(TINY))
-def model(request: Any) -> Any:
-    return TINY[request.param].build()
-
-
-def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
-    """Patch with graphs, and poison all their buffers before every use."""
-    hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
-    graphs = state_of(tower_of(model)).runner
-    make = runner.CudaRecorder
-
-    def recorder(device: torch.device) -> Any:
-        made = make(device)
-        made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
-        return made
-
-    graphs_module = runner
-    graphs_module.CudaRecorder = recorder  # put back by the fixture
-    return graphs
-
-
-def status_of(model: Any) -> Any:
-    return hf_vit_accel.status(model).towers[0].graphs
 
 
 ODD: dict[str, Any] = {
-    "a batch": lambda p, g: (p[None], g),
-    "flat": lambda p, g: (p.flatten(), g),
     "integers": lambda p, g: ((p * 10).to(torch.int32), g),
     "bytes": lambda p, g: ((p.abs() * 10).to(torch.uint8), g),
     "wider floats": lambda p, g: (p.double() * 1.1, g),
@@ -148,7 +44,7 @@ ODD: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", ODD)
 def test_odd_input_is_replayed(on_cpu: Any, model: Any, case: str) -> None:
-    """What stock casts and views itself, between calls of the usual form; also where a replay begins early."""
+    """What stock casts and views itself, between calls of the usual form."""
     tower, grid = tower_of(model), [(1, 4, 6), (1, 2, 2)]
     usual = pixels_for(tower, grid), torch.tensor(grid)
     odd = ODD[case](*usual)
@@ -378,11 +274,6 @@ def _replace_frequencies(model: Any) -> None:
     rotary.inv_freq = rotary.inv_freq * 1.5
 
 
-def _loosen_norms(model: Any) -> None:
-    for norm in (norm for block in tower_of(model).blocks for norm in (block.norm1, block.norm2)):
-        setattr(norm, "eps" if hasattr(norm, "eps") else "variance_epsilon", 0.5)
-
-
 def _other_layers(model: Any) -> None:
     tower = tower_of(model)
     if hasattr(tower, "fullatt_block_indexes"):
@@ -390,33 +281,13 @@ def _other_layers(model: Any) -> None:
     elif hasattr(tower, "deepstack_visual_indexes"):
         tower.deepstack_visual_indexes = [1, 3]
     else:
-        _move_data(model)
-
-
-def _scale_rotation(model: Any) -> None:
-    rotary = tower_of(model).rotary_pos_emb
-    forward = type(rotary).forward
-    if hasattr(rotary, "attention_scaling"):
-        rotary.attention_scaling = 1.5
-    else:
-        rotary.inv_freq = rotary.inv_freq * 1.5
-    assert type(rotary).forward is forward
-
-
-def _other_gelu(model: Any) -> None:
-    for module in tower_of(model).merger.modules():
-        if isinstance(module, nn.GELU):
-            module.approximate = "tanh"
-    _loosen_norms(model)
+        del tower.blocks[-1]
 
 
 CHANGES = {
     "assign": _assign,
     "move": _move_data,
     "frequencies": _replace_frequencies,
-    "rotation": _scale_rotation,
-    "gelu": _other_gelu,
-    "eps": _loosen_norms,
     "layers": _other_layers,
     "double": lambda model: model.double(),
 }
@@ -424,6 +295,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: Any) -> None:
+    """(Numbers and switches of modules: tests/test_ops.py.)"""
     patch(model)
     grid: Grid = [(1, 6, 8), (1, 12, 12)]
     before = run_tower(tower_of(model), grid)
@@ -436,7 +308,7 @@ def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: A
     assert found[1].dtype != before[1].dtype or different > 1e-4
 
 
-@pytest.mark.parametrize("name", ["rotary_pos_emb", "merger", "patch_embed"])
+@pytest.mark.parametrize("name", ["rotary_pos_emb", "merger"])
 def test_any_attribute_of_modules_makes_graphs_stale(on_cpu: Any, model: Any, name: str) -> None:
     patch(model)
     run_tower(tower_of(model), [(1, 6, 8)])
@@ -447,7 +319,7 @@ def test_any_attribute_of_modules_makes_graphs_stale(on_cpu: Any, model: Any, na
         assert status_of(model).captures == captures
 
 
-@pytest.mark.parametrize("name", ["blocks.1.attn.proj", "blocks.1.norm2", "blocks.1.mlp"])
+@pytest.mark.parametrize("name", ["blocks.1.attn.qkv", "blocks.1.attn.proj", "blocks.1.norm2", "blocks.1.mlp"])
 def test_switches_of_upstream_modules_make_graphs_stale(on_cpu: Any, model: Any, name: str) -> None:
     """Dropout and the like act by attributes; the modules are torch's own, so they are not refused."""
     tower = tower_of(model)
@@ -463,11 +335,10 @@ def test_switches_of_upstream_modules_make_graphs_stale(on_cpu: Any, model: Any,
     assert relative_error(found[1], before[1]) > 1e-4
 
 
-def test_other_strides_over_the_same_memory_run_eagerly(on_cpu: Any, model: Any) -> None:
+def test_parameters_that_are_not_contiguous_run_eagerly(on_cpu: Any, model: Any) -> None:
     patch(model)
-    run_tower(tower_of(model), [(1, 6, 8)])
     weight = tower_of(model).blocks[1].attn.proj.weight
-    weight.data = weight.data.t()
+    weight.data = weight.data.t().contiguous().t()
     found = run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).eager == {"a parameter is not contiguous": 1}
     hf_vit_accel.unpatch(model)
@@ -508,145 +379,13 @@ def test_strict_holds_for_replays(on_cpu: Any, model: Any, monkeypatch: Any) -> 
     assert status.backends["full"] == "sdpa"
 
 
-# --- replays begun before the call is checked -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order: "ahead" and "late" for replays, "checked" for readings of the tower."""
-    events: list[str] = []
-    replay, start, structure = runner.Runner._replay, runner.Runner.start, tower_module.TowerState.structure
-    ahead = [False]
-
-    def spy_replay(*args: Any) -> Any:
-        events.append("ahead" if ahead[0] else "late")
-        return replay(*args)
-
-    def spy_start(*args: Any) -> Any:
-        ahead[0] = True
-        try:
-            return start(*args)
-        finally:
-            ahead[0] = False
-
-    def spy_structure(*args: Any) -> Any:
-        events.append("checked")
-        return structure(*args)
-
-    monkeypatch.setattr(runner.Runner, "_replay", spy_replay)
-    monkeypatch.setattr(runner.Runner, "start", spy_start)
-    monkeypatch.setattr(tower_module.TowerState, "structure", spy_structure)
-    return events
-
-
-def test_a_replay_is_begun_before_the_call_is_checked(on_cpu: Any, begun: list[str], model: Any) -> None:
-    patch(model)
-    grid: Grid = [(1, 6, 8), (1, 12, 12)]
-    tower = tower_of(model)
-    other = run_tower(tower, [(1, 8, 8)])
-    first = run_tower(tower, grid)
-    kept = [x.clone() for x in first]
-    assert begun == ["checked", "late"] * 2
-    begun.clear()
-    pixels = 2 * pixels_for(tower, grid)
-    with torch.no_grad():
-        second = [x.clone() for x in outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))]
-    assert begun == ["ahead", "checked"], "and not once more after the checks"
-    assert all(map(torch.equal, first, kept)), "outputs belong to the caller"
-    assert all(map(torch.equal, run_tower(tower, [(1, 8, 8)]), other))
-    assert status_of(model).replays == 4
-    hf_vit_accel.unpatch(model)
-    with torch.no_grad():
-        assert_close(second, outputs_of(tower(pixels, grid_thw=torch.tensor(grid))))
-
-
-def _hook(model: Any) -> None:
-    tower_of(model).blocks[1].register_forward_hook(lambda module, args, output: 2 * output)
-
-
-@pytest.mark.parametrize("change", [*CHANGES.values(), _hook], ids=[*CHANGES, "hook"])
-def test_what_was_begun_is_dropped_if_anything_changed(on_cpu: Any, begun: list[str], model: Any, change: Any) -> None:
-    patch(model)
-    grid: Grid = [(1, 6, 8), (1, 12, 12)]
-    tower = tower_of(model)
-    for _ in range(2):
-        before = run_tower(tower, grid)
-    assert begun.pop(-2) == "ahead"
-    begun.clear()
-    replays = status_of(model).replays
-    change(model)
-    found = run_tower(tower, grid)
-    assert status_of(model).replays == replays + (change is not _hook), "what was dropped is not counted"
-    hf_vit_accel.unpatch(model)
-    assert_close(found, run_tower(tower, grid))
-    different = max(relative_error(f, b) for f, b in zip(found, before, strict=True))
-    assert found[1].dtype != before[1].dtype or different > 1e-4
-
-
-def test_nothing_is_begun_once_weights_have_moved(on_cpu: Any, begun: list[str], model: Any) -> None:
-    """Their memory may be gone: a replay would read what is not there."""
-    patch(model)
-    for change in (_assign, _move_data):
-        for _ in range(2):
-            run_tower(tower_of(model), [(1, 6, 8)])
-        begun.clear()
-        change(model)
-        run_tower(tower_of(model), [(1, 6, 8)])
-        assert begun == ["checked", "late"]
-
-
-def test_nothing_is_begun_where_it_would_be_wasted(on_cpu: Any, begun: list[str], model: Any) -> None:
-    graphs = patch(model)
-    grid, tower = [(1, 6, 8)], tower_of(model)
-    for _ in range(2):
-        run_tower(tower, grid)
-    handle = tower.blocks[1].register_forward_hook(lambda *_: None)
-    begun.clear()
-    for _ in range(3):
-        run_tower(tower, grid)
-    assert begun == ["ahead", "checked", "checked", "checked"], "one is wasted, then none"
-    handle.remove()
-    begun.clear()
-    for _ in range(2):
-        run_tower(tower, grid)
-    assert begun == ["checked", "late", "ahead", "checked"]
-    begun.clear()
-    pixels = pixels_for(tower, grid).requires_grad_()
-    tower(pixels, grid_thw=torch.tensor(grid)).pooler_output.sum().backward()
-    assert pixels.grad is not None and begun == ["checked"]
-    for _ in range(2):
-        run_tower(tower, grid)
-    begun.clear()
-    graphs._recorder.reason = "a CUDA graph is being captured around the call"
-    run_tower(tower, grid)
-    assert begun == ["checked"]
-    graphs._recorder.reason = None
-    for _ in range(2):
-        run_tower(tower, grid)
-    begun.clear()
-    with pytest.raises(ValueError, match="values per patch"), torch.no_grad():
-        tower(torch.zeros(48, 7), grid_thw=torch.tensor(grid))
-    assert begun == ["checked"]
-
-
-def test_what_was_evicted_is_not_begun(on_cpu: Any, begun: list[str], model: Any) -> None:
-    patch(model, GraphConfig(max_tokens=64, max_graphs=1, exact_after=1))
-    tower = tower_of(model)
-    run_tower(tower, [(1, 6, 8)])
-    run_tower(tower, [(1, 8, 8)])
-    begun.clear()
-    run_tower(tower, [(1, 6, 8)])
-    run_tower(tower, [(1, 6, 8)])
-    assert begun == ["checked", "late", "ahead", "checked"]
-
-
 def test_what_the_recorder_cannot_do_runs_eagerly(on_cpu: Any, model: Any) -> None:
-    graphs = patch(model)
+    patch(model)
     run_tower(tower_of(model), [(1, 6, 8)])
-    graphs._recorder.reason = "a CUDA graph is being captured around the call"
+    on_cpu.reason = "torch.compile is tracing the call"
     run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).replays == 1
-    assert status_of(model).eager == {"a CUDA graph is being captured around the call": 1}
+    assert status_of(model).eager == {"torch.compile is tracing the call": 1}
 
 
 def test_graphs_that_work_outlive_captures_that_fail(on_cpu: Any, model: Any) -> None:
@@ -664,23 +403,7 @@ def test_graphs_that_work_outlive_captures_that_fail(on_cpu: Any, model: Any) ->
     assert status_of(model).replays == 3 and status_of(model).off is None
 
 
-def test_a_module_called_attn_elsewhere_is_none_of_ours(model: Any) -> None:
-    class Inner(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.attn = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.attn(x)
-
-    tower = tower_of(model)
-    expected = run_tower(tower, [(1, 6, 8)])
-    tower.blocks[0].mlp = Inner(tower.blocks[0].mlp)
-    hf_vit_accel.patch(model)
-    assert_close(run_tower(tower, [(1, 6, 8)]), expected)
-
-
-@pytest.mark.parametrize("why", ["hook", "gradients", "autocast", "hidden states"])
+@pytest.mark.parametrize("why", ["hook", "hidden states"])
 def test_calls_that_want_more_go_the_stock_way(on_cpu: Any, model: Any, why: str) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, [(1, 6, 8)])
@@ -693,12 +416,6 @@ def test_calls_that_want_more_go_the_stock_way(on_cpu: Any, model: Any, why: str
         assert_close(run_tower(tower, [(1, 6, 8)]), expected)
         handle.remove()
         assert seen
-    elif why == "gradients":
-        tower(pixels, grid_thw=grid).pooler_output.sum().backward()
-        assert tower.patch_embed.proj.weight.grad is not None
-    elif why == "autocast":
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            tower(pixels, grid_thw=grid)
     else:
         with torch.no_grad():
             assert tower(pixels, grid_thw=grid, output_hidden_states=True).hidden_states
@@ -706,6 +423,20 @@ def test_calls_that_want_more_go_the_stock_way(on_cpu: Any, model: Any, why: str
     assert status.stock_calls == 1 and len(status.fallbacks) == 1 and status.graphs.replays == 1
     assert_close(run_tower(tower, [(1, 6, 8)]), expected)
     assert status_of(model).replays == 2
+
+
+def test_gradients_are_no_replays(on_cpu: Any, model: Any) -> None:
+    tower, grads = tower_of(model), []
+    for patched in (False, True):
+        if patched:
+            patch(model)
+            run_tower(tower, [(1, 6, 8)])
+        tower.zero_grad()
+        tower(pixels_for(tower, [(1, 6, 8)]), grid_thw=torch.tensor([(1, 6, 8)])).pooler_output.sum().backward()
+        grads.append([p.grad.clone() for p in tower.parameters() if p.grad is not None])
+    assert_close(grads[1], grads[0], 1e-4)
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.calls + status.stock_calls == 2 and status.graphs.replays == 1
 
 
 def test_modules_of_others_run_eagerly(on_cpu: Any, model: Any) -> None:
@@ -730,7 +461,7 @@ def test_modules_of_others_run_eagerly(on_cpu: Any, model: Any) -> None:
     (why,) = status_of(model).eager
     assert "Adapter" in why and status_of(model).eager[why] == 3
     hf_vit_accel.patch(model, cuda_graphs=True, strict=True)
-    with pytest.raises(FallbackError, match=r"cannot be replayed: .*Adapter"):
+    with pytest.raises(FallbackError, match=r"not replayed from a CUDA graph: .*Adapter"):
         run_tower(tower, [(1, 6, 8)])
 
 
@@ -784,16 +515,6 @@ def test_graphs_are_bounded(on_cpu: Any, model: Any, bound: Any) -> None:
     run_tower(tower_of(model), [(1, 2, 56)])
     run_tower(tower_of(model), grids[-3])
     assert status_of(model).captures == 13, "the least recently used one went"
-
-
-def test_memory_of_layouts_is_bounded(on_cpu: Any) -> None:
-    model = TINY["qwen3_vl"].build()
-    graphs = patch(model)
-    run_tower(tower_of(model), [(1, 2, 2)])
-    graphs._entries.entries = 10
-    for height in range(2, 30):
-        run_tower(tower_of(model), [(1, 2 * height, 2)])
-    assert len(graphs._entries) <= 10
 
 
 def test_copies_and_pickles_keep_the_settings_only(on_cpu: Any, model: Any) -> None:
@@ -1002,16 +723,16 @@ def test_gpu_a_failed_capture_leaves_the_model_working(model: Any, monkeypatch: 
     hf_vit_accel.patch(tower)
     expected = run_tower(tower, [(1, 6, 8)])
     hf_vit_accel.patch(tower, cuda_graphs=SMALL)
-    encode = tower_module.encode
+    encode = runner.encode
 
     def waits(*args: Any) -> Any:
         outputs = encode(*args)
         outputs[0].sum().item()  # not allowed while a stream is captured
         return outputs
 
-    monkeypatch.setattr(tower_module, "encode", waits)
+    monkeypatch.setattr(runner, "encode", waits)
     assert_close(run_tower(tower, [(1, 6, 8)]), expected)
-    monkeypatch.setattr(tower_module, "encode", encode)
+    monkeypatch.setattr(runner, "encode", encode)
     (why,) = status_of(tower).eager
     assert "capture failed" in why
     assert_close(run_tower(tower, [(1, 6, 8)]), expected)

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import vision_utils
 
-from hf_vit_accel.metadata import LRU, Geometry, Segments, build, to_device
+from hf_vit_accel.env import LRU
+from hf_vit_accel.metadata import Geometry, Segments, build, to_device
 
 MERGE = 2
 SIZES = st.one_of(st.integers(1, 12), st.integers(1, 60), st.sampled_from([1, 4, 8, 16, 100]))
@@ -44,7 +45,8 @@ def examples(test):
 def test_segments_and_positions(grid) -> None:
     found, grid_thw = build(tuple(grid), Geometry(merge=MERGE)), torch.tensor(grid)
     offsets = vision_utils.get_vision_cu_seqlens(grid_thw)
-    assert torch.equal(torch.from_numpy(found.full.cu_seqlens_S1), offsets) and found.full.cu_seqlens_S1.dtype == np.int32
+    assert torch.equal(torch.from_numpy(found.full.cu_seqlens_S1), offsets) and offsets.dtype == torch.int32
+    assert found.full.cu_seqlens_S1.dtype == np.int32
     assert found.full.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
     assert (found.full.count, found.full.rows) == (len(offsets) - 1, int(offsets[-1]))
     positions = vision_utils.get_vision_position_ids(grid_thw, MERGE)

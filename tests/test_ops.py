@@ -16,7 +16,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.families import family_of
-from hf_vit_accel.ops import PARTS, TABLE, mlp
+from hf_vit_accel.ops import PARTS, TABLE, mlp, norm
 from hf_vit_accel.tower import state_of
 
 GRID = GRIDS["mixed"]
@@ -59,7 +59,7 @@ def test_all_together_equal_stock(references: list[str], model: Any) -> None:
     assert set(status_of(model).fused) == applies(model) and status_of(model).calls == len(GRIDS)
     parts = parts_of(model)
     windows = 0 if parts.full_layers is None else len(parts.blocks) - len(parts.full_layers)
-    assert references.count("rope") == (len(parts.blocks) - windows) * len(GRIDS), "windows are rotated by their kernel"
+    assert references.count("rope_") == (len(parts.blocks) - windows) * len(GRIDS), "windows rotate themselves"
 
 
 def test_windows_too_long_for_the_kernel_are_planned(references: list[str]) -> None:
@@ -296,7 +296,7 @@ def test_without_descriptors_widths_are_padded_only_where_they_need_it(
 ) -> None:
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: "not this GPU")
     for family, kernels in (
-        ("qwen2_vl", {"quick_gelu"}),
+        ("qwen2_vl", {"quick_gelu_"}),
         ("qwen2_5_vl", {"swiglu", "pad_swiglu"} if padded else {"swiglu"}),
     ):
         tiny = copy.deepcopy(TINY[family])
@@ -345,9 +345,9 @@ def test_what_modules_are_given_is_not_written_to(references: list[str], model: 
 def test_embeddings_of_any_strides(references: list[str], monkeypatch: Any) -> None:
     def contiguous_only(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert x.is_contiguous()
-        return KERNELS["add_norm"].reference(x, *args, **kwargs)
+        return KERNELS["add_norm_"].reference(x, *args, **kwargs)
 
-    put(monkeypatch, vars(KERNELS["add_norm"].module)["add_norm_"], contiguous_only)
+    put(monkeypatch, norm.add_norm_, contiguous_only)
     model = TINY["qwen2_vl"].build()
     expected = run_tower(tower_of(model), GRID)
     surround(tower_of(model), "patch_embed", lambda inner, x: inner(x).t().contiguous().t())
