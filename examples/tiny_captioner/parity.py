@@ -34,7 +34,7 @@ import train
 HERE = Path(__file__).resolve().parent
 POINTS, FP8_POINTS = 0.5, 1.0
 """The largest difference to stock's accuracy, in points."""
-FP8_ALWAYS = Fp8Config(shortest=0)
+FP8_ALWAYS = Fp8Config(min_seqlen=0)
 """These pictures are far smaller than those that FP8 pays for."""
 CALIBRATED = "fp8, calibrated"
 GRAPHS = GraphConfig(max_tokens=100 * 2 * 7 * 7, exact_after=2)
