@@ -41,7 +41,7 @@ def encode(route: Route, pixels_TP: torch.Tensor, checkpoints: Sequence[Checkpoi
     heads = 3, request.heads, request.head_dim
     merged_by_layer: list[torch.Tensor] = []
     delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
-    for index, (layer, attend) in enumerate(zip(ops.layers, route.begin(), strict=True)):
+    for index, (layer, attend) in enumerate(zip(ops.layers, route.attends or route.begin(), strict=True)):
         if checkpoints and checkpoints[index] is not None:
             run = partial(_layer, layer, attend, heads, cos_TD, sin_TD)
             x_TE, delta_TE = _checkpointed(checkpoints[index], run, x_TE, delta_TE)

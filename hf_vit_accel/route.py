@@ -95,14 +95,14 @@ class Route:
             }
         bound = replace(self, tensors=tensors, plans=plans, signature=None, _packed=None, _bound=None)
         if self.spec.ops is not None and not any(plan.backend.attends_anew for plan in plans.values()):
-            bound.attends = bound._attends()
+            bound.attends = bound.begin()
         return bound
 
     def begin(self) -> list[Attend]:
-        """What each layer of a forward that begins now attends by: packed projection, cos and sin to rows (T, H, D)."""
-        return self.attends or self._attends()
+        """What each layer of a forward that begins now attends by: packed projection, cos and sin to rows (T, H, D).
 
-    def _attends(self) -> list[Attend]:
+        `attends` are those of every forward, where backends need not begin anew.
+        """
         ops, layers = self.spec.ops, self.spec.full_layers
         assert ops is not None
         made = {
