@@ -260,6 +260,8 @@ def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left to aten, or kept, for few rows is done by kernels here."""
     for module in (column_sum_module, norm_backward):
         monkeypatch.setattr(module, "_FEW_ROWS", 0)
+    # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
 
 
 @pytest.fixture(autouse=True)
@@ -269,7 +271,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def poisoned(make: Any) -> Any:
         def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
             made = make(*args, **kwargs)
-            return made.fill_(float("nan")) if made.is_floating_point() else made
+            return made.fill_(float("nan")) if made.is_floating_point() and not made.requires_grad else made
 
         return empty
 
@@ -349,10 +351,9 @@ def run(case: Case, mine: Tensors, way: str = "") -> Tensors:
 
 @pytest.mark.parametrize("at", [DTYPES[0], *DTYPES[2:]])
 @pytest.mark.parametrize("name", CASES)
-def test_frozen_and_checkpointed(name: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_and_checkpointed(name: str, at: At) -> None:
     """Each tensor trained alone; each alone frozen; checkpointed; weights that are cast copies of fp32 ones."""
-    if "positions" in name and at["device"] == "cuda":
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # atomics add in any order
+    atomic = "positions" in name and at["device"] == "cuda"  # they add in any order
     case = CASES[name](at | ({"rows": 9, "most": 18} if at["device"] == "cpu" else {}))
     all_names = set(case.leaves)
     expected = run(case, fresh(case.leaves))
@@ -363,9 +364,14 @@ def test_frozen_and_checkpointed(name: str, at: At, monkeypatch: pytest.MonkeyPa
         assert all(relative_error(found[each], expected[each]) <= torch.finfo(at["dtype"]).eps for each in only), only
     for way in ("reentrant", "not"):
         found = run(case, fresh(case.leaves), way)
-        assert found.keys() == all_names and all(torch.equal(found[each], expected[each]) for each in all_names), way
+        assert found.keys() == all_names, way
+        assert all(same(found[each], expected[each], atomic) for each in all_names), way
     masters = run(case, fresh(case.leaves, torch.float32))
-    assert all(torch.equal(masters[each], expected[each].float()) for each in all_names)
+    assert all(same(masters[each], expected[each].float(), atomic) for each in all_names)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, atomic: bool) -> bool:
+    return torch.equal(found, expected) or (atomic and relative_error(found, expected) <= 1e-3)
 
 
 @pytest.mark.parametrize("at", DTYPES)

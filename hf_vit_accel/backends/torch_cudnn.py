@@ -94,6 +94,11 @@ def _forward(qkv_T3HD: torch.Tensor, groups: Groups, scale: float, keep: bool) -
     """(T, H, D), and what the backward of each group needs besides."""
     outs_THD, kept, start = [], [], 0
     for count, length in groups:
+        if length == 1:  # of which cuDNN has no backward: each row attends to itself
+            outs_THD.append(qkv_T3HD[start : start + count, 2].contiguous())
+            kept.append([None] * 8)
+            start += count
+            continue
         q, k, v = (_batch(x_THD, start, count, length) for x_THD in qkv_T3HD.unbind(1))
         out, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, keep, 0.0, False, False, scale=scale
@@ -125,6 +130,11 @@ class _Attention(torch.autograd.Function):
         dout_THD, dqkv_T3HD, start = dout_THD.contiguous(), torch.empty_like(rotated_T3HD), 0
         for index, ((count, length), sizes) in enumerate(zip(ctx.groups, ctx.sizes, strict=True)):
             at = start, count, length
+            if length == 1:
+                dqkv_T3HD[start : start + count, :2] = 0
+                dqkv_T3HD[start : start + count, 2] = dout_THD[start : start + count]
+                start += count
+                continue
             lse, seed, offset = tensors[3 * index : 3 * index + 3]
             found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 _batch(dout_THD, *at),
@@ -154,8 +164,8 @@ class _Attention(torch.autograd.Function):
 def _against_gradients(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
     """Why its gradients are not used here: they are tried once, against attention by its definition."""
     generator = torch.Generator("cpu").manual_seed(0)
-    groups, scale, heads = ((2, 96), (1, 200)), head_dim**-0.5, 2
-    wide = torch.randn(2 * 96 + 200, 3, heads, head_dim, generator=generator, dtype=torch.float32, device="cpu")
+    groups, scale, heads = ((2, 96), (3, 1), (1, 200)), head_dim**-0.5, 2
+    wide = torch.randn(2 * 96 + 3 + 200, 3, heads, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
         try:
             qkv = wide.to(device, dtype).requires_grad_()

@@ -60,8 +60,6 @@ class CudaRecorder:
         """Run once to warm up, capture, and return what replays it and the device memory that it took in bytes."""
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         free = torch.cuda.mem_get_info(self._device)[0]
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a weight cast before the capture would be read at every replay
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
@@ -69,13 +67,13 @@ class CudaRecorder:
                 self._capture(graph, run)
         finally:  # the warm-up reads and writes buffers that are free for others from here on, whatever happened
             current.wait_stream(self._stream)
-            torch.set_autocast_cache_enabled(cached)
         return graph.replay, max(free - torch.cuda.mem_get_info(self._device)[0], 0)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         # cuBLAS keeps its scratch memory per stream: inside the capture it must come from the graphs' own pool, or
         # graphs of two towers (and whoever is handed the same stream) would share it.
         torch._C._cuda_clearCublasWorkspaces()
+        torch.clear_autocast_cache()  # else replays would read a weight cast before, later calls one of theirs
         collecting, complete = gc.isenabled(), False
         gc.disable()  # nothing may be freed by the way while the stream is captured
         try:
@@ -87,6 +85,7 @@ class CudaRecorder:
                 self._end(graph, complete)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
+            torch.clear_autocast_cache()
             if collecting:
                 gc.enable()
 
