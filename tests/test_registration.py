@@ -11,14 +11,14 @@ import torch
 import transformers
 from tiny import GRIDS, TINY, assert_close, chat_inputs, pixels_for, run_tower, tower_of
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, backends, env, registration
-from hf_vit_accel.planning import PLANS
+from hf_vit_accel.route import PLANS
 from hf_vit_accel.tower import state_of
 
 AUTO = "flash_vit_auto"
-NAMED = ["flashinfer_cudnn", {"vision_config": "flashinfer_cudnn"}]
 
 
 @pytest.fixture(scope="module", params=list(TINY))
@@ -84,15 +84,6 @@ def test_unpatch_restores_the_name_before_set_attn_implementation(saved: Any) ->
     model.set_attn_implementation({"vision_config": AUTO})
     hf_vit_accel.unpatch(model)
     assert set(names(model).values()) == {"eager"}
-
-
-def test_changing_only_the_text_keeps_the_patch(saved: Any) -> None:
-    path, _ = saved
-    model = AutoModelForImageTextToText.from_pretrained(path)
-    hf_vit_accel.patch(model, attention="sdpa", fuse=False)
-    state = state_of(tower_of(model))
-    model.set_attn_implementation({"text_config": "eager"})
-    assert state_of(tower_of(model)) is state and names(model)["text"] == "eager"
 
 
 def test_a_bare_tower_by_name(saved: Any) -> None:
@@ -223,22 +214,17 @@ def test_a_composite_without_a_supported_tower_raises() -> None:
 
 
 def test_registering_again_wraps_nothing_twice() -> None:
-    before = modeling_utils.lazy_import_flash_attention, modeling_utils.PreTrainedModel.get_correct_attn_implementation
     registration.register()
-    after = modeling_utils.lazy_import_flash_attention, modeling_utils.PreTrainedModel.get_correct_attn_implementation
-    for old, new in zip(before, after, strict=True):
-        assert getattr(new, registration._ORIGINAL) is getattr(old, registration._ORIGINAL)
-        assert not hasattr(getattr(new, registration._ORIGINAL), registration._ORIGINAL)
+    kind = modeling_utils.PreTrainedModel
+    for function in (modeling_utils.lazy_import_flash_attention, kind.get_correct_attn_implementation):
+        assert not hasattr(function.__wrapped__, "__wrapped__") and not registration.MISSING
 
 
-def test_the_guard_is_for_our_names_only() -> None:
-    assert modeling_utils.lazy_import_flash_attention(AUTO) is None
-    asked: list[Any] = []
-    guarded = registration._guarded(lambda *args, **kwargs: asked.append((args, kwargs)) or "kernels")
+def test_the_guard_is_for_our_names_only(monkeypatch: Any) -> None:
     for name in registration.NAMES:
-        assert guarded(name) is None
-    assert guarded("flash_attention_2", allow_all_kernels=True) == "kernels" and guarded(None) == "kernels"
-    assert asked == [(("flash_attention_2",), {"allow_all_kernels": True}), ((None,), {})]
+        assert modeling_utils.lazy_import_flash_attention(name) is None
+    with pytest.raises((ImportError, ValueError)):
+        modeling_utils.lazy_import_flash_attention("no/such-flash-kernel")
 
 
 def test_dropout_is_stock(saved: Any) -> None:
@@ -260,19 +246,158 @@ def test_dropout_is_stock(saved: Any) -> None:
     assert_close(found[2:], found[:2])
 
 
+# --- composites whose text model is from another package --------------------------------------------------------------
+
+
+class MixedConfig(transformers.PreTrainedConfig):
+    """A tower that is known beside a Llama."""
+
+    model_type = "mixed_for_tests"
+    sub_configs = {"vision_config": transformers.Qwen3VLConfig.sub_configs["vision_config"], "text_config": LlamaConfig}  # noqa: RUF012
+
+    def __init__(self, vision_config: Any = None, text_config: Any = None, **kwargs: Any) -> None:
+        vision, text = self.sub_configs.values()
+        self.vision_config = vision_config if isinstance(vision_config, vision) else vision(**(vision_config or {}))
+        self.text_config = text_config if isinstance(text_config, text) else text(**(text_config or {}))
+        super().__init__(**kwargs)
+
+
+class Mixed(transformers.PreTrainedModel):
+    config_class = MixedConfig
+    _supports_sdpa = _supports_flash_attn = True
+
+    def __init__(self, config: MixedConfig) -> None:
+        super().__init__(config)
+        self.visual = transformers.AutoModel.from_config(config.vision_config)
+        self.language_model = transformers.AutoModel.from_config(config.text_config)
+        self.post_init()
+
+
+LLAMA = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+
+
+def mixed() -> Any:
+    return Mixed, MixedConfig(vision_config=TINY["qwen3_vl"].vision, text_config=LLAMA)
+
+
+def hyperclovax() -> Any:
+    if not hasattr(transformers, "HyperCLOVAXVisionV2Config"):
+        pytest.skip("this transformers has no HyperCLOVAX")
+    vision = TINY["qwen2_5_vl"].vision | {"model_type": "qwen2_5_vl_vision"}
+    text = LLAMA | {"model_type": "hyperclovax", "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    config = transformers.HyperCLOVAXVisionV2Config(vision_config=vision, text_config=text, image_token_id=60)
+    return transformers.HyperCLOVAXVisionV2ForConditionalGeneration, config
+
+
+@pytest.mark.parametrize("name", registration.NAMES)
+@pytest.mark.parametrize("how", ["loaded", "loaded, dict", "set", "set, dict", "text eager"])
+@pytest.mark.parametrize("make", [mixed, hyperclovax])
+def test_text_of_another_package_keeps_its_attention(
+    make: Any, how: str, name: str, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(registration, "require", lambda *args, **kwargs: None)  # as on a machine that has it
+    kind, config = make()
+    stock = kind._from_config(config).eval()
+    stock.save_pretrained(tmp_path)
+    expected = run_tower(tower_of(stock), GRIDS["mixed"])
+    spelling: Any = name if how in ("loaded", "set") else {"vision_config": name}
+    if how == "text eager":
+        spelling["text_config"] = "eager"
+    if "loaded" in how:
+        model = kind.from_pretrained(tmp_path, attn_implementation=spelling)
+    else:
+        model = kind.from_pretrained(tmp_path)
+        model.set_attn_implementation(spelling)
+    found = names(model)
+    assert found["vision"] == name and found["text"] == ("eager" if how == "text eager" else "sdpa")
+    assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected)
+    assert state_of(tower_of(model)).calls == 1
+    language = next(module for name, module in model.named_modules() if name.endswith("language_model"))
+    assert language.config._attn_implementation == found["text"]
+    ids = torch.arange(3, 9)[None]
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])  # padding on the left
+    kept = language(input_ids=ids, attention_mask=mask).last_hidden_state[:, 2:]
+    other = next(module for name, module in stock.named_modules() if name.endswith("language_model"))
+    assert_close([kept], [other(input_ids=ids, attention_mask=mask).last_hidden_state[:, 2:]])
+    hf_vit_accel.unpatch(model)
+    assert not any(map(registration.is_ours, names(model).values()))
+
+
+def test_a_text_model_alone_takes_no_name() -> None:
+    with pytest.raises(ValueError, match="LlamaConfig has none"):
+        LlamaForCausalLM._from_config(LlamaConfig(**LLAMA), attn_implementation=AUTO)
+
+
+def test_after_an_error_no_tower_is_patched(saved: Any, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no device")
+
+    model = AutoModelForImageTextToText.from_pretrained(saved[0])
+    before = names(model)
+    with monkeypatch.context() as broken:
+        broken.setattr(registration, "require", fail)
+        for spelling in (AUTO, {"vision_config": AUTO}):
+            with pytest.raises(RuntimeError, match="no device"):
+                model.set_attn_implementation(spelling)
+            assert state_of(tower_of(model)) is None and names(model) == before
+    # transformers itself does not take back what it told one sub-model before another refuses its name.
+    with pytest.raises(ValueError, match="no_such_attention"):
+        model.set_attn_implementation({"vision_config": AUTO, "text_config": "no_such_attention"})
+    assert (state_of(tower_of(model)) is None) == (names(model)["vision"] != AUTO)
+    hf_vit_accel.unpatch(model)
+    assert state_of(tower_of(model)) is None and names(model) == before
+
+
+# --- what the attention function serves -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("grad", [False, True])
+def test_fewer_key_heads_than_query_heads(groups: int, grad: bool) -> None:
+    """As stock's sdpa attention repeats them; segment by segment."""
+    tower = tower_of(TINY["qwen3_vl"].build())
+    module, lengths = tower.blocks[0].attn, [5, 11, 8]
+    module.num_key_value_groups = groups
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 24, 16, requires_grad=grad) for heads in (4, 4 // groups, 4 // groups))
+    offsets = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
+    found, _ = registration.vision_attention(
+        module, q, k, v, None, scaling=0.3, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, is_causal=False
+    )
+    parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
+    expected = torch.cat(
+        [sdpa_attention_forward(module, *part, None, scaling=0.3, is_causal=False)[0] for part in parts], dim=1
+    )
+    assert_close([found], [expected])
+    if grad:
+        weights = torch.randn_like(found)
+        ours, theirs = (torch.autograd.grad((x * weights).sum(), [q, k, v]) for x in (found, expected))
+        assert_close(list(ours), list(theirs))
+
+
+def test_attentions_of_an_eager_model_are_returned(saved: Any) -> None:
+    """Setting `config.output_attentions` is transformers' way, and wants the name "eager": a patched model keeps it."""
+    model = AutoModelForImageTextToText.from_pretrained(saved[0], attn_implementation="eager")
+    tower, grid = tower_of(model), torch.tensor(GRIDS["images"])
+    pixels = pixels_for(tower, GRIDS["images"])
+    with torch.no_grad():
+        usual = tower(pixels, grid_thw=grid)
+        tower.config.output_attentions = True
+        expected = tower(pixels, grid_thw=grid).attentions
+        tower.config.output_attentions = False
+        hf_vit_accel.patch(model)
+        assert_close([tower(pixels, grid_thw=grid).pooler_output], [usual.pooler_output])
+        assert state_of(tower).calls == 1
+        tower.config.output_attentions = True
+        found = tower(pixels, grid_thw=grid).attentions
+    assert len(found) == len(tower.blocks)
+    assert_close(list(found), list(expected))
+
+
 def test_names_are_refused_where_they_would_do_nothing() -> None:
     config = transformers.SiglipVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(ValueError, match="SiglipVisionConfig has none"):
         transformers.SiglipVisionModel._from_config(config, attn_implementation=AUTO)
-
-
-def test_an_eager_model_is_eager_again_after_unpatch(saved: Any) -> None:
-    path, _ = saved
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
-    model.set_attn_implementation(AUTO)
-    assert names(model)["text"] == "eager"
-    hf_vit_accel.unpatch(model)
-    assert set(names(model).values()) == {"eager"}
 
 
 def test_offsets_without_a_plan_are_planned_once(saved: Any, monkeypatch: Any) -> None:
@@ -286,10 +411,6 @@ def test_offsets_without_a_plan_are_planned_once(saved: Any, monkeypatch: Any) -
     assert_close(run_tower(tower_of(model), grid, cu_seqlens=offsets), expected)
     alternating = type(model).__name__.startswith("Qwen2_5")  # the windows' offsets between the caller's
     assert len(planned) == (4 if alternating else 1)
-    # What was sent on one stream may not have arrived for another: it plans anew.
-    monkeypatch.setattr(registration, "stream_id", lambda device: 7)
-    assert_close(run_tower(tower_of(model), grid, cu_seqlens=offsets), expected)
-    assert len(planned) == (8 if alternating else 2)
     offsets.copy_(torch.tensor([0, 16]))  # the same tensor with other values is another layout
     with pytest.raises(ValueError, match="cu_seqlens to rise"):
         run_tower(tower_of(model), grid, cu_seqlens=offsets)
