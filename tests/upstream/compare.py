@@ -3,8 +3,7 @@
     python tests/upstream/compare.py transformers-5.23.0            # an unpacked source distribution
     python tests/upstream/compare.py path/to/checkout-of-v5.23.0    # with the suites of the single models
 
-Exits with 1 where a test comes out otherwise on patched towers: another outcome, or an error of another class. What is
-in EXPECTED is left out, if it fails with the very error that is named there.
+Exits with 1 where a test comes out otherwise on patched towers: another outcome, or an error of another class.
 """
 
 from __future__ import annotations
@@ -26,14 +25,6 @@ STAND_INS = {
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
 }
 """What the common tests import and source distributions leave out."""
-
-EXPECTED = {
-    "test_attention_outputs": (
-        "ValueError: The `output_attentions` attribute is not supported when using the `attn_implementation` set to",
-        "it sets config.output_attentions, which wants the name eager, and a patched tower has ours",
-    )
-}
-"""Tests that pass on stock towers and fail on patched ones: the beginning of their error, and why that is right."""
 
 
 def prepare(source: Path) -> list[str]:
@@ -92,14 +83,6 @@ def outcomes(report: Path) -> dict[str, Outcome]:
     return found
 
 
-def expected(test: str, stock: Outcome | None, patched: Outcome | None) -> str | None:
-    """Why a difference is right; None if nothing says so."""
-    error, why = EXPECTED.get(test.split("::")[1], (None, None))
-    if error is None or stock is None or patched is None or (stock.kind, patched.kind) != ("passed", "failure"):
-        return None
-    return why if patched.message.startswith(error) else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
@@ -122,10 +105,9 @@ def main() -> None:
     stock, patched = found
     names = sorted(stock.keys() | patched.keys())
     different = [name for name in names if str(stock.get(name)) != str(patched.get(name))]
-    reasons = {name: expected(name, stock.get(name), patched.get(name)) for name in different}
-    for name, why in reasons.items():
-        print(f"{name}: {stock.get(name)} on stock, {patched.get(name)} on patched towers ({why or 'NOT EXPECTED'})")
-    if not all(reasons.values()) or not any(outcome.kind == "passed" for outcome in stock.values()):
+    for name in different:
+        print(f"{name}: {stock.get(name)} on stock, {patched.get(name)} on patched towers")
+    if different or not any(outcome.kind == "passed" for outcome in stock.values()):
         raise SystemExit(1)
 
 
