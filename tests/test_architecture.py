@@ -39,10 +39,20 @@ IMPORTS = {
 """What each place imports: only what stands above it."""
 
 # Explained in the class that they come from: a backend, an autograd.Function.
-OVERRIDES = set(
-    """plan attend prepare probe close graph_bounds needs_on reasons_against reasons_against_layout attend_layers
-    forward backward""".split()
-)
+OVERRIDES = {
+    "plan",
+    "attend",
+    "prepare",
+    "probe",
+    "close",
+    "graph_bounds",
+    "needs_on",
+    "reasons_against",
+    "reasons_against_layout",
+    "attend_layers",
+    "forward",
+    "backward",
+}
 
 
 def level(path: Path) -> str:

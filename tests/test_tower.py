@@ -675,13 +675,18 @@ def test_gpu_gradients_equal_stock(model: Any, attention: str) -> None:
     grid, gradients = GRIDS["mixed"], []
     for of in (tower, twin, exact):
         weight = of.patch_embed.proj.weight
-        pixels = pixels_for(of, grid).bfloat16().to("cuda", weight.dtype)
-        of(pixels, grid_thw=torch.tensor(grid, device="cuda")).pooler_output.float().square().mean().backward()
-        gradients.append(torch.cat([p.grad.float().flatten() for p in of.parameters() if p.grad is not None]))
-    found, stock, expected = gradients
-    assert relative_error(found, expected) <= max(1.2 * relative_error(stock, expected), 2**-7)
-    chosen = {choice.backend.name for choice in state_of(tower).choices.values()}
-    assert chosen == {"torch_varlen"}
+        pixels = pixels_for(of, grid).bfloat16().to("cuda", weight.dtype).requires_grad_()
+        outputs = outputs_of(of(pixels, grid_thw=torch.tensor(grid, device="cuda")))
+        sum(output.float().square().mean() for output in outputs).backward()
+        gradients.append([pixels.grad, *(parameter.grad for parameter in of.parameters())])
+    whole = [torch.cat([grad.float().flatten() for grad in each]) for each in gradients]
+    assert relative_error(whole[0], whole[2]) <= 1.1 * relative_error(whole[1], whole[2])
+    for found, stock, expected in zip(*gradients, strict=True):  # of a few hundred numbers the error itself is noise
+        assert relative_error(found, expected) <= max(1.25 * relative_error(stock, expected), 2**-8)
+    state = state_of(tower)
+    assert (state.calls, state.stock_calls) == (1, 0)
+    wanted = "torch_varlen" if attention == "torch_varlen" else "torch_cudnn"
+    assert {choice.backend.name for choice in state.choices.values()} == {wanted}
 
 
 @pytest.mark.gpu
@@ -714,6 +719,7 @@ def test_gpu_mixed_devices_are_a_value_error(shared: Any) -> None:
 @pytest.mark.gpu
 def test_gpu_memory_is_stock(shared: Any) -> None:
     tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
+    run_tower(tower, GRIDS["mixed"])  # cuBLAS keeps scratch memory from its first product on
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     hf_vit_accel.patch(tower, attention="torch_varlen")
