@@ -69,8 +69,8 @@ class Change:
     """What a newer transformers might do.
 
     role: whose forward, or which function of the tower's module, is written anew. edits: (old, new) words of its
-    source; or the body of a block. families: that have it. outcome: "stock"; "fast", for what computes the same or is read from
-    modules.
+    source; or the body of a block. families: that have it. outcome: "stock"; "fast", for what computes the same or is
+    read from modules.
     """
 
     role: str
