@@ -53,7 +53,8 @@ def page() -> str:
         "",
         f"`{backends.FP8.name}` is what `patch(fp8=True)` adds, and is not exact; it cannot be named.",
         *(
-            f"`auto` prefers, in {rule.kind} layers{" with gradients" if rule.grad else ""}: {', '.join(rule.order)} ({rule.measured})."
+            f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}: "
+            f"{', '.join(rule.order)} ({rule.measured})."
             for rule in backends.AUTO
         ),
         "",
