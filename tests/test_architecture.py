@@ -39,20 +39,8 @@ IMPORTS = {
 """What each place imports: only what stands above it."""
 
 # Explained in the class that they come from: a backend, an autograd.Function.
-OVERRIDES = {
-    "plan",
-    "attend",
-    "prepare",
-    "probe",
-    "close",
-    "graph_bounds",
-    "needs_on",
-    "reasons_against",
-    "reasons_against_layout",
-    "attend_layers",
-    "forward",
-    "backward",
-}
+OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "graph_bounds", "needs_on", "attend_layers"}
+OVERRIDES |= {"reasons_against", "reasons_against_layout", "forward", "backward"}
 
 
 def level(path: Path) -> str:

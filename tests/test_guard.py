@@ -202,6 +202,13 @@ def _hooks_in_a_new_dict(tower: Any) -> None:
     tower.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
 
 
+def _causal_modules(tower: Any) -> None:
+    """Stock tells the attention function that it is not causal, whatever the module says."""
+    tower.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    for block in tower.blocks:
+        block.attn.is_causal = True
+
+
 def _class_of_a_block(tower: Any) -> None:
     kind = type(tower.blocks[1])
     tower.blocks[1].__class__ = type("Mine", (kind,), {"forward": lambda self, x, **k: kind.forward(self, x, **k) * 2})
@@ -212,6 +219,7 @@ MODULES: dict[str, tuple[Callable[[Any], None], str | None]] = {
     "a parameter's values": (_in_place, None),
     "a module": (_other_mlp, None),
     "fewer layers": (_block_removed, None),
+    "a hook on causal modules": (_causal_modules, "hooks on blocks.1"),
     "hooks in a new dict": (_hooks_in_a_new_dict, "hooks on blocks.1"),
     "a class": (_class_of_a_block, "layer 1 has a Mine"),
 }
@@ -280,9 +288,13 @@ def test_outputs_are_returned_as_the_config_says(tower: Any) -> None:
     tower.config.return_dict = False
     pixels, grid = pixels_for(tower, GRID), torch.tensor(GRID)
     with torch.no_grad():
-        expected = tower(pixels, grid), tower(pixels, grid, return_dict=True)
+        expected = tower(pixels, grid), tower(pixels, grid, return_dict=True), tower(pixels, grid, return_dict=False)
         hf_vit_accel.patch(tower, strict=True)
-        found = tower(pixels, grid), tower(pixels, grid, return_dict=True)
+        found = (
+            tower(pixels, grid),
+            tower(pixels, grid_thw=grid, return_dict=True),
+            tower(pixels, grid, return_dict=False),
+        )
     assert list(map(type, found)) == list(map(type, expected)) and isinstance(found[0], tuple)
     for ours, theirs in zip(found, expected, strict=True):
         tuples = [x if isinstance(x, tuple) else x.to_tuple() for x in (ours, theirs)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import GRIDS, TINY, assert_close, chat_inputs, pixels_for, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, left_padded, pixels_for, run_tower, tower_of
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -133,24 +133,6 @@ def test_the_text_decoder_keeps_its_padding_mask(saved: Any, how: str) -> None:
     assert_close([model(**inputs).logits[kept]], [expected[kept]], 1e-5)
     without = dict(inputs, attention_mask=torch.ones_like(inputs["attention_mask"]))
     assert not torch.allclose(stock(**without).logits[kept], expected[kept], atol=1e-2), "the mask matters here"
-
-
-def left_padded(model: Any) -> dict[str, torch.Tensor]:
-    """Two prompts, one image each, the shorter one padded on the left."""
-    one, two = chat_inputs(model, [(1, 4, 6)], 0), chat_inputs(model, [(1, 8, 8)], 1)
-    length = two["input_ids"].shape[1]
-    pad = length - one["input_ids"].shape[1]
-
-    def left(x: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.nn.functional.pad(x, (pad, 0), value=value)
-
-    return {
-        "input_ids": torch.cat([left(one["input_ids"], 2), two["input_ids"]]),
-        "attention_mask": torch.cat([left(one["attention_mask"], 0), two["attention_mask"]]),
-        "mm_token_type_ids": torch.cat([left(one["mm_token_type_ids"], 0), two["mm_token_type_ids"]]),
-        "pixel_values": torch.cat([one["pixel_values"], two["pixel_values"]]),
-        "image_grid_thw": torch.cat([one["image_grid_thw"], two["image_grid_thw"]]),
-    }
 
 
 def test_text_that_slipped_through_the_routing_keeps_its_mask(saved: Any) -> None:

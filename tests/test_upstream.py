@@ -68,9 +68,9 @@ STOCK = "h = h + attn(self.norm1(h)); return h + self.mlp(self.norm2(h))"
 class Change:
     """What a newer transformers might do.
 
-    role: whose forward, or which function of the tower's module, is written anew. edits: (old, new) words of its
-    source; or the body of a block. families: that have it. outcome: "stock"; "fast", for what computes the same or is
-    read from modules.
+    role: whose forward, or which function of the tower's module, is written anew. edits: (old, new) words of source,
+    or the body of a block. families: that have it. outcome: "stock"; "fast", for what computes the same or is read from
+    modules. more: arguments.
     """
 
     role: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +17,13 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from matrix import flat
 from tiny import (
     GRIDS,
     TINY,
     assert_close,
     chat_inputs,
-    checkpoint_layers,
+    left_padded,
     pixels_for,
     relative_error,
     tower_of,
@@ -92,14 +93,6 @@ def run(tower: Any, grid: Grid, **kwargs: Any) -> list[torch.Tensor]:
     """One forward without gradients on fp32 pixels on the CPU, wherever the weights are just now."""
     with torch.no_grad():
         return flat(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid), **kwargs))
-
-
-def flat(output: Any) -> list[torch.Tensor]:
-    """Every tensor of nested outputs, in order."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    values = output.values() if isinstance(output, Mapping) else output
-    return [tensor for value in values for tensor in flat(value)]
 
 
 def gradients(tower: Any, grid: Grid, forward: Callable[..., Any] | None = None) -> list[torch.Tensor]:
@@ -291,19 +284,6 @@ def test_removed_accelerate_hooks_leave_nothing_behind(patched_when: str, name: 
 # --- training, modes, other parameters ------------------------------------------------------------------------------
 
 
-def test_reentrant_checkpointing_equals_stock(model: Any) -> None:
-    checkpoint_layers(model, reentrant=True)
-    model.train()
-    tower, twin, grid = tower_of(model), tower_of(copy.deepcopy(model)), GRIDS["mixed"]
-    hf_vit_accel.patch(model)
-    entered: list[Any] = []
-    for of in (tower, twin):
-        of.blocks[1].mlp.register_forward_pre_hook(lambda module, args: entered.append(module))
-    assert_close(gradients(tower, grid), gradients(twin, grid))
-    assert [module is tower.blocks[1].mlp for module in entered] == [True, True, False, False], "run and run again"
-    check_calls(model, 0, 1, "hooks on ")  # of ours, or transformers' own on the embedding
-
-
 def test_a_checkpointed_tower_runs_fast_and_is_recomputed_fast(model: Any) -> None:
     """Reentrant checkpointing of the whole tower: the first pass is without gradients, the second with them."""
     tower, twin, grid = tower_of(model), tower_of(copy.deepcopy(model)), GRIDS["mixed"]
@@ -386,17 +366,6 @@ def test_gradients_of_a_functional_call(shared: Any, warm: bool) -> None:
 
 
 # --- generate and features ------------------------------------------------------------------------------------------
-
-
-def left_padded(model: Any) -> dict[str, torch.Tensor]:
-    """Two prompts, one image each of another size, the shorter prompt padded on the left."""
-    one, two = chat_inputs(model, [(1, 4, 6)], 0), chat_inputs(model, [(1, 8, 8)], 1)
-    pad = two["input_ids"].shape[1] - one["input_ids"].shape[1]
-    assert pad > 0
-    batch = {}
-    for name, value in {"input_ids": 2, "attention_mask": 0, "mm_token_type_ids": 0}.items():
-        batch[name] = torch.cat([nn.functional.pad(one[name], (pad, 0), value=value), two[name]])
-    return batch | {name: torch.cat([one[name], two[name]]) for name in ("pixel_values", "image_grid_thw")}
 
 
 GENERATE: dict[str, tuple[Callable[[Any], dict[str, torch.Tensor]], dict[str, Any]]] = {
@@ -645,31 +614,6 @@ def test_metadata_of_the_caller_goes_the_stock_way(shared: Any, way: str) -> Non
 
 
 # --- outputs asked for otherwise ------------------------------------------------------------------------------------
-
-
-def test_hidden_states_asked_for_through_the_full_model(shared: Any) -> None:
-    """Of the decoder: whether the tower is asked for its own, too, is as transformers hands it on."""
-    tower, inputs, asked = tower_of(shared), left_padded(shared), []
-    grid, pixels = inputs["image_grid_thw"], inputs["pixel_values"]
-
-    @torch.no_grad()
-    def run_all() -> tuple[Any, Any]:
-        whole = shared(**inputs, output_hidden_states=True)
-        return whole, shared.get_image_features(pixels, grid, output_hidden_states=True)
-
-    handle = tower.register_forward_pre_hook(
-        lambda module, args, kwargs: asked.append(bool(kwargs.get("output_hidden_states"))), with_kwargs=True
-    )
-    expected, expected_features = run_all()
-    handle.remove()
-    assert len(asked) == 2 and asked[1]
-    with hf_vit_accel.patched(shared):
-        found, features = run_all()
-        check_calls(shared, asked.count(False), asked.count(True), "output_hidden_states is requested")
-    assert_close([found.logits, *found.hidden_states], [expected.logits, *expected.hidden_states])
-    assert len(features.hidden_states) >= len(tower.blocks)
-    assert_close(list(features.hidden_states), list(expected_features.hidden_states))
-    assert_close(flat(features.pooler_output), flat(expected_features.pooler_output))
 
 
 # --- layouts, models and configs side by side -----------------------------------------------------------------------

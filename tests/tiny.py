@@ -208,3 +208,14 @@ def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> 
     if videos:
         inputs |= {"pixel_values_videos": pixels_for(tower, videos, seed + 1), "video_grid_thw": torch.tensor(videos)}
     return inputs
+
+
+def left_padded(model: Any) -> dict[str, torch.Tensor]:
+    """Two prompts, one image each of another size, the shorter prompt padded on the left."""
+    one, two = chat_inputs(model, [(1, 4, 6)], 0), chat_inputs(model, [(1, 8, 8)], 1)
+    pad = two["input_ids"].shape[1] - one["input_ids"].shape[1]
+    assert pad > 0
+    batch = {}
+    for name, value in {"input_ids": 2, "attention_mask": 0, "mm_token_type_ids": 0}.items():
+        batch[name] = torch.cat([nn.functional.pad(one[name], (pad, 0), value=value), two[name]])
+    return batch | {name: torch.cat([one[name], two[name]]) for name in ("pixel_values", "image_grid_thw")}
