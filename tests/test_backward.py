@@ -256,12 +256,16 @@ def test_gradients_by_the_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
-def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
     for module in (column_sum_module, norm_backward):
         monkeypatch.setattr(module, "_FEW_ROWS", 0)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
+    products = torch.backends.cuda.matmul
+    before = products.allow_fp16_reduced_precision_reduction
+    products.allow_fp16_reduced_precision_reduction = False
+    yield
+    products.allow_fp16_reduced_precision_reduction = before
 
 
 @pytest.fixture(autouse=True)
