@@ -106,6 +106,7 @@ def test_every_built_in_shape_builds() -> None:
         tower = bench.build_tower(model, torch.device("meta"), torch.bfloat16)
         heads[model] = (len(tower.blocks), tower.blocks[0].attn.num_heads, tower.blocks[0].attn.head_dim)
     qwen3 = {"qwen3-vl-2b": (24, 16, 64), "qwen3-vl-4b": (24, 16, 64), "qwen3-vl-8b": (27, 16, 72)}
+    qwen3["qwen3.5"] = qwen3["qwen3-vl-8b"]
     assert heads == {model: qwen3.get(model, (32, 16, 80)) for model in bench.SHAPES}
 
 

@@ -51,6 +51,7 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-vl-2b": ("Qwen3VLVisionConfig", _QWEN3_SMALL | dict(out_hidden_size=2048)),
     "qwen3-vl-4b": ("Qwen3VLVisionConfig", _QWEN3_SMALL | dict(out_hidden_size=2560)),
     "qwen3-vl-8b": ("Qwen3VLVisionConfig", _QWEN3_LARGE | dict(out_hidden_size=4096)),
+    "qwen3.5": ("Qwen3_5VisionConfig", {}),  # the default of its config: Qwen3-VL-8B's without deepstack
 }
 """Name -> the class of the vision config in transformers, and its arguments."""
 
