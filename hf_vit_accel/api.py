@@ -146,8 +146,9 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
             rows = sum(t * h * w for t, h, w in grid)
             pixels_TP = torch.zeros(rows, weight[0].numel(), dtype=weight.dtype, device=weight.device)
+            pixels = state.family.pixels(tower, pixels_TP)
             with torch.no_grad(), runner.capturing(exactly=calls is not None):
-                tower(pixels_TP, grid_thw=torch.tensor(grid))
+                tower(pixels, grid_thw=torch.tensor(grid))
         if progress:
             for label, nbytes, _ in runner.status().graphs:
                 tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")

@@ -272,7 +272,7 @@ class AcceleratedForward:
         original = state.former_forward or partial(type(tower).forward, tower)
         if vars(tower).get(_STATE) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
             return original(*args, **kwargs)
-        pixels: Any = args[0] if args else kwargs.get("hidden_states")
+        pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
         on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
         before = state.faults
         with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
@@ -330,6 +330,8 @@ def _forward(
     # A module that is not transformers' may train what is not the tower's.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or any(map(_REQUIRES_GRAD, parameters)))
     unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=trains)
+    if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
+        unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
     route = state.routes.get(call.grid, spec)
     state.choices, unmet = route.choices, unmet + route.unmet

@@ -42,7 +42,9 @@ def run(tower: Any, grid: list[tuple[int, int, int]]) -> tuple[list[torch.Tensor
     assert family is not None
     width = family.parts(tower).projection.weight[0].numel()
     pixels = torch.randn(sum(t * h * w for t, h, w in grid), width, generator=generator).requires_grad_()
-    outputs = family.tensors_of(tower(pixels, grid_thw=torch.tensor(grid)))
+    if not family.clips:
+        grid = [(1, h, w) for t, h, w in grid for _ in range(t)]
+    outputs = family.tensors_of(tower(family.pixels(tower, pixels), grid_thw=torch.tensor(grid)))
     wanted = [torch.randn(output.shape, generator=generator) for output in outputs]
     return outputs, list(torch.autograd.grad(outputs, [pixels, *tower.parameters()], wanted))
 
