@@ -141,7 +141,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
         assert isinstance(weight, torch.Tensor)
         # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
-        counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets))]
+        counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
         budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
         for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
             rows = sum(t * h * w for t, h, w in grid)

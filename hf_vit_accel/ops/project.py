@@ -65,7 +65,8 @@ def shape_heads_reference(
     parts = list(qkv_TF.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=1))
     for index, weight_D in enumerate(weights_D):
         x = parts[index].to(wide)
-        parts[index] = weight_D * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(qkv_TF.dtype)
+        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(qkv_TF.dtype)
+        parts[index] = (weight_D * normed).to(qkv_TF.dtype)
     repeated = [part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts]
     return torch.cat(repeated, dim=1).flatten(1)
 
@@ -246,8 +247,8 @@ class _ShapeHeads(torch.autograd.Function):
             BLOCK_D=next_power_of_2(dim),
             num_warps=4,
         )
-        dweights_2D = partial_P2D.sum(0).to(dout_TF.dtype) if weights_D else ()
-        return dqkv_TF, None, None, None, *dweights_2D
+        dweights_2D = partial_P2D.sum(0) if weights_D else ()
+        return dqkv_TF, None, None, None, *(dw.to(w.dtype) for dw, w in zip(dweights_2D, weights_D, strict=True))
 
 
 def shape_heads(
@@ -269,7 +270,7 @@ def _reasons_against(block: Block, context: Context) -> list[str]:
 
 
 def _fused(block: Block, context: Context) -> Rows:
-    attention, cast, head_norms = block.attention, context.cast, block.head_norms
+    attention, head_norms = block.attention, block.head_norms
     heads, groups = context.read(attention, "num_heads"), context.read(attention, "num_key_value_groups", 1)
     eps = context.read(head_norms[0], "variance_epsilon") if head_norms else 0.0
     # What another module made is not written to: it might be kept.
@@ -279,7 +280,7 @@ def _fused(block: Block, context: Context) -> Rows:
     )
 
     def shape(qkv_TF: torch.Tensor) -> torch.Tensor:
-        return function(qkv_TF, heads, heads // groups, tuple(cast(norm.weight) for norm in head_norms), eps)
+        return function(qkv_TF, heads, heads // groups, tuple(norm.weight for norm in head_norms), eps)
 
     return shape
 
