@@ -52,7 +52,7 @@ def encode(route: Route, pixels_TP: torch.Tensor, checkpoints: Sequence[Checkpoi
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
             merged_by_layer.append(merged)
             delta_TE = None
-    outputs = ops.finish(x_TE, delta_TE)
+    outputs = list(ops.finish(x_TE, delta_TE))
     if window_index_M is not None:
         outputs[-1] = outputs[-1][tensors["inverse_index"]]
     return outputs + merged_by_layer

@@ -36,6 +36,7 @@ __all__ = [
     "autocast_dtype",
     "checkpoints",
     "reasons_own_attention",
+    "reasons_own_segments",
     "reasons_slow",
     "reasons_stock",
     "reasons_untraceable",
@@ -294,6 +295,20 @@ def reasons_stock(
     if is_tracing():  # it records no tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
     return reasons
+
+
+def reasons_own_segments(tower: Any, named: Mapping[str, Any], pixels: str) -> list[str]:
+    """Why a tower that is served attention only must compute its segments itself. named: the arguments of a call."""
+    name = tower.config._attn_implementation
+    if name not in upstream.NAMES:
+        return reasons_own_attention(tower, name) or [f"its attention is {name!r}"]
+    if any(popped in named for popped in POPPED):
+        return ["the caller supplies sequence metadata"]
+    grid, given = named.get("grid_thw"), named.get(pixels)
+    known = isinstance(grid, torch.Tensor) and grid.dim() == 2 and not grid.is_floating_point()
+    if not known or not isinstance(given, torch.Tensor) or is_tracing():
+        return ["the arguments are not those that are known, or torch.jit.trace is at work"]
+    return []
 
 
 def reasons_untraceable() -> list[str]:

@@ -38,7 +38,8 @@ class Geometry:
 
     merge: patches per merged token, along one side. window: merged tokens per attention window along one side, or None.
     table: side of the square learned position table that is interpolated to each frame, or None; taps: rows of it that
-    are blended along one side, 2 (bilinear) or 4 (bicubic); align_corners: whether its corners are the frame's.
+    are blended along one side, 2 (bilinear) or 4 (bicubic); align_corners: whether its corners are the frame's. clips:
+    whether all frames of an entry attend to each other.
     """
 
     merge: int
@@ -46,6 +47,7 @@ class Geometry:
     table: int | None = None
     taps: Literal[2, 4] = 2
     align_corners: bool = True
+    clips: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,11 @@ class Segments:
 class VisionMetadata:
     """Everything about one call's sequence, on the host.
 
-    full: one segment per frame. position_ids_T2: (row, column) of every patch, int32, in the order in which patches
-    are packed (merge blocks). For towers with windows, window: the windows' segments, window_index_M: the permutation
-    of merged tokens that makes every window consecutive, inverse_index_M: its inverse (int64). For towers with a
-    position table, interp_indices_T4 (int32) and interp_weights_T4 (float32): the table rows that are blended, 4 or,
-    if bicubic, 16.
+    full: one segment per frame, or per clip. position_ids_T2: (row, column) of every patch, int32, in the order in
+    which patches are packed (merge blocks). For towers with windows, window: the windows' segments, window_index_M: the
+    permutation of merged tokens that makes every window consecutive, inverse_index_M: its inverse (int64). For towers
+    with a position table, interp_indices_T4 (int32) and interp_weights_T4 (float32): the table rows that are blended, 4
+    or, if bicubic, 16.
     """
 
     grid: Grid
@@ -127,7 +129,8 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
     merge = geometry.merge
     t_F, h_F, w_F = np.array(grid, dtype=np.int64).T
     frames = [(h, w) for t, h, w in grid for _ in range(t)]
-    full = Segments(np.repeat(h_F * w_F, t_F).astype(np.int32))
+    lengths_S = t_F * h_F * w_F if geometry.clips else np.repeat(h_F * w_F, t_F)
+    full = Segments(lengths_S.astype(np.int32))
 
     positions = {size: _block_positions(*size, merge) for size in set(frames)}
     position_ids_T2 = np.concatenate([positions[size] for size in frames])
@@ -135,7 +138,7 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
     window = window_index_M = inverse_index_M = None
     if geometry.window is not None:
         windows = {(h, w): _windows(h // merge, w // merge, geometry.window) for h, w in set(frames)}
-        merged_F = full.lengths_S // merge**2
+        merged_F = np.repeat(h_F * w_F, t_F) // merge**2
         starts_F = np.concatenate([[0], np.cumsum(merged_F, dtype=np.int64)[:-1]])
         window_index_M = np.concatenate([windows[size][0] + s for size, s in zip(frames, starts_F, strict=True)])
         inverse_index_M = np.empty_like(window_index_M)

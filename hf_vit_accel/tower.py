@@ -59,7 +59,7 @@ class TowerState:
 
     former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
     instance forward that was there, if any. faults: what failed when it ran; not used until the tower is patched anew.
-    choices: the backends of the last call.
+    choices: the backends of the last call; served: those of a tower whose attention alone is ours.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -68,9 +68,11 @@ class TowerState:
         self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.choices: Mapping[Kind, Choice] = {}
+        self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.routes = Routes()
-        self.runner = None if settings.graphs is None else Runner(settings.graphs, self.routes)
+        graphs = None if family.attention_only else settings.graphs
+        self.runner = None if graphs is None else Runner(graphs, self.routes)
         self._snapshot: Snapshot | None = None
         self._specs: dict[Any, Spec] = {}
         self._scales: Scales | None = None
@@ -307,6 +309,8 @@ def _forward(
     tower: Any, state: TowerState, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """One call, in the five steps."""
+    if state.family.attention_only:
+        return _attend_only(tower, state, original, args, kwargs)
     settings, snapshot = state.settings, state.snapshot(tower)
     name = tower.config._attn_implementation
     reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
@@ -351,6 +355,23 @@ def _forward(
     if call.options.get("return_dict", tower.config.return_dict) is False:
         output = output.to_tuple()
     return state.count(output, unmet, fast=True)
+
+
+def _attend_only(
+    tower: Any, state: TowerState, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One call of a tower whose attention alone is ours: its own forward, with segments whose lengths are known."""
+    named = dict(zip(state.family.arguments, args)) | kwargs  # noqa: B905
+    reasons = guard.reasons_own_segments(tower, named, state.family.arguments[0])
+    grid = () if reasons else tuple(map(tuple, named["grid_thw"].tolist()))
+    if not grid or min(map(min, grid)) < 1:  # what else is wrong with a call, stock says
+        if state.settings.strict:
+            refuse(reasons)
+        return state.count(original(*args, **kwargs), reasons, fast=False)
+    pixels = named[state.family.arguments[0]]
+    rest = state.family.geometry(tower), state.settings, state.faults, state.served
+    more = state.routes.offsets(grid, pixels.device, *rest)
+    return state.count(original(*args, **kwargs, **more), [], fast=True)
 
 
 def _replay(

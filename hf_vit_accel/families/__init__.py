@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from hf_vit_accel.families import (
+    attention_only,
     dots3_note,
     ernie4_5_vl,
     glm4v,
@@ -34,6 +35,7 @@ FAMILIES: tuple[Family, ...] = (
     paddleocr_vl.FAMILY,
     ernie4_5_vl.FAMILY,
     dots3_note.FAMILY,
+    *attention_only.FAMILIES,
 )
 
 

@@ -127,6 +127,7 @@ class Family:
     windows: whether layers attend per window. deepstack: whether chosen layers' outputs are merged and returned too.
     arguments: names of the forward's arguments, in order; the first is the pixels. pixel_dims: of the pixels: 2 for
     (T, P), 5 for (1, T, channels, side, side). clips: whether an entry of the grid may have several frames.
+    attention_only: whether the tower's own forward always runs, on our attention; then parts are of no use.
     tiny: the fields of the vision config that make a tower of four layers which runs in milliseconds.
     """
 
@@ -140,6 +141,7 @@ class Family:
     arguments: tuple[str, ...] = ("hidden_states", "grid_thw")
     pixel_dims: int = 2
     clips: bool = True
+    attention_only: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def pixels(self, tower: Any, pixels_TP: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in T
 
 Rows = torch.Tensor
 AddNorm = Callable[[Rows, Rows | None], tuple[Rows, Rows]]
-Finish = Callable[[Rows, Rows | None], list[Rows]]
+Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +133,14 @@ def _embed(embed: Callable[[Rows], Rows], norm: AddNorm | None) -> Callable[[Row
 
 
 def _finish(norm: AddNorm | None, downsample: Callable[[Rows], Rows] | None, merge: AddNorm | None) -> Finish:
-    assert norm is not None or (merge is not None and downsample is None)
+    if norm is None:
+        assert merge is not None and downsample is None
+        return merge
 
-    def finish(x_TE: Rows, delta_TE: Rows | None) -> list[Rows]:
-        if norm is not None:
-            x_TE, delta_TE = norm(x_TE, delta_TE)[1], None
+    def finish(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, ...]:
+        _, x_TE = norm(x_TE, delta_TE)
         if downsample is not None:
             x_TE = downsample(x_TE)
-        return [x_TE] if merge is None else list(merge(x_TE, delta_TE))
+        return (x_TE,) if merge is None else merge(x_TE, None)
 
     return finish
