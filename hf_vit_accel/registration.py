@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, require, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.families import FAMILIES, family_of
+from hf_vit_accel.families import FAMILIES, family_of, find_towers
 from hf_vit_accel.guard import reasons_untraceable
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.route import OFFSETS, PLANS, Offsets
@@ -89,12 +89,17 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(requested_attention):
             applicable = original(self, requested_attention, *args, **kwargs)
-            uninstall(self)  # a patched tower was told to use another name
+            for tower in (self, *_wrapped(self)):
+                uninstall(tower)  # a patched tower was told to use another name
             return applicable
         assert requested_attention is not None
         _check_missing(requested_attention)
         family = family_of(self)
         if family is None:
+            if _is_of_tower(self.config):  # a wrapper, with the config of the tower in it
+                for tower in _wrapped(self):
+                    tower.get_correct_attn_implementation(requested_attention, *args, **kwargs)
+                return requested_attention
             if _is_beside_a_tower(self):
                 current = self.config._attn_implementation
                 return original(self, None if is_ours(current) else current, *args, **kwargs)
@@ -112,6 +117,12 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
         return requested_attention
 
     return get_correct_attn_implementation
+
+
+def _wrapped(model: Any) -> list[Any]:
+    """Towers inside a model that share its config, which transformers therefore leaves out; none while it is made."""
+    inside = find_towers(model) if vars(model).get("_modules") else ()
+    return [tower for _, tower, _ in inside if tower is not model and tower.config is model.config]
 
 
 def _is_beside_a_tower(model: Any) -> bool:

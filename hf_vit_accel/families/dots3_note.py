@@ -27,7 +27,7 @@ FAMILY = Family(
         mlp_layer_types=["dense"] * 4,
         per_layer_config={},
         adapter_in_dim=32,
-        adapter_out_dim=16,
+        adapter_out_dim=32,
         patch_size=2,
         spatial_merge_size=2,
     ),
