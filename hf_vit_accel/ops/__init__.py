@@ -124,7 +124,7 @@ def _layer(block: Block, each: Mapping[str, Iterator[Any]], context: Context) ->
         qkv=product if shape is None else lambda x_TE: shape(product(x_TE)),
         proj=linear.build(block.proj, context),
         norm2=next(each["norms"]),
-        mlp=next(each["mlp"]),
+        mlp=context.called(block.mlp) if mlp.routed(block.mlp) else next(each["mlp"]),
     )
 
 

@@ -27,7 +27,7 @@ from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.mlp_backward import gelu_mlp, swiglu_mlp
 from hf_vit_accel.ops.norm_backward import norm_of
 
-__all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "reasons_against"]
+__all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "reasons_against", "routed"]
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -185,8 +185,13 @@ def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None
     return run
 
 
+def routed(mlp: nn.Module) -> bool:
+    """Whether it is a mixture of experts, which is called as it is, in whatever layers there is one."""
+    return hasattr(mlp, "experts")
+
+
 def _subjects(parts: Parts) -> list[nn.Module]:
-    return [block.mlp for block in parts.blocks]
+    return [block.mlp for block in parts.blocks if not routed(block.mlp)]
 
 
 def _plain(mlp: nn.Module, context: Context) -> nn.Module:
@@ -200,4 +205,5 @@ OPERATION = Operation(
     reasons_against=reasons_against,
     fused=fused,
     plain=_plain,
+    missing="every layer has a mixture of experts",
 )
