@@ -445,9 +445,8 @@ def test_every_family_is_verified_and_counted(family: Any) -> None:
         tower.config._attn_implementation_internal = "eager"
         with FlopCounterMode(display=False) as counter:
             tower(pixels, grid_thw=torch.tensor(grid))
-        assert counter.get_total_flops() == pytest.approx(towers.matrix_flops(tower, grid), rel=0.03), (
-            "but for rotations"
-        )
+        # Rotations are counted by torch alone, grouped products of experts by us alone.
+        assert counter.get_total_flops() == pytest.approx(towers.matrix_flops(tower, grid), rel=0.04)
 
 
 @pytest.mark.gpu
