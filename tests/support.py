@@ -46,7 +46,7 @@ def page() -> str:
         *_table(("family", "tower classes in transformers"), (_family(family)[:2] for family in attention_only)),
         "",
         'MiniMax-M3 loads by `{"vision_config": ...}` only: transformers puts a kernel of its own in the place of any',
-        'plain name that contains "flash". In Muse a host sync a layer remains: its layers ask for the longest segment.',
+        'plain name that contains "flash". In Muse a host sync a layer stays: its layers ask for the longest segment.',
         "Under autocast to another dtype than the weights', towers with norms of heads or of the embedding (`glm_ocr`,",
         "`glm4v`, `dots3_note`) run their own blocks: what those norms make is fp32 there, and stays so.",
         "",
