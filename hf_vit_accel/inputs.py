@@ -39,16 +39,16 @@ class Call:
 
 
 def read(expected: Expected, /, *args: Any, **options: Any) -> Call | None:
-    """The arguments of a tower's forward, the grid on the host (the one sync); None for pixels in a shape of their own.
+    """The arguments of a tower's forward, the grid on the host (the one sync).
 
-    Raises ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the
-    merge size, and pixels that are not as many, as wide or on the device that they should be; TypeError for arguments
-    that are missing, too many or given twice.
+    None for pixels in a shape of their own, and for arguments that are missing, too many or given twice. Raises
+    ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the merge
+    size, and pixels that are not as many, as wide or on the device that they should be.
     """
     names = expected.names
     named = dict(zip(names, args))  # noqa: B905
     if len(args) > len(names) or named.keys() & options.keys() or not {names[0], "grid_thw"} <= named.keys() | options:
-        raise TypeError(f"expected the arguments {', '.join(names)}, got {len(args)} and {sorted(options)}")
+        return None  # stock has its own complaint
     options = named | options
     pixels, grid_thw = options.pop(names[0]), options.pop("grid_thw")
     dense = isinstance(pixels, torch.Tensor) and pixels.layout == torch.strided and not pixels.is_nested

@@ -317,7 +317,7 @@ def _forward(
     if not reasons:
         parameters, weights = snapshot.weights()
         call = inputs.read(snapshot.expected, *args, **kwargs)
-        reasons = [] if call else ["pixel values are in a shape of their own"]
+        reasons = [] if call else ["arguments, or pixel values, are in a shape of their own"]
     if call is None:
         if settings.score_mod is not None:
             refuse(reasons, wanted="a score_mod was given")

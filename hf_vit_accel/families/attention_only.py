@@ -25,7 +25,7 @@ def _windows(tower: Any) -> Geometry:
     return Geometry(merge=1, window=tower.window_size // tower.patch_size)
 
 
-def _family(name: str, tower: str, geometry: Any = _frames, *more: tuple[str, str], **options: Any) -> Family:
+def _family(name: str, tower: str, geometry: Any = _frames, *more: tuple[str, str]) -> Family:
     towers = ((f"transformers.models.{name}.modeling_{name}", tower), *more)
     return Family(
         name=name,
@@ -33,7 +33,6 @@ def _family(name: str, tower: str, geometry: Any = _frames, *more: tuple[str, st
         geometry=geometry,
         arguments=("pixel_values", "grid_thw"),
         attention_only=True,
-        **options,
     )
 
 
@@ -42,9 +41,9 @@ _SPARK = "transformers.models.muse_spark.modeling_muse_spark", "MuseSparkVisionM
 FAMILIES = (
     _family("video_llama_3", "VideoLlama3VisionModel"),
     _family("kimi_k25", "Kimi_K25VisionModel", _clips),
-    _family("glm_image", "GlmImageVisionModel", clips=False),
+    _family("glm_image", "GlmImageVisionModel"),
     _family("minimax_m3_vl", "MiniMaxM3VLVisionModel", _clips),
-    _family("muse_glimmer", "MuseGlimmerVisionModel", _windows, _SPARK, windows=True),
-    _family("hunyuan_vl", "HunYuanVLVisionTransformer", clips=False),
+    _family("muse_glimmer", "MuseGlimmerVisionModel", _windows, _SPARK),
+    _family("hunyuan_vl", "HunYuanVLVisionTransformer"),
     _family("cosmos3_edge", "Cosmos3EdgeVisionModel"),
 )

@@ -186,7 +186,7 @@ def _launch(
         STAGES=stages,
         GROUP=group,
         COPY_ROWS=copy_rows,
-        COPY_BLOCK=next_power_of_2(padded),
+        COPY_BLOCK=next_power_of_2(padded if copies else min(padded, 8192)),
         num_warps=4,
     )
     return out_TG

@@ -39,16 +39,19 @@ def product(block: Block, context: Context) -> Rows:
     modules = block.qkv
     if len(modules) == 1:
         return build(modules[0], context)
-    missing = [module.bias is None for module in modules if type(module) is nn.Linear]
-    if any(context.reasons_replaced(module, nn.Linear) for module in modules) or any(missing) != all(missing):
+    if any(context.reasons_replaced(module, nn.Linear) for module in modules):
         called = list(map(context.called, modules))
         return lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)
     cast, trained = context.cast, context.grad and not context.reference and not context.no_kernels
 
     def project(x_TE: torch.Tensor) -> torch.Tensor:
-        weight = cast(torch.cat([module.weight for module in modules]))
-        bias = None if missing[0] else cast(torch.cat([module.bias for module in modules]))
-        return linear(x_TE, weight, bias, norm_of(x_TE)) if trained else F.linear(x_TE, weight, bias)
+        weights, biases = ([getattr(module, name) for module in modules] for name in ("weight", "bias"))
+        bias_F = None
+        if any(bias is not None for bias in biases):
+            some = zip(weights, biases, strict=True)
+            bias_F = torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in some])
+        both = cast(torch.cat(weights)), cast(bias_F)
+        return linear(x_TE, *both, norm_of(x_TE)) if trained else F.linear(x_TE, *both)
 
     return project
 
