@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from standins import patch
 from tiny import assert_close, randomise, relative_error
+from torch.nn import Module, ModuleList
 
 import hf_vit_accel
 from hf_vit_accel import upstream
@@ -141,6 +143,36 @@ def test_under_autocast_a_tower_is_as_stock(references: list[str], tower: Any) -
         assert [(x.dtype, x.shape) for x in found] == [(x.dtype, x.shape) for x in stock]
         for ours, theirs, true in zip(found, stock, exact, strict=True):
             assert relative_error(ours, true) <= 1.1 * relative_error(theirs, true)
+
+
+def test_whatever_module_is_replaced_runs_itself(references: list[str], tower: Any) -> None:
+    """Each module of layer 1 and around the layers, on the instance, after patching: the next call sees it."""
+    hf_vit_accel.patch(tower)
+    before = run(tower, GRIDS[1])
+    names = [name for name, module in tower.named_modules() if name and "forward" in dir(type(module))]
+    for name in names:
+        module = tower.get_submodule(name)
+        numbered = re.search(r"\.(\d+)\.", f"{name}.")
+        if name == "embeddings.position_embedding" and "Glm4v" in type(tower).__name__:
+            continue  # stock reads its weight and never calls it
+        if (numbered and numbered[1] != "1") or type(module).forward in (ModuleList.forward, Module.forward):
+            continue
+        stock = type(module).forward
+
+        def more(*args: Any, stock: Any = stock, module: Any = module, **kwargs: Any) -> Any:
+            found = stock(module, *args, **kwargs)
+            if isinstance(found, torch.Tensor):
+                return found * 1.5
+            return (found[0] * 1.5, *found[1:]) if isinstance(found, tuple) else found
+
+        module.forward = more
+        found = run(tower, GRIDS[1])
+        hf_vit_accel.unpatch(tower)
+        expected = run(tower, GRIDS[1])
+        assert max(map(relative_error, found, expected)) < 1e-5, name
+        hf_vit_accel.patch(tower)
+        del module.forward
+        assert_close(run(tower, GRIDS[1]), before)
 
 
 # --- negative controls: what a family states wrong is caught by the proof ---------------------------------------------

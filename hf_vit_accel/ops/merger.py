@@ -48,6 +48,8 @@ def _reasons_against(merger: Any, context: Context) -> list[str]:
     layers = _layers_of(merger)
     if layers is None or not hasattr(merger, "hidden_size"):
         return [f"{type(merger).__name__} is not a merger that is known"]
+    if isinstance(getattr(merger, "mlp", None), nn.Sequential) and (reasons := context.reasons_replaced(merger.mlp)):
+        return reasons
     return norms.reasons_against(layers[0], context)
 
 
