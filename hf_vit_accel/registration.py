@@ -203,7 +203,7 @@ def vision_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    route, known = kwargs.get(PLANS), getattr(cu_seq_lens_q, OFFSETS, None)
+    route, known = kwargs.get(PLANS, getattr(cu_seq_lens_q, PLANS, None)), getattr(cu_seq_lens_q, OFFSETS, None)
     settings = known.settings if known else None if route is None else route.spec.settings
     score_mod = None if settings is None else settings.score_mod
     if key.shape[1] != query.shape[1]:  # fewer heads of keys and values, each for several of queries

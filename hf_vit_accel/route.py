@@ -23,7 +23,8 @@ from hf_vit_accel.ops.window_attention import LONGEST
 __all__ = ["OFFSETS", "PLANS", "POPPED", "Offsets", "Route", "Routes", "Spec", "lay_out", "offsets"]
 
 PLANS = "vision_plans"
-"""The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
+"""The keyword argument by which plans reach the registered attention function through stock's `**kwargs`; and the
+attribute of offsets by which they reach it where a tower passes none of these on."""
 
 _INJECTED = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights")
 POPPED = (*_INJECTED, "max_seqlen", "max_window_seqlen")
@@ -130,6 +131,7 @@ class Route:
         if self.metadata.window is not None:
             kwargs["max_window_seqlen"] = self.metadata.window.max_seqlen
         kwargs[PLANS] = self
+        setattr(kwargs["cu_seqlens"], PLANS, self)  # for towers that pass none of these on to their layers
         return kwargs
 
 

@@ -14,7 +14,7 @@ from tiny import assert_close, randomise, relative_error
 from torch.nn import Module, ModuleList
 
 import hf_vit_accel
-from hf_vit_accel import upstream
+from hf_vit_accel import registration, upstream
 from hf_vit_accel.families import FAMILIES, Block, Family, Parts, family_of
 from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops import TABLE, mlp
@@ -173,6 +173,19 @@ def test_whatever_module_is_replaced_runs_itself(references: list[str], tower: A
         hf_vit_accel.patch(tower)
         del module.forward
         assert_close(run(tower, GRIDS[1]), before)
+
+
+def test_blocks_of_stock_are_given_plans(tower: Any, monkeypatch: Any) -> None:
+    """Where layers are called one by one: segments are not read back from the device."""
+    expected = run(tower, GRIDS[1])
+    hf_vit_accel.patch(tower)
+    seen: list[Any] = []
+    block = family_of(tower).parts(tower).blocks[1].module
+    block.register_forward_hook(lambda *args: seen.append(args))
+    monkeypatch.setattr(registration, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
+    assert_close(run(tower, GRIDS[1]), expected)
+    [status] = hf_vit_accel.status(tower).towers
+    assert len(seen) == 1 and status.stock_calls == 1
 
 
 # --- negative controls: what a family states wrong is caught by the proof ---------------------------------------------
