@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from standins import patch
-from tiny import assert_close, randomise, relative_error
+from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Module, ModuleList
 
 import hf_vit_accel
@@ -103,6 +103,23 @@ def test_all_parts_are_fused_and_equal_stock(references: list[str], tower: Any) 
         == references.count("shape_heads_")
         == len(parts.blocks) * ("heads" in applicable)
     )
+
+
+def test_nothing_fused_equals_stock(tower: Any) -> None:
+    """Every part by its module, with gradients and under checkpointing of layers."""
+    expected, gradients = trained(tower, GRIDS[1])
+    hf_vit_accel.patch(tower, fuse=False)
+    found, ours = trained(tower, GRIDS[1])
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.fused == () and max(map(relative_error, ours, gradients)) < 1e-4
+    assert_close(found, expected)
+    hf_vit_accel.patch(tower)
+    tower.train()
+    checkpoint_layers(tower, reentrant=False)
+    found, ours = trained(tower, GRIDS[1])
+    assert_close(found, expected)
+    assert max(map(relative_error, ours, gradients)) < 1e-4
+    assert_fast(tower)
 
 
 def test_replays_equal_stock(references: list[str], on_cpu: Any, tower: Any) -> None:
