@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -73,6 +73,11 @@ def patch(
         kept = state.former_name == "eager" or bool(guard.reasons_own_attention(tower, state.former_name))
         kept = kept and settings.attention == "auto"
         made.append((tower, state, state.former_name if kept else name_for(settings.attention)))
+        if family.attention_only:
+            if settings.strict:
+                beyond = [f"{name}: {why}" for name, why in _beyond_attention(settings).items()]
+                refuse(beyond, f"the tower {path or '(the model itself)'}")
+            continue
         snapshot = state.snapshot(tower)  # what transformers computes is proven here, not in the first call
         if settings.strict:
             reasons, spec = _reasons_now(tower, state, snapshot, made[-1][2], former_of(tower)[1])
@@ -141,13 +146,14 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
         assert isinstance(weight, torch.Tensor)
         # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
-        counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets))]
+        counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
         budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
         for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
             rows = sum(t * h * w for t, h, w in grid)
             pixels_TP = torch.zeros(rows, weight[0].numel(), dtype=weight.dtype, device=weight.device)
+            pixels = state.family.pixels(tower, pixels_TP)
             with torch.no_grad(), runner.capturing(exactly=calls is not None):
-                tower(pixels_TP, grid_thw=torch.tensor(grid))
+                tower(pixels, grid_thw=torch.tensor(grid))
         if progress:
             for label, nbytes, _ in runner.status().graphs:
                 tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")
@@ -181,15 +187,16 @@ class TowerStatus:
     family: str
     patched: bool
     attention: str
-    backends: Mapping[str, str]
-    rejected: Mapping[str, Mapping[str, tuple[str, ...]]]
-    fused: tuple[str, ...]
-    unfused: Mapping[str, str]
-    calls: int
-    stock_calls: int
-    fallbacks: Mapping[str, int]
-    against_fast: tuple[str, ...]
-    layouts: tuple[int, int, int]
+    backends: Mapping[str, str] = field(default_factory=dict)
+    rejected: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    fused: tuple[str, ...] = ()
+    unfused: Mapping[str, str] = field(default_factory=dict)
+    calls: int = 0
+    stock_calls: int = 0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    against_fast: tuple[str, ...] = ()
+    layouts: tuple[int, int, int] = (0, 0, 0)
+    attention_only: bool = False
     graphs: GraphStatus | None = None
     fp8: str | None = None
 
@@ -198,10 +205,11 @@ class TowerStatus:
         if not self.patched:
             return f"{where}: {self.family}, stock (attention {self.attention})"
         backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
+        fused = "attention only: the tower's own forward runs" if self.attention_only else ", ".join(self.fused)
         lines = [
             f"{where}: {self.family}, patched",
-            f"  attention  {self.attention} -> {backends}",
-            f"  fused      {', '.join(self.fused) or 'nothing'}",
+            f"  attention  {self.attention} -> {backends or 'chosen at the first call'}",
+            f"  fused      {fused or 'nothing'}",
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
@@ -235,23 +243,19 @@ def status(model: nn.Module) -> Status:
 
 
 def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
-    state = state_of(tower)
-    if state is None:
-        return TowerStatus(
-            path=path,
-            family=family.name,
-            patched=False,
-            attention=tower.config._attn_implementation,
-            backends={},
-            rejected={},
-            fused=(),
-            unfused={},
-            calls=0,
-            stock_calls=0,
-            fallbacks={},
-            against_fast=(),
-            layouts=(0, 0, 0),
-        )
+    told: dict[str, Any] = dict(path=path, family=family.name, attention_only=family.attention_only)
+    if (state := state_of(tower)) is None:
+        return TowerStatus(**told, patched=False, attention=tower.config._attn_implementation)
+    told |= dict(
+        patched=True,
+        attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
+        calls=state.calls,
+        stock_calls=state.stock_calls,
+        fallbacks=dict(state.fallbacks),
+        layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
+    )
+    if family.attention_only:
+        return TowerStatus(**told, backends=dict(state.served), unfused=_beyond_attention(state.settings))
     snapshot, choices, name = state.snapshot(tower), state.choices, tower.config._attn_implementation
     against, spec = _reasons_now(tower, state, snapshot, name, state.former_forward)
     if spec is not None and not choices:
@@ -267,22 +271,21 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         if "window" not in state.choices and (state.choices or side**2 <= LONGEST):
             backends["window"] = "fused kernel"
     return TowerStatus(
-        path=path,
-        family=family.name,
-        patched=True,
-        attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
+        **told,
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
         unfused=dict(ops.unfused) if ops is not None else {},
-        calls=state.calls,
-        stock_calls=state.stock_calls,
-        fallbacks=dict(state.fallbacks),
         against_fast=tuple(against),
-        layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
         graphs=None if state.runner is None else state.runner.status(),
         fp8=_fp8_status(state, choices),
     )
+
+
+def _beyond_attention(settings: Settings) -> dict[str, str]:
+    """What was asked for, and is not to be had for a tower whose attention alone is ours."""
+    asked = {"cuda_graphs": settings.graphs, "fp8": settings.fp8, **dict.fromkeys(settings.fuse or (), True)}
+    return {name: "this family is served attention only" for name, wanted in asked.items() if wanted}
 
 
 def _reasons_now(
@@ -368,7 +371,7 @@ def _settings(
 
 
 def _check_amax(path: str, tower: Any, family: Family, settings: Settings) -> None:
-    if settings.fp8 is None or settings.amax is None:
+    if settings.fp8 is None or settings.amax is None or family.attention_only:
         return
     if settings.amax.model not in ("", family.name):
         raise ValueError(

@@ -48,8 +48,8 @@ def calibrate(
     if others:
         raise ValueError("expected a model with one vision tower, got several; pass the tower itself")
     largest: torch.Tensor | None = None
-    weight = tower.patch_embed.proj.weight
     with patched(tower, fp8=Fp8Config(amax_history=1, min_seqlen=0), strict=True), torch.no_grad():
+        weight = family.parts(tower).projection.weight
         for each in images:
             keys = sorted(each) if isinstance(each, Mapping) else []
             found = [(each[pixels], each.get(grid)) for pixels, grid in _PIXELS if pixels in keys]
@@ -63,7 +63,8 @@ def calibrate(
                 if not isinstance(pixels_TP, torch.Tensor):
                     got = type(pixels_TP).__name__
                     raise ValueError(f"expected pixel values as tensors, got {got}; process with return_tensors='pt'")
-                tower(pixels_TP.to(weight.device, weight.dtype), grid_thw=grid_thw)
+                pixels = family.pixels(tower, pixels_TP.to(weight.device, weight.dtype).flatten(1))
+                tower(pixels, grid_thw=grid_thw)
                 state = state_of(tower)
                 assert state is not None
                 choice, scales = state.choices["full"], state.scales(state.snapshot(tower), weight.device)

@@ -24,7 +24,8 @@ Checkpoint = Callable[..., torch.Tensor]
 
 
 def encode(route: Route, pixels_TP: torch.Tensor, checkpoints: Sequence[Checkpoint | None] = ()) -> list[torch.Tensor]:
-    """The residual stream (T, E), the merged features (M, width of the text), and those of deepstack layers.
+    """The last rows, (T, E) or what they are downsampled to, the merged features (M, width of the text), if the tower
+    merges them, and those of deepstack layers.
 
     What is returned belongs to the caller. The layers only compute: all decisions are in the route, which was made for
     gradients where they are required. checkpoints: by layer, None for a layer that keeps what its gradient needs.
@@ -53,10 +54,10 @@ def encode(route: Route, pixels_TP: torch.Tensor, checkpoints: Sequence[Checkpoi
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
             merged_by_layer.append(merged)
             delta_TE = None
-    x_TE, merged = ops.merge(x_TE, delta_TE)
+    outputs = list(ops.finish(x_TE, delta_TE))
     if window_index_M is not None:
-        merged = merged[tensors["inverse_index"]]
-    return [x_TE, merged, *merged_by_layer]
+        outputs[-1] = outputs[-1][tensors["inverse_index"]]
+    return outputs + merged_by_layer
 
 
 def _layer(

@@ -36,6 +36,7 @@ __all__ = [
     "autocast_dtype",
     "checkpoints",
     "reasons_own_attention",
+    "reasons_own_segments",
     "reasons_slow",
     "reasons_stock",
     "reasons_untraceable",
@@ -118,6 +119,7 @@ class Snapshot:
         self._read[-1][:] = copied(self._read[-1])
         self._buffers = [module._buffers for module in modules.values() if module._buffers]
         self.reads, self._weights = Reads(), Weights([], None, False)
+        self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
         self.foreign = next(iter(chain.from_iterable(map(reasons_replaced, below))), None)
         self.offloaded = any("_hf_hook" in vars(module) for module in below)
         self.stock = list(self._reasons_stock(tower, family))
@@ -161,7 +163,8 @@ class Snapshot:
         self.full_layers = tuple(map(self.parts.full, range(len(self.parts.blocks))))
         self.dropout, self.varied = any(dropouts), len(set(map(tuple, found))) > 1
         self.heads, self.head_dim, self.scale = found[0] if found else (1, 1, 1.0)
-        packed = not isinstance(width, torch.Tensor) or width.dim() < 4
+        dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
+        packed = not isinstance(width, torch.Tensor) or width.dim() < dims or not width.is_floating_point()
         self.width = None if packed else width[0].numel()
         if not found:
             yield "the tower has no blocks"
@@ -181,14 +184,16 @@ class Snapshot:
             if "_hf_hook" in vars(module) and (place is None or placed_by_accelerate(module) != place):
                 yield f"accelerate hooks on {name}"
                 break
+        stepped = [("the tower", module) for module in self.parts.around]
         for index, block in enumerate(self.parts.blocks):
-            for module in (block.module, block.attention):
-                if type(module) not in self.proof.classes:
-                    yield f"layer {index} has a {type(module).__name__}, which this tower's class does not make"
-                    return
-                if reasons := reasons_replaced(module):
-                    yield f"layer {index}: {reasons[0]}"
-                    return
+            stepped += [(f"layer {index}", block.module), (f"layer {index}", block.attention)]
+        for where, module in stepped:
+            if type(module) not in self.proof.classes:
+                yield f"{where} has a {type(module).__name__}, which this tower's class does not make"
+                return
+            if reasons := reasons_replaced(module):
+                yield f"{where}: {reasons[0]}"
+                return
 
     def weights(self) -> tuple[list[nn.Parameter], Weights]:
         """The parameters as they are now, whatever replaced them, and what was found of them when they last moved.
@@ -210,7 +215,13 @@ class Snapshot:
             self._weights = known = Weights(parameters, pointers, self.offloaded)
             at = self.parts.projection.weight.device
             anywhere = self.offloaded or at.type == "meta"
-            self.expected = Expected(merge=self.geometry.merge, width=self.width, device=None if anywhere else at)
+            self.expected = Expected(
+                merge=self.geometry.merge,
+                width=self.width,
+                device=None if anywhere else at,
+                names=self._arguments,
+                dims=self._pixel_dims,
+            )
         return parameters, known
 
     def buffers(self) -> list[int]:
@@ -240,7 +251,7 @@ class Snapshot:
     def request(self, device: torch.device, autocast: torch.dtype | None = None, **options: Any) -> Request:
         """What the layers ask of a backend: heads, scale, and the dtype that attention computes in."""
         block = self.parts.blocks[0]
-        dtype = autocast or getattr(getattr(block.qkv, "weight", None), "dtype", None)
+        dtype = autocast or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
             dtype = block.norm1.weight.dtype
         assert isinstance(dtype, torch.dtype)
@@ -286,6 +297,20 @@ def reasons_stock(
     return reasons
 
 
+def reasons_own_segments(tower: Any, named: Mapping[str, Any], pixels: str) -> list[str]:
+    """Why a tower that is served attention only must compute its segments itself. named: the arguments of a call."""
+    name = tower.config._attn_implementation
+    if name not in upstream.NAMES:
+        return reasons_own_attention(tower, name) or [f"its attention is {name!r}"]
+    if any(popped in named for popped in POPPED):
+        return ["the caller supplies sequence metadata"]
+    grid, given = named.get("grid_thw"), named.get(pixels)
+    known = isinstance(grid, torch.Tensor) and grid.dim() == 2 and not grid.is_floating_point()
+    if not known or not isinstance(given, torch.Tensor) or is_tracing():
+        return ["the arguments are not those that are known, or torch.jit.trace is at work"]
+    return []
+
+
 def reasons_untraceable() -> list[str]:
     """What kernels and backends do not know: transforms of torch.func, forward-mode gradients, torch.jit.trace."""
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -317,7 +342,12 @@ def reasons_slow(
     for name in ("output_hidden_states", "output_attentions"):
         if options.get(name, getattr(tower.config, name, False)):
             reasons.append(f"{name} is requested")
-    if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
+    parts = snapshot.parts
+    if parts.embed_norm is not None or parts.blocks[0].head_norms:
+        autocast = autocast_dtype(parts.projection.weight.device)
+        if autocast not in (None, weights.dtype):
+            reasons.append("under autocast the norms of the embedding, or of heads, make what they return fp32")
+    if snapshot.dropout and any(block.attention.training for block in parts.blocks):
         reasons.append("attention weights are dropped out")
     return reasons + reasons_untraceable()
 

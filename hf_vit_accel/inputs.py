@@ -19,37 +19,47 @@ __all__ = ["Call", "Expected", "read"]
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """What a tower takes. merge: patches per merged token along one side. width: P, None where a quantiser packed the
-    weight. device: of the weights; None where inputs are moved to them."""
+    weight. device: of the weights; None where inputs are moved to them. names, dims: see `arguments` and `pixel_dims`
+    of a `Family`."""
 
     merge: int
     width: int | None
     device: torch.device | None
+    names: tuple[str, ...] = ("hidden_states", "grid_thw")
+    dims: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call. pixels: as they were given, (T, P) but for towers that take another shape. options: what else came."""
+    """One call. pixels: (T, P), a view of what was given. options: what else came."""
 
     pixels: torch.Tensor
     grid: Grid
     options: Mapping[str, Any]
 
 
-def read(expected: Expected, /, hidden_states: Any, grid_thw: Any, **options: Any) -> Call | None:
-    """The arguments of a tower's forward, the grid on the host (the one sync); None for pixels in a shape of their own.
+def read(expected: Expected, /, *args: Any, **options: Any) -> Call | None:
+    """The arguments of a tower's forward, the grid on the host (the one sync).
 
-    Raises ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the
-    merge size, and pixels that are not as many, as wide or on the device that they should be.
+    None for pixels in a shape of their own, and for arguments that are missing, too many or given twice. Raises
+    ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the merge
+    size, and pixels that are not as many, as wide or on the device that they should be.
     """
-    pixels = hidden_states
+    names = expected.names
+    named = dict(zip(names, args))  # noqa: B905
+    if len(args) > len(names) or named.keys() & options.keys() or not {names[0], "grid_thw"} <= named.keys() | options:
+        return None  # stock has its own complaint
+    options = named | options
+    pixels, grid_thw = options.pop(names[0]), options.pop("grid_thw")
     dense = isinstance(pixels, torch.Tensor) and pixels.layout == torch.strided and not pixels.is_nested
     if not dense or pixels.is_complex():
         raise ValueError(
             "expected the pixel values as a tensor of real numbers of shape (patches, channels * temporal * patch * "
             f"patch), got {_describe(pixels)}; pass what the processor returns, images packed along dim 0"
         )
-    if pixels.dim() != 2:
+    if pixels.dim() != expected.dims:
         return None
+    pixels = pixels if pixels.dim() == 2 else pixels.flatten(0, 1).flatten(1)
     grid = _read_grid(grid_thw, pixels.device, expected.merge)
     rows = sum(t * h * w for t, h, w in grid)
     if rows != pixels.shape[0]:

@@ -37,12 +37,17 @@ class Geometry:
     """What of a tower's config decides its sequence metadata.
 
     merge: patches per merged token, along one side. window: merged tokens per attention window along one side, or None.
-    table: side of the square learned position table that is interpolated to each frame, or None.
+    table: side of the square learned position table that is interpolated to each frame, or None; taps: rows of it that
+    are blended along one side, 2 (bilinear) or 4 (bicubic); align_corners: whether its corners are the frame's. clips:
+    whether all frames of an entry attend to each other.
     """
 
     merge: int
     window: int | None = None
     table: int | None = None
+    taps: Literal[2, 4] = 2
+    align_corners: bool = True
+    clips: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,11 @@ class Segments:
 class VisionMetadata:
     """Everything about one call's sequence, on the host.
 
-    full: one segment per frame. position_ids_T2: (row, column) of every patch, int32, in the order in which patches
-    are packed (merge blocks). For towers with windows, window: the windows' segments, window_index_M: the permutation
-    of merged tokens that makes every window consecutive, inverse_index_M: its inverse (int64). For towers with a
-    position table, interp_indices_T4 (int32) and interp_weights_T4 (float32): the four table rows that are blended.
+    full: one segment per frame, or per clip. position_ids_T2: (row, column) of every patch, int32, in the order in
+    which patches are packed (merge blocks). For towers with windows, window: the windows' segments, window_index_M: the
+    permutation of merged tokens that makes every window consecutive, inverse_index_M: its inverse (int64). For towers
+    with a position table, interp_indices_T4 (int32) and interp_weights_T4 (float32): the table rows that are blended, 4
+    or, if bicubic, 16.
     """
 
     grid: Grid
@@ -123,7 +129,8 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
     merge = geometry.merge
     t_F, h_F, w_F = np.array(grid, dtype=np.int64).T
     frames = [(h, w) for t, h, w in grid for _ in range(t)]
-    full = Segments(np.repeat(h_F * w_F, t_F).astype(np.int32))
+    lengths_S = t_F * h_F * w_F if geometry.clips else np.repeat(h_F * w_F, t_F)
+    full = Segments(lengths_S.astype(np.int32))
 
     positions = {size: _block_positions(*size, merge) for size in set(frames)}
     position_ids_T2 = np.concatenate([positions[size] for size in frames])
@@ -131,7 +138,7 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
     window = window_index_M = inverse_index_M = None
     if geometry.window is not None:
         windows = {(h, w): _windows(h // merge, w // merge, geometry.window) for h, w in set(frames)}
-        merged_F = full.lengths_S // merge**2
+        merged_F = np.repeat(h_F * w_F, t_F) // merge**2
         starts_F = np.concatenate([[0], np.cumsum(merged_F, dtype=np.int64)[:-1]])
         window_index_M = np.concatenate([windows[size][0] + s for size, s in zip(frames, starts_F, strict=True)])
         inverse_index_M = np.empty_like(window_index_M)
@@ -140,7 +147,7 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
 
     interp_indices_T4 = interp_weights_T4 = None
     if geometry.table is not None:
-        taps = {size: _interpolation(positions[size], *size, geometry.table) for size in set(frames)}
+        taps = {size: _interpolation(positions[size], *size, geometry) for size in set(frames)}
         interp_indices_T4 = np.concatenate([taps[size][0] for size in frames])
         interp_weights_T4 = np.concatenate([taps[size][1] for size in frames])
 
@@ -173,21 +180,37 @@ def _windows(h: int, w: int, side: int) -> tuple[Array, Array]:
     return np.argsort(window, kind="stable"), np.bincount(window)
 
 
-def _interpolation(positions_T2: Array, h: int, w: int, side: int) -> tuple[Array, Array]:
-    """Bilinear taps (align_corners) of one frame into a side x side table: flat indices (T, 4), weights (T, 4).
+def _interpolation(positions_T2: Array, h: int, w: int, geometry: Geometry) -> tuple[Array, Array]:
+    """Taps of one frame into the square table, its borders repeated: flat indices (T, 4 or 16), and their weights.
 
-    float32 throughout and in transformers' order of operations, so that the weights come out bit-equal.
+    Bicubic is Keys' kernel with a = -0.75. float32 throughout and in transformers' order of operations, so that the
+    weights come out bit-equal.
     """
+    side, count = geometry.table or 1, geometry.taps
+    offsets = np.arange(count, dtype=np.int32) - (count // 2 - 1)
     taps, weights = [], []
     for axis, size in enumerate((h, w)):
-        source = positions_T2[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        source = positions_T2[:, axis].astype(np.float32)
+        if geometry.align_corners:
+            source = source * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        else:
+            source = (source + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
         floor = np.floor(source)
-        taps.append(np.clip(floor.astype(np.int32)[:, None] + np.arange(2, dtype=np.int32), 0, side - 1))
-        distance = np.abs(source[:, None] - floor[:, None] - np.arange(2, dtype=np.float32))
-        weights.append(np.maximum(np.float32(1) - distance, np.float32(0)))
-    indices_T4 = (taps[0][:, :, None] * np.int32(side) + taps[1][:, None, :]).reshape(-1, 4)
-    weights_T4 = (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, 4)
-    return indices_T4, weights_T4
+        taps.append(np.clip(floor.astype(np.int32)[:, None] + offsets, 0, side - 1))
+        distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+        weights.append(_weights(distance, cubic=count == 4))
+    indices_TK = (taps[0][:, :, None] * np.int32(side) + taps[1][:, None, :]).reshape(-1, count**2)
+    weights_TK = (weights[0][:, :, None] * weights[1][:, None, :]).reshape(-1, count**2)
+    return indices_TK, weights_TK
+
+
+def _weights(distance: Array, *, cubic: bool) -> Array:
+    if not cubic:
+        return np.maximum(np.float32(1) - distance, np.float32(0))
+    a = np.float32(-0.75)
+    near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return np.where(distance <= 1, near, far)
 
 
 _ALIGN = 16

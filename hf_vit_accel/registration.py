@@ -23,10 +23,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, require, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.families import FAMILIES, family_of
+from hf_vit_accel.families import FAMILIES, family_of, find_towers
 from hf_vit_accel.guard import reasons_untraceable
 from hf_vit_accel.metadata import Segments
-from hf_vit_accel.route import PLANS
+from hf_vit_accel.route import OFFSETS, PLANS, Offsets
 from hf_vit_accel.tower import FallbackError, TowerState, install, state_of, uninstall
 from hf_vit_accel.upstream import NAMES, wrap
 
@@ -89,12 +89,17 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(requested_attention):
             applicable = original(self, requested_attention, *args, **kwargs)
-            uninstall(self)  # a patched tower was told to use another name
+            for tower in (self, *_wrapped(self)):
+                uninstall(tower)  # a patched tower was told to use another name
             return applicable
         assert requested_attention is not None
         _check_missing(requested_attention)
         family = family_of(self)
         if family is None:
+            if _is_of_tower(self.config):  # a wrapper, with the config of the tower in it
+                for tower in _wrapped(self):
+                    tower.get_correct_attn_implementation(requested_attention, *args, **kwargs)
+                return requested_attention
             if _is_beside_a_tower(self):
                 current = self.config._attn_implementation
                 return original(self, None if is_ours(current) else current, *args, **kwargs)
@@ -112,6 +117,12 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
         return requested_attention
 
     return get_correct_attn_implementation
+
+
+def _wrapped(model: Any) -> list[Any]:
+    """Towers inside a model that share its config, which transformers therefore leaves out; none while it is made."""
+    inside = find_towers(model) if vars(model).get("_modules") else ()
+    return [tower for _, tower, _ in inside if tower is not model and tower.config is model.config]
 
 
 def _is_beside_a_tower(model: Any) -> bool:
@@ -173,7 +184,7 @@ def vision_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
@@ -192,8 +203,9 @@ def vision_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    route = kwargs.get(PLANS)
-    score_mod = None if route is None else route.plans["full"].request.score_mod
+    route, known = kwargs.get(PLANS, getattr(cu_seq_lens_q, PLANS, None)), getattr(cu_seq_lens_q, OFFSETS, None)
+    settings = known.settings if known else None if route is None else route.spec.settings
+    score_mod = None if settings is None else settings.score_mod
     if key.shape[1] != query.shape[1]:  # fewer heads of keys and values, each for several of queries
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     if dropout or reasons_untraceable():
@@ -205,8 +217,8 @@ def vision_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan: Plan | None = route.plan_for(cu_seq_lens_q) if route is not None else None
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    known = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
-    if plan is None or not known or (needs_grad and not plan.request.grad):
+    fits = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
+    if plan is None or not fits or (needs_grad and not plan.request.grad):
         plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad, score_mod=score_mod)
     elif plan.request.scale != scale:
         plan = replace(plan, request=replace(plan.request, scale=scale))
@@ -245,7 +257,9 @@ def _plan_without_tower(
     score_mod: ScoreMod | None,
 ) -> Plan:
     """A plan for offsets that came without one, kept for the other layers that get the very same tensor."""
+    known: Offsets | None = getattr(cu_seqlens_S1, OFFSETS, None)
     name = "flex" if score_mod else NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
+    name = known.settings.attention if known else name
     request = Request(
         device=q_THD.device,
         dtype=q_THD.dtype,
@@ -257,6 +271,16 @@ def _plan_without_tower(
     )
     stream = torch.cuda.current_stream(q_THD.device).cuda_stream if q_THD.is_cuda else 0
     key = request, stream, name
+    if known is not None:
+        plan = known.plans.get(key)
+        if plan is None:
+            if known.segments.rows != len(q_THD):
+                raise ValueError(f"expected {known.segments.rows} rows for this grid_thw, got {len(q_THD)}")
+            request = replace(request, kind=known.kind, max_seqlen=known.segments.max_seqlen)
+            backend = resolve(name, request, known.segments, known.faults).backend
+            known.plans[key] = plan = plan_alone(backend, known.segments, request)
+        known.served[known.kind] = plan.backend.name
+        return plan
     # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
     version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
     offsets, kept_version, kept_key, plan = getattr(_LAST, "plan", (lambda: None, None, None, None))

@@ -16,15 +16,16 @@ import torch
 from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
-from hf_vit_accel.metadata import Array, Geometry, Grid, VisionMetadata, build, pack, send, unpack
+from hf_vit_accel.metadata import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
 from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.trained import Trained
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
-__all__ = ["PLANS", "POPPED", "Route", "Routes", "Spec", "lay_out"]
+__all__ = ["OFFSETS", "PLANS", "POPPED", "Offsets", "Route", "Routes", "Spec", "lay_out", "offsets"]
 
 PLANS = "vision_plans"
-"""The keyword argument by which plans reach the registered attention function through stock's `**kwargs`."""
+"""The keyword argument by which plans reach the registered attention function through stock's `**kwargs`; and the
+attribute of offsets by which they reach it where a tower passes none of these on."""
 
 _INJECTED = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights")
 POPPED = (*_INJECTED, "max_seqlen", "max_window_seqlen")
@@ -134,6 +135,7 @@ class Route:
         if self.metadata.window is not None:
             kwargs["max_window_seqlen"] = self.metadata.window.max_seqlen
         kwargs[PLANS] = self
+        setattr(kwargs["cu_seqlens"], PLANS, self)  # for towers that pass none of these on to their layers
         return kwargs
 
 
@@ -170,11 +172,51 @@ def _unmet(spec: Spec, choices: Mapping[Kind, Choice], plans: Mapping[Kind, Plan
     return list(dict.fromkeys(reasons))
 
 
+OFFSETS = "_hf_vit_accel_offsets"
+"""The attribute by which offsets on the device tell the attention function what is known of them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Offsets:
+    """Segments of a tower whose attention alone is ours, as its layers get them: the lengths are known on the host.
+
+    settings, faults: of the tower. plans: by what layers ask for; served: backend of each kind of layer, of the tower.
+    """
+
+    kind: Kind
+    segments: Segments
+    settings: Settings
+    faults: Mapping[str, str]
+    served: dict[str, str]
+    plans: dict[Any, Plan] = field(default_factory=dict)
+
+
+def offsets(
+    grid: Grid,
+    at: torch.device,
+    geometry: Geometry,
+    settings: Settings,
+    faults: Mapping[str, str],
+    served: dict[str, str],
+) -> dict[str, Any]:
+    """The keyword arguments with which such a tower neither computes its segments nor asks the device for them."""
+    metadata = build(grid, geometry)
+    arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
+    tensors = to_device(arrays, at)
+    for name, (kind, segments) in zip(("cu_seqlens", "cu_window_seqlens"), metadata.segments().items(), strict=False):
+        known = Offsets(kind=kind, segments=segments, settings=settings, faults=faults, served=served)
+        setattr(tensors[name], OFFSETS, known)
+    return {**tensors, "max_seqlen": metadata.full.max_seqlen}
+
+
+_SEGMENTS = "cu_seqlens", "window_index", "cu_window_seqlens"
+
+
 class Routes:
     """The routes of one tower that were taken before; the least recently used go first."""
 
     def __init__(self) -> None:
-        self.cache: LRU[Route] = LRU(entries=1024, cost=1 << 20)  # cost: bytes; raised to 2% of the weights
+        self.cache: LRU[Any] = LRU(entries=1024, cost=1 << 20)  # cost: bytes; raised to 2% of the weights
 
     def get(
         self, grid: Grid, spec: Spec, budget: int | None = None, layout: Callable[[], VisionMetadata] | None = None
@@ -183,11 +225,22 @@ class Routes:
 
         What was sent to the device on one stream may not have arrived for another: each has routes of its own.
         """
-        device = spec.request.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = _stream(spec.request.device)
 
         def make() -> tuple[Route, int]:
             route = lay_out(grid if layout is None else layout(), spec)
             return route, route.nbytes
 
-        return self.cache.get((grid, spec, budget, stream), make)
+        route: Route = self.cache.get((grid, spec, budget, stream), make)
+        return route
+
+    def offsets(self, grid: Grid, at: torch.device, *rest: Any) -> dict[str, Any]:
+        """What `offsets` makes of a grid on a device, made once."""
+        more: dict[str, Any] = self.cache.get(
+            (grid, at, _stream(at)), lambda: (offsets(grid, at, *rest), 8 * len(grid))
+        )
+        return more
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -59,7 +59,7 @@ class TowerState:
 
     former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
     instance forward that was there, if any. faults: what failed when it ran; not used until the tower is patched anew.
-    choices: the backends of the last call.
+    choices: the backends of the last call; served: those of a tower whose attention alone is ours.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -68,9 +68,11 @@ class TowerState:
         self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.choices: Mapping[Kind, Choice] = {}
+        self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.routes = Routes()
-        self.runner = None if settings.graphs is None else Runner(settings.graphs, self.routes)
+        graphs = None if family.attention_only else settings.graphs
+        self.runner = None if graphs is None else Runner(graphs, self.routes)
         self._snapshot: Snapshot | None = None
         self._specs: dict[Any, Spec] = {}
         self._scales: Scales | None = None
@@ -272,7 +274,7 @@ class AcceleratedForward:
         original = state.former_forward or partial(type(tower).forward, tower)
         if vars(tower).get(_STATE) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
             return original(*args, **kwargs)
-        pixels: Any = args[0] if args else kwargs.get("hidden_states")
+        pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
         on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
         before = state.faults
         with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
@@ -307,13 +309,15 @@ def _forward(
     tower: Any, state: TowerState, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """One call, in the five steps."""
+    if state.family.attention_only:
+        return _attend_only(tower, state, original, args, kwargs)
     settings, snapshot = state.settings, state.snapshot(tower)
     name = tower.config._attn_implementation
     reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
     if not reasons:
         parameters, weights = snapshot.weights()
         call = inputs.read(snapshot.expected, *args, **kwargs)
-        reasons = [] if call else ["pixel values are in a shape of their own"]
+        reasons = [] if call else ["arguments, or pixel values, are in a shape of their own"]
     if call is None:
         if settings.score_mod is not None:
             refuse(reasons, wanted="a score_mod was given")
@@ -330,6 +334,8 @@ def _forward(
     # A module that is not transformers' may train what is not the tower's.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or any(map(_REQUIRES_GRAD, parameters)))
     unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=trains)
+    if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
+        unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
     route = state.routes.get(call.grid, spec)
     state.choices, unmet = route.choices, unmet + route.unmet
@@ -349,6 +355,23 @@ def _forward(
     if call.options.get("return_dict", tower.config.return_dict) is False:
         output = output.to_tuple()
     return state.count(output, unmet, fast=True)
+
+
+def _attend_only(
+    tower: Any, state: TowerState, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One call of a tower whose attention alone is ours: its own forward, with segments whose lengths are known."""
+    named = dict(zip(state.family.arguments, args)) | kwargs  # noqa: B905
+    reasons = guard.reasons_own_segments(tower, named, state.family.arguments[0])
+    grid = () if reasons else tuple(map(tuple, named["grid_thw"].tolist()))
+    if not grid or min(map(min, grid)) < 1:  # what else is wrong with a call, stock says
+        if state.settings.strict:
+            refuse(reasons)
+        return state.count(original(*args, **kwargs), reasons, fast=False)
+    pixels = named[state.family.arguments[0]]
+    rest = state.family.geometry(tower), state.settings, state.faults, state.served
+    more = state.routes.offsets(grid, pixels.device, *rest)
+    return state.count(original(*args, **kwargs, **more), [], fast=True)
 
 
 def _replay(

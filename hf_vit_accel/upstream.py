@@ -178,6 +178,8 @@ def _compare(twin: Any, family: Family, grid: Grid, *, whole: bool = False) -> t
     """What differs between stock and the operations; whole: also in gradients, and in stock with metadata of ours."""
     generator, parts = torch.Generator("cpu").manual_seed(1), family.parts(twin)
     weight, attention = parts.projection.weight, parts.blocks[0].attention
+    if not family.clips:
+        grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
     rows = sum(t * h * w for t, h, w in grid)
     pixels_TP = torch.randn(rows, weight[0].numel(), generator=generator, device="cpu", dtype=torch.float32)
     pixels_TP.requires_grad_()
@@ -199,7 +201,7 @@ def _compare(twin: Any, family: Family, grid: Grid, *, whole: bool = False) -> t
     )
     name, route = type(twin).__name__, lay_out(grid, spec).ready()
     with torch.set_grad_enabled(whole):
-        output = twin(pixels_TP, grid_thw=grid_thw)
+        output = twin(family.pixels(twin, pixels_TP), grid_thw=grid_thw)
         expected, found = family.tensors_of(output), encode(route, pixels_TP)
     fast, inputs = None, [pixels_TP, *twin.parameters()]
     if why := _difference(found, expected, _BOUND):
@@ -216,7 +218,8 @@ def _compare(twin: Any, family: Family, grid: Grid, *, whole: bool = False) -> t
     twin.config._attn_implementation_internal = "flash_vit_auto"
     metadata = lay_out(grid, replace(spec, ops=None)).ready().injected()
     with torch.no_grad():
-        injected = _difference(family.tensors_of(twin(pixels_TP, grid_thw=grid_thw, **metadata)), expected, _BOUND)
+        output = twin(family.pixels(twin, pixels_TP), grid_thw=grid_thw, **metadata)
+        injected = _difference(family.tensors_of(output), expected, _BOUND)
     twin.config._attn_implementation_internal = _STOCK
     return fast, injected and f"{name} computes something else with our metadata ({injected})"
 

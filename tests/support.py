@@ -26,6 +26,8 @@ PAGE = ROOT / "SUPPORT.md"
 def page() -> str:
     """The whole page."""
     versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"]
+    fast = [family for family in families.FAMILIES if not family.attention_only]
+    attention_only = [family for family in families.FAMILIES if family.attention_only]
     parts = [
         "# What is supported",
         "",
@@ -33,9 +35,20 @@ def page() -> str:
         "",
         "## Models",
         "",
-        *_table(("family", "tower classes in transformers", "layers attend"), map(_family, families.FAMILIES)),
+        *_table(("family", "tower classes in transformers", "layers attend"), map(_family, fast)),
         "",
-        "Whatever holds such a tower can be patched: the full model, the tower alone, a retrieval model built on one.",
+        "Whatever holds such a tower can be patched: the full model, the tower alone, a retrieval model built on one",
+        "(`tests/test_retrieval.py`). All of these load by name, too (`tests/test_composites.py`).",
+        "",
+        "Attention only: the tower's own forward runs, on our attention, and is told its segments. Nothing else of it",
+        "is fused, replayed from CUDA graphs or in FP8; `status` says so.",
+        "",
+        *_table(("family", "tower classes in transformers"), (_family(family)[:2] for family in attention_only)),
+        "",
+        'MiniMax-M3 loads by `{"vision_config": ...}` only: transformers puts a kernel of its own in the place of any',
+        'plain name that contains "flash". In Muse a host sync a layer stays: its layers ask for the longest segment.',
+        "Under autocast to another dtype than the weights', towers with norms of heads or of the embedding (`glm_ocr`,",
+        "`glm4v`, `dots3_note`) run their own blocks: what those norms make is fp32 there, and stays so.",
         "",
         "## Versions",
         "",

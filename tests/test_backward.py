@@ -37,6 +37,7 @@ from hf_vit_accel.ops.mlp_backward import (
 )
 from hf_vit_accel.ops.norm_backward import Norm, add_norm, add_norm_reference
 from hf_vit_accel.ops.positions import add_positions, add_positions_reference
+from hf_vit_accel.ops.project import shape_heads, shape_heads_reference
 from hf_vit_accel.ops.rope import rope, rope_reference
 from hf_vit_accel.ops.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
@@ -256,6 +257,20 @@ def positions_case(taps: int, width: int) -> Callable[[At], Case]:
     return make
 
 
+def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[At], Case]:
+    def make(at: At) -> Case:
+        heads, key_heads = at["heads"], at["heads"] // groups
+        drawn = leaves(at, qkv=(at["rows"], (heads + 2 * key_heads) * dim))
+        drawn |= leaves(at, q=(dim,), k=(dim,)) if normed else {}
+
+        def call(function: Any) -> Callable[[Tensors], Any]:
+            return lambda p: function(p["qkv"], heads, key_heads, (p["q"], p["k"]) if normed else (), 1e-5)
+
+        return Case(drawn, call(shape_heads), call(shape_heads_reference))
+
+    return make
+
+
 CASES: dict[str, Callable[[At], Case]] = {
     **{
         f"norm {width} {'rms' if rms else 'layer'}{' delta' * delta}": norm_case(width, rms=rms, delta=delta)
@@ -284,6 +299,10 @@ CASES: dict[str, Callable[[At], Case]] = {
     "norm + swiglu": half_layer_case("swiglu", rms=True),
     "layer gelu": layer_case("gelu_tanh", rms=False, delta=True),
     "layer swiglu, the first": layer_case("swiglu", rms=True, delta=False),
+    **{
+        f"heads {dim} {groups}{' normed' * normed}": heads_case(dim, groups, normed=normed)
+        for dim, groups, normed in ((64, 1, True), (80, 2, False), (72, 2, True))
+    },
     "positions 4": positions_case(4, 144),
     "positions 16": positions_case(16, 300),
 }
@@ -548,6 +567,12 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "_add_to_table_kernel",
         "dout:*bf16 indices:*i32 weights:*fp32 dtable:*fp32",
         dict(WIDTH=1152, TAPS=4, BLOCK=256),
+    ),
+    "shape_heads": (
+        "project",
+        "_shape_heads_backward_kernel",
+        "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 dout:*bf16 dqkv:*bf16 partial:*fp32 count:i32 length:i32 eps:fp32",
+        dict(HEADS=16, KEY_HEADS=8, DIM=80, NORM=True, BLOCK=16, BLOCK_D=128),
     ),
     "window_attention": (
         "window_attention",

@@ -22,7 +22,7 @@ from hf_vit_accel import backends, bench, cli, env
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.bench import contenders, towers
-from hf_vit_accel.bench.measure import _time
+from hf_vit_accel.bench.measure import _pixels, _time, outputs_of, relative_error
 from hf_vit_accel.bench.profile import part_of
 from hf_vit_accel.families import FAMILIES
 
@@ -104,10 +104,14 @@ def test_every_built_in_shape_builds() -> None:
     heads = {}
     for model in bench.SHAPES:
         tower = bench.build_tower(model, torch.device("meta"), torch.bfloat16)
-        heads[model] = (len(tower.blocks), tower.blocks[0].attn.num_heads, tower.blocks[0].attn.head_dim)
+        blocks = towers.family_of_tower(tower).parts(tower).blocks
+        heads[model] = (len(blocks), blocks[0].attention.num_heads, blocks[0].attention.head_dim)
     qwen3 = {"qwen3-vl-2b": (24, 16, 64), "qwen3-vl-4b": (24, 16, 64), "qwen3-vl-8b": (27, 16, 72)}
-    qwen3["qwen3.5"] = qwen3["qwen3-vl-8b"]
-    assert heads == {model: qwen3.get(model, (32, 16, 80)) for model in bench.SHAPES}
+    qwen3["qwen3.5"] = qwen3["paddleocr-vl"] = qwen3["qwen3-vl-8b"]
+    glm = {"glm-ocr": (24, 16, 64), "glm-5.3-flash": (24, 16, 64), "glm-4.1v-9b": (24, 12, 128)}
+    glm["glm-4.5v"] = glm["glm-4.1v-9b"]
+    other = qwen3 | glm | {"dots3-note": (42, 24, 64)}
+    assert heads == {model: other.get(model, (32, 16, 80)) for model in bench.SHAPES}
 
 
 def test_sizes() -> None:
@@ -418,7 +422,31 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 def test_every_family_has_a_built_in_shape() -> None:
     kinds = {towers.tower_class(towers.vision_config(model)).__name__ for model in bench.SHAPES}
-    assert all(kinds & {name for _, name in family.towers} for family in FAMILIES)
+    fast = [family for family in FAMILIES if not family.attention_only]
+    assert all(kinds & {name for _, name in family.towers} for family in fast)
+    with pytest.raises(ValueError, match="vision tower of qwen2_vl"):
+        towers.tower_class(transformers.Cosmos3EdgeVisionConfig())
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.attention_only], ids=lambda f: f.name)
+def test_every_family_is_verified_and_counted(family: Any) -> None:
+    """Tiny: the products that run are those that are counted, and what is patched is what stock returns."""
+    for module, name in family.towers:
+        kind: Any = getattr(pytest.importorskip(module), name)
+        config = kind.config_class()
+        for field, value in family.tiny.items():
+            setattr(config, field, value)
+        config._attn_implementation_internal = "sdpa"
+        tower, grid = tiny.randomise(kind(config).eval()).requires_grad_(False), ((1, 4, 8), (1, 8, 8))
+        pixels = _pixels(tower, grid)
+        expected = outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))
+        with contenders._patched("sdpa", tower, grid) as run:
+            assert relative_error(outputs_of(run(pixels)), expected) < 1e-5
+        tower.config._attn_implementation_internal = "eager"
+        with FlopCounterMode(display=False) as counter:
+            tower(pixels, grid_thw=torch.tensor(grid))
+        # Rotations are counted by torch alone, grouped products of experts by us alone.
+        assert counter.get_total_flops() == pytest.approx(towers.matrix_flops(tower, grid), rel=0.04)
 
 
 @pytest.mark.gpu

@@ -36,6 +36,7 @@ from hf_vit_accel.ops.linear_activation import (
 )
 from hf_vit_accel.ops.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference_
+from hf_vit_accel.ops.project import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.quantize import center_reference, quantize, quantize_reference
 from hf_vit_accel.ops.rope import rope_, rope_reference
 from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
@@ -121,36 +122,74 @@ def test_add_norm(at: dict[str, Any], width: int, rms: bool, with_delta: bool) -
 
 
 @where
+@pytest.mark.parametrize("limit", [None, 2.0])
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("width", [3424, 200, 1024])
-def test_swiglu(at: dict[str, Any], width: int, halves: bool) -> None:
+def test_swiglu(at: dict[str, Any], width: int, halves: bool, limit: float | None) -> None:
     gate, up = (3 * draw(at["rows"], 2 * width, at=at)).chunk(2, dim=-1)
     if not halves:
         gate, up = gate.contiguous(), up.contiguous()
-    check(swiglu(gate, up), swiglu_reference(gate, up), swiglu_reference(gate.double(), up.double()))
+    exact = swiglu_reference(gate.double(), up.double(), limit=limit)
+    check(swiglu(gate, up, limit=limit), swiglu_reference(gate, up, limit=limit), exact)
+    gate[0, 0] = up[0, 1] = float("nan")
+    assert swiglu(gate, up, limit=limit)[0, :2].isnan().all(), "what is no number stays none"
+
+
+@where
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dim", [64, 72, 80, 128])
+def test_shape_heads(at: dict[str, Any], dim: int, groups: int, normed: bool) -> None:
+    """Rows beyond those given are poisoned: in place nothing else is touched."""
+    heads, key_heads = at["heads"], at["heads"] // groups
+    memory = draw(at["rows"] + 1, (heads + 2 * key_heads) * dim, at=at)
+    memory[-1] = float("nan")
+    qkv, weights = memory[:-1], tuple(draw(dim, at=at, seed=seed) for seed in range(2 * normed))
+    sizes, v = (heads, key_heads, 1e-5), qkv[:, (heads + key_heads) * dim :].clone()
+    exact = shape_heads_reference(qkv.double(), *sizes[:2], tuple(w.double() for w in weights), sizes[2])
+    expected = shape_heads_reference(qkv, *sizes[:2], weights, sizes[2])
+    found = shape_heads_(qkv, *sizes[:2], weights, sizes[2])
+    assert (found.data_ptr() == qkv.data_ptr()) == (groups == 1) and memory[-1].isnan().all()
+    check(found, expected, exact)
+    assert torch.equal(
+        found[:, 2 * heads * dim :], v.unflatten(-1, (key_heads, dim)).repeat_interleave(groups, 1).flatten(1)
+    )
 
 
 @where
 @pytest.mark.parametrize("rows", [1, 130, None])
 @pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3456, 1280), (100, 96), (72, 56), (7, 8)])
 def test_linear_swiglu(at: dict[str, Any], width: int, inner: int, rows: int | None) -> None:
+    check_linear_swiglu(at, width, inner, rows)
+
+
+@where
+@pytest.mark.parametrize(("biased", "limit"), [(False, None), (True, 0.5), (False, 0.5)])
+def test_linear_swiglu_without_biases_or_with_a_limit(at: dict[str, Any], biased: bool, limit: float | None) -> None:
+    check_linear_swiglu(at, 100, 96, 130, biased=biased, limit=limit)
+
+
+def check_linear_swiglu(
+    at: dict[str, Any], width: int, inner: int, rows: int | None, *, biased: bool = True, limit: float | None = None
+) -> None:
     if at["device"] == "cpu":
         rows, width, inner = rows or at["rows"], min(width, 108), min(inner, 136)
     x = draw(rows or at["rows"], inner, at=at)
     gate, up = (draw(width, inner, at=at, seed=seed) * inner**-0.5 for seed in range(2))
-    biases = [draw(width, at=at, seed=seed) for seed in range(2)]
+    biases = [draw(width, at=at, seed=seed) if biased else None for seed in range(2)]
     down = draw(inner, width, at=at)
-    exact, _ = linear_swiglu_reference(*(t.double() for t in (x, gate, up, *biases, down)))
-    expected, expected_down = linear_swiglu_reference(x, gate, up, *biases, down)
+    wide = (None if t is None else t.double() for t in (x, gate, up, *biases, down))
+    exact, _ = linear_swiglu_reference(*wide, limit=limit)
+    expected, expected_down = linear_swiglu_reference(x, gate, up, *biases, down, limit=limit)
     # Nothing may be read beyond a tensor, or left unwritten: what memory held before is poison.
     torch.full((4 * (expected.numel() + expected_down.numel()),), float("nan"), dtype=x.dtype, device=x.device)
-    found, found_down = linear_swiglu(x, gate, up, *biases, down)
+    found, found_down = linear_swiglu(x, gate, up, *biases, down, limit=limit)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     assert relative_error(found, exact) <= 1.05 * relative_error(expected, exact)
     assert torch.equal(found_down, expected_down)
     assert (found_down is down) == (width % 8 == 0)
     off = torch.cat([gate.flatten()[:1], gate.flatten()])[1:].view_as(gate)  # from two bytes off a multiple of 16
-    assert torch.equal(linear_swiglu(x, off, up.t().contiguous().t(), *biases, down)[0], found)
+    assert torch.equal(linear_swiglu(x, off, up.t().contiguous().t(), *biases, down, limit=limit)[0], found)
 
 
 @where
@@ -204,12 +243,12 @@ def test_quick_gelu(at: dict[str, Any], width: int) -> None:
 
 
 @where
-@pytest.mark.parametrize("width", [1152, 1024, 144])
-def test_add_positions(at: dict[str, Any], width: int) -> None:
+@pytest.mark.parametrize(("width", "taps"), [(1152, 4), (1024, 4), (144, 4), (144, 16)])
+def test_add_positions(at: dict[str, Any], width: int, taps: int) -> None:
     x, table = draw(at["rows"], width, at=at), draw(36, width, at=at, seed=3)
     generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(0, 36, (at["rows"], 4), generator=generator, dtype=torch.int32).to(at["device"])
-    weights = torch.rand(at["rows"], 4, generator=generator).to(at["device"])
+    indices = torch.randint(0, 36, (at["rows"], taps), generator=generator, dtype=torch.int32).to(at["device"])
+    weights = torch.rand(at["rows"], taps, generator=generator).to(at["device"])
     expected = add_positions_reference_(x.clone(), table, indices, weights)
     found = x.clone()
     assert add_positions_(found, table, indices, weights) is found
@@ -423,24 +462,24 @@ COMPILED = {
         "linear_activation",
         "_linear_activation_kernel",
         "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[128,64]> up:tensordesc<bf16[128,64]> bias:*bf16 "
-        "up_bias:*bf16 out:tensordesc<bf16[128,128]> down:*bf16 out_down:*bf16 rows:i32",
-        dict(GATED=False, INNER=1280, WIDTH=5120, PADDED=5120, OUTER=5120)
+        "up_bias:*bf16 out:tensordesc<bf16[128,128]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
+        dict(LIMITED=False, BIASED=True, GATED=False, INNER=1280, WIDTH=5120, PADDED=5120, OUTER=5120)
         | dict(BLOCK_T=128, BLOCK_F=128, BLOCK_E=64, STAGES=3, GROUP=4, COPY_ROWS=4, COPY_BLOCK=8192),
     ),
     "linear_swiglu, small": (
         "linear_activation",
         "_linear_activation_kernel",
         "x:tensordesc<bf16[64,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
-        "up_bias:*bf16 out:tensordesc<bf16[64,64]> down:*bf16 out_down:*bf16 rows:i32",
-        dict(GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
+        "up_bias:*bf16 out:tensordesc<bf16[64,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
+        dict(LIMITED=True, BIASED=False, GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
         | dict(BLOCK_T=64, BLOCK_F=64, BLOCK_E=64, STAGES=2, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "linear_swiglu": (
         "linear_activation",
         "_linear_activation_kernel",
         "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
-        "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32",
-        dict(GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
+        "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
+        dict(LIMITED=False, BIASED=True, GATED=True, INNER=1280, WIDTH=3420, PADDED=3424, OUTER=1280)
         | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=3, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "norm": (
@@ -452,9 +491,18 @@ COMPILED = {
     "swiglu": (
         "activation",
         "_swiglu_kernel",
-        "gate:*bf16 up:*bf16 out:*bf16 gate_stride:i32 up_stride:i32",
-        dict(WIDTH=3424, BLOCK=1024),
+        "gate:*bf16 up:*bf16 out:*bf16 gate_stride:i32 up_stride:i32 limit:fp32",
+        dict(LIMITED=True, WIDTH=3424, BLOCK=1024),
     ),
+    **{
+        f"shape_heads {heads} of {key_heads}": (
+            "project",
+            "_shape_heads_kernel",
+            "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 out:*bf16 count:i32 eps:fp32",
+            dict(HEADS=heads, KEY_HEADS=key_heads, DIM=80, VISITED=visited * heads, NORM=True, BLOCK=16, BLOCK_D=128),
+        )
+        for heads, key_heads, visited in ((16, 16, 2), (16, 8, 3))
+    },
     "pad_swiglu": (
         "activation",
         "_pad_swiglu_kernel",

@@ -83,6 +83,24 @@ def test_interpolation(grid, side) -> None:
     assert torch.equal(torch.from_numpy(found.interp_weights_T4), weights), "bit for bit"
 
 
+@examples
+@given(grid=GRIDS)
+@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_other_interpolations(grid, align_corners, taps) -> None:
+    geometry = Geometry(merge=1, table=7, taps=taps, align_corners=align_corners, clips=True)
+    found = build(tuple(grid), geometry)
+    mode = "bilinear" if taps == 2 else "bicubic"
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor(grid), 7, mode=mode, align_corners=align_corners, spatial_merge_size=1
+    )
+    assert torch.equal(torch.from_numpy(found.interp_indices_T4).long(), indices)
+    assert torch.equal(torch.from_numpy(found.interp_weights_T4), weights), "bit for bit"
+    offsets = vision_utils.get_vision_cu_seqlens(torch.tensor(grid), merge_temporal=True)
+    assert torch.equal(torch.from_numpy(found.full.cu_seqlens_S1), offsets)
+
+
 @given(merge=st.sampled_from([1, 2, 3]), sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)))
 @settings(max_examples=50, deadline=None)
 def test_other_merge_sizes(merge, sizes) -> None:

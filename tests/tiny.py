@@ -130,7 +130,9 @@ GRIDS: dict[str, list[tuple[int, int, int]]] = {
 
 def tower_of(model: nn.Module) -> Any:
     """The vision tower of a tiny model."""
-    return next(module for module in model.modules() if hasattr(module, "patch_embed"))
+    from hf_vit_accel.families import find_towers
+
+    return next(tower for _, tower, _ in find_towers(model))
 
 
 def checkpoint_layers(model: Any, *, reentrant: bool) -> None:

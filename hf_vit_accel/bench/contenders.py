@@ -22,8 +22,8 @@ from hf_vit_accel import backends, env
 from hf_vit_accel.api import patched
 from hf_vit_accel.backends import Request
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
+from hf_vit_accel.bench.towers import family_of_tower, weight_of
 from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.families import family_of
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.guard import Snapshot
 from hf_vit_accel.metadata import Grid, build, to_device
@@ -117,9 +117,7 @@ def _patched(name: str, tower: Any, grid: Grid) -> Iterator[Run]:
 
 def _request(tower: Any, device: torch.device | None = None) -> Request:
     """What a tower's layers ask of a backend."""
-    family = family_of(tower)
-    assert family is not None
-    snapshot = Snapshot(tower, family)
+    snapshot = Snapshot(tower, family_of_tower(tower))
     return snapshot.request(device or snapshot.parts.projection.weight.device)
 
 
@@ -188,11 +186,11 @@ def _liger(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
     originals = {name: vars(module)[name] for name in changed}
     vars(module).update(changed)
     try:
-        with tower.patch_embed.proj.weight.device:
+        with weight_of(tower).device:
             own = type(tower)(tower.config)
     finally:
         vars(module).update(originals)
-    own.to(tower.patch_embed.proj.weight.dtype)
+    own.to(weight_of(tower).dtype)
     own.rotary_pos_emb = tower.rotary_pos_emb  # its frequencies stay fp32
     own.load_state_dict(tower.state_dict())
     own.eval().requires_grad_(False)
@@ -278,7 +276,7 @@ def _best_flash(tower: Any) -> tuple[str | None, list[str]]:
 
 def _against_attention(attention: str, tower: Any) -> list[str]:
     """Why stock transformers cannot run a tower with this attention here."""
-    weight = tower.patch_embed.proj.weight
+    weight = weight_of(tower)
     if attention == "flash_attention_3":
         return FlashAttention3().reasons_against(_request(tower))
     reasons = []
@@ -321,11 +319,9 @@ def _flash_attention_3(
 
 def _metadata(tower: Any, grid: Grid) -> dict[str, Any]:
     """The keyword arguments that a stock tower takes instead of computing them with host syncs."""
-    family = family_of(tower)
-    assert family is not None
-    metadata = build(grid, family.geometry(tower))
+    metadata = build(grid, family_of_tower(tower).geometry(tower))
     arrays = {name: array for name, array in metadata.arrays().items() if name in POPPED}
-    kwargs: dict[str, Any] = dict(to_device(arrays, tower.patch_embed.proj.weight.device))
+    kwargs: dict[str, Any] = dict(to_device(arrays, weight_of(tower).device))
     kwargs["max_seqlen"] = metadata.full.max_seqlen
     if metadata.window is not None:
         kwargs["max_window_seqlen"] = metadata.window.max_seqlen
@@ -333,4 +329,4 @@ def _metadata(tower: Any, grid: Grid) -> dict[str, Any]:
 
 
 def _tensor(grid: Grid, tower: Any) -> torch.Tensor:
-    return torch.tensor(grid, device=tower.patch_embed.proj.weight.device)
+    return torch.tensor(grid, device=weight_of(tower).device)

@@ -20,8 +20,7 @@ import torch
 from hf_vit_accel import env
 from hf_vit_accel.bench.contenders import Contender, Run, check_names, choose, stock
 from hf_vit_accel.bench.profile import Part, profile
-from hf_vit_accel.bench.towers import build_tower, matrix_flops
-from hf_vit_accel.families import family_of
+from hf_vit_accel.bench.towers import build_tower, family_of_tower, matrix_flops, weight_of
 from hf_vit_accel.inputs import Expected, read
 from hf_vit_accel.metadata import Grid
 
@@ -155,7 +154,7 @@ def measure(
             profiled = next((c.name for c in sorted(contenders, key=lambda c: c.baseline) if c.name in runs), None)
             parts = None
             if with_profile and profiled is not None:
-                parts = profile(runs[profiled], pixels_TP, len(tower.blocks))
+                parts = profile(runs[profiled], pixels_TP, len(family_of_tower(tower).parts(tower).blocks))
         first = times.get(contenders[0].name) if contenders else None
         rows = []
         for contender in contenders:
@@ -189,19 +188,20 @@ def _now(say: Callable[[str], None], where: str, what: str) -> None:
 
 
 def _pixels(tower: Any, grid: Grid) -> torch.Tensor:
-    """Random flattened patches for a grid, in the tower's dtype."""
-    weight = tower.patch_embed.proj.weight
+    """Random patches for a grid, in the shape and dtype that the tower takes."""
+    weight = weight_of(tower)
     generator = torch.Generator(weight.device).manual_seed(SEED)
-    shape = _rows(grid), weight[0].numel()
-    return torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype)
+    pixels_TP = torch.randn(_rows(grid), weight[0].numel(), device=weight.device, generator=generator)
+    return family_of_tower(tower).pixels(tower, pixels_TP.to(weight.dtype))
 
 
 def _check_grid(tower: Any, grid: Grid) -> None:
     """Raise ValueError for a grid that the tower does not take."""
-    family = family_of(tower)
-    assert family is not None
+    family = family_of_tower(tower)
     expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
     read(expected, torch.empty(_rows(grid), 1, device="meta"), torch.tensor(grid))
+    if not family.clips and any(t > 1 for t, _, _ in grid):
+        raise ValueError(f"expected images for {family.name}, which takes videos frame by frame, got {grid}")
 
 
 def _rows(grid: Grid) -> int:
@@ -229,8 +229,9 @@ def _without_tf32() -> Iterator[None]:
 
 
 def outputs_of(output: Any) -> list[torch.Tensor]:
-    """Merged features and deepstack features of a tower's output."""
-    return [output.pooler_output, *(output.get("deepstack_features") or [])]
+    """Merged features, or the last rows of a tower that merges nothing, and deepstack features."""
+    merged = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    return [merged, *(output.get("deepstack_features") or [])]
 
 
 def relative_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

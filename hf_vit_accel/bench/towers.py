@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
 from hf_vit_accel import env
-from hf_vit_accel.families import FAMILIES, family_of, find_towers
+from hf_vit_accel.families import FAMILIES, Family, family_of, find_towers
 from hf_vit_accel.metadata import Grid, build
 
 __all__ = [
@@ -51,7 +51,19 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-vl-2b": ("Qwen3VLVisionConfig", _QWEN3_SMALL | dict(out_hidden_size=2048)),
     "qwen3-vl-4b": ("Qwen3VLVisionConfig", _QWEN3_SMALL | dict(out_hidden_size=2560)),
     "qwen3-vl-8b": ("Qwen3VLVisionConfig", _QWEN3_LARGE | dict(out_hidden_size=4096)),
-    "qwen3.5": ("Qwen3_5VisionConfig", {}),  # the default of its config: Qwen3-VL-8B's without deepstack
+    # What follows is the default of each config in transformers, which says whose shape that is where one is named.
+    "qwen3.5": ("Qwen3_5VisionConfig", {}),  # Qwen3-VL-8B's without deepstack
+    "glm-ocr": ("GlmOcrVisionConfig", {}),
+    "glm-4.1v-9b": ("Glm4vVisionConfig", {}),
+    "glm-4.5v": ("Glm4vMoeVisionConfig", {}),
+    "glm-5.3-flash": ("Glm5NextVisionConfig", {}),
+    "paddleocr-vl": ("PaddleOCRVisionConfig", {}),
+    "ernie-4.5-vl": ("Ernie4_5_VLMoeVisionConfig", {}),
+    "dots3-note": ("Dots3NoteVisionConfig", {}),
+    # Not the defaults of the next two configs, whose width of 3584 is no tower's. Omni's is Qwen2.5-VL's (windows
+    # of 112, MLPs of 3420, head dim 80); EXAONE's was not to be found, and is taken as the same, with 8 heads of keys.
+    "qwen2.5-omni-7b": ("Qwen2_5OmniVisionEncoderConfig", _QWEN2_5 | dict(out_hidden_size=3584)),
+    "exaone-4.5": ("Exaone4_5_VisionConfig", _QWEN2_5 | dict(out_hidden_size=5120)),
 }
 """Name -> the class of the vision config in transformers, and its arguments."""
 
@@ -140,12 +152,13 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 def tower_class(config: Any) -> type[nn.Module]:
     """The tower class that a vision config belongs to; ValueError for a family that is not supported."""
     home = type(config).__module__.replace(".configuration_", ".modeling_")
-    for family in FAMILIES:
+    fast = [family for family in FAMILIES if not family.attention_only]
+    for family in fast:
         for module, name in family.towers:
             if module == home:
                 kind: type[nn.Module] = getattr(importlib.import_module(module), name)
                 return kind
-    supported = ", ".join(family.name for family in FAMILIES)
+    supported = ", ".join(family.name for family in fast)
     raise ValueError(f"expected a model with a vision tower of {supported}, got {type(config).__name__}")
 
 
@@ -186,8 +199,7 @@ def matrix_flops(tower: Any, grid: Grid) -> int:
     Patch embed, every linear of the blocks and mergers (deepstack's included), and for attention q k^T and weights v:
     4 L^2 E per segment of L rows, segments being windows in window layers and frames in the others.
     """
-    family = family_of(tower)
-    assert family is not None
+    family = family_of_tower(tower)
     metadata = build(grid, family.geometry(tower))
     squares = {
         kind: int(np.square(segments.lengths_S, dtype=np.int64).sum()) for kind, segments in metadata.segments().items()
@@ -198,8 +210,29 @@ def matrix_flops(tower: Any, grid: Grid) -> int:
         width = block.attention.num_heads * block.attention.head_dim
         flops += 2 * metadata.rows * _linear_weights(block.module)
         flops += 4 * width * squares["full" if parts.full(index) else "window"]
+    if parts.downsample is not None:
+        flops += 2 * metadata.merged * parts.downsample.weight.numel()
     return int(flops + 2 * metadata.merged * sum(map(_linear_weights, parts.mergers())))
 
 
 def _linear_weights(module: nn.Module) -> int:
-    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+    """Weights that each row meets: of a mixture of experts, those of the chosen ones."""
+    experts = getattr(module, "experts", None)
+    if experts is not None:
+        each = sum(parameter[0].numel() for parameter in experts.parameters())
+        return int(each * module.gate.top_k + module.gate.weight.numel())  # type: ignore[union-attr, operator]
+    own = module.weight.numel() if isinstance(module, nn.Linear) else 0
+    return own + sum(map(_linear_weights, module.children()))
+
+
+def family_of_tower(tower: nn.Module) -> Family:
+    """The family of what is known to be a tower."""
+    family = family_of(tower)
+    assert family is not None
+    return family
+
+
+def weight_of(tower: nn.Module) -> torch.Tensor:
+    """The weight of the patch embedding: a row of it is as wide as a patch."""
+    weight: torch.Tensor = family_of_tower(tower).parts(tower).projection.weight
+    return weight

@@ -9,12 +9,34 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from hf_vit_accel.families import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from hf_vit_accel.families import (
+    attention_only,
+    dots3_note,
+    ernie4_5_vl,
+    glm4v,
+    glm_ocr,
+    paddleocr_vl,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_vl,
+)
 from hf_vit_accel.families.base import Block, Family, Parts
 
 __all__ = ["FAMILIES", "Block", "Family", "Parts", "family_of", "find_towers"]
 
-FAMILIES: tuple[Family, ...] = (qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, qwen3_5.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    qwen2_vl.FAMILY,
+    qwen2_5_vl.FAMILY,
+    qwen3_vl.FAMILY,
+    qwen3_5.FAMILY,
+    glm_ocr.FAMILY,
+    glm4v.FAMILY,
+    paddleocr_vl.FAMILY,
+    ernie4_5_vl.FAMILY,
+    dots3_note.FAMILY,
+    *attention_only.FAMILIES,
+)
 
 
 def family_of(module: nn.Module) -> Family | None:

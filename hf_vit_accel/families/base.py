@@ -15,74 +15,107 @@ from torch import nn
 
 from hf_vit_accel.metadata import Geometry
 
-__all__ = ["Block", "Family", "Parts", "qwen_parts"]
+__all__ = ["Block", "Family", "Parts", "block_of", "qwen_parts"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """The modules of one layer. module: the block itself; attention: what holds heads, head dim and scale."""
+    """The modules of one layer. module: the block itself; attention: what holds heads, head dim and scale.
+
+    qkv: one product for queries, keys and values, or three. head_norms: of each head of queries, and of keys.
+    """
 
     module: Any
     norm1: Any
     attention: Any
-    qkv: Any
+    qkv: tuple[Any, ...]
+    head_norms: tuple[Any, ...] = ()
     proj: Any
     norm2: Any
     mlp: Any
 
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and of values: each serves as many heads of queries."""
+        groups: int = getattr(self.attention, "num_key_value_groups", 1)
+        return int(self.attention.num_heads // groups)
+
+    @property
+    def shaped(self) -> bool:
+        """Whether something is done between the products and the rotation: norms of heads, or heads repeated."""
+        return bool(self.head_norms) or self.key_heads != self.attention.num_heads
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """The modules of a tower by what they do, under whatever names.
+    """The modules of a tower by what they do, under whatever names, in the order in which they do it.
 
-    patch_embed: pixels to rows; projection: the convolution in it. table: learned positions, or None. rotary: positions
-    to angles. full_layers: layers that attend per frame where others attend per window, None where all do. deepstack:
-    layer -> the merger of its output.
+    patch_embed: pixels to rows; projection: the convolution or Linear in it, or patch_embed itself. embed_norm: norm of
+    the embedded rows. table: learned positions that are added. rotary: positions to angles. full_layers: layers that
+    attend per frame where others attend per window, None where all do. deepstack: layer -> the merger of its output.
+    final_norm: norm of the last layer's rows. downsample: a convolution over each merge block. merger: rows to features
+    for the text. around: modules whose forwards do what is done here, beside blocks and attention. All but patch_embed,
+    projection and rotary may be None.
     """
 
     patch_embed: Any
     projection: Any
-    table: Any
+    embed_norm: Any = None
+    table: Any = None
     rotary: Any
     blocks: tuple[Block, ...]
-    full_layers: frozenset[int] | None
-    merger: Any
-    deepstack: Mapping[int, Any]
+    full_layers: frozenset[int] | None = None
+    deepstack: Mapping[int, Any] = field(default_factory=dict)
+    final_norm: Any = None
+    downsample: Any = None
+    merger: Any = None
+    around: tuple[Any, ...] = ()
 
     def full(self, layer: int) -> bool:
         """Whether a layer attends per frame."""
         return self.full_layers is None or layer in self.full_layers
 
     def mergers(self) -> list[nn.Module]:
-        """The merger of the last layer, then those of deepstack layers."""
-        return [self.merger, *self.deepstack.values()]
+        """The merger of the last layer, if there is one, then those of deepstack layers."""
+        return [*([] if self.merger is None else [self.merger]), *self.deepstack.values()]
 
 
-def qwen_parts(tower: Any) -> Parts:
-    """The parts by the names that Qwen's towers, and most of those made after them, give them."""
+def block_of(
+    block: Any, attention: str = "attn", proj: str = "proj", norms: tuple[str, str] = ("norm1", "norm2")
+) -> Block:
+    """A block by the names of its attention, of the product after that and of its norms."""
+    attends = getattr(block, attention)
+    names = next((names for names in _PRODUCTS if hasattr(attends, names[0])), _PRODUCTS[0])
+    return Block(
+        module=block,
+        norm1=getattr(block, norms[0]),
+        attention=attends,
+        qkv=tuple(getattr(attends, name) for name in names),
+        head_norms=tuple(getattr(attends, name) for name in ("q_norm", "k_norm") if hasattr(attends, name)),
+        proj=getattr(attends, proj),
+        norm2=getattr(block, norms[1]),
+        mlp=block.mlp,
+    )
+
+
+_PRODUCTS = ("qkv",), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj")
+
+
+def qwen_parts(tower: Any, **more: Any) -> Parts:
+    """The parts by the names that Qwen's towers, and most of those made after them, give them; more: other parts."""
     deepstack = zip(getattr(tower, "deepstack_visual_indexes", ()), getattr(tower, "deepstack_merger_list", ()))  # noqa: B905
     full_layers = getattr(tower, "fullatt_block_indexes", None)
-    return Parts(
+    parts: dict[str, Any] = dict(
         patch_embed=tower.patch_embed,
         projection=tower.patch_embed.proj,
         table=getattr(tower, "pos_embed", None),
         rotary=tower.rotary_pos_emb,
-        blocks=tuple(
-            Block(
-                module=block,
-                norm1=block.norm1,
-                attention=block.attn,
-                qkv=block.attn.qkv,
-                proj=block.attn.proj,
-                norm2=block.norm2,
-                mlp=block.mlp,
-            )
-            for block in tower.blocks
-        ),
+        blocks=tuple(map(block_of, tower.blocks)),
         full_layers=None if full_layers is None else frozenset(full_layers),
-        merger=tower.merger,
         deepstack=dict(deepstack),
+        merger=getattr(tower, "merger", None),
     )
+    return Parts(**parts | more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +125,30 @@ class Family:
     towers: (module, class) of each tower class in transformers. output: name of the output class in that module.
     geometry: tower -> what decides its metadata; a ValueError says why that is not known. parts: tower -> `Parts`.
     windows: whether layers attend per window. deepstack: whether chosen layers' outputs are merged and returned too.
+    arguments: names of the forward's arguments, in order; the first is the pixels. pixel_dims: of the pixels: 2 for
+    (T, P), 5 for (1, T, channels, side, side). clips: whether an entry of the grid may have several frames.
+    attention_only: whether the tower's own forward always runs, on our attention; then parts are of no use.
     tiny: the fields of the vision config that make a tower of four layers which runs in milliseconds.
     """
 
     name: str
     towers: tuple[tuple[str, str], ...]
-    output: str
+    output: str = "BaseModelOutputWithPooling"
     geometry: Callable[[Any], Geometry]
     parts: Callable[[Any], Parts] = qwen_parts
     windows: bool = False
     deepstack: bool = False
+    arguments: tuple[str, ...] = ("hidden_states", "grid_thw")
+    pixel_dims: int = 2
+    clips: bool = True
+    attention_only: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def pixels(self, tower: Any, pixels_TP: torch.Tensor) -> torch.Tensor:
+        """Flattened patches (T, P) in the shape that the tower takes."""
+        if self.pixel_dims == 2:
+            return pixels_TP
+        return pixels_TP.view(1, len(pixels_TP), *self.parts(tower).projection.weight.shape[1:])
 
     def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
         """The tower class that a module is an instance of, or None. Imports nothing: an instance has its class."""
@@ -113,12 +159,13 @@ class Family:
         return None
 
     def output_of(self, tower: nn.Module, tensors: list[torch.Tensor]) -> Any:
-        """The stock tower's output class around the residual stream, the merged features and deepstack's."""
+        """The stock tower's output class around the last rows, the merged features, if any, and deepstack's."""
         home = next(module for module, _ in self.towers if any(k.__module__ == module for k in type(tower).__mro__))
         extra = {"deepstack_features": tensors[2:]} if self.deepstack else {}
         kind = getattr(sys.modules[home], self.output)
-        return kind(last_hidden_state=tensors[0], pooler_output=tensors[1], **extra)
+        return kind(last_hidden_state=tensors[0], pooler_output=tensors[1] if len(tensors) > 1 else None, **extra)
 
     def tensors_of(self, output: Any) -> list[torch.Tensor]:
         """The inverse of `output_of`."""
-        return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
+        tensors = [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
+        return [tensor for tensor in tensors if tensor is not None]

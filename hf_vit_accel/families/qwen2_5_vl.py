@@ -1,4 +1,7 @@
-"""Qwen2.5-VL: RMSNorm, SwiGLU, most layers attend per window of 112 x 112 pixels; the output order is restored."""
+"""Qwen2.5-VL, Qwen2.5-Omni, EXAONE 4.5: RMSNorm, SwiGLU, most layers attend per window of 112 x 112 pixels.
+
+Omni has three products for q, k and v, EXAONE fewer heads of k and v.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ def _geometry(tower: Any) -> Geometry:
 
 FAMILY = Family(
     name="qwen2_5_vl",
-    towers=(("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),),
-    output="BaseModelOutputWithPooling",
+    towers=(
+        ("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
+        ("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", "Qwen2_5OmniVisionEncoder"),
+        ("transformers.models.exaone4_5.modeling_exaone4_5", "Exaone4_5_VisionModel"),
+    ),
     geometry=_geometry,
     windows=True,
     tiny=dict(
         depth=4,
         hidden_size=32,
         num_heads=2,
+        num_key_value_heads=1,
         intermediate_size=44,
         out_hidden_size=16,
         patch_size=2,

@@ -8,14 +8,14 @@ from hf_vit_accel.families.base import Family
 from hf_vit_accel.metadata import Geometry
 
 
-def _geometry(tower: Any) -> Geometry:
+def geometry(tower: Any) -> Geometry:
+    """Every frame attends by itself; no windows, no table of positions."""
     return Geometry(merge=tower.spatial_merge_size)
 
 
 FAMILY = Family(
     name="qwen2_vl",
     towers=(("transformers.models.qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),),
-    output="BaseModelOutputWithPooling",
-    geometry=_geometry,
+    geometry=geometry,
     tiny=dict(depth=4, embed_dim=32, hidden_size=16, num_heads=2, mlp_ratio=2, patch_size=2, spatial_merge_size=2),
 )

@@ -12,7 +12,6 @@ FAMILY = Family(
         ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeVisionModel"),
         ("transformers.models.qwen4_exp.modeling_qwen4_exp", "Qwen4ExpVisionModel"),
     ),
-    output="BaseModelOutputWithPooling",
     geometry=qwen3_vl.geometry,
     tiny={name: value for name, value in qwen3_vl.TINY.items() if name != "deepstack_visual_indexes"},
 )

@@ -126,6 +126,10 @@ class Runner:
                 self._recorder.settle()
             self._reset()
 
+    def budgets_of(self, merge: int) -> tuple[int, ...]:
+        """The budgets in the tokens of a tower: where it merges no patches, those are a quarter of what is meant."""
+        return tuple(budget * max(1, 4 // merge**2) for budget in self.budgets)
+
     def status(self) -> GraphStatus:
         """What happened so far."""
         with self._lock:
@@ -173,6 +177,7 @@ class Runner:
                 self.close()
                 self._identity, self._recorder = identity, CudaRecorder(route.spec.request.device)
                 self._width = pixels_TP.shape[1]
+                self._budgets = self.budgets_of(route.spec.geometry.merge)
                 self._changes = min(self._changes + 1, 2 * _CHANGES)  # after as many quiet calls all is forgotten
             assert self._recorder is not None
             if self._changes > _CHANGES:
@@ -207,7 +212,7 @@ class Runner:
         often = 0 < self.config.exact_after <= count and may_capture
         if self._exactly is None and (often or signature in self._graphs):
             return [exact]
-        bins = budgets.pack(grid, merge, self.budgets)
+        bins = budgets.pack(grid, merge, self._budgets)
         if isinstance(bins, str):
             return self.eager(bins, by_choice=True)
         if not budgets.pays(bins, merge):
@@ -282,7 +287,7 @@ class Runner:
             recorder.done()
         self._captures += 1
         self._failures = 0
-        if metadata.rows > self.budgets[-1] * per_token:
+        if metadata.rows > self._budgets[-1] * per_token:
             nbytes += sum(buffer.nbytes for buffer in (pixels_TP, *outputs))
         what = f"{metadata.rows} patches exactly" if bin_.budget is None else f"up to {metadata.rows} patches"
         return _Graph(
@@ -297,7 +302,7 @@ class Runner:
 
     def _pixel_buffer(self, rows: int, per_token: int, spec: Spec) -> torch.Tensor:
         """(T, P), a slice of the one that all budgets share; a layout beyond the largest budget has its own."""
-        most, request = self.budgets[-1] * per_token, spec.request
+        most, request = self._budgets[-1] * per_token, spec.request
         if rows > most or not self._arena:
             fresh = torch.empty(max(rows, most), self._width, dtype=request.dtype, device=request.device)
             if rows > most:
@@ -307,15 +312,11 @@ class Runner:
 
     def _output_buffers(self, found: list[torch.Tensor], rows: int, per_token: int) -> list[torch.Tensor]:
         """A buffer for each output, shared and sliced in the same way."""
-        tokens = self.budgets[-1]
-        most = tokens * per_token
+        most = self._budgets[-1] * per_token
         if rows > most:
             return [torch.empty_like(fresh) for fresh in found]
         if len(self._arena) == 1:
-            bounds = [most, *[tokens] * (len(found) - 1)]
-            self._arena += [
-                fresh.new_empty(bound, *fresh.shape[1:]) for bound, fresh in zip(bounds, found, strict=True)
-            ]
+            self._arena += [fresh.new_empty(len(fresh) * most // rows, *fresh.shape[1:]) for fresh in found]
         return [buffer[: len(fresh)] for buffer, fresh in zip(self._arena[1:], found, strict=True)]
 
     def _make_room(self) -> None:
@@ -349,7 +350,7 @@ class Runner:
                     graph.pixels_TP[rows:].zero_()
                 graph.replay()
                 for index, static in enumerate(graph.outputs):
-                    each = per_token if index == 0 else 1
+                    each = len(static) * per_token // len(graph.pixels_TP)  # a row of it for each patch, or token
                     if start == 0:
                         results.append(static.new_empty(tokens * each, *static.shape[1:]))
                     results[index][start * each : stop * each].copy_(static[: bin_.tokens * each])

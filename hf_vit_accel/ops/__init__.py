@@ -6,14 +6,15 @@ says what each computes: kernels are held to it, and `upstream` holds it to tran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops import linear, merger, mlp, norm, patch_embed, positions, rope, window_attention
+from hf_vit_accel.families.base import Block, Parts
+from hf_vit_accel.ops import downsample, linear, merger, mlp, norm, patch_embed, positions, project, rope
+from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import Context, Operation, Reads, copied, own_forward, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.ops.launch import why_not_triton
 
@@ -37,21 +38,27 @@ TABLE: tuple[Operation, ...] = (
     patch_embed.OPERATION,
     positions.OPERATION,
     norm.OPERATION,
+    project.OPERATION,
     rope.OPERATION,
+    downsample.OPERATION,
     merger.OPERATION,
     mlp.OPERATION,
-    window_attention.OPERATION,
+    window.OPERATION,
 )
 PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in TABLE}
 """What `fuse` may name."""
 
 Rows = torch.Tensor
 AddNorm = Callable[[Rows, Rows | None], tuple[Rows, Rows]]
+Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOps:
-    """One layer. norm1, norm2: (x, delta) -> (x + delta, norm of it), x possibly in place. mlp: rows to their delta."""
+    """One layer. norm1, norm2: (x, delta) -> (x + delta, norm of it), x possibly in place. mlp: rows to their delta.
+
+    qkv: rows to packed queries, keys and values, (T, 3 * heads * head dim).
+    """
 
     norm1: AddNorm
     qkv: Callable[[Rows], Rows]
@@ -64,8 +71,9 @@ class LayerOps:
 class Ops:
     """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why.
 
-    tables: rows and positions (T, 2) to cos and sin (T, D). rotate: see `ops.rope`. merge, deepstack: (x, delta) ->
-    (x + delta, what the merger makes of it), x possibly in place. attend_window: see `ops.window_attention`.
+    tables: rows and positions (T, 2) to cos and sin (T, D). rotate: see `ops.rope`. deepstack: (x, delta) ->
+    (x + delta, what the merger makes of it), x possibly in place. finish: the same of the last layer to the rows that
+    the tower returns, and to features where it has a merger. attend_window: see `ops.window_attention`.
     """
 
     embed: Callable[[Rows], Rows]
@@ -74,7 +82,7 @@ class Ops:
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     attend_window: Callable[..., torch.Tensor] | None
     layers: tuple[LayerOps, ...]
-    merge: AddNorm
+    finish: Finish
     deepstack: Mapping[int, AddNorm]
     fused: frozenset[str]
     unfused: Mapping[str, str]
@@ -88,25 +96,51 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         made[operation.name], why = operation.build(parts, context, wanted=wanted is None or operation.name in wanted)
         if why is not None:
             unfused[operation.name] = why
-    norms, mergers = made["norms"], made["mergers"]
+    each = {name: iter(operations) for name, operations in made.items()}
+    layers = tuple(_layer(block, each, context) for block in parts.blocks)
+    embed_norm = None if parts.embed_norm is None else next(each["norms"])
+    final_norm = None if parts.final_norm is None else next(each["norms"])
+    if parts.final_norm is not None and context.weights not in (None, context.dtype):
+        final_norm = norm.plain(parts.final_norm, context)  # what it makes is returned: autocast has it in fp32
+    merge = None if parts.merger is None else next(each["mergers"])
     return Ops(
-        embed=made["patch_embed"][0],
-        add_positions=next(iter(made["positions"]), None),
+        embed=_embed(made["patch_embed"][0], embed_norm),
+        add_positions=next(each["positions"], None),
         tables=rope.tables(parts.rotary, context),
         rotate=made["rope"][0],
-        attend_window=next(iter(made["window_attention"]), None),
-        layers=tuple(
-            LayerOps(
-                norm1=norm1,
-                qkv=linear.build(block.qkv, context),
-                proj=linear.build(block.proj, context),
-                norm2=norm2,
-                mlp=mlp,
-            )
-            for block, norm1, norm2, mlp in zip(parts.blocks, norms[::2], norms[1::2], made["mlp"], strict=True)
-        ),
-        merge=mergers[0],
-        deepstack=dict(zip(parts.deepstack, mergers[1:], strict=True)),
+        attend_window=next(each["window_attention"], None),
+        layers=layers,
+        finish=_finish(final_norm, next(each["downsample"], None), merge),
+        deepstack=dict(zip(parts.deepstack, each["mergers"], strict=True)),
         fused=frozenset(context.fused),
         unfused=unfused,
     )
+
+
+def _layer(block: Block, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:
+    product, shape = project.product(block, context), next(each["heads"]) if block.shaped else None
+    return LayerOps(
+        norm1=next(each["norms"]),
+        qkv=product if shape is None else lambda x_TE: shape(product(x_TE)),
+        proj=linear.build(block.proj, context),
+        norm2=next(each["norms"]),
+        mlp=context.called(block.mlp) if mlp.routed(block.mlp) else next(each["mlp"]),
+    )
+
+
+def _embed(embed: Callable[[Rows], Rows], norm: AddNorm | None) -> Callable[[Rows], Rows]:
+    return embed if norm is None else lambda pixels_TP: norm(embed(pixels_TP), None)[1]
+
+
+def _finish(norm: AddNorm | None, downsample: Callable[[Rows], Rows] | None, merge: AddNorm | None) -> Finish:
+    if norm is None:
+        assert merge is not None and downsample is None
+        return merge
+
+    def finish(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, ...]:
+        _, x_TE = norm(x_TE, delta_TE)
+        if downsample is not None:
+            x_TE = downsample(x_TE)
+        return (x_TE,) if merge is None else merge(x_TE, None)
+
+    return finish

@@ -18,6 +18,7 @@ except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
 __all__ = [
+    "cut_off",
     "linear_gelu_tanh",
     "pad_swiglu",
     "pad_swiglu_reference",
@@ -74,31 +75,55 @@ def _quick_gelu(x_TF: torch.Tensor, out_TF: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-def swiglu_reference(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, rounded after silu and after the product as stock does; (T, F)."""
+def swiglu_reference(gate_TF: torch.Tensor, up_TF: torch.Tensor, *, limit: float | None = None) -> torch.Tensor:
+    """silu(gate) * up, rounded after silu and after the product as stock does; (T, F).
+
+    limit: gate is cut off above it, up beyond it on either side.
+    """
+    if limit is not None:
+        gate_TF, up_TF = gate_TF.clamp(max=limit), up_TF.clamp(min=-limit, max=limit)
     return F.silu(gate_TF) * up_TF
 
 
 @jit
-def _swiglu_kernel(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def cut_off(gate, up, limit):
+    """The factors of a SwiGLU with a limit; what is no number stays none."""
+    return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+
+
+@jit
+def _swiglu_kernel(
+    gate, up, out, gate_stride, up_stride, limit, LIMITED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < WIDTH
     x = tl.load(gate + row * gate_stride + f, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + f, mask=inside, other=0.0).to(tl.float32)
+    if LIMITED:
+        x, y = cut_off(x, y, limit)
     dtype: tl.constexpr = out.dtype.element_ty
     silu = (x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
     tl.store(out + row * WIDTH + f, (silu * y).to(dtype), mask=inside)
 
 
-def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor, *, limit: float | None = None) -> torch.Tensor:
     """`swiglu_reference` as one kernel; gate and up may be halves of one product."""
     rows, width = gate_TF.shape
     assert gate_TF.stride(1) == up_TF.stride(1) == 1
     out_TF = gate_TF.new_empty(rows, width)
     grid = rows, -(-width // _BLOCK)
     _swiglu_kernel[grid](
-        gate_TF, up_TF, out_TF, gate_TF.stride(0), up_TF.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=4
+        gate_TF,
+        up_TF,
+        out_TF,
+        gate_TF.stride(0),
+        up_TF.stride(0),
+        limit or 0.0,
+        LIMITED=limit is not None,
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
     return out_TF
 

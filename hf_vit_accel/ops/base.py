@@ -130,10 +130,12 @@ class Context:
         return module
 
     @property
-    def cast(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A weight to the dtype of the rows; once per forward, since each weight serves once."""
+    def cast(self) -> Callable[[Any], Any]:
+        """A weight, or a bias that is None, to the dtype of the rows; once per forward: each weight serves once."""
         dtype = self.dtype
-        return (lambda weight: weight) if self.weights in (None, dtype) else (lambda weight: weight.to(dtype))
+        if self.weights in (None, dtype):
+            return lambda weight: weight
+        return lambda weight: None if weight is None else weight.to(dtype)
 
     def reasons_replaced(self, module: Any, kind: type[nn.Module] | None = None) -> list[str]:
         """As the function of that name; also for a class of transformers that the proven tower does not have there."""

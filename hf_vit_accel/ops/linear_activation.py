@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_vit_accel import env
+from hf_vit_accel.ops.activation import cut_off, swiglu_reference
 from hf_vit_accel.ops.launch import jit, next_power_of_2
 
 try:
@@ -35,9 +36,11 @@ def linear_swiglu_reference(
     x_TE: torch.Tensor,
     gate_FE: torch.Tensor,
     up_FE: torch.Tensor,
-    gate_F: torch.Tensor,
-    up_F: torch.Tensor,
+    gate_F: torch.Tensor | None,
+    up_F: torch.Tensor | None,
     down_EF: torch.Tensor,
+    *,
+    limit: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the last product of a SwiGLU MLP takes: the gated rows (T, G), and its weight (E, G); zeros beyond F.
 
@@ -45,10 +48,11 @@ def linear_swiglu_reference(
     """
     wide = torch.promote_types(x_TE.dtype, torch.float32)
     gate_TF, up_TF = (
-        F.linear(x_TE.to(wide), *(p.to(wide) for p in pair)) for pair in ((gate_FE, gate_F), (up_FE, up_F))
+        F.linear(x_TE.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+        for weight, bias in ((gate_FE, gate_F), (up_FE, up_F))
     )
     spare = -gate_FE.shape[0] % 8
-    return F.pad((F.silu(gate_TF) * up_TF).to(x_TE.dtype), (0, spare)), F.pad(down_EF, (0, spare))
+    return F.pad(swiglu_reference(gate_TF, up_TF, limit=limit).to(x_TE.dtype), (0, spare)), F.pad(down_EF, (0, spare))
 
 
 @jit
@@ -62,6 +66,9 @@ def _linear_activation_kernel(
     down,
     out_down,
     rows,
+    limit,
+    LIMITED: tl.constexpr,
+    BIASED: tl.constexpr,
     GATED: tl.constexpr,
     INNER: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -92,9 +99,13 @@ def _linear_activation_kernel(
             if GATED:
                 b = tl.dot(rows_TE, up.load([f, e]).T, b)
         at = f + tl.arange(0, BLOCK_F)
-        a += tl.load(bias + at, mask=at < WIDTH, other=0.0).to(tl.float32)[None, :]
+        if BIASED:
+            a += tl.load(bias + at, mask=at < WIDTH, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                b += tl.load(up_bias + at, mask=at < WIDTH, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            b += tl.load(up_bias + at, mask=at < WIDTH, other=0.0).to(tl.float32)[None, :]
+            if LIMITED:
+                a, b = cut_off(a, b, limit)
             result = a * _sigmoid(a) * b
         else:
             result = a * _sigmoid(1.702 * a)
@@ -138,9 +149,10 @@ def tile(rows: int, columns: int, multiprocessors: int) -> tuple[int, int]:
 def _launch(
     x_TE: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
-    biases: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, ...],
     down_EF: torch.Tensor,
     out_down_EG: torch.Tensor,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """weights (F, E) and biases (F): one of each, or gate's and up's. out_down_EG: down_EF itself is not copied."""
     (rows, inner), (width, _), gated = x_TE.shape, weights[0].shape, len(weights) == 2
@@ -155,12 +167,14 @@ def _launch(
         TensorDescriptor.from_tensor(_aligned(x_TE), [block_t, block_e]),
         first,
         last,
-        biases[0].contiguous(),
-        biases[-1].contiguous(),
+        *(weights[0] if bias is None else bias.contiguous() for bias in (biases[0], biases[-1])),
         TensorDescriptor.from_tensor(out_TG, [block_t, block_f]),
         down_EF,
         out_down_EG,
         rows,
+        limit or 0.0,
+        LIMITED=limit is not None,
+        BIASED=biases[0] is not None,
         GATED=gated,
         INNER=inner,
         WIDTH=width,
@@ -172,7 +186,7 @@ def _launch(
         STAGES=stages,
         GROUP=group,
         COPY_ROWS=copy_rows,
-        COPY_BLOCK=next_power_of_2(padded),
+        COPY_BLOCK=next_power_of_2(padded if copies else min(padded, 8192)),
         num_warps=4,
     )
     return out_TG
@@ -195,9 +209,11 @@ def linear_swiglu(
     x_TE: torch.Tensor,
     gate_FE: torch.Tensor,
     up_FE: torch.Tensor,
-    gate_F: torch.Tensor,
-    up_F: torch.Tensor,
+    gate_F: torch.Tensor | None,
+    up_F: torch.Tensor | None,
     down_EF: torch.Tensor,
+    *,
+    limit: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_swiglu_reference` as one kernel; E must be a multiple of 8.
 
@@ -208,4 +224,4 @@ def linear_swiglu(
     width, outer = gate_FE.shape[0], down_EF.shape[0]
     down_EF = down_EF.contiguous()
     out_down_EG = down_EF if width % 8 == 0 else down_EF.new_empty(outer, -(-width // 8) * 8)
-    return _launch(x_TE, (gate_FE, up_FE), (gate_F, up_F), down_EF, out_down_EG), out_down_EG
+    return _launch(x_TE, (gate_FE, up_FE), (gate_F, up_F), down_EF, out_down_EG, limit), out_down_EG

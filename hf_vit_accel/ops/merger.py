@@ -14,6 +14,8 @@ from torch import nn
 
 from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops import linear
+from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.mlp_backward import GeluMlp, gelu_mlp
@@ -34,16 +36,27 @@ def _layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
     return None
 
 
+def _gated(merger: Any) -> bool:
+    """Whether it is a product, its norm, an activation, and a SwiGLU by the names that `ops.mlp` knows."""
+    return all(hasattr(merger, name) for name in ("proj", "post_projection_norm", "act1", "gate_proj"))
+
+
 def _reasons_against(merger: Any, context: Context) -> list[str]:
     if reasons := context.reasons_replaced(merger):
         return reasons
+    if _gated(merger):
+        return norms.reasons_against(merger.post_projection_norm, context) + mlps.reasons_against(merger, context)
     layers = _layers_of(merger)
     if layers is None or not hasattr(merger, "hidden_size"):
         return [f"{type(merger).__name__} is not a merger that is known"]
+    if isinstance(getattr(merger, "mlp", None), nn.Sequential) and (reasons := context.reasons_replaced(merger.mlp)):
+        return reasons
     return norms.reasons_against(layers[0], context)
 
 
 def _fused(merger: Any, context: Context) -> Merge:
+    if _gated(merger):
+        return _fused_gated(merger, context)
     norm, rest = _layers_of(merger) or (None, [])
     assert norm is not None
     add_norm, width, merged_width = (
@@ -67,6 +80,21 @@ def _fused(merger: Any, context: Context) -> Merge:
         for module in rest:
             x_ME = module(x_ME)
         return sum_TE.view(x_TE.shape), x_ME
+
+    return merge
+
+
+def _fused_gated(merger: Any, context: Context) -> Merge:
+    add_norm = guarded(KERNELS, norms.fused(merger.post_projection_norm, context))
+    project, activate, gated = (
+        linear.build(merger.proj, context),
+        context.called(merger.act1),
+        mlps.fused(merger, context),
+    )
+
+    def merge(x_ME: torch.Tensor, delta_ME: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert delta_ME is None, "rows that were downsampled are no residual stream"
+        return x_ME, gated(activate(add_norm(project(x_ME), None)[1]))
 
     return merge
 

@@ -27,7 +27,7 @@ from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.mlp_backward import GeluMlp, SwigluMlp, gelu_mlp, swiglu_mlp
 from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["ACTIVATIONS", "OPERATION", "activation_of"]
+__all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "reasons_against", "routed"]
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,10 +70,12 @@ _NAMES = (
     (("gate_proj", "up_proj"), "act_fn", "down_proj"),
     (("linear_fc1",), "act_fn", "linear_fc2"),
     (("fc1",), "act", "fc2"),
+    (("fc1",), "activation_fn", "fc2"),
 )
 
 
-def _reasons_against(mlp: Any, context: Context) -> list[str]:
+def reasons_against(mlp: Any, context: Context) -> list[str]:
+    """Why a module is not an MLP that is known: two products with an activation between them, or a SwiGLU."""
     layers = _layers_of(mlp)
     reasons = context.reasons_replaced(mlp)
     if reasons or layers is None:
@@ -81,8 +83,9 @@ def _reasons_against(mlp: Any, context: Context) -> list[str]:
     before, activation, after = layers
     for linear in (*before, after):
         reasons += context.reasons_replaced(linear, nn.Linear)
-        if not reasons and linear.bias is None:
-            reasons.append("a Linear of the MLP has no bias")
+    missing = [not reasons and linear.bias is None for linear in before]
+    if any(missing) and (len(before) == 1 or not all(missing)):
+        reasons.append("a Linear of the MLP has no bias")
     reasons = reasons or context.reasons_replaced(activation)
     kind = None if reasons else activation_of(activation, context)
     if not reasons and (kind is None or (kind == "silu") != (len(before) == 2)):
@@ -90,18 +93,19 @@ def _reasons_against(mlp: Any, context: Context) -> list[str]:
     return reasons
 
 
-def _fused(mlp: Any, context: Context) -> Apply:
+def fused(mlp: Any, context: Context) -> Apply:
+    """Rows to what the MLP makes of them; the activation in a kernel."""
     before, activation, after = _layers_of(mlp) or ([], None, None)
     assert activation is not None and after is not None
     context.reads.all_of(activation)
-    kind, first = activation_of(activation, context), before[0]
-    if context.reference:
-        return _reference(before, ACTIVATIONS[str(kind)], after)
+    kind, first, limit = activation_of(activation, context), before[0], context.read(mlp, "swiglu_limit")
+    if context.reference or (context.grad and limit is not None):
+        return _reference(before, ACTIVATIONS[str(kind)], after, limit, context.cast)
     if context.grad:
         return _differentiable(before, after, str(kind), context.cast)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
-        return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, context.cast)
+        return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, limit, context.cast)
     one = _gelu_tanh if kind == "gelu_tanh" else _quick_gelu
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
@@ -128,11 +132,15 @@ def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, cast: 
     return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind,), takes_norm=True)
 
 
-def _reference(before: list[nn.Linear], activation: Apply, after: nn.Linear) -> Apply:
+def _reference(
+    before: list[nn.Linear], activation: Apply, after: nn.Linear, limit: float | None, cast: Callable[[Any], Any]
+) -> Apply:
+    """In plain torch, with autograd's gradient: as references do, and as what is cut off is trained."""
+
     def run(x_TE: torch.Tensor) -> torch.Tensor:
-        first, *second = (F.linear(x_TE, linear.weight, linear.bias) for linear in before)
-        h_TF = swiglu_reference(first, second[0]) if second else activation(first)
-        return F.linear(h_TF, after.weight, after.bias)
+        first, *second = (F.linear(x_TE, cast(linear.weight), cast(linear.bias)) for linear in before)
+        h_TF = swiglu_reference(first, second[0], limit=limit) if second else activation(first)
+        return F.linear(h_TF, cast(after.weight), cast(after.bias))
 
     return run
 
@@ -152,30 +160,38 @@ def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tenso
 # safetensors, fused optimizers and whoever looks for shared storage take such parameters for something else.)
 
 
-def _linear_swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, cast: Apply) -> Apply:
+def _linear_swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None, cast: Apply) -> Apply:
     def run(x_TE: torch.Tensor) -> torch.Tensor:
         weights = map(cast, (gate.weight, up.weight, gate.bias, up.bias, down.weight))
-        h_TG, down_EG = linear_swiglu(x_TE, *weights)
+        h_TG, down_EG = linear_swiglu(x_TE, *weights, limit=limit)
         return F.linear(h_TG, down_EG, cast(down.bias))
 
     return run
 
 
-def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, cast: Apply) -> Apply:
+def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None, cast: Apply) -> Apply:
     def run(x_TE: torch.Tensor) -> torch.Tensor:
         weights = gate.weight, up.weight, gate.bias, up.bias, down.weight
         gate_FE, up_FE, gate_F, up_F, down_EF = map(cast, weights)
         if gate_FE.shape[0] % 8 == 0:
             gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)
-            return F.linear(swiglu(gate_TF, up_TF), down_EF, cast(down.bias))
-        weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF)
-        return F.linear(swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1)), down_EG, cast(down.bias))
+            return F.linear(swiglu(gate_TF, up_TF, limit=limit), down_EF, cast(down.bias))
+        some_F = gate_FE.flatten()[: len(gate_FE)]  # the kernel wants to copy some
+        biases = (some_F, some_F) if gate_F is None else (gate_F, up_F)
+        weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, *biases, down_EF)
+        bias = None if gate_F is None else bias
+        return F.linear(swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1), limit=limit), down_EG, cast(down.bias))
 
     return run
 
 
+def routed(mlp: nn.Module) -> bool:
+    """Whether it is a mixture of experts, which is called as it is, in whatever layers there is one."""
+    return hasattr(mlp, "experts")
+
+
 def _subjects(parts: Parts) -> list[nn.Module]:
-    return [block.mlp for block in parts.blocks]
+    return [block.mlp for block in parts.blocks if not routed(block.mlp)]
 
 
 def _plain(mlp: nn.Module, context: Context) -> nn.Module:
@@ -186,7 +202,8 @@ OPERATION = Operation(
     name="mlp",
     summary="the activation in its product's kernel, or as one of its own",
     subjects=_subjects,
-    reasons_against=_reasons_against,
-    fused=_fused,
+    reasons_against=reasons_against,
+    fused=fused,
     plain=_plain,
+    missing="every layer has a mixture of experts",
 )

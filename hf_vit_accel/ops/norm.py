@@ -21,7 +21,16 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["OPERATION", "add_norm_", "add_norm_reference_", "add_norm_rows", "fused", "pieces", "reasons_against"]
+__all__ = [
+    "OPERATION",
+    "add_norm_",
+    "add_norm_reference_",
+    "add_norm_rows",
+    "fused",
+    "pieces",
+    "plain",
+    "reasons_against",
+]
 
 
 def add_norm_reference_(
@@ -199,7 +208,8 @@ def _is_rms(norm: Any) -> bool:
     return hasattr(norm, "variance_epsilon")
 
 
-def _plain(norm: nn.Module, context: Context) -> AddNorm:
+def plain(norm: nn.Module, context: Context) -> AddNorm:
+    """The same by the module itself."""
     norm = context.called(norm)
 
     def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,7 +220,8 @@ def _plain(norm: nn.Module, context: Context) -> AddNorm:
 
 
 def _subjects(parts: Parts) -> list[nn.Module]:
-    return [norm for block in parts.blocks for norm in (block.norm1, block.norm2)]
+    norms = [norm for block in parts.blocks for norm in (block.norm1, block.norm2)]
+    return norms + [norm for norm in (parts.embed_norm, parts.final_norm) if norm is not None]
 
 
 OPERATION = Operation(
@@ -219,5 +230,5 @@ OPERATION = Operation(
     subjects=_subjects,
     reasons_against=reasons_against,
     fused=fused,
-    plain=_plain,
+    plain=plain,
 )

@@ -304,7 +304,9 @@ def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tenso
 def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
     """Why q and k cannot be rotated on the projection, in place: another module might keep its output."""
     for block in parts.blocks:
-        if reasons := context.reasons_replaced(block.qkv, nn.Linear):
+        if len(block.qkv) > 1 or block.shaped:  # what comes of them is ours
+            continue
+        if reasons := context.reasons_replaced(block.qkv[0], nn.Linear):
             return reasons
     return context.reasons_replaced(parts.rotary)
 

@@ -1,0 +1,35 @@
+"""dots3: norms of q and k, SwiGLU without biases or a mixture of experts, norms in the embedding and at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_vit_accel.families import qwen2_vl
+from hf_vit_accel.families.base import Family, Parts, qwen_parts
+
+
+def _parts(tower: Any) -> Parts:
+    embed = tower.patch_embed
+    return qwen_parts(tower, patch_embed=embed.proj, embed_norm=embed.norm, final_norm=tower.norm, around=(embed,))
+
+
+FAMILY = Family(
+    name="dots3_note",
+    towers=(("transformers.models.dots3_note.modeling_dots3_note", "Dots3NoteVisionModel"),),
+    geometry=qwen2_vl.geometry,
+    parts=_parts,
+    arguments=("pixel_values", "grid_thw"),
+    tiny=dict(
+        num_hidden_layers=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=40,
+        moe_intermediate_size=8,
+        mlp_layer_types=["dense", "sparse", "dense", "dense"],
+        per_layer_config={1: {"num_local_experts": 4, "num_experts_per_tok": 2}},
+        adapter_in_dim=32,
+        adapter_out_dim=32,
+        patch_size=2,
+        spatial_merge_size=2,
+    ),
+)

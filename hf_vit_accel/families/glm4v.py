@@ -1,0 +1,49 @@
+"""GLM-4.1V, 4.5V and 4.6V: GLM-OCR's tower without norms of q and k, with bicubic positions and a norm before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_vit_accel.families.base import Family, Parts, qwen_parts
+from hf_vit_accel.metadata import Geometry
+
+
+def _geometry(tower: Any) -> Geometry:
+    embeddings = tower.embeddings
+    if embeddings.interpolated_method != "bicubic":
+        raise ValueError(f"positions are interpolated in a way that is not known, {embeddings.interpolated_method!r}")
+    side = embeddings.image_size // embeddings.patch_size
+    return Geometry(merge=tower.spatial_merge_size, table=side, taps=4, align_corners=False)
+
+
+def _parts(tower: Any) -> Parts:
+    return qwen_parts(
+        tower,
+        embed_norm=tower.post_conv_layernorm,
+        table=tower.embeddings.position_embedding,
+        final_norm=tower.post_layernorm,
+        downsample=tower.downsample,
+        around=(tower.embeddings,),
+    )
+
+
+FAMILY = Family(
+    name="glm4v",
+    towers=(
+        ("transformers.models.glm4v.modeling_glm4v", "Glm4vVisionModel"),
+        ("transformers.models.glm4v_moe.modeling_glm4v_moe", "Glm4vMoeVisionModel"),
+    ),
+    geometry=_geometry,
+    parts=_parts,
+    clips=False,
+    tiny=dict(
+        depth=4,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=40,
+        out_hidden_size=24,
+        image_size=10,
+        patch_size=2,
+        spatial_merge_size=2,
+    ),
+)

@@ -1,0 +1,50 @@
+"""PaddleOCR-VL: Qwen3-VL's arithmetic under SigLIP's names; rows in raster order, no merger in the tower."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hf_vit_accel.families.base import Family, Parts, block_of
+from hf_vit_accel.metadata import Geometry
+
+
+def _geometry(tower: Any) -> Geometry:
+    embeddings = tower.embeddings
+    if embeddings.interpolation_mode != "bilinear":
+        raise ValueError(f"positions are interpolated in a way that is not known, {embeddings.interpolation_mode!r}")
+    return Geometry(merge=1, table=embeddings.num_grid_per_side, align_corners=embeddings.interpolation_align_corners)
+
+
+_block = partial(block_of, attention="self_attn", proj="out_proj", norms=("layer_norm1", "layer_norm2"))
+
+
+def _parts(tower: Any) -> Parts:
+    embeddings = tower.embeddings
+    return Parts(
+        patch_embed=embeddings.patch_embedding,
+        projection=embeddings.patch_embedding,
+        table=embeddings.position_embedding,
+        rotary=tower.encoder.rotary_pos_emb,
+        blocks=tuple(map(_block, tower.encoder.layers)),
+        final_norm=tower.post_layernorm,
+        around=(embeddings, tower.encoder),
+    )
+
+
+FAMILY = Family(
+    name="paddleocr_vl",
+    towers=(("transformers.models.paddleocr_vl.modeling_paddleocr_vl", "PaddleOCRVisionTransformer"),),
+    geometry=_geometry,
+    parts=_parts,
+    arguments=("pixel_values", "attention_mask", "grid_thw"),
+    pixel_dims=5,
+    tiny=dict(
+        num_hidden_layers=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=40,
+        image_size=10,
+        patch_size=2,
+    ),
+)

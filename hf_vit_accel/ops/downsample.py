@@ -1,0 +1,61 @@
+"""A convolution over each merge block as one matrix product: the block's patches are consecutive rows.
+
+`T` rows, `M` merge blocks, `E` width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.linear import linear
+from hf_vit_accel.ops.patch_embed import READ, reasons_overlapping
+
+__all__ = ["OPERATION"]
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _reasons_against(conv: Any, context: Context) -> list[str]:
+    return context.reasons_replaced(conv, nn.Conv2d) or reasons_overlapping(conv)
+
+
+def _fused(conv: Any, context: Context) -> Rows:
+    product = linear if context.grad and context.no_kernels is None and not context.reference else F.linear
+    cast = context.cast
+    for name in READ:
+        context.read(conv, name)
+
+    def downsample(x_TE: torch.Tensor) -> torch.Tensor:
+        # Channels last, as the rows lie: a copy of the weight, a hundredth of the product's time.
+        weight = cast(conv.weight).permute(0, 2, 3, 1).flatten(1)
+        return product(x_TE.reshape(-1, weight.shape[1]), weight, None if conv.bias is None else cast(conv.bias))
+
+    return downsample
+
+
+def _plain(conv: Any, context: Context) -> Rows:
+    conv = context.called(conv)
+
+    def downsample(x_TE: torch.Tensor) -> torch.Tensor:
+        x_MijE = x_TE.view(-1, *conv.kernel_size, x_TE.shape[-1])
+        return torch.Tensor.flatten(conv(x_MijE.permute(0, 3, 1, 2)), 1)
+
+    return downsample
+
+
+OPERATION = Operation(
+    name="downsample",
+    summary="a convolution over each merge block as one matrix product",
+    subjects=lambda parts: [] if parts.downsample is None else [parts.downsample],
+    reasons_against=_reasons_against,
+    fused=_fused,
+    plain=_plain,
+    triton=False,
+    missing="the tower does not downsample",
+)

@@ -1,0 +1,147 @@
+"""Tiny composites of every family beside those in `tiny.py`: a text model of two layers around the tower's `tiny`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_attention_only import TINY as ATTENTION_ONLY
+from tiny import randomise
+
+from hf_vit_accel.families import FAMILIES
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_WHOLE = _ROPE | {"partial_rotary_factor": 1.0}
+_TEXT = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=2,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
+_MLA = dict(num_key_value_heads=4, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=4)
+_AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, output_dim=32)
+
+
+@dataclass(frozen=True)
+class Composite:
+    """Class and config in transformers; fields of its text config; others of its own. by_name: whether a plain name
+    loads it (transformers puts a kernel of its own in the place of any that contains "flash" for one)."""
+
+    model: str
+    config: str
+    text: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    by_name: bool = True
+
+    def build(self) -> tuple[Any, Any]:
+        """(class, config); skipped where this transformers has none."""
+        kind = getattr(transformers, self.config, None)
+        if kind is None or not hasattr(transformers, self.model):
+            pytest.skip(f"this transformers has no {self.model}")
+        standard = kind()
+        text = type(standard.text_config)
+        known = {name: value for name, value in _TEXT.items() if _has(text, name)}
+        config = kind(
+            vision_config=_vision(standard.vision_config),
+            text_config=text(**known | self.text).to_dict(),
+            **copy.deepcopy(self.more),
+        )
+        return getattr(transformers, self.model), config
+
+    def make(self, **kwargs: Any) -> Any:
+        """A model with random weights, in eval mode; the same ones every time."""
+        kind, config = self.build()
+        return randomise(kind._from_config(config, **kwargs).eval())
+
+
+def _has(kind: Any, name: str) -> bool:
+    return any(name in getattr(each, "__annotations__", ()) for each in kind.__mro__)
+
+
+def _vision(config: Any) -> dict[str, Any]:
+    home = type(config).__module__.replace(".configuration_", ".modeling_")
+    family, name = next((f, name) for f in FAMILIES for module, name in f.towers if module == home)
+    return dict(copy.deepcopy(ATTENTION_ONLY[name].config if family.attention_only else family.tiny))
+
+
+COMPOSITES = {
+    "glm_ocr": Composite("GlmOcrForConditionalGeneration", "GlmOcrConfig", dict(rope_parameters=_ROPE)),
+    "glm4v": Composite("Glm4vForConditionalGeneration", "Glm4vConfig", dict(rope_parameters=_ROPE)),
+    "glm4v_moe": Composite("Glm4vMoeForConditionalGeneration", "Glm4vMoeConfig", dict(rope_parameters=_WHOLE)),
+    "glm46v": Composite("Glm46VForConditionalGeneration", "Glm46VConfig", dict(rope_parameters=_WHOLE)),
+    "glm5_next": Composite(
+        "Glm5NextForConditionalGeneration",
+        "Glm5NextConfig",
+        _MLA
+        | dict(
+            num_hidden_layers=4, qk_rope_head_dim=0, head_dim=0, q_lora_rank=8, linear_num_heads=4, linear_head_dim=8
+        )
+        | dict(index_n_heads=2, index_head_dim=8),
+    ),
+    "paddleocr_vl": Composite("PaddleOCRVLForConditionalGeneration", "PaddleOCRVLConfig", dict(rope_parameters=_ROPE)),
+    "qwen2_5_omni": Composite(
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        "Qwen2_5OmniThinkerConfig",
+        dict(rope_parameters=_ROPE),
+        dict(audio_config=_AUDIO, vision_start_token_id=60, vision_end_token_id=61),
+    ),
+    "exaone4_5": Composite("Exaone4_5_ForConditionalGeneration", "Exaone4_5_Config"),
+    "ernie4_5_vl_moe": Composite(
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        "Ernie4_5_VLMoeConfig",
+        dict(
+            moe_intermediate_size=[16, 16],
+            moe_num_experts=4,
+            moe_k=2,
+            rope_parameters=_ROPE | {"mrope_section": [1, 1, 2]},
+        ),
+    ),
+    "dots3_note": Composite(
+        "Dots3NoteForConditionalGeneration",
+        "Dots3NoteConfig",
+        _MLA | dict(q_lora_rank=8, use_sliding_window=False, use_dsa=False),
+        dict(audio_config=dict(num_hidden_layers=1, downsample_hidden_size=8, adapter_out_dim=32)),
+    ),
+    "video_llama_3": Composite("VideoLlama3ForConditionalGeneration", "VideoLlama3Config"),
+    "kimi_k25": Composite("Kimi_K25ForConditionalGeneration", "Kimi_K25Config", _MLA | dict(q_lora_rank=None)),
+    "glm_image": Composite("GlmImageForConditionalGeneration", "GlmImageConfig", dict(rope_parameters=_ROPE)),
+    "minimax_m3_vl": Composite("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLConfig", by_name=False),
+    "muse_glimmer": Composite("MuseGlimmerForConditionalGeneration", "MuseGlimmerConfig"),
+    "muse_spark": Composite(
+        "MuseSparkForConditionalGeneration",
+        "MuseSparkConfig",
+        more=dict(audio_config=dict(hidden_sizes=[8] * 4, depths=[1] * 4, out_hidden_size=32)),
+    ),
+    "hunyuan_vl": Composite(
+        "HunYuanVLForConditionalGeneration",
+        "HunYuanVLConfig",
+        dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}),
+    ),
+    "cosmos3_edge": Composite("Cosmos3EdgeForConditionalGeneration", "Cosmos3EdgeConfig", dict(rope_parameters=_ROPE)),
+}
+
+
+def left_padded() -> dict[str, torch.Tensor]:
+    """Two prompts of text, the shorter padded on the left."""
+    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids[0, :4] = 2
+    return {"input_ids": ids, "attention_mask": (ids != 2).long()}

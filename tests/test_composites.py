@@ -1,0 +1,91 @@
+"""Whole tiny models of every family: loaded by name in every spelling, and patched; their text part is untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composites import COMPOSITES, left_padded
+from tiny import assert_close
+
+import hf_vit_accel
+from hf_vit_accel.families import FAMILIES, find_towers
+from hf_vit_accel.tower import state_of
+
+AUTO = "flash_vit_auto"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**left_padded()).logits
+
+
+def names(model: Any) -> dict[str, str]:
+    return {name: getattr(model.config, name)._attn_implementation for name in model.config.sub_configs}
+
+
+def assert_patched(model: Any, text: dict[str, str]) -> None:
+    [(_, tower, _)] = find_towers(model)
+    assert state_of(tower) is not None
+    assert names(model) == text | {"vision_config": AUTO}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_loading_by_name_leaves_text_alone(name: str) -> None:
+    composite = COMPOSITES[name]
+    stock = composite.make()
+    expected, before = logits(stock), names(stock)
+    for spelling in [{"vision_config": AUTO}, *([AUTO] if composite.by_name else [])]:
+        model = composite.make(attn_implementation=spelling)
+        assert_patched(model, before)
+        assert torch.equal(logits(model), expected), spelling
+        hf_vit_accel.unpatch(model)
+        assert names(model) == before and torch.equal(logits(model), expected)
+        model.set_attn_implementation(spelling)
+        assert_patched(model, before)
+        assert torch.equal(logits(model), expected), spelling
+        model.set_attn_implementation("sdpa" if composite.by_name else {"vision_config": "sdpa"})
+        assert all(state_of(module) is None for module in model.modules())
+    hf_vit_accel.patch(stock)
+    assert_patched(stock, before)
+    assert torch.equal(logits(stock), expected)
+
+
+def test_every_family_is_there() -> None:
+    homes = {type(COMPOSITES[name].build()[1].vision_config).__module__ for name in COMPOSITES}
+    known = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
+    tiny = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"}
+    tiny |= {"cohere_compass", "qwen3_omni_moe"}
+    assert {each for each in known if each.split(".")[2] not in tiny} <= homes
+
+
+FAST = ["glm_ocr", "glm4v", "glm4v_moe", "glm46v", "glm5_next", "paddleocr_vl", "qwen2_5_omni", "exaone4_5"]
+FAST += ["ernie4_5_vl_moe", "dots3_note"]
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("name", FAST)
+def test_features_of_images_and_videos_equal_stock(name: str, kind: str) -> None:
+    """As the model asks its tower for them: arguments by name, a video frame by frame where the family wants it."""
+    model = COMPOSITES[name].make()
+    [(_, tower, family)] = find_towers(model)
+    holder = next((module for module in model.modules() if hasattr(module, f"get_{kind}_features")), None)
+    if holder is None:
+        pytest.skip(f"the model takes no {kind}")
+    grid = torch.tensor([(1, 4, 6), (1, 8, 4)] if kind == "image" else [(2, 4, 6), (4, 6, 4)])
+    weight = family.parts(tower).projection.weight
+    rows = torch.randn(int(grid.prod(1).sum()), weight[0].numel(), generator=torch.Generator().manual_seed(0))
+    pixels = rows if family.pixel_dims == 2 else rows.view(-1, *weight.shape[1:])
+
+    def features() -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = getattr(holder, f"get_{kind}_features")(pixels, grid)
+        found = getattr(found, "pooler_output", found)
+        return list(found) if isinstance(found, tuple | list) else [found]
+
+    expected = features()
+    hf_vit_accel.patch(model, strict=True)
+    assert_close(features(), expected)
+    [status] = hf_vit_accel.status(model).towers
+    assert (status.calls, status.stock_calls) == (1, 0)

@@ -1,0 +1,129 @@
+"""What is built on the towers and needs no family of its own: page retrievers, embedding models, other composites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import IMAGE, TINY, assert_close, chat_inputs, randomise
+from torch import nn
+from transformers import AutoModel
+
+import hf_vit_accel
+from hf_vit_accel.families import find_towers
+from hf_vit_accel.tower import state_of
+
+AUTO = "flash_vit_auto"
+PAGES = [[(1, 4, 6)], [(1, 12, 8)], [(1, 8, 8)]]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+
+
+def config_of(family: str) -> Any:
+    return TINY[family].build().config
+
+
+def col_qwen2(family: str, **kwargs: Any) -> Any:
+    """transformers' own class, around any of the three."""
+    config = transformers.ColQwen2Config(vlm_config=config_of(family).to_dict(), embedding_dim=16)
+    return randomise(transformers.ColQwen2ForRetrieval._from_config(config, **kwargs).eval())
+
+
+def colpali(family: str, **kwargs: Any) -> Any:
+    """A class as colpali-engine writes them: a subclass of the model, with a projection, and padded pixels."""
+    config = config_of(family)
+    base: Any = type(AutoModel.from_config(config))
+
+    class ColQwen(base):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config=config)
+            self.custom_text_proj = nn.Linear(config.get_text_config().hidden_size, 16)
+            self.post_init()
+
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            pixels, grid = kwargs.pop("pixel_values"), kwargs["image_grid_thw"]
+            rows = [page[:count] for page, count in zip(pixels, grid.prod(1).tolist(), strict=True)]
+            output = super().forward(*args, **kwargs, pixel_values=torch.cat(rows), use_cache=False, return_dict=True)
+            projected = self.custom_text_proj(output.last_hidden_state)
+            normed = projected / projected.norm(dim=-1, keepdim=True)
+            return normed * kwargs["attention_mask"].unsqueeze(-1)
+
+    return randomise(ColQwen._from_config(config, **kwargs).eval())
+
+
+def embedder(family: str, **kwargs: Any) -> Any:
+    """The plain model, of which the last token's state is taken: Qwen3-VL-Embedding and -Reranker, GME, DSE."""
+    return randomise(AutoModel.from_config(config_of(family), **kwargs).eval())
+
+
+def pages(model: Any, family: str, *, padded: bool) -> dict[str, torch.Tensor]:
+    """Three pages of other sizes in a batch, prompts padded on the left; pixels padded per page, or packed."""
+    made = [chat_inputs(TINY[family].build(), grid, seed) for seed, grid in enumerate(PAGES)]
+    longest = max(one["input_ids"].shape[1] for one in made)
+    batch = {}
+    for name, value in {"input_ids": 2, "attention_mask": 0, "mm_token_type_ids": 0}.items():
+        rows = [nn.functional.pad(one[name], (longest - one[name].shape[1], 0), value=value) for one in made]
+        batch[name] = torch.cat(rows)
+    pixels = [one["pixel_values"] for one in made]
+    batch["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in made])
+    batch["pixel_values"] = nn.utils.rnn.pad_sequence(pixels, batch_first=True) if padded else torch.cat(pixels)
+    assert int((batch["input_ids"] == IMAGE).sum()) == int(batch["image_grid_thw"].prod(1).sum()) // 4
+    return batch
+
+
+def embeddings(model: Any, family: str, *, padded: bool) -> torch.Tensor:
+    given = pages(model, family, padded=padded)
+    if type(model).__name__ == "ColQwen2ForRetrieval":
+        del given["mm_token_type_ids"]
+    with torch.no_grad():
+        output = model(**given)
+    if isinstance(output, torch.Tensor):
+        return output
+    found = output.get("embeddings")
+    return output.last_hidden_state[:, -1] if found is None else found
+
+
+MAKERS = {"ColQwen2ForRetrieval": col_qwen2, "as colpali-engine's": colpali, "AutoModel": embedder}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_pages_are_embedded_as_by_stock(kind: str, family: str) -> None:
+    make, padded = MAKERS[kind], kind != "AutoModel"
+    model = make(family)
+    expected = embeddings(model, family, padded=padded)
+    hf_vit_accel.patch(model, strict=True)
+    assert_close([embeddings(model, family, padded=padded)], [expected])
+    [status] = hf_vit_accel.status(model).towers
+    assert (status.calls, status.stock_calls, status.family) == (1, 0, family)
+    hf_vit_accel.unpatch(model)
+    assert_close([embeddings(model, family, padded=padded)], [expected], 0.0)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_retrievers_load_by_name(kind: str) -> None:
+    make, padded = MAKERS[kind], kind != "AutoModel"
+    expected = embeddings(make("qwen2_5_vl"), "qwen2_5_vl", padded=padded)
+    model = make("qwen2_5_vl", attn_implementation=AUTO)
+    [(_, tower, _)] = find_towers(model)
+    assert_close([embeddings(model, "qwen2_5_vl", padded=padded)], [expected])
+    assert state_of(tower).calls == 1
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
+
+
+def test_cosmos3_omni_holds_qwen3_vls_tower() -> None:
+    if not hasattr(transformers, "Cosmos3OmniConfig"):
+        pytest.skip("this transformers has no Cosmos3-Omni")
+    tiny = TINY["qwen3_vl"]
+    tokens = dict(image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
+    config = transformers.Cosmos3OmniConfig(vision_config=tiny.vision, text_config=tiny.text, **tokens)
+    stock = randomise(transformers.Cosmos3OmniForConditionalGeneration._from_config(config).eval())
+    inputs = chat_inputs(tiny.build(), [(1, 4, 6), (1, 8, 8)])
+    with torch.no_grad():
+        expected = stock(**inputs).logits
+        named = transformers.Cosmos3OmniForConditionalGeneration._from_config(config, attn_implementation=AUTO).eval()
+        named.load_state_dict(stock.state_dict())
+        for model in (hf_vit_accel.patch(stock, strict=True), named):
+            assert_close([model(**inputs).logits], [expected])
+            assert [tower.calls for tower in hf_vit_accel.status(model).towers] == [1]
