@@ -181,6 +181,8 @@ def finetune(
         said = {"train_loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy of held-out tokens"}
         told = [f"{words} {metrics[name]:.4g}" for name, words in said.items() if name in metrics]
         told.append(f"{metrics['train_samples_per_second']:.3g} examples/s")
+        if arguments.device.type == "cuda":
+            told.append(f"at most {torch.cuda.max_memory_allocated() / 1e9:.3g} GB")
         print(f"{trainer.state.global_step} steps: {', '.join(told)}; the model is in {output_dir}")
 
 

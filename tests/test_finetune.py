@@ -173,7 +173,10 @@ def test_two_processes_train_as_one(data: Path, patched: Path, tmp_path: Path) -
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # `--cpu` would start one process, whatever their number, unless by mpirun; so do not believe in `--multi_gpu`.
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
-    script = [str(EXAMPLES / "finetune.py"), *arguments(data, tmp_path, "qwen3_vl", per_device_batch_size=2)]
+    script = [
+        str(EXAMPLES / "finetune.py"),
+        *arguments(data, tmp_path, "qwen3_vl", per_device_batch_size=2, dataloader_num_workers=1),
+    ]
     command = [sys.executable, *launch, "--main_process_port=0", *script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

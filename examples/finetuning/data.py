@@ -109,7 +109,9 @@ def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example
     held = set(pictures[: max(1, round(fraction * len(pictures)))] if fraction else ())
     kept = [example for example in examples if example.picture not in held]
     if not kept:
-        raise ValueError(f"expected pictures to train on beside those held out, got {len(pictures)} in all")
+        raise ValueError(
+            f"expected pictures to train on beside those held out, got {len(pictures)} in all; 0 holds none out"
+        )
     return kept, [example for example in examples if example.picture in held]
 
 
