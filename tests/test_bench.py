@@ -16,6 +16,7 @@ import torch
 import transformers
 from click.testing import Result
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
@@ -25,7 +26,7 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.bench import baselines, contenders, towers
 from hf_vit_accel.bench.measure import _time
 from hf_vit_accel.bench.profile import part_of
-from hf_vit_accel.bench.work import Errors, draw_batch, results
+from hf_vit_accel.bench.work import Errors, draw_batch, outputs_of, results
 from hf_vit_accel.families import FAMILIES
 
 GRID = ((1, 4, 6), (3, 8, 4))
@@ -380,6 +381,30 @@ def test_compiled_blocks_train_as_stock(name: str, monkeypatch: pytest.MonkeyPat
     assert len(found) > len(tower.blocks) * 8
     for key, value in expected.items():
         tiny.assert_close([found[key]], [value])
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_compiled_blocks_are_whole_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's varlen attention, traced without a GPU: one graph for all blocks of a kind, forward and backward."""
+    graphs, compile_stock, grid = [], torch.compile, ((1, 16, 12),)  # larger than a window
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph
+
+    def whole(forward: Any, **options: Any) -> Any:
+        return compile_stock(forward, backend=keep, fullgraph=True, **options)
+
+    monkeypatch.setattr(torch, "compile", whole)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tower = tiny.tower_of(tiny.TINY[name].build()).requires_grad_(True).train()
+        pixels = tiny.pixels_for(tower, list(grid))
+        with baselines._compiled_blocks("flash_attention_2", tower, grid) as run:
+            outputs = outputs_of(run(pixels))
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    kinds = 2 if name == "qwen2_5_vl" else 1
+    assert len(graphs) == kinds and all("varlen_attn" in graph for graph in graphs)
+    assert all(parameter.grad is not None for parameter in tower.parameters())
 
 
 def test_flash_attention_2_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
