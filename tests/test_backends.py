@@ -6,6 +6,7 @@ Legend: T rows, S segments, H heads, D head dim.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def test_gpu_backend_is_exact(backend: Backend, layout: str, dtype: torch.dtype,
 def test_gpu_gradients(backend: Backend) -> None:
     lengths, dtype = LAYOUTS["ragged"], torch.bfloat16
     wanted = request("cuda", dtype, 72, grad=True)
+    if reasons := backend.reasons_against(wanted):
+        pytest.skip("; ".join(reasons))
     plan = plan_alone(backend, segments_of(lengths), wanted)
     qkv = [x.detach().requires_grad_() for x in draw(sum(lengths), 72, dtype, "cuda", 0, False)]
     weights = torch.randn_like(qkv[0])
@@ -335,6 +338,58 @@ def test_rules_of_auto_name_backends_and_cite_a_measurement() -> None:
         assert any(char.isdigit() for char in rule.measured)
     assert {rule.kind for rule in backends.AUTO} == {"full", "window"}
     assert {name for rule in backends.AUTO for name in rule.order} == {backend.name for backend in ORDER} - {"flex"}
+
+
+FA3, FA4, CUDNN, VARLEN = "flash_attention_3", "flash_attention_4", "torch_cudnn", "torch_varlen"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "best", "without"),
+    [
+        ([784], {}, CUDNN, CUDNN),
+        ([1024] * 16, {}, CUDNN, CUDNN),
+        ([1024] * 16, dict(graphs=True), FA3, FA4),
+        ([576] * 28, {}, FA3, FA4),
+        ([576] * 2, {}, CUDNN, CUDNN),
+        ([1024, 512] * 8, {}, FA3, FA4),
+        ([1024, 512], {}, FA3, "flashinfer_cudnn"),
+        ([4096], {}, FA3, CUDNN),
+        ([14416], {}, FA4, FA4),
+        ([14416], dict(graphs=True), FA4, FA4),
+        ([784, 4096, 3772, 600, 5184], {}, FA4, FA4),
+        ([784], dict(grad=True), CUDNN, CUDNN),
+        ([4096], dict(grad=True), CUDNN, CUDNN),
+        ([1024] * 16, dict(grad=True), FA4, FA4),
+        ([64 + 8 * i for i in range(40)], dict(grad=True), FA4, FA4),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_was_measured_fastest(
+    lengths: list[int], options: dict[str, Any], best: str, without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """best: where everything is installed; without: where FlashAttention-3 is not, as after a plain install."""
+    sizes = dict(max_seqlen=max(lengths), rows=sum(lengths))
+    wanted = replace(request("cuda", torch.bfloat16, 72, **options), **sizes)
+    missing: set[str] = set()
+
+    def reasons(self: Backend, asked: Any) -> list[str]:
+        if self.name in missing or (asked.grad and not self.needs.differentiable):
+            return ["not here"]
+        return ["no graph"] if asked.graphs and self.name == CUDNN else []
+
+    for backend in ORDER:
+        monkeypatch.setattr(type(backend), "reasons_against", reasons)
+    assert resolve("auto", wanted, segments_of(lengths)).backend.name == best
+    missing.add(FA3)
+    assert resolve("auto", wanted, segments_of(lengths)).backend.name == without
+    assert resolve(VARLEN, wanted, segments_of(lengths)).backend.name == VARLEN
+    if "graphs" not in options and len(set(lengths)) < 17:
+        assert resolve(CUDNN, wanted, segments_of(lengths)).backend.name == CUDNN, "named, it serves what it can"
+
+
+def test_cudnn_serves_no_graph_that_others_share() -> None:
+    asked = request("cuda", torch.bfloat16, 72, graphs=True)
+    assert any("CUDA graph" in why for why in backends.backend_named(CUDNN).reasons_against(asked))
 
 
 def test_require_lists_reasons_and_alternatives() -> None:

@@ -199,18 +199,22 @@ def resolve(
         choice = resolve(name, replace(request, fp8=None), segments, faults)
         if reasons:
             return replace(choice, rejected={FP8.name: tuple(reasons), **choice.rejected})
-        return choice if why is None else replace(choice, not_worth={FP8.name: why})
+        return choice if why is None else replace(choice, not_worth={FP8.name: why, **choice.not_worth})
     order = [backend_named(known) for known in next(rule for rule in AUTO if rule.matches(request)).order]
     if name != "auto":
         order.insert(0, backend_named(name))
     rejected: dict[str, tuple[str, ...]] = {}
+    not_worth: dict[str, str] = {}
     for backend in order:
         reasons = [faults[backend.name]] if backend.name in faults else backend.reasons_against(request)
         if not reasons and segments is not None:
             reasons = backend.reasons_against_layout(segments, request)
-        if not reasons:
-            return Choice(backend=backend, rejected=rejected)
-        rejected[backend.name] = tuple(reasons)
+        if reasons:
+            rejected[backend.name] = tuple(reasons)
+        elif segments is None or backend.name == name or (why := backend.why_not_worth(segments, request)) is None:
+            return Choice(backend=backend, rejected=rejected, not_worth=not_worth)
+        else:
+            not_worth[backend.name] = why
     assert request.score_mod is not None, "sdpa serves every request"
     why = "; ".join(f"{name}: {reasons[0]}" for name, reasons in rejected.items())
     raise BackendUnavailableError(f"no attention backend can apply the score_mod to this call: {why}")

@@ -169,6 +169,10 @@ class Backend(ABC):
         """Why this backend cannot serve a layout, where it could serve others of the same request."""
         return []
 
+    def why_not_worth(self, segments: Segments, request: Request) -> str | None:
+        """Why "auto" leaves a layout to the next one, though this could serve it."""
+        return None
+
     def close(self) -> None:  # noqa: B027  (most backends hold no memory between calls)
         """Give back memory that is held between calls."""
 

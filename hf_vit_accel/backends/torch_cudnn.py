@@ -54,15 +54,18 @@ class TorchCudnn(Backend):
         return reasons
 
     def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
-        groups, most = _groups(segments), MOST_GROUPS if request.grad else 1
-        if len(groups) > most:
-            return [f"{len(groups)} batches of equal lengths; it takes {most}, each by a launch"]
+        count = len(_groups(segments))
+        return [] if count <= MOST_GROUPS else [f"the lengths change {count} times, it takes {MOST_GROUPS} batches"]
+
+    def why_not_worth(self, segments: Segments, request: Request) -> str | None:
         if request.grad:
-            return []
+            return None
+        groups = _groups(segments)
+        if len(groups) > 1:
+            return f"{len(groups)} batches of equal lengths, each a launch of its own"
         # Its forward works in tiles of 128 rows: 28 segments of 576 rows take it 179 us, and FlashAttention-3 144.
         waste = max((1 - length / (-(-length // TILE) * TILE) for _, length in groups), default=0)
-        pays = waste <= MOST_WASTE or request.rows < 4096
-        return [] if pays else [f"{waste:.0%} of its tiles would be empty"]
+        return f"{waste:.0%} of its tiles would be empty" if waste > MOST_WASTE and request.rows >= 4096 else None
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         return Plan(backend=self, segments=segments, request=request, host={"groups": _groups(segments)})
