@@ -296,7 +296,9 @@ def _reasons_now(
     if snapshot.stock:
         return reasons, None
     _, weights = snapshot.weights()
-    reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False)
+    slow = guard.reasons_slow(tower, snapshot, weights, {}, grad=False)
+    # Between calls FSDP2 holds a part of every weight.
+    reasons += [why for why in slow if not (snapshot.sharded and why in weights.reasons)]
     device = snapshot.parts.projection.weight.device
     assert isinstance(device, torch.device)
     return reasons, state.spec(snapshot, weights, device, fast=not reasons, grad=False)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_vit_accel.backends import Attend
 from hf_vit_accel.ops import LayerOps
@@ -23,12 +25,18 @@ Checkpoint = Callable[..., torch.Tensor]
 """(function, rows) to the function of the rows, which runs again in the backward pass instead of keeping anything."""
 
 
-def encode(route: Route, pixels_TP: torch.Tensor, checkpoints: Sequence[Checkpoint | None] = ()) -> list[torch.Tensor]:
+def encode(
+    route: Route,
+    pixels_TP: torch.Tensor,
+    checkpoints: Sequence[Checkpoint | None] = (),
+    through: Mapping[int, nn.Module] = MappingProxyType({}),
+) -> list[torch.Tensor]:
     """The last rows, (T, E) or what they are downsampled to, the merged features (M, width of the text), if the tower
     merges them, and those of deepstack layers.
 
     What is returned belongs to the caller. The layers only compute: all decisions are in the route, which was made for
     gradients where they are required. checkpoints: by layer, None for a layer that keeps what its gradient needs.
+    through: blocks, by layer, that a layer is run through, so that what hangs on them brings its weights.
     """
     ops, tensors, request = route.spec.ops, route.tensors, route.spec.request
     assert ops is not None
@@ -45,6 +53,8 @@ def encode(route: Route, pixels_TP: torch.Tensor, checkpoints: Sequence[Checkpoi
     delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
     for index, (layer, attend) in enumerate(zip(ops.layers, route.attends or route.begin(), strict=True)):
         run = (request.grad and layer_of(layer, attend)) or partial(_layer, layer, attend)
+        if index in through:
+            run = partial(_through, through[index], run)
         if checkpoints and checkpoints[index] is not None:
             run = partial(run, heads, cos_TD, sin_TD)
             x_TE, delta_TE = _checkpointed(checkpoints[index], run, x_TE, delta_TE)
@@ -73,6 +83,15 @@ def _layer(
     attended_THD = attend(layer.qkv(normed_TE).unflatten(-1, heads), cos_TD, sin_TD)
     x_TE, normed_TE = layer.norm2(x_TE, layer.proj(attended_THD.flatten(1)))
     return x_TE, layer.mlp(normed_TE)
+
+
+def _through(block: nn.Module, run: Any, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any) -> Any:
+    """As the block's own forward, also when it runs again for a gradient."""
+    vars(block)["forward"] = partial(run, heads, cos_TD, sin_TD)
+    try:
+        return nn.Module.__call__(block, x_TE, delta_TE)
+    finally:
+        del vars(block)["forward"]
 
 
 def _checkpointed(checkpoint: Any, run: Any, x_TE: torch.Tensor, delta_TE: Any) -> tuple[torch.Tensor, None]:

@@ -21,7 +21,7 @@ from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
 from transformers import modeling_utils
 
-from hf_vit_accel import upstream
+from hf_vit_accel import sharding, upstream
 from hf_vit_accel.backends import Request
 from hf_vit_accel.env import is_upstream
 from hf_vit_accel.families import Family, Parts
@@ -88,6 +88,7 @@ class Snapshot:
     parts, geometry, heads, head_dim, scale: known where `stock` is empty. foreign: a module inside whose code is
     neither torch's nor transformers', and which might act otherwise at every call. dropout: whether training drops out
     attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or inputs themselves.
+    sharded: layers whose weights FSDP2 brings when their block is called, by their index.
     expected: what inputs have to fit, known once `weights` was asked. reads: the attributes that all of this, and the
     operations built of it, were made of.
     """
@@ -111,7 +112,10 @@ class Snapshot:
         self._own_names = [name for name in vars(tower) if name not in _BARE]
         self._children = [module._modules for module in modules.values() if module._modules]
         self._kinds: list[Any] = list(set(map(type, modules.values())))
-        named = [module._parameters for module in modules.values() if module._parameters]
+        wrapped = [module for module in below if isinstance(module, sharding.wrapper())]
+        elsewhere = {id(each) for module in wrapped for each in module.modules()}
+        self._sharded = [module._parameters for module in modules.values() if id(module) in elsewhere]
+        named = [each._parameters for each in modules.values() if each._parameters and id(each) not in elsewhere]
         self._parameters = [each for each in named if all(value is not None for value in each.values())]
         self._partial = [each for each in named if any(value is None for value in each.values())]
         self._own = [attributes for attributes in self._below if "forward" in attributes]
@@ -122,7 +126,11 @@ class Snapshot:
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
         self.foreign = next(iter(chain.from_iterable(map(reasons_replaced, below))), None)
         self.offloaded = any("_hf_hook" in vars(module) for module in below)
-        self.stock = list(self._reasons_stock(tower, family))
+        self.stock, self.sharded = list(self._reasons_stock(tower, family)), {}
+        if not self.stock:
+            blocks = enumerate(block.module for block in self.parts.blocks)
+            self.sharded = {index: block for index, block in blocks if block in wrapped}
+        self._alone = [module for module in wrapped if module not in self.sharded.values()]
         self.slow = [] if self.stock else list(self._reasons_slow(tower))
         self.reads.seal()
 
@@ -184,11 +192,13 @@ class Snapshot:
             if "_hf_hook" in vars(module) and (place is None or placed_by_accelerate(module) != place):
                 yield f"accelerate hooks on {name}"
                 break
+        if self._alone:
+            yield f"FSDP2 shards a {type(self._alone[0]).__name__}, which is no layer, by itself"
         stepped = [("the tower", module) for module in self.parts.around]
         for index, block in enumerate(self.parts.blocks):
             stepped += [(f"layer {index}", block.module), (f"layer {index}", block.attention)]
         for where, module in stepped:
-            if type(module) not in self.proof.classes:
+            if sharding.class_of(module) not in self.proof.classes:
                 yield f"{where} has a {type(module).__name__}, which this tower's class does not make"
                 return
             if reasons := reasons_replaced(module):
@@ -224,6 +234,12 @@ class Snapshot:
             )
         return parameters, known
 
+    def trained(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether any parameter requires a gradient: of those given, or of a sharded layer's."""
+        if any(map(_REQUIRES_GRAD, parameters)):
+            return True
+        return any(value is not None and value.requires_grad for each in self._sharded for value in each.values())
+
     def buffers(self) -> list[int]:
         """Where every buffer lies now."""
         return [b.data_ptr() for named in self._buffers for b in named.values() if b is not None]
@@ -234,7 +250,16 @@ class Snapshot:
         for hooks_of in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if grad else _FORWARD_HOOKS:
             if any(map(hooks_of, self._below)):
                 named = zip(self._names, self._below, strict=True)
-                hooked = next((name for name, own in named if not all(map(_inert, hooks_of(own).values()))), None)
+                through = {id(vars(block)) for block in self.sharded.values()}
+                hooked = next(
+                    (
+                        name
+                        for name, own in named
+                        for hook in hooks_of(own).values()
+                        if not (_inert(hook) or (id(own) in through and sharding.hooked_by_fsdp(hook)))
+                    ),
+                    None,
+                )
                 if hooked is not None:
                     reasons.append(f"hooks on {hooked}")
                     break
@@ -339,6 +364,8 @@ def reasons_slow(
 ) -> list[str]:
     """Why a call's blocks must be called one by one. grad: gradients may be required of it."""
     reasons = [*snapshot.slow, *weights.reasons, *snapshot.reasons_hooked(grad=grad)]
+    if snapshot.sharded:
+        reasons += sharding.reasons_against(snapshot.sharded.values(), weights.dtype)
     for name in ("output_hidden_states", "output_attentions"):
         if options.get(name, getattr(tower.config, name, False)):
             reasons.append(f"{name} is requested")

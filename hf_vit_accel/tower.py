@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -182,7 +181,6 @@ class TowerState:
         self._snapshot = self._scales = None
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 """Operations that call no module which autocast to the dtype of the weights would change."""
 
@@ -332,7 +330,7 @@ def _forward(
             "it; let hf_vit_accel.patch(model, cuda_graphs=True) capture"
         )
     # A module that is not transformers' may train what is not the tower's.
-    grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or any(map(_REQUIRES_GRAD, parameters)))
+    grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
     unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=trains)
     if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
@@ -348,7 +346,7 @@ def _forward(
     with torch.no_grad() if marked else nullcontext():
         outputs = _replay(state, snapshot, weights, route, call.pixels) if state.runner and not grad else None
         if outputs is None:
-            outputs = encode(route.ready(), call.pixels, guard.checkpoints(snapshot) if grad else ())
+            outputs = encode(route.ready(), call.pixels, guard.checkpoints(snapshot) if grad else (), snapshot.sharded)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)
@@ -385,6 +383,7 @@ def _replay(
     against = against or (snapshot.foreign and f"{snapshot.foreign}, and might act otherwise at a later call")
     # A graph's weights are told by where they lie; other strides over the same memory would not be noticed.
     against = against or (None if weights.contiguous else "a parameter is not contiguous")
+    against = against or ("FSDP2 brings weights anew at every call" if snapshot.sharded else None)
     if against:
         result: list[torch.Tensor] | Eager = runner.eager(against)
     else:

@@ -637,15 +637,13 @@ ROWS: tuple[Row, ...] = (
         name="FSDP2 over every block",
         wrap=fsdp(blocks=True),
         use=answers,
-        outcome="stock",
-        reasons=("hooks on blocks.0", f"{OWN_CLASS} (DTensor)", "layer 0 has a FSDP"),
+        **FAST,
     ),
     Row(
         name="FSDP2 over every block, trained",
         wrap=fsdp(blocks=True),
         use=gradients,
-        outcome="stock",
-        reasons=("hooks on blocks.0", f"{OWN_CLASS} (DTensor)", "layer 0 has a FSDP"),
+        **FAST,
     ),
     # torch.compile
     Row(name="`torch.compile(model)`", wrap=compiled("model"), use=one_answer, slow=True, **FAST),

@@ -25,7 +25,8 @@ IMPORTS = {
     "encoder": "backends ops route",
     "graphs": "config encoder metadata route",
     "upstream": "backends config encoder families metadata ops route",
-    "guard": "backends env families inputs metadata ops route upstream",
+    "sharding": "",
+    "guard": "backends env families inputs metadata ops route sharding upstream",
     "tower": "backends config encoder env families graphs guard inputs ops route scales upstream",
     "registration": "backends config families guard metadata route tower upstream",
     "api": "backends config families graphs guard metadata ops registration route scales tower",
@@ -40,7 +41,7 @@ IMPORTS = {
 
 # Explained in the class that they come from: a backend, an autograd.Function.
 OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "graph_bounds", "needs_on", "attend_layers"}
-OVERRIDES |= {"reasons_against", "reasons_against_layout", "forward", "backward"}
+OVERRIDES |= {"reasons_against", "reasons_against_layout", "why_not_worth", "forward", "backward"}
 
 
 def level(path: Path) -> str:

@@ -1,0 +1,44 @@
+"""FSDP2 around the layers of a tower: what it adds to a block, and when a layer can be run through one.
+
+Its hooks on a block gather the layer's weights before the block is called, and again before the layer's gradient.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["class_of", "hooked_by_fsdp", "reasons_against", "wrapper"]
+
+
+def wrapper() -> Any:
+    """The class that FSDP2 adds to those of modules; no class where nobody has imported it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+
+
+def class_of(module: nn.Module) -> type:
+    """The class that a module was written as: FSDP2 makes one of its own from it."""
+    return type(module).__mro__[2] if isinstance(module, wrapper()) else type(module)
+
+
+def hooked_by_fsdp(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one of FSDP2's."""
+    return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp._fully_shard.")
+
+
+def reasons_against(blocks: Iterable[Any], dtype: torch.dtype) -> list[str]:
+    """Why layers cannot be run through sharded blocks, beside other weights of a dtype."""
+    for block in blocks:
+        policy = getattr(block._get_fsdp_state(), "_mp_policy", None)
+        if policy is None:
+            return ["this torch does not tell in which dtype FSDP2 brings weights"]
+        brought = policy.param_dtype or next((value.dtype for value in block.parameters()), dtype)
+        if brought != dtype:
+            return [f"FSDP2 brings a layer's weights in {brought}, the others are in {dtype}"]
+        if policy.output_dtype not in (None, dtype):
+            return [f"FSDP2 casts what a layer returns to {policy.output_dtype}"]
+    return []

@@ -1,0 +1,127 @@
+"""FSDP2 over two processes: sharded layers run fast, with the gradients of one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import TINY, pixels_for, relative_error, tower_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.spawn import spawn
+
+import hf_vit_accel
+from hf_vit_accel import sharding
+
+GRIDS = [[(1, 4, 6), (1, 8, 8)], [(2, 6, 4)]]
+WAYS = {"plain": {}, "checkpointed": {"use_reentrant": False}, "checkpointed, reentrant": {"use_reentrant": True}}
+
+
+def loss_of(tower: Any, rank: int) -> torch.Tensor:
+    output = tower(pixels_for(tower, GRIDS[rank]), grid_thw=torch.tensor(GRIDS[rank]))
+    outputs = [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
+    return torch.stack([each.float().square().mean() for each in outputs]).sum()
+
+
+def compare(rank: int, folder: str, family: str) -> None:
+    """In each process: the same seeds make the same model; each has its own pictures; gradients are averaged."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for options in WAYS.values():
+        model = TINY[family].build().train()
+        expected = tower_of(copy.deepcopy(model))
+        (sum(loss_of(expected, each) for each in range(2)) / 2).backward()
+        if options:
+            model.gradient_checkpointing_enable(options)
+        tower = tower_of(hf_vit_accel.patch(model, strict=True))
+        first = next(tower.blocks[0].parameters())
+        first.requires_grad_(False)
+        for block in tower.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(tower, mesh=mesh)
+        for _ in range(2):  # the second step meets weights that were gathered and dropped
+            for parameter in tower.parameters():
+                parameter.grad = None
+            loss_of(tower, rank).backward()
+        assert hf_vit_accel.status(model).towers[0].calls == 2
+        wanted = dict(expected.named_parameters())
+        for name, parameter in tower.named_parameters():
+            if parameter.requires_grad:
+                assert relative_error(parameter.grad.full_tensor(), wanted[name].grad) < 1e-4, (family, name)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_gradients_are_those_of_one_process(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    spawn(compare, args=(str(tmp_path), family), nprocs=2)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (MixedPrecisionPolicy(), None),
+        (MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32), None),
+        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), "FSDP2 brings a layer's weights in torch.bfloat16"),
+        (MixedPrecisionPolicy(output_dtype=torch.bfloat16), "FSDP2 casts what a layer returns to torch.bfloat16"),
+    ],
+    ids=["none", "the same", "weights", "outputs"],
+)
+def test_a_policy_for_layers_alone(mesh: Any, policy: Any, reason: str | None) -> None:
+    tower = tower_of(TINY["qwen3_vl"].build())
+    for block in tower.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    found = sharding.reasons_against(tower.blocks, torch.float32)
+    assert not found if reason is None else found[0].startswith(reason)
+
+
+def test_mixed_precision_of_the_whole_tower(mesh: Any) -> None:
+    model, policy = TINY["qwen3_vl"].build(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    stock, tower = tower_of(copy.deepcopy(model)), tower_of(hf_vit_accel.patch(model, strict=True))
+    for each in (stock, tower):
+        for block in each.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(each, mesh=mesh, mp_policy=policy)
+        loss_of(each, 0).backward()
+    for name, parameter in stock.named_parameters():
+        found = tower.get_parameter(name).grad.full_tensor()
+        assert found.dtype == parameter.grad.dtype and relative_error(found, parameter.grad.full_tensor()) < 0.1, name
+    assert hf_vit_accel.status(model).towers[0].calls == 1
+
+
+def test_what_is_sharded_beside_layers_is_stock_s(mesh: Any) -> None:
+    model = TINY["qwen3_vl"].build()
+    stock, tower = tower_of(copy.deepcopy(model)), tower_of(hf_vit_accel.patch(model))
+    for each in (stock, tower):
+        fully_shard(each.blocks[1].mlp, mesh=mesh)
+    assert relative_error(loss_of(tower, 0), loss_of(stock, 0)) < 1e-5
+    [status] = hf_vit_accel.status(model).towers
+    assert status.stock_calls == 1 and any("which is no layer, by itself" in why for why in status.fallbacks)
+
+
+def test_a_hook_of_somebody_else_s_on_a_sharded_block_is_served_by_stock(mesh: Any) -> None:
+    model = TINY["qwen3_vl"].build()
+    tower, seen = tower_of(hf_vit_accel.patch(model)), []
+    for block in tower.blocks:
+        fully_shard(block, mesh=mesh)
+    tower.blocks[2].register_forward_hook(lambda module, given, made: seen.append(made.shape))
+    loss_of(tower, 0)
+    assert len(seen) == 1 and hf_vit_accel.status(model).towers[0].stock_calls == 1
+    assert "forward" not in vars(tower.blocks[0])
+
+
+def test_the_class_that_a_module_was_written_as() -> None:
+    assert sharding.class_of(torch.nn.Linear(1, 1)) is torch.nn.Linear
