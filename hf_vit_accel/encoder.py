@@ -13,6 +13,7 @@ import torch
 
 from hf_vit_accel.backends import Attend
 from hf_vit_accel.ops import LayerOps
+from hf_vit_accel.ops.trained import layer_of
 from hf_vit_accel.route import Route
 
 __all__ = ["encode"]
@@ -43,11 +44,12 @@ def encode(route: Route, pixels_TP: torch.Tensor, checkpoints: Sequence[Checkpoi
     merged_by_layer: list[torch.Tensor] = []
     delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
     for index, (layer, attend) in enumerate(zip(ops.layers, route.attends or route.begin(), strict=True)):
+        run = (request.grad and layer_of(layer, attend)) or partial(_layer, layer, attend)
         if checkpoints and checkpoints[index] is not None:
-            run = partial(_layer, layer, attend, heads, cos_TD, sin_TD)
+            run = partial(run, heads, cos_TD, sin_TD)
             x_TE, delta_TE = _checkpointed(checkpoints[index], run, x_TE, delta_TE)
         else:
-            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, delta_TE)
+            x_TE, delta_TE = run(heads, cos_TD, sin_TD, x_TE, delta_TE)
         if index in ops.deepstack:
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
             merged_by_layer.append(merged)

@@ -18,7 +18,8 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.metadata import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
 from hf_vit_accel.ops import Ops
-from hf_vit_accel.ops.window_attention import LONGEST
+from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
 __all__ = ["OFFSETS", "PLANS", "POPPED", "Offsets", "Route", "Routes", "Spec", "lay_out", "offsets"]
 
@@ -113,7 +114,10 @@ class Route:
         made = {kind: [guarded(self.plans[kind].backend.name, one) for one in all_] for kind, all_ in made.items()}
         if "window" not in made and ops.attend_window is not None:
             cu_seqlens, scale = self.tensors["cu_window_seqlens"], self.spec.request.scale
-            made["window"] = [partial(ops.attend_window, cu_seqlens_S1=cu_seqlens, scale=scale)] * len(layers)
+            one: Attend = partial(ops.attend_window, cu_seqlens_S1=cu_seqlens, scale=scale)
+            if self.spec.request.grad and getattr(ops.attend_window, "__wrapped__", None) is window_attention:
+                one = Trained(function=WindowAttention, settings=(cu_seqlens, scale))
+            made["window"] = [one] * len(layers)
         return [made["full" if full else "window"][index] for index, full in enumerate(layers)]
 
     def plan_for(self, cu_seqlens: torch.Tensor) -> Plan | None:
@@ -144,7 +148,7 @@ def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
     for kind, segments in metadata.segments().items():
         if kind == "window" and spec.ops and spec.ops.attend_window and segments.max_seqlen <= LONGEST:
             continue
-        request = replace(spec.request, kind=kind, max_seqlen=segments.max_seqlen)
+        request = replace(spec.request, kind=kind, max_seqlen=segments.max_seqlen, rows=metadata.rows)
         choices[kind] = choice = resolve(spec.settings.attention, request, segments, faults)
         plans[kind] = guarded(choice.backend.name, choice.backend.plan)(segments, request)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}

@@ -140,8 +140,8 @@ class TowerState:
         key = device, autocast, fast, grad, weights.dtype, weights.count, scales
         spec = self._specs.get(key)
         if spec is None:
-            score_mod = settings.score_mod
-            request = snapshot.request(device, autocast, packed=fast, grad=grad, score_mod=score_mod, fp8=scales)
+            wants = dict(grad=grad, graphs=self.runner is not None and not grad, score_mod=settings.score_mod)
+            request = snapshot.request(device, autocast, packed=fast, fp8=scales, **wants)
             self._specs[key] = spec = Spec(
                 geometry=snapshot.geometry,
                 request=request,

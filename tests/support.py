@@ -66,7 +66,9 @@ def page() -> str:
         "",
         f"`{backends.FP8.name}` is what `patch(fp8=True)` adds, and is not exact; it cannot be named.",
         *(
-            f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}: "
+            f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}"
+            f"{f' from {rule.longest} rows a segment on' if rule.longest else ''}"
+            f"{f' and {rule.rows} rows in all' if rule.rows else ''}: "
             f"{', '.join(rule.order)} ({rule.measured})."
             for rule in backends.AUTO
         ),

@@ -22,6 +22,7 @@ from hf_vit_accel.backends.base import (
 )
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
+from hf_vit_accel.backends.flash_attention_4 import FlashAttention4
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn
 from hf_vit_accel.backends.flex import Flex
 from hf_vit_accel.backends.sdpa import Sdpa
@@ -48,7 +49,15 @@ __all__ = [
     "resolve",
 ]
 
-ORDER: tuple[Backend, ...] = (FlashAttention3(), FlashinferCudnn(), TorchVarlen(), TorchCudnn(), Flex(), Sdpa())
+ORDER: tuple[Backend, ...] = (
+    FlashAttention3(),
+    FlashAttention4(),
+    FlashinferCudnn(),
+    TorchVarlen(),
+    TorchCudnn(),
+    Flex(),
+    Sdpa(),
+)
 
 FP8 = CudnnFp8()
 """What comes before all of them where attention in FP8 is asked for; not exact, so never otherwise."""
@@ -59,21 +68,23 @@ class Rule:
     """Where a measurement says that another order than ORDER is faster: the first rule that matches is taken.
 
     What is left out (flex, which compiles for seconds before its first result) runs only where it is named.
+    longest, rows: from how many rows of the longest segment, and of all of them, on it matches.
     """
 
     kind: Kind
     order: tuple[str, ...]
     measured: str
     grad: bool = False
+    longest: int = 0
+    rows: int = 0
+
+    def matches(self, request: Request) -> bool:
+        """Whether it is for such a request."""
+        large = request.max_seqlen >= self.longest and request.rows >= self.rows
+        return request.kind == self.kind and large and (request.grad or not self.grad)
 
 
 AUTO: tuple[Rule, ...] = (
-    Rule(
-        kind="full",
-        grad=True,
-        order=("torch_cudnn", "torch_varlen", "sdpa"),
-        measured="H200, bf16, D 72, forward + backward: cuDNN 1258 us (16 x 1024), 10694 (14416); FA2 1853, 16780",
-    ),
     Rule(
         kind="window",
         order=("torch_varlen", "sdpa", "flashinfer_cudnn", "flash_attention_3"),
@@ -81,8 +92,46 @@ AUTO: tuple[Rule, ...] = (
     ),
     Rule(
         kind="full",
-        order=("flash_attention_3", "flashinfer_cudnn", "torch_varlen", "sdpa"),
-        measured="H200, bf16, D 72 and 80, 784 to 14416 rows: FA3 327-492 TFLOP/s, cuDNN 304-379, FA2 205-270",
+        grad=True,
+        longest=1024,
+        rows=8192,
+        order=("flash_attention_4", "torch_cudnn", "torch_varlen", "sdpa"),
+        measured="H200, bf16, D 72, forward + backward us: FA4 837 (16 x 1024), 7590 (14416); torch's cuDNN 960, "
+        "10123; FA2 1559, 16804",
+    ),
+    Rule(
+        kind="full",
+        grad=True,
+        order=("torch_cudnn", "flash_attention_4", "torch_varlen", "sdpa"),
+        measured="H200, bf16, D 72, forward + backward us: torch's cuDNN 74 (784), 396 (64 x 256); FA4 81, 457; FA2 "
+        "183, 599; a call takes the host 50 us with cuDNN, 170 with FA4",
+    ),
+    Rule(
+        kind="full",
+        longest=2048,
+        rows=8192,
+        order=("flash_attention_4", "flash_attention_3", "torch_cudnn", "flashinfer_cudnn", "torch_varlen", "sdpa"),
+        measured="H200, bf16, us, D 72 / 80: FA4 443 / 404 (8 x 2304), 1909 / 1816 (14416); FA3 463 / 453, 2177 / "
+        "2154; torch's cuDNN 521 / 512, 2641 / 2610; FlashInfer's 641 / 613, 2837 / 2784; FA2 966 / 919, 4393 / 4158",
+    ),
+    Rule(
+        kind="full",
+        longest=1100,
+        order=("flash_attention_3", "torch_cudnn", "flashinfer_cudnn", "flash_attention_4", "torch_varlen", "sdpa"),
+        measured="H200, bf16, us, D 72 / 80: FA3 193 / 189 (4096), 270 / 262 (10 x 1536); torch's cuDNN 210 / 205, 304 "
+        "/ 294; FlashInfer's 238 / 235 (4096); FA4 187 / 174, 274 / 248, and 65 us more of the host's a call",
+    ),
+    Rule(
+        kind="full",
+        rows=8192,
+        order=("torch_cudnn", "flash_attention_3", "flash_attention_4", "flashinfer_cudnn", "torch_varlen", "sdpa"),
+        measured="H200, bf16, us, D 72 / 80: torch's cuDNN 228 / 221 (16 x 1024), 132 / 127 (32 x 512); FA3 246 / 246, "
+        "156 / 152; FA4 257 / 235, 194 / 152; FlashInfer's cuDNN 261 / 256 (16 x 1024)",
+    ),
+    Rule(
+        kind="full",
+        order=("torch_cudnn", "flash_attention_3", "flashinfer_cudnn", "torch_varlen", "sdpa"),
+        measured="H200, bf16, us, D 80: torch's cuDNN 21 (784), 62 (4 x 1024); FA3 24, 70; FlashInfer's 26, 75",
     ),
 )
 
@@ -151,8 +200,7 @@ def resolve(
         if reasons:
             return replace(choice, rejected={FP8.name: tuple(reasons), **choice.rejected})
         return choice if why is None else replace(choice, not_worth={FP8.name: why})
-    rules = (rule for rule in AUTO if rule.kind == request.kind and (request.grad or not rule.grad))
-    order = [backend_named(known) for known in next(rules).order]
+    order = [backend_named(known) for known in next(rule for rule in AUTO if rule.matches(request)).order]
     if name != "auto":
         order.insert(0, backend_named(name))
     rejected: dict[str, tuple[str, ...]] = {}

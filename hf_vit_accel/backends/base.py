@@ -7,7 +7,7 @@ a machine or a request are lists of sentences, empty when there is nothing again
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +18,17 @@ from hf_vit_accel import env
 from hf_vit_accel.metadata import Segments, to_device
 from hf_vit_accel.scales import Scales
 
-__all__ = ["Attend", "Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod"]
+__all__ = [
+    "Attend",
+    "Backend",
+    "BackendUnavailableError",
+    "Kind",
+    "Needs",
+    "Plan",
+    "Request",
+    "ScoreMod",
+    "reasons_tried",
+]
 
 Kind = Literal["full", "window"]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,8 +50,8 @@ class Request:
 
     scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
     will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score. fp8: the
-    scales of the tower's layers, where attention in FP8 is asked for. max_seqlen: rows of the longest segment, where
-    they are known.
+    scales of the tower's layers, where attention in FP8 is asked for. max_seqlen, rows: of the longest
+    segment, and of all, where they are known. graphs: whether a CUDA graph of it is to serve other layouts, too.
     """
 
     device: torch.device
@@ -55,6 +65,8 @@ class Request:
     score_mod: ScoreMod | None = None
     fp8: Scales | None = None
     max_seqlen: int = 0
+    rows: int = 0
+    graphs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,3 +236,41 @@ def attention_op(
     packet = getattr(torch.ops.hf_vit_accel, schema.split("(")[0])
     op: Callable[..., torch.Tensor] = packet.default
     return op
+
+
+def reasons_tried(
+    attend: Callable[[torch.Tensor], torch.Tensor],
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    grad: bool,
+) -> tuple[str, ...]:
+    """What is wrong with an attention on this machine: it runs once, beside attention by its definition in fp32.
+
+    attend: (T, 3, H, D) of segments of these lengths to (T, H, D), scaled by D ** -0.5. grad: its gradient runs, too.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    wide_T3HD = torch.randn(sum(lengths), 3, 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
+    given_THD = torch.randn(sum(lengths), 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
+    what = "its gradients" if grad else "its results"
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+        try:
+            qkv_T3HD, given_THD = wide_T3HD.to(device, dtype).requires_grad_(grad), given_THD.to(device, dtype)
+            found_THD = attend(qkv_T3HD)
+            exact_T3HD = qkv_T3HD.detach().float().requires_grad_()
+            outs_THD = []
+            for segment_L3HD in exact_T3HD.split(list(lengths)):
+                q, k, v = segment_L3HD.permute(1, 2, 0, 3)
+                outs_THD.append(((q @ k.mT * head_dim**-0.5).softmax(-1) @ v).transpose(0, 1))
+            wanted_THD = torch.cat(outs_THD)
+            pairs = [(found_THD, wanted_THD)]
+            if grad:
+                (found,) = torch.autograd.grad(found_THD, qkv_T3HD, given_THD)
+                (wanted,) = torch.autograd.grad(wanted_THD, exact_T3HD, given_THD.float())
+                pairs += zip(found.unbind(1), wanted.unbind(1), strict=True)
+            worst = max(float((one.float() - exact).norm() / exact.norm()) for one, exact in pairs)
+        except Exception as error:
+            return (f"{what} fail here: {type(error).__name__}: {' '.join(str(error).split())[:200]}",)
+    return () if worst < 0.03 else (f"{what} are wrong here: relative error {worst:.1e}",)

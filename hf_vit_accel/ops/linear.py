@@ -15,9 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
-from hf_vit_accel.ops.norm_backward import Norm, keep, kept, norm_of
+from hf_vit_accel.ops.norm_backward import Norm, keep, kept
+from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["build", "linear", "linear_reference"]
+__all__ = ["LinearFunction", "build", "linear", "linear_reference"]
 
 
 def linear_reference(
@@ -27,7 +28,9 @@ def linear_reference(
     return F.linear(x_TE, weight_FE, bias_F)
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
+    """`linear` as autograd runs it."""
+
     @staticmethod
     def forward(
         ctx: Any, x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None
@@ -59,7 +62,7 @@ def linear(
     norm: what x was made of by `add_norm`, saved in its place. Saved besides: the weight where x needs a gradient, and
     x only where the weight does.
     """
-    out_TF: torch.Tensor = _Linear.apply(x_TE, weight_FE, bias_F, norm)
+    out_TF: torch.Tensor = LinearFunction.apply(x_TE, weight_FE, bias_F, norm)
     return out_TF
 
 
@@ -69,8 +72,8 @@ def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tenso
         return context.called(module)
     cast = context.cast
 
-    def project(x_TE: torch.Tensor) -> torch.Tensor:
+    def weights() -> tuple[torch.Tensor | None, ...]:
         bias_F = module.bias
-        return linear(x_TE, cast(module.weight), None if bias_F is None else cast(bias_F), norm_of(x_TE))
+        return cast(module.weight), None if bias_F is None else cast(bias_F)
 
-    return project
+    return Trained(function=LinearFunction, weights=weights, takes_norm=True)

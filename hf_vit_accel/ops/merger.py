@@ -18,8 +18,9 @@ from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.mlp_backward import gelu_mlp
-from hf_vit_accel.ops.norm_backward import Norm, norm_of
+from hf_vit_accel.ops.mlp_backward import GeluMlp
+from hf_vit_accel.ops.norm_backward import norm_of
+from hf_vit_accel.ops.trained import Trained
 
 __all__ = ["OPERATION"]
 
@@ -75,7 +76,7 @@ def _fused(merger: Any, context: Context) -> Merge:
         sum_TE, normed_TE = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
         x_ME = normed_TE.view(-1, merged_width)
         if trained is not None:
-            return sum_TE.view(x_TE.shape), trained(x_ME, norm_of(normed_TE))
+            return sum_TE.view(x_TE.shape), trained(x_ME, norm=norm_of(normed_TE))
         for module in rest:
             x_ME = module(x_ME)
         return sum_TE.view(x_TE.shape), x_ME
@@ -98,19 +99,18 @@ def _fused_gated(merger: Any, context: Context) -> Merge:
     return merge
 
 
-def _differentiable(rest: list[Any], context: Context) -> Callable[..., torch.Tensor] | None:
+def _differentiable(rest: list[Any], context: Context) -> Trained | None:
     """Product, GELU, product as an MLP that keeps little for its gradient; None for anything else."""
     kinds = nn.Linear, nn.GELU, nn.Linear
     if context.no_kernels or len(rest) != 3 or any(map(context.reasons_replaced, rest, kinds)):
         return None
     (first, gelu, last), cast = rest, context.cast
+
+    def weights() -> list[torch.Tensor]:
+        return list(map(cast, (first.weight, first.bias, last.weight, last.bias)))
+
     kind = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
-
-    def run(x_ME: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        weights = cast(first.weight), cast(first.bias), cast(last.weight), cast(last.bias)
-        return gelu_mlp(x_ME, *weights, kind, norm)
-
-    return run
+    return Trained(function=GeluMlp, weights=weights, settings=(kind,), takes_norm=True)
 
 
 def _call(merger: nn.Module, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

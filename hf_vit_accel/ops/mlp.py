@@ -24,8 +24,8 @@ from hf_vit_accel.ops.activation import (
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
-from hf_vit_accel.ops.mlp_backward import gelu_mlp, swiglu_mlp
-from hf_vit_accel.ops.norm_backward import norm_of
+from hf_vit_accel.ops.mlp_backward import GeluMlp, SwigluMlp
+from hf_vit_accel.ops.trained import Trained
 
 __all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "reasons_against", "routed"]
 
@@ -118,18 +118,18 @@ def fused(mlp: Any, context: Context) -> Apply:
     return run
 
 
-def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, cast: Apply) -> Apply:
+def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, cast: Apply) -> Trained:
     first, last = before[0], before[-1]
 
-    def swiglu_(x_TE: torch.Tensor) -> torch.Tensor:
-        weights = cast(first.weight), cast(last.weight), cast(first.bias), cast(last.bias)
-        return swiglu_mlp(x_TE, *weights, cast(after.weight), cast(after.bias), norm_of(x_TE))
+    def swiglu_weights() -> list[torch.Tensor | None]:
+        return list(map(cast, (first.weight, last.weight, first.bias, last.bias, after.weight, after.bias)))
 
-    def gelu(x_TE: torch.Tensor) -> torch.Tensor:
-        weights = cast(first.weight), cast(first.bias), cast(after.weight), cast(after.bias)
-        return gelu_mlp(x_TE, *weights, kind, norm_of(x_TE))
+    def gelu_weights() -> list[torch.Tensor | None]:
+        return list(map(cast, (first.weight, first.bias, after.weight, after.bias)))
 
-    return swiglu_ if kind == "silu" else gelu
+    if kind == "silu":
+        return Trained(function=SwigluMlp, weights=swiglu_weights, takes_norm=True)
+    return Trained(function=GeluMlp, weights=gelu_weights, settings=(kind,), takes_norm=True)
 
 
 def _reference(

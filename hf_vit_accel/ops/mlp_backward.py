@@ -23,8 +23,9 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["KINDS", "gelu_mlp", "gelu_mlp_reference", "swiglu_mlp", "swiglu_mlp_reference"]
+__all__ = ["KINDS", "GeluMlp", "SwigluMlp", "gelu_mlp", "gelu_mlp_reference", "swiglu_mlp", "swiglu_mlp_reference"]
 
+_EACH_SM, _STAGES = 16, 3  # of the activations' gradients: programs of a multiprocessor, tiles on their way
 KINDS = ("gelu", "gelu_tanh", "quick_gelu")
 """Activations of `gelu_mlp`: the first, in the error function's form, is that of the mergers."""
 
@@ -83,12 +84,13 @@ def _gelu_backward_kernel(
     NEED_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # dz may be dh. Where NEED_Z is false, dh is not read.
     f = (tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
     dtype: tl.constexpr = z.dtype.element_ty
     total = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
-    for at in tl.range(0, length, BLOCK_T):
+    for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
         t = (tl.program_id(1) * length + at + tl.arange(0, BLOCK_T))[:, None]
         inside = (t < rows) & (f < WIDTH)
         cell = t.to(tl.int64) * WIDTH + f
@@ -117,7 +119,9 @@ def _gelu_backward_kernel(
         store_sum(partial, total, f, tl.program_id(1), WIDTH)
 
 
-class _GeluMlp(torch.autograd.Function):
+class GeluMlp(torch.autograd.Function):
+    """`gelu_mlp` as autograd runs it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -153,7 +157,7 @@ class _GeluMlp(torch.autograd.Function):
             (rows, width), columns = z_TF.shape, -(-z_TF.shape[1] // BLOCK_F)
             dz_TF = dy_TE @ weight2_EF if ctx.needs_z else z_TF
             h_TF = torch.empty_like(z_TF) if needs_weight2 else z_TF
-            length, count = runs(rows, columns, z_TF.device)
+            length, count = runs(rows, columns, z_TF.device, each_sm=_EACH_SM)
             partial_1PF = torch.empty(1, count if needs_bias1 else 0, width, dtype=torch.float32, device=z_TF.device)
             _gelu_backward_kernel[(columns, count)](
                 z_TF,
@@ -170,7 +174,8 @@ class _GeluMlp(torch.autograd.Function):
                 NEED_BIAS=needs_bias1,
                 BLOCK_T=BLOCK_T,
                 BLOCK_F=BLOCK_F,
-                num_warps=4,
+                STAGES=_STAGES,
+                num_warps=8,
             )
             dweight2_EF = dy_TE.t() @ h_TF if needs_weight2 else None
             del h_TF
@@ -196,7 +201,7 @@ def gelu_mlp(
     norm: what x was made of by `add_norm`, saved in its place. What only a frozen weight's gradient would need is
     neither saved nor made.
     """
-    out_TE: torch.Tensor = _GeluMlp.apply(x_TE, weight1_FE, bias1_F, weight2_EF, bias2_E, kind, norm)
+    out_TE: torch.Tensor = GeluMlp.apply(x_TE, weight1_FE, bias1_F, weight2_EF, bias2_E, kind, norm)
     return out_TE
 
 
@@ -213,13 +218,14 @@ def _swiglu_backward_kernel(
     NEED_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # both: gate and up, side by side, (T, 2 WIDTH), as their gradients. dh is overwritten by h.
     f = (tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
     dtype: tl.constexpr = both.dtype.element_ty
     total_gate = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
     total_up = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
-    for at in tl.range(0, length, BLOCK_T):
+    for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
         t = (tl.program_id(1) * length + at + tl.arange(0, BLOCK_T))[:, None]
         inside = (t < rows) & (f < WIDTH)
         cell = t.to(tl.int64) * (2 * WIDTH) + f
@@ -264,7 +270,9 @@ def _aligned(
     return pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF)
 
 
-class _SwigluMlp(torch.autograd.Function):
+class SwigluMlp(torch.autograd.Function):
+    """`swiglu_mlp` as autograd runs it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -305,7 +313,7 @@ class _SwigluMlp(torch.autograd.Function):
         del down_EG
         dboth_TG = torch.empty_like(both_TG) if ctx.needs_both else both_TG
         columns = -(-padded // BLOCK_F)
-        length, count = runs(rows, columns, both_TG.device)
+        length, count = runs(rows, columns, both_TG.device, each_sm=_EACH_SM)
         needs_bias = needs_gate_bias or needs_up_bias
         partial_2PG = torch.empty(2, count * needs_bias, padded, dtype=torch.float32, device=both_TG.device)
         _swiglu_backward_kernel[(columns, count)](
@@ -320,6 +328,7 @@ class _SwigluMlp(torch.autograd.Function):
             NEED_BIAS=needs_bias,
             BLOCK_T=BLOCK_T,
             BLOCK_F=BLOCK_F,
+            STAGES=_STAGES,
             num_warps=4,
         )
         if needs_down:
@@ -355,5 +364,5 @@ def swiglu_mlp(
     Weights are padded for each call (26 MB at 1280 x 3420, about 25 us on an H200), and nothing of that is kept.
     norm: what x was made of by `add_norm`, saved in its place.
     """
-    out_TE: torch.Tensor = _SwigluMlp.apply(x_TE, gate_FE, up_FE, gate_F, up_F, down_EF, down_E, norm)
+    out_TE: torch.Tensor = SwigluMlp.apply(x_TE, gate_FE, up_FE, gate_F, up_F, down_EF, down_E, norm)
     return out_TE

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel.ops.column_sum import add_up, runs
+from hf_vit_accel.ops.column_sum import add_up, remember_sum, runs
 from hf_vit_accel.ops.launch import jit
 from hf_vit_accel.ops.norm import add_norm_rows, pieces
 
@@ -21,10 +21,10 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["Norm", "add_norm", "add_norm_reference", "keep", "kept", "norm_of", "remember"]
+__all__ = ["AddNormFunction", "Norm", "add_norm", "add_norm_reference", "keep", "kept", "norm_of", "remember"]
 
 _FEW_ROWS = 8192
-_BLOCK_T, _EACH_SM = 2, 3  # rows at a time and programs of a multiprocessor, in the gradient
+_EACH_SM = 4  # programs of a multiprocessor: one warp each, which needs no barriers, and its next rows on their way
 
 
 class Norm(NamedTuple):
@@ -105,11 +105,13 @@ def _add_norm_backward_kernel(
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
     RMS: tl.constexpr,
     HAS_DSUM: tl.constexpr,
     NEED_X: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
+    NEED_SUM: tl.constexpr,
 ):
     # A run of rows, BLOCK_T at a time so that their reductions share the barriers. Pieces as in `_add_norm_kernel`.
     e1, e2 = tl.arange(0, MAIN)[None, :], (MAIN + tl.arange(0, TAIL))[None, :]
@@ -117,7 +119,8 @@ def _add_norm_backward_kernel(
     w2 = tl.load(weight + e2, mask=e2 < WIDTH, other=0.0).to(tl.float32)
     dw1, dw2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
     db1, db2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
-    for at in tl.range(0, length, BLOCK_T):
+    dx1, dx2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
+    for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
         t = tl.program_id(0) * length + at + tl.arange(0, BLOCK_T)
         scale = tl.load(statistics + t, mask=t < rows, other=0.0)[:, None]
         row, in1 = t.to(tl.int64)[:, None] * WIDTH, (t < rows)[:, None] & (e1 < WIDTH)
@@ -153,6 +156,9 @@ def _add_norm_backward_kernel(
                 y1, y2 = y1 + z1.to(tl.float32), y2 + z2.to(tl.float32)
             tl.store(dx + row + e1, y1.to(dx.dtype.element_ty), mask=in1)
             tl.store(dx + row + e2, y2.to(dx.dtype.element_ty), mask=in2)
+            if NEED_SUM:
+                dx1 += tl.sum(y1, 0)[None, :]
+                dx2 += tl.sum(y2, 0)[None, :]
     run = tl.program_id(0) * WIDTH
     if NEED_WEIGHT:
         tl.store(partial + run + e1, dw1)
@@ -161,9 +167,15 @@ def _add_norm_backward_kernel(
     if NEED_BIAS:
         tl.store(partial + run + e1, db1)
         tl.store(partial + run + e2, db2, mask=e2 < WIDTH)
+        run += tl.num_programs(0) * WIDTH
+    if NEED_SUM:
+        tl.store(partial + run + e1, dx1)
+        tl.store(partial + run + e2, dx2, mask=e2 < WIDTH)
 
 
-class _AddNorm(torch.autograd.Function):
+class AddNormFunction(torch.autograd.Function):
+    """`add_norm` as autograd runs it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -191,9 +203,10 @@ class _AddNorm(torch.autograd.Function):
         sum_TE, weight_E, statistics_2T = ctx.saved_tensors
         dout_TE, weight_E = dout_TE.contiguous(), weight_E.contiguous()
         rows, width = sum_TE.shape
-        length, count = runs(rows, 1, sum_TE.device, block_t=_BLOCK_T, each_sm=_EACH_SM)
+        length, count = runs(rows, 1, sum_TE.device, block_t=1, each_sm=_EACH_SM)
         dx_TE = torch.empty_like(sum_TE) if needs_x or needs_delta else None
-        sets = needs_weight + needs_bias
+        needs_sum = needs_delta  # of what is added to the stream, its product's bias may want it
+        sets = needs_weight + needs_bias + needs_sum
         partial_NPE = torch.empty(sets, count, width, dtype=torch.float32, device=sum_TE.device)
         _add_norm_backward_kernel[(count,)](
             dout_TE if dsum_TE is None else dsum_TE.contiguous(),
@@ -206,16 +219,20 @@ class _AddNorm(torch.autograd.Function):
             rows,
             length,
             **pieces(width),
-            BLOCK_T=_BLOCK_T,
+            BLOCK_T=1,
+            STAGES=4,
             RMS=ctx.rms,
             HAS_DSUM=dsum_TE is not None,
             NEED_X=dx_TE is not None,
             NEED_WEIGHT=needs_weight,
             NEED_BIAS=needs_bias,
-            num_warps=4,
+            NEED_SUM=needs_sum,
+            num_warps=1,
         )
-        sums = add_up(partial_NPE, weight_E.dtype) if sets else ()
-        dweight_E, dbias_E = sums[0] if needs_weight else None, sums[-1] if needs_bias else None
+        sums = list(add_up(partial_NPE, weight_E.dtype)) if sets else []
+        if dx_TE is not None and needs_sum:
+            remember_sum(dx_TE, sums.pop())
+        dbias_E, dweight_E = sums.pop() if needs_bias else None, sums.pop() if needs_weight else None
         return dx_TE if needs_x else None, dx_TE if needs_delta else None, dweight_E, dbias_E, None, None
 
 
@@ -233,5 +250,7 @@ def add_norm(
     Without delta the sum is x itself, and its gradient is added within the kernel all the same. Saved are the sum and
     the rows' statistics; x and delta share one gradient. Weights are of x's dtype.
     """
-    result: tuple[torch.Tensor, torch.Tensor] = _AddNorm.apply(x_TE.contiguous(), delta_TE, weight_E, bias_E, eps, rms)
+    result: tuple[torch.Tensor, torch.Tensor] = AddNormFunction.apply(
+        x_TE.contiguous(), delta_TE, weight_E, bias_E, eps, rms
+    )
     return result

@@ -29,8 +29,8 @@ __all__ = [
     "rope",
     "rope_",
     "rope_back",
-    "rope_back_",
     "rope_gather_back",
+    "rope_padded",
     "rope_reference",
     "rotate",
     "tables",
@@ -62,7 +62,6 @@ def _rope_kernel(
     table_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BACK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -76,7 +75,6 @@ def _rope_kernel(
     table = t.to(tl.int64) * table_stride + d
     c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
-    s = -s if BACK else s
     first = qkv + t.to(tl.int64) * row_stride + (pair // half * DIM + d)
     x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
@@ -86,15 +84,6 @@ def _rope_kernel(
 
 def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """`rope_reference` as one kernel, in place, and bit-equal to it (products are not fused)."""
-    return _in_place(qkv_T3HD, cos_TD, sin_TD, back=False)
-
-
-def rope_back_(dqkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotate the gradients of rotated q and k back, in place: for an attention's backward that made them itself."""
-    return _in_place(dqkv_T3HD, cos_TD, sin_TD, back=True)
-
-
-def _in_place(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, back: bool) -> torch.Tensor:
     rows, _, heads, dim = qkv_T3HD.shape
     block_t, block_p = 8, 128
     _rope_kernel[(-(-rows // block_t), -(-heads * dim // block_p))](
@@ -106,7 +95,6 @@ def _in_place(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
         cos_TD.stride(0),
         HEADS=heads,
         DIM=dim,
-        BACK=back,
         BLOCK_T=block_t,
         BLOCK_P=block_p,
         num_warps=4 if dim % 16 == 0 else 8,  # vectors of 8 where half a head holds whole ones, else of 4
@@ -181,6 +169,11 @@ def _copy(
     return out_T3HP
 
 
+def rope_padded(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int) -> torch.Tensor:
+    """`rope_reference` with heads of P, new; autograd does not see it."""
+    return _copy(qkv_T3HD, cos_TD, sin_TD, qkv_T3HD.shape[-1], padded, back=False)
+
+
 def rope_back(
     dqkv_T3HP: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, dim: int | None = None
 ) -> torch.Tensor:
@@ -243,7 +236,7 @@ def rope_gather_back(
     batch, heads, length, dim = parts_BHLD[0].shape
     stride_b, stride_h, stride_l, _ = parts_BHLD[0].stride()
     assert out_T3HD.is_contiguous() and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
-    rows, block_t, block_p = batch * length, 8, 128
+    rows, block_t, block_p = batch * length, 4, 512
     _rope_gather_kernel[(-(-rows // block_t), -(-heads * dim // 2 // block_p))](
         *parts_BHLD,
         cos_TD,
@@ -259,7 +252,7 @@ def rope_gather_back(
         DIM=dim,
         BLOCK_T=block_t,
         BLOCK_P=block_p,
-        num_warps=4 if dim % 16 == 0 else 8,
+        num_warps=8,
         enable_fp_fusion=False,
     )
     return out_T3HD
@@ -285,8 +278,7 @@ def rope(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, pad
     """`rope_reference` as one kernel, in both directions; saved are the tables only.
 
     padded: at most 1.5 D. Out of place, though v is copied: done in place on a view of a product, autograd would copy
-    the gradient three times (`CopySlices`), and a gradient that comes in may be somebody else's too. An attention that
-    makes both buffers itself calls `rope_` and `rope_back_`.
+    the gradient three times (`CopySlices`), and a gradient that comes in may be somebody else's too.
     """
     out_T3HP: torch.Tensor = _Rope.apply(qkv_T3HD, cos_TD, sin_TD, padded)
     return out_T3HP

@@ -22,7 +22,7 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["LONGEST", "OPERATION", "window_attention", "window_attention_reference"]
+__all__ = ["LONGEST", "OPERATION", "WindowAttention", "window_attention", "window_attention_reference"]
 
 LONGEST = 64
 """Rows of the longest window that one program holds."""
@@ -198,7 +198,9 @@ def _window_attention_backward_kernel(
     tl.store(dk + half, (y2 * c - y1 * s).to(dtype), mask=inside)
 
 
-class _WindowAttention(torch.autograd.Function):
+class WindowAttention(torch.autograd.Function):
+    """`window_attention` as autograd runs it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -246,7 +248,7 @@ def window_attention(
     one kernel, too: a window's softmax is made again from the projection, the only thing that is saved.
     """
     if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
-        out_THD: torch.Tensor = _WindowAttention.apply(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
+        out_THD: torch.Tensor = WindowAttention.apply(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
         return out_THD
     return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
