@@ -211,7 +211,9 @@ def layer_case(kind: str, *, rms: bool, delta: bool) -> Callable[[At], Case]:
 
         def found(p: Tensors) -> Any:
             def part(function: Any, *names: str, **options: Any) -> Any:
-                return Trained(function=function, weights=lambda: [p.get(name) for name in names], **options)
+                return Trained(
+                    alone=function.apply, function=function, weights=lambda: [p.get(name) for name in names], **options
+                )
 
             norm = dict(settings=(1e-6, rms))
             layer = SimpleNamespace(
@@ -221,7 +223,7 @@ def layer_case(kind: str, *, rms: bool, delta: bool) -> Callable[[At], Case]:
                 norm2=part(norm_backward.AddNormFunction, "scale2", "bias2", **norm),
                 mlp=part(SwigluMlp if kind == "swiglu" else GeluMlp, *mlp, settings=settings, takes_norm=True),
             )
-            attend = Trained(function=WindowAttention, settings=(offsets, dim**-0.5))
+            attend = Trained(alone=WindowAttention.apply, function=WindowAttention, settings=(offsets, dim**-0.5))
             trained = layer_of(layer, attend)
             assert trained is not None
             return trained((3, heads, dim), cos, sin, p["x"], p.get("delta"))

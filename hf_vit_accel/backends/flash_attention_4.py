@@ -70,7 +70,7 @@ class FlashAttention4(Backend):
         if not plan.request.grad or getattr(rotate_, "__wrapped__", rotate_) is not rotate:
             return super().attend_layers(plan, layers, rotate_)
         settings = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale
-        return [Trained(function=_Attention, settings=settings, fault=self.name)] * layers
+        return [Trained(alone=_Attention.apply, function=_Attention, settings=settings, fault=self.name)] * layers
 
 
 def _interface() -> Any:

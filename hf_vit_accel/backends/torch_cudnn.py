@@ -77,7 +77,7 @@ class TorchCudnn(Backend):
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         settings = plan.host["groups"], plan.request.scale
         if getattr(rotate, "__wrapped__", rotate) is rotation:  # then its gradient is fused, too
-            return [Trained(function=_Attention, settings=settings, fault=self.name)] * layers
+            return [Trained(alone=_Attention.apply, function=_Attention, settings=settings, fault=self.name)] * layers
 
         def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
             out_THD: torch.Tensor = _Attention.apply(rotate(qkv_T3HD, cos_TD, sin_TD), None, None, *settings)

@@ -76,4 +76,4 @@ def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tenso
         bias_F = module.bias
         return cast(module.weight), None if bias_F is None else cast(bias_F)
 
-    return Trained(function=LinearFunction, weights=weights, takes_norm=True)
+    return Trained(alone=linear, function=LinearFunction, weights=weights, takes_norm=True)

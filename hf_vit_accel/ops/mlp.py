@@ -24,7 +24,7 @@ from hf_vit_accel.ops.activation import (
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
-from hf_vit_accel.ops.mlp_backward import GeluMlp, SwigluMlp
+from hf_vit_accel.ops.mlp_backward import GeluMlp, SwigluMlp, gelu_mlp, swiglu_mlp
 from hf_vit_accel.ops.trained import Trained
 
 __all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "reasons_against", "routed"]
@@ -128,8 +128,8 @@ def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, cast: 
         return list(map(cast, (first.weight, first.bias, after.weight, after.bias)))
 
     if kind == "silu":
-        return Trained(function=SwigluMlp, weights=swiglu_weights, takes_norm=True)
-    return Trained(function=GeluMlp, weights=gelu_weights, settings=(kind,), takes_norm=True)
+        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, takes_norm=True)
+    return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind,), takes_norm=True)
 
 
 def _reference(

@@ -188,12 +188,14 @@ def fused(norm: Any, context: Context) -> AddNorm:
             x_TE = x_TE if delta_TE is None else x_TE + delta_TE
             return x_TE, add_norm_reference_(x_TE, None, norm.weight, None if rms else norm.bias, eps, rms=rms)
     elif context.grad:
-        from hf_vit_accel.ops.norm_backward import AddNormFunction
+        from hf_vit_accel.ops import norm_backward
         from hf_vit_accel.ops.trained import TrainedNorm
 
         cast = context.cast
         weights: Any = lambda: (cast(norm.weight), None if rms else cast(norm.bias))  # noqa: E731
-        return TrainedNorm(function=AddNormFunction, weights=weights, settings=(eps, rms))
+        return TrainedNorm(
+            alone=norm_backward.add_norm, function=norm_backward.AddNormFunction, weights=weights, settings=(eps, rms)
+        )
     else:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,7 +78,6 @@ def add_norm_reference(
     weight_E: torch.Tensor,
     bias_E: torch.Tensor | None,
     eps: float,
-    *,
     rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + delta and norm(x + delta), both (T, E), rounded as by `add_norm_reference_`; nothing is done in place."""
@@ -242,7 +241,6 @@ def add_norm(
     weight_E: torch.Tensor,
     bias_E: torch.Tensor | None,
     eps: float,
-    *,
     rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_norm_reference` as one kernel, with a gradient that is one kernel, too, and a small one for the parameters.

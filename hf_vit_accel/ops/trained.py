@@ -26,12 +26,14 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """An operation by its autograd function, which takes rows, weights and settings in this order.
+    """An operation with a gradient of its own, which takes rows, weights and settings in this order.
 
-    weights: as they are now, in the dtype of the rows. takes_norm: whether its last argument is what its rows were made
-    of by a norm. fault: the name of what failed, if its forward does.
+    alone: what runs it; function: the autograd function of that. weights: as they are now, in the dtype of the rows.
+    takes_norm: whether its last argument is what its rows were made of by a norm. fault: the name of what failed, if
+    its forward does.
     """
 
+    alone: Callable[..., Any]
     function: Any
     weights: Callable[[], Sequence[Any]] = tuple
     settings: tuple[Any, ...] = ()
@@ -41,11 +43,11 @@ class Trained:
     def __call__(self, *rows: Any, norm: Norm | None = None) -> Any:
         """Alone: one node."""
         extra = (norm or norm_of(rows[0]),) if self.takes_norm else ()
-        return self._apply(*rows, *self.weights(), *self.settings, *extra)
+        return self._alone(*rows, *self.weights(), *self.settings, *extra)
 
     @cached_property
-    def _apply(self) -> Any:
-        return env.guarded(self.fault, self.function.apply)
+    def _alone(self) -> Any:
+        return env.guarded(self.fault, self.alone)
 
     @cached_property
     def forward(self) -> Any:
@@ -58,7 +60,7 @@ class TrainedNorm(Trained):
 
     def __call__(self, *rows: Any, norm: Norm | None = None) -> tuple[Rows, Rows]:
         (x_TE, delta_TE), weights = rows, self.weights()
-        sum_TE, normed_TE = self._apply(x_TE.contiguous(), delta_TE, *weights, *self.settings)
+        sum_TE, normed_TE = self._alone(x_TE, delta_TE, *weights, *self.settings)
         remember(normed_TE, Norm(sum_TE, *weights, *self.settings))
         return sum_TE, normed_TE
 
