@@ -18,7 +18,7 @@ from hf_vit_accel.families.base import Block, Parts
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2
-from hf_vit_accel.ops.linear import LinearFunction, build
+from hf_vit_accel.ops.linear import LinearFunction, build, linear
 from hf_vit_accel.ops.trained import Trained
 
 try:
@@ -52,7 +52,7 @@ def product(block: Block, context: Context) -> Rows:
         return cast(torch.cat(each)), cast(torch.cat(some))
 
     if context.grad and not context.reference and not context.no_kernels:
-        return Trained(function=LinearFunction, weights=weights, takes_norm=True)
+        return Trained(alone=linear, function=LinearFunction, weights=weights, takes_norm=True)
     return lambda x_TE: F.linear(x_TE, *weights())
 
 
