@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from hf_vit_accel import registration, upstream
 from hf_vit_accel.families import FAMILIES, Block, Family, Parts, family_of
 from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops import TABLE, mlp
+from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.upstream import prove
 
 Grid = list[tuple[int, int, int]]
@@ -67,7 +72,7 @@ def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tens
     assert family is not None
     rows, pixels, grid_thw = inputs(tower, grid)
     outputs = family.tensors_of(tower(pixels, grid_thw=grid_thw))
-    wanted = [torch.randn(output.shape, generator=generator) for output in outputs]
+    wanted = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
     return outputs, list(torch.autograd.grad(outputs, [rows, *tower.parameters()], wanted))
 
 
@@ -146,6 +151,39 @@ def test_rounding_is_that_of_stock(references: list[str], tower: Any) -> None:
     assert [(x.dtype, x.shape) for x in found] == [(x.dtype, x.shape) for x in stock]
     for ours, theirs, true in zip(found, stock, exact, strict=True):
         assert relative_error(ours, true) <= 1.1 * relative_error(theirs, true)
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
+def test_towers_by_the_interpreter() -> None:
+    """TRITON_INTERPRET is read when kernels are defined, so the interpreted test has a process of its own."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs interpreted above")
+@pytest.mark.parametrize("name", ["GlmOcr", "Glm5Next", "Glm4vVision", "PaddleOCR", "Qwen2_5Omni", "Exaone4_5"])
+def test_kernels_interpreted(name: str, monkeypatch: Any) -> None:
+    """The kernels themselves, in fp16: outputs and gradients are as near to fp32 as stock's."""
+    monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
+    tower, grid = build(*next(each for each in CLASSES if each[2].startswith(name))), [(1, 4, 6), (1, 2, 4)]
+    exact, exact_gradients = trained(tower, grid)
+    tower.half()
+    stock, stock_gradients = trained(tower, grid)
+    hf_vit_accel.patch(tower, strict=True)
+    found, (_, gradients) = run(tower, grid), trained(tower, grid)
+    assert_fast(tower, 2)
+
+    def error(tensors: list[torch.Tensor], true: list[torch.Tensor]) -> float:
+        return relative_error(*(torch.cat([x.flatten().double() for x in each]) for each in (tensors, true)))
+
+    assert error(found, exact) <= max(1.1 * error(stock, exact), torch.finfo(torch.float16).eps * 1.5)
+    assert error(gradients, exact_gradients) <= 1.1 * error(stock_gradients, exact_gradients)
 
 
 def test_under_autocast_a_tower_is_as_stock(references: list[str], tower: Any) -> None:
