@@ -62,7 +62,7 @@ def oldest(session: nox.Session) -> None:
 def ways(session: nox.Session, transformers: str) -> None:
     """Every way to wrap a model, with the packages that wrap. (Liger 0.8.5 takes transformers 5.17, not 5.23.)"""
     install(session, *WRAPPERS, transformers=transformers)
-    run_suite(session, "--matrix", "tests/test_matrix.py")
+    run_suite(session, "--matrix", "tests/test_matrix.py", "tests/test_finetune.py")
 
 
 @nox.session

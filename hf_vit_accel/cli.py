@@ -21,6 +21,8 @@ __all__ = ["app"]
 
 MODELS, CPU_MODEL, CPU_SIZE = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b", "qwen3-vl-2b", "1x8x8"
 """What is timed by default; on a CPU little enough to end within a few minutes."""
+TRAIN_SIZES, TRAIN_BASELINES = "one 448²,one 1024²,16 x 512²,one page", "sdpa,flash_attention_2,liger,compile_blocks"
+"""The same of trainings."""
 
 app = typer.Typer(
     help="Fast, exact vision towers for Hugging Face vision-language models.",
@@ -91,7 +93,7 @@ def bench(
         typer.Option(
             help=f"Comma-separated: names out of {', '.join(benchmark.SIZES)} (in pixels; ^2 will do for ²), or frames "
             "x height x width in patches such as 1x64x64*16+8x36x64 (*n repeats, + joins); by default all names, on a "
-            f"CPU {CPU_SIZE}."
+            f"CPU {CPU_SIZE}, with --train {TRAIN_SIZES}."
         ),
     ] = None,
     backends: Annotated[
@@ -99,13 +101,19 @@ def bench(
         typer.Option(
             help='Comma-separated attention backends and "auto", each with "+fp8" after it in FP8 where that pays, and '
             'with "+graph" at the end replayed from a CUDA graph; by default "auto", "auto+graph" and every backend '
-            "that can run."
+            'that can run; with --train "auto".'
         ),
     ] = None,
     baselines: Annotated[
-        str,
-        typer.Option(help=f"Comma-separated stock set-ups out of {', '.join(benchmark.BASELINES)}."),
-    ] = "sdpa",
+        str | None,
+        typer.Option(
+            help=f"Comma-separated stock set-ups out of {', '.join(benchmark.BASELINES)}; by default sdpa, with "
+            f"--train {TRAIN_BASELINES}."
+        ),
+    ] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Forward and backward, every parameter trained, all gradients verified.")
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU."),
@@ -134,9 +142,12 @@ def bench(
     \f
     The keys of the JSON object; null stands for "none":
 
-    - versions: name to version or null. device, dtype: text. rounds: int. peak_tflops: what floor_ms assumes, or null.
+    - versions: name to version or null. device, dtype: text. train: bool. rounds: int. peak_tflops: what floor_ms
+      assumes, or null.
     - rows: list of {model, size, patches, contender, status, floor_ms, bound, ms, ms_low, ms_high, ratio (ms over
-      floor_ms), speedup (over the first contender), error, problem, parts}.
+      floor_ms), speedup (over the first contender), error, worst, error_ratio, error_ratio_mean, peak_gb, problem,
+      parts}. worst: the output or gradient whose error comes nearest to its bound; error and bound are its.
+      error_ratio: the largest error over stock's own in the dtype. peak_gb: beyond the weights, with --train on CUDA.
       status: "timed"; "wrong" (the error is above the bound, or it crashed); "skipped" (it cannot run here).
       parts: list of {part, us, share (0 to 1), kernels, per_layer}, for the row that was profiled.
     """
@@ -150,9 +161,10 @@ def bench(
         device = benchmark.device_of_choice()
         on_cpu = device.type == "cpu"
         chosen = benchmark.DTYPES[dtype] if dtype else benchmark.default_dtype(device)
-        if on_cpu and model is None:  # several backends are as many copies of the tower
+        if train or (on_cpu and model is None):  # several backends are as many copies of the tower
             backends = backends or "auto"
-        sizes = sizes or (CPU_SIZE if on_cpu else ",".join(benchmark.SIZES))
+        sizes = sizes or (CPU_SIZE if on_cpu else TRAIN_SIZES if train else ",".join(benchmark.SIZES))
+        baselines = (TRAIN_BASELINES if train else "sdpa") if baselines is None else baselines
         rounds = rounds or (1 if on_cpu else 5)
         peak = peak or benchmark.peak_of(device, chosen)
         blocks = benchmark.bench(
@@ -165,9 +177,14 @@ def bench(
             peak=peak,
             weights=weights,
             with_profile=profile,
+            train=train,
             say=lambda line: typer.echo(f"... {line}", err=True),
         )
-    floor = f"floor: all matrix FLOPs at {peak:.4g} TFLOP/s" if peak else "no floor on a CPU"
+    floor = (
+        f"floor: all matrix FLOPs{', three times,' if train else ''} at {peak:.4g} TFLOP/s"
+        if peak
+        else "no floor on a CPU"
+    )
     typer.echo(f"{str(chosen).removeprefix('torch.')}; {floor}")
     rows: list[benchmark.Row] = []
     output = sys.stdout
@@ -175,9 +192,9 @@ def bench(
         for block in blocks:
             known_model = bool(rows) and rows[-1].model == block[0].model
             rows += block
-            for line in benchmark.lines(block, skipped=not known_model):
+            for line in benchmark.lines(block, train=train, skipped=not known_model):
                 typer.echo(line, file=output)
-    result = benchmark.document(rows, dtype=chosen, rounds=rounds, peak=peak)
+    result = benchmark.document(rows, dtype=chosen, rounds=rounds, peak=peak, train=train)
     if json_path is not None:
         json_path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if plot_path is not None and any(row.ms is not None for row in rows):

@@ -297,12 +297,12 @@ CASES: dict[str, Callable[[At], Case]] = {
     "swiglu, one bias": swiglu_case((80, 36), (1280, 3420), biases="bu"),
     "norm + gelu, merged": half_layer_case("gelu", rms=False, merge=4),
     "norm + swiglu": half_layer_case("swiglu", rms=True),
+    "layer gelu": layer_case("gelu_tanh", rms=False, delta=True),
+    "layer swiglu, the first": layer_case("swiglu", rms=True, delta=False),
     **{
         f"heads {dim} {groups}{' normed' * normed}": heads_case(dim, groups, normed=normed)
         for dim, groups, normed in ((64, 1, True), (80, 2, False), (72, 2, True))
     },
-    "layer gelu": layer_case("gelu_tanh", rms=False, delta=True),
-    "layer swiglu, the first": layer_case("swiglu", rms=True, delta=False),
     "positions 4": positions_case(4, 144),
     "positions 16": positions_case(16, 300),
 }

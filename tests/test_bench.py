@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,15 +16,17 @@ import torch
 import transformers
 from click.testing import Result
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from hf_vit_accel import backends, bench, cli, env
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.bench import contenders, towers
-from hf_vit_accel.bench.measure import _pixels, _time, outputs_of, relative_error
+from hf_vit_accel.bench import baselines, contenders, towers
+from hf_vit_accel.bench.measure import _time
 from hf_vit_accel.bench.profile import part_of
+from hf_vit_accel.bench.work import Errors, draw_batch, outputs_of, results
 from hf_vit_accel.families import FAMILIES
 
 GRID = ((1, 4, 6), (3, 8, 4))
@@ -65,7 +68,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
     class Spoiled(Sdpa):
         name = "spoiled"
-        needs = Needs(cuda=False)
+        needs = Needs(cuda=False, differentiable=True)
 
         def attend(self, *arguments: Any) -> Any:
             return change(super().attend(*arguments))
@@ -263,7 +266,9 @@ def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
     problems = {row["contender"]: row["problem"] for row in rows}
     assert set(problems) == {f"stock {name}" for name in bench.BASELINES} | {"flashinfer_cudnn", "sdpa"}
     assert "flash_attention_2: " in problems["stock compile+graph"]
-    assert result.stdout.count("skipped stock compile, stock compile+graph, stock graph: ") == 1  # not at every size
+    assert (
+        result.stdout.count("skipped stock compile, stock compile_blocks, stock compile+graph, stock graph: ") == 1
+    )  # not at every size
 
 
 @pytest.mark.parametrize(
@@ -290,6 +295,171 @@ def test_mistakes_are_explained_before_anything_runs(
     result = command("--model", "qwen3-vl-2b", "--sizes", "1x2x2", *options)
     assert result.exit_code == 2
     assert re.search(said.replace(".:", r"\.:"), in_words(result)), in_words(result)
+
+
+def test_training(checkpoint: Path, tmp_path: Path) -> None:
+    """Forward and backward: every gradient compared, stock's own errors beside, what has no backward told."""
+    baselines = ",".join(bench.BASELINES)
+    options = ("--train", "--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--dtype", "bf16", "--peak", 1)
+    options += ("--backends", "auto,sdpa,auto+graph", "--baselines", baselines, "--profile")
+    result = command(*options, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["train"] is True and "all matrix FLOPs, three times, at 1 TFLOP/s" in result.stdout
+    rows = {row["contender"]: row for row in report["rows"]}
+    timed = {name: row for name, row in rows.items() if row["status"] == "timed"}
+    assert timed.keys() == {"stock sdpa", "auto", "sdpa"}
+    tower = bench.build_tower(str(checkpoint), torch.device("cpu"), torch.bfloat16)
+    names = {name for name, _ in tower.named_parameters()} | {"pixels", *(f"output {index}" for index in range(3))}
+    for name, row in timed.items():
+        assert row["worst"] in names and 1e-4 < row["error"] <= row["bound"] < 0.1
+        assert row["floor_ms"] == pytest.approx(3 * bench.matrix_flops(tower, GRID) / 1e9)
+        assert row["peak_gb"] is None  # a CPU does not tell
+        assert 0.9 < row["error_ratio_mean"] <= row["error_ratio"] <= (1 if name == "stock sdpa" else 1.1) + 1e-6
+    told = {name: row["problem"] for name, row in rows.items() if row["status"] == "skipped"}
+    assert "no backward" in told["auto+graph"] and "no backward" in told["stock graph"]
+    assert "no backward" in told["stock flash_attention_3"] and "CUDA" in told["stock flash_attention_2"]
+    assert all(told.values()) and "of stock" in result.stdout and "parts of one step of auto" in result.stdout
+
+
+def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The forward is right, and one product's gradient a quarter too large."""
+
+    class Louder(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 1.25
+
+    spoil(monkeypatch, Louder.apply)
+    checkpoint = write_config("qwen3_vl", tmp_path)
+    options = ("--train", "--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "spoiled,sdpa")
+    result = command(*options, "--baselines", "sdpa", "--json", tmp_path / "r.json")
+    assert result.exit_code == 1
+    rows = {row["contender"]: row for row in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    assert rows["sdpa"]["status"] == "timed" and rows["spoiled"]["status"] == "wrong"
+    assert rows["spoiled"]["ms"] is None and re.search(
+        "is allowed, of .*(qkv|norm1|patch_embed)", rows["spoiled"]["problem"]
+    )
+
+
+def test_the_defaults_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(bench, "bench", lambda models, sizes, **more: asked.update(more, sizes=sizes) or iter(()))
+    assert command("--train", "--model", "qwen3-vl-2b").exit_code == 0
+    assert asked["train"] and asked["attentions"] == ["auto"] and list(asked["sizes"]) == ["1x8x8"]
+    assert asked["baselines"] == ["sdpa", "flash_attention_2", "liger", "compile_blocks"]
+    monkeypatch.setattr(bench, "device_of_choice", lambda: torch.device("cuda"))
+    monkeypatch.setattr(bench, "peak_of", lambda *_: 123.0)
+    assert command("--train").exit_code == 0
+    assert list(asked["sizes"]) == ["one 448²", "one 1024²", "16 x 512²", "one page"]
+    assert command().exit_code == 0 and not asked["train"] and asked["baselines"] == ["sdpa"]
+
+
+def gradients(run: baselines.Run, seed: int = 0) -> dict[str, torch.Tensor]:
+    return results(run, draw_batch(run, GRID, seed))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_compiled_blocks_train_as_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is compiled, whatever their number, and none falls back to eager beyond a limit of recompiles."""
+    compiled, compile_stock = [], torch.compile
+
+    def count(graph: Any, inputs: Any) -> Any:
+        compiled.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: compile_stock(forward, backend=count, **options))
+    tower = tiny.tower_of(tiny.TINY[name].build()).requires_grad_(True).train()
+    with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
+        expected = gradients(run)
+    with baselines._compiled_blocks("sdpa", tower, GRID) as run:
+        found = gradients(run)
+        first = len(compiled)
+        gradients(run, 1)
+        assert 0 < first == len(compiled)  # nothing is compiled again
+    assert found.keys() == expected.keys() and {"pixels", "output 0"} < found.keys()
+    assert len(found) > len(tower.blocks) * 8
+    for key, value in expected.items():
+        tiny.assert_close([found[key]], [value])
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_compiled_blocks_are_whole_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's varlen attention, traced without a GPU: one graph for all blocks of a kind, forward and backward."""
+    graphs, compile_stock, grid = [], torch.compile, ((1, 16, 12),)  # larger than a window
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph
+
+    def whole(forward: Any, **options: Any) -> Any:
+        return compile_stock(forward, backend=keep, fullgraph=True, **options)
+
+    monkeypatch.setattr(torch, "compile", whole)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tower = tiny.tower_of(tiny.TINY[name].build()).requires_grad_(True).train()
+        pixels = tiny.pixels_for(tower, list(grid))
+        with baselines._compiled_blocks("flash_attention_2", tower, grid) as run:
+            outputs = outputs_of(run(pixels))
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    kinds = 2 if name == "qwen2_5_vl" else 1
+    assert len(graphs) == kinds and all("varlen_attn" in graph for graph in graphs)
+    assert all(parameter.grad is not None for parameter in tower.parameters())
+
+
+def test_flash_attention_2_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package torch's own varlen function serves: one call a layer with all segments, and its backward."""
+    from torch.nn.attention import varlen
+
+    calls = []
+
+    def attend(q: Any, k: Any, v: Any, cu: torch.Tensor, cu_k: Any, longest: int, longest_k: int, *, scale: Any) -> Any:
+        calls.append(longest)
+        parts = zip(*(x.split(cu.diff().tolist()) for x in (q, k, v)), strict=True)
+        outs = [
+            nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), scale=scale)
+            for part in parts
+        ]
+        return torch.cat([out.transpose(0, 1) for out in outs])
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    tower = tiny.tower_of(tiny.TINY["qwen2_5_vl"].build()).requires_grad_(True).train()
+    with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
+        expected = gradients(run)
+    with baselines._stock_without_syncs("flash_attention_2", False, tower, GRID) as run:
+        found = gradients(run)
+    assert len(calls) == 2 * len(tower.blocks)  # once to learn the outputs' shapes
+    for key, value in expected.items():
+        tiny.assert_close([found[key]], [value])
+
+
+def test_liger_trains_what_the_tower_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build()).requires_grad_(True).train()
+    module = sys.modules[type(tower).__module__]
+    monkeypatch.setattr(
+        baselines, "_apply_liger", lambda _: {"apply_rotary_pos_emb_vision": module.apply_rotary_pos_emb_vision}
+    )
+    with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
+        expected = gradients(run)
+    with baselines._liger("sdpa", tower, GRID) as run:
+        assert run.tower is not tower and run.tower.training
+        found = gradients(run)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        tiny.assert_close([found[key]], [value])
+
+
+def test_errors_of_what_is_missing_or_not_finite() -> None:
+    one, errors = torch.ones(4), Errors()
+    errors.add({"a": one, "b": one, "c": one / 0}, {"a": one * 1.25, "c": one, "d": one})
+    errors.add({"a": one, "b": one}, {"a": one, "b": one, "d": one})
+    found = errors.by_name()
+    assert found["a"] == pytest.approx(0.2 / 2**0.5)
+    assert all(found[name] == float("inf") for name in "bcd")
 
 
 def test_profile(checkpoint: Path, tmp_path: Path) -> None:
@@ -354,7 +524,7 @@ def test_stock_given_its_metadata_is_the_same(name: str) -> None:
     tower = tiny.tower_of(tiny.TINY[name].build())
     pixels = tiny.pixels_for(tower, list(GRID))
     expected = tiny.run_tower(tower, list(GRID))
-    with torch.no_grad(), contenders._stock_without_syncs("sdpa", False, tower, GRID) as run:
+    with torch.no_grad(), baselines._stock_without_syncs("sdpa", False, tower, GRID) as run:
         tiny.assert_close(tiny.outputs_of(run(pixels)), expected, bound=0)
 
 
@@ -374,8 +544,8 @@ def test_flash_attention_3_as_a_module_only(monkeypatch: pytest.MonkeyPatch) -> 
     try:
         tower = tiny.tower_of(tiny.TINY["qwen2_5_vl"].build())
         expected = tiny.run_tower(tower, list(GRID))
-        monkeypatch.setattr(contenders, "is_flash_attn_3_available", lambda: False)
-        with torch.no_grad(), contenders.stock("flash_attention_3", tower, GRID) as run:
+        monkeypatch.setattr(baselines, "is_flash_attn_3_available", lambda: False)
+        with torch.no_grad(), baselines.stock("flash_attention_3", tower, GRID) as run:
             tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
     finally:
         library._destroy()
@@ -401,12 +571,12 @@ def test_liger_is_applied_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     expected = tiny.run_tower(tower, list(GRID))
-    with torch.no_grad(), contenders._liger("sdpa", tower, GRID) as run:
+    with torch.no_grad(), baselines._liger("sdpa", tower, GRID) as run:
         assert vars(module) == before
         tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
         assert len(rotated) == len(tower.blocks) and vars(module) == before
     vars(liger)["apply_liger_kernel_to_qwen3_vl"] = lambda **_: None
-    with pytest.raises(RuntimeError, match="replaces nothing"), contenders._liger("sdpa", tower, GRID):
+    with pytest.raises(RuntimeError, match="replaces nothing"), baselines._liger("sdpa", tower, GRID):
         pass
 
 
@@ -438,13 +608,15 @@ def test_every_family_is_verified_and_counted(family: Any) -> None:
             setattr(config, field, value)
         config._attn_implementation_internal = "sdpa"
         tower, grid = tiny.randomise(kind(config).eval()).requires_grad_(False), ((1, 4, 8), (1, 8, 8))
-        pixels = _pixels(tower, grid)
-        expected = outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))
+        stock = baselines.Run(tower, lambda pixels, tower=tower, grid=grid: tower(pixels, grid_thw=torch.tensor(grid)))
+        batch, errors = draw_batch(stock, grid, 0), Errors()
+        expected = results(stock, batch)
         with contenders._patched("sdpa", tower, grid) as run:
-            assert relative_error(outputs_of(run(pixels)), expected) < 1e-5
+            errors.add(results(run, batch), expected)
+        assert max(errors.by_name().values()) < 1e-5
         tower.config._attn_implementation_internal = "eager"
         with FlopCounterMode(display=False) as counter:
-            tower(pixels, grid_thw=torch.tensor(grid))
+            tower(batch.pixels_TP, grid_thw=torch.tensor(grid))
         # Rotations are counted by torch alone, grouped products of experts by us alone.
         assert counter.get_total_flops() == pytest.approx(towers.matrix_flops(tower, grid), rel=0.04)
 
@@ -460,10 +632,21 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert {"stock sdpa", "auto"} <= {row["contender"] for row in report["rows"] if row["status"] == "timed"}
 
 
+@pytest.mark.gpu
+def test_training_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(env, "has_cuda", torch.cuda.is_available)
+    options = ("--train", "--model", "qwen2.5-vl-3b,qwen3-vl-2b", "--sizes", "1x16x16+2x8x12", "--rounds", 1)
+    baselines = "sdpa,flash_attention_2,compile_blocks"
+    result = command(*options, "--baselines", baselines, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert all(row["status"] == "timed" and row["peak_gb"] > 0 for row in rows), result.output
+
+
 def test_every_other_round_goes_backwards() -> None:
     """So that no contender always runs behind the same, perhaps hotter, neighbour."""
     turns: list[str] = []
-    runs = {name: lambda _, name=name: turns.append(name) for name in "abc"}
-    _time(runs, torch.zeros(1), 2)
+    steps = {name: lambda name=name: turns.append(name) for name in "abc"}
+    _time(steps, 2, cuda=False)
     order = [name for name, before in zip(turns, ["", *turns], strict=False) if name != before]
     assert order == ["a", "b", "c", "b", "a"]

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "tiny_captioner")]
 
 import batch_caption  # noqa: E402
+import curves  # noqa: E402
 import parity  # noqa: E402
 import scenes  # noqa: E402
 import train  # noqa: E402
@@ -286,6 +287,33 @@ def test_parity_fails_beyond_half_a_point(capsys: Any, monkeypatch: Any) -> None
     with pytest.raises(typer.Exit) as stopped:
         parity.main()
     assert stopped.value.exit_code == 1 and "-0.60 points" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", train.FAMILIES)
+def test_patched_models_learn_as_stock(family: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    """From scratch, shortened: on a CPU in fp32 the curves are the same up to rounding, which seeds are far from."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "curves.json"
+    short = dict(steps=20, seeds=2, batch=4, scenes=4, workers=0)
+    curves.main(families=family, json_path=path, plots=tmp_path, **short)
+    (found,) = json.loads(path.read_text())["families"]
+    assert found["furthest"] < 1e-2 and found["problems"] == [] and "right tokens: patched" in capsys.readouterr().out
+    losses = found["patched"]["losses"]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert found["patched"]["fast"] >= 20 and found["patched"]["stock"] == 0
+    assert (tmp_path / f"{family}.svg").read_text().count("<polyline") == 3
+
+
+def test_learning_otherwise_is_a_problem() -> None:
+    def run(*losses: float, seed: int = 0, tokens: float = 0.5, fast: int = 1) -> curves.Run:
+        return curves.Run(seed=seed, losses=losses, tokens=tokens, exact=0.0, fast=fast)
+
+    stock = [run(2.0, 1.0), run(2.2, 1.4, seed=1, tokens=0.6)]
+    assert curves.compare("", stock, run(2.1, 0.7, tokens=0.4)).problems == ()  # as far as seeds are apart, or nearer
+    far = curves.compare("", stock, run(2.0, 1.5))
+    assert far.furthest == pytest.approx(1.25) and len(far.problems) == 1
+    assert "right tokens" in curves.compare("", stock, run(2.0, 1.0, tokens=0.3)).problems[0]
+    assert "its own 0 times" in curves.compare("", stock, run(2.0, 1.0, fast=0)).problems[0]
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

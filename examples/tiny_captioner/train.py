@@ -8,6 +8,7 @@ interpolated positions, M-RoPE. Every batch holds scenes of one picture size; si
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -285,6 +286,42 @@ def save(model: Any, tokenizer: Any, family: str, path: Path) -> None:
         (path / name).write_text(json.dumps(shared | kind, indent=2) + "\n")
 
 
+def train(
+    model: Any,
+    family: str,
+    tokenizer: Any,
+    accelerator: Accelerator,
+    *,
+    steps: int,
+    batch: int,
+    rate: float,
+    workers: int,
+    seed: int,
+) -> Iterator[torch.Tensor]:
+    """Train a model where it is, on scenes that the seed decides; the loss after every step."""
+    unit = 2 * FAMILIES[family][1]["patch_size"]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.05, fused=torch.cuda.is_available()
+    )
+    warm = max(1, min(500, steps // 10))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(step / warm, 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+    )
+    trained, optimizer = accelerator.prepare(model, optimizer)
+    drawing = Batches(unit, batch, seed, accelerator.process_index)
+    data = DataLoader(drawing, batch_size=None, num_workers=workers, pin_memory=torch.cuda.is_available())
+    trained.train()
+    for drawn in itertools.islice(data, steps):
+        inputs = encode(drawn, family, tokenizer, accelerator.device, answer=True)
+        loss = trained(**inputs, position_ids=position_ids(model, inputs)).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        yield loss.detach()
+
+
 def main(
     family: Annotated[str, typer.Argument(help="One of " + ", ".join(FAMILIES) + ".")],
     output: Annotated[Path, typer.Option(help="Folder for the checkpoint.")],
@@ -299,39 +336,19 @@ def main(
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     tokenizer = build_tokenizer()
     model = build_model(family, tokenizer, seed)
-    unit = 2 * FAMILIES[family][1]["patch_size"]
     accelerator.print(f"{family}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
     model = hf_vit_accel.patch(model.to(accelerator.device))  # attention of all pictures in one call, with gradients
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.05, fused=torch.cuda.is_available()
+    begin, total, each = time.perf_counter(), 0.0, max(1, steps // 12)
+    losses = train(
+        model, family, tokenizer, accelerator, steps=steps, batch=batch, rate=rate, workers=workers, seed=seed
     )
-    warm = max(1, min(500, steps // 10))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(step / warm, 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
-    )
-    trained, optimizer = accelerator.prepare(model, optimizer)
-    data = DataLoader(
-        Batches(unit, batch, seed, accelerator.process_index), batch_size=None, num_workers=workers, pin_memory=True
-    )
-    begin, total = time.perf_counter(), 0.0
-    trained.train()
-    for step, drawn in enumerate(data, 1):
-        inputs = encode(drawn, family, tokenizer, accelerator.device, answer=True)
-        loss = trained(**inputs, position_ids=position_ids(model, inputs)).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        total += loss.detach()
-        if step % max(1, steps // 12) == 0:
-            each = max(1, steps // 12)
+    for step, loss in enumerate(losses, 1):
+        total += loss
+        if step % each == 0:
             right = accuracy(model, family, tokenizer, min(100, scenes))
             spent = time.perf_counter() - begin
             accelerator.print(f"step {step}: loss {float(total) / each:.4f}, exact {right:.0%}, {spent:.0f} s")
             total = 0.0
-        if step == steps:
-            break
     if accelerator.is_main_process:
         right = accuracy(model, family, tokenizer, scenes)
         wrong = accuracy(model, family, tokenizer, scenes, shuffled=True)

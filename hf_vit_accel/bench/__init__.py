@@ -1,10 +1,12 @@
 """Verify, then time whole vision towers: this machine, real shapes, every backend, stock transformers for comparison.
 
-`towers` (what is timed: shapes, sizes, matrix FLOPs), `contenders` (who runs), `measure` (verify, time), `profile`
-(where a forward's time goes), `report` (table, JSON, figure). The command line is `hf-vit-accel bench`.
+`towers` (what is timed: shapes, sizes, matrix FLOPs), `contenders` (who runs), `baselines` (stock's best set-ups),
+`work` (a forward, or forward and backward), `measure` (verify, time), `profile` (where the time goes), `report` (table,
+JSON, figure). The command line is `hf-vit-accel bench`.
 """
 
-from hf_vit_accel.bench.contenders import BASELINES, Contender, choose
+from hf_vit_accel.bench.baselines import BASELINES
+from hf_vit_accel.bench.contenders import Contender, choose
 from hf_vit_accel.bench.measure import DTYPES, Row, bench, default_dtype, device_of_choice, measure
 from hf_vit_accel.bench.profile import Part, profile
 from hf_vit_accel.bench.report import document, lines, plot, require_matplotlib

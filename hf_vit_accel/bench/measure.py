@@ -1,26 +1,29 @@
 """Verify every contender against an fp32 run of the stock tower, then time those that passed, interleaved.
 
-`T` packed patch rows, `P` pixels of a patch.
+A forward each, or a forward and backward of a tower whose parameters require gradients.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel import env
-from hf_vit_accel.bench.contenders import Contender, Run, check_names, choose, stock
+from hf_vit_accel.bench.baselines import Run, stock, trained
+from hf_vit_accel.bench.contenders import Contender, check_names, choose
 from hf_vit_accel.bench.profile import Part, profile
 from hf_vit_accel.bench.towers import build_tower, family_of_tower, matrix_flops, weight_of
+from hf_vit_accel.bench.work import Batch, Errors, draw_batch, milliseconds, peak_gigabytes, results, rows, work
 from hf_vit_accel.inputs import Expected, read
 from hf_vit_accel.metadata import Grid
 
@@ -34,7 +37,12 @@ ROUNDING: Mapping[torch.dtype, float] = {
 }
 """An error that passes in any case."""
 WARM_UPS, TIMED = 2, 4
-SEED = 1
+CALLS, STEPS = 2, 5
+"""Batches to verify by: a second call meets what the first one cached; errors of gradients in half precision are
+measured, which takes more of them than to see that nothing but rounding is wrong."""
+PROMISED, PEERS = 1.1, 2.0
+"""Times stock's own error in the dtype: what is allowed, and what is allowed for the gradients of other libraries,
+which promise less; a wrong gradient is many times off."""
 
 Status = Literal["timed", "wrong", "skipped"]
 
@@ -43,10 +51,12 @@ Status = Literal["timed", "wrong", "skipped"]
 class Row:
     """What came out for one contender on one input of one model.
 
-    ms, ms_low, ms_high: median, least and most milliseconds of a forward. floor_ms: the input's matrix FLOPs at peak
-    speed, None without one. ratio: ms / floor_ms. speedup: over the first contender of the input. error: relative L2,
-    the largest of all outputs; bound: the largest that passes. problem: why it is wrong or was skipped. parts: its
-    profile, if asked for.
+    ms, ms_low, ms_high: median, least and most milliseconds of a forward, or of a forward and backward. floor_ms: the
+    input's matrix FLOPs at peak speed, None without one. ratio: ms / floor_ms. speedup: over the first contender of the
+    input. worst: of all outputs and gradients the one whose error comes nearest to what passes; error: its relative L2
+    error; bound: the largest that passes. error_ratio, error_ratio_mean: error over stock's own in the dtype, the
+    largest and the mean of all; None where stock has none. peak_gb: most memory beyond the weights, of a training on
+    CUDA. problem: why it is wrong or was skipped. parts: its profile, if asked for.
     """
 
     model: str
@@ -62,6 +72,10 @@ class Row:
     ratio: float | None = None
     speedup: float | None = None
     error: float | None = None
+    worst: str | None = None
+    error_ratio: float | None = None
+    error_ratio_mean: float | None = None
+    peak_gb: float | None = None
     problem: str | None = None
     parts: tuple[Part, ...] | None = None
 
@@ -87,12 +101,14 @@ def bench(
     peak: float | None = None,
     weights: bool = False,
     with_profile: bool = False,
+    train: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[Row]]:
     """Build each model's tower, choose the contenders and measure; the rows of one model and size at a time.
 
     attentions: names of backends and "auto"; None for "auto" and each that can run. peak: TFLOP/s of the floor, None
-    for no floor. say: is told what cannot run, before anything does, and then what runs.
+    for no floor. train: forward and backward, every parameter trained. say: is told what cannot run, before anything
+    does, and then what runs.
     Raises ValueError, before anything runs, for models, contenders and sizes that do not exist or do not fit, and if
     none of the backends that are named can run.
     """
@@ -102,7 +118,7 @@ def bench(
     device = device_of_choice()
     chosen_dtype = dtype or default_dtype(device)
     for model in models:
-        outline = build_tower(model, torch.device("meta"), chosen_dtype)
+        outline = _prepared(build_tower(model, torch.device("meta"), chosen_dtype), train)
         for grid in sizes.values():
             _check_grid(outline, grid)
         against = [c for c in choose(outline, attentions, (), device=device) if c.against]
@@ -115,7 +131,7 @@ def bench(
     def blocks() -> Iterator[list[Row]]:
         for model in models:
             say(f"{model}: building the tower")
-            tower = build_tower(model, device, chosen_dtype, weights=weights)
+            tower = _prepared(build_tower(model, device, chosen_dtype, weights=weights), train)
             contenders = choose(tower, attentions, baselines)
             yield from measure(
                 model, tower, sizes, contenders, rounds=rounds, peak=peak, with_profile=with_profile, say=say
@@ -124,7 +140,10 @@ def bench(
     return blocks()
 
 
-@torch.no_grad()
+def _prepared(tower: Any, train: bool) -> Any:
+    return tower.requires_grad_(True).train() if train else tower
+
+
 def measure(
     model: str,
     tower: Any,
@@ -140,81 +159,69 @@ def measure(
 
     with_profile: profile the first patched contender that was timed, else the first baseline.
     """
-    reference = deepcopy(tower).float()
+    reference, train = deepcopy(tower).float(), trained(tower)
+    for block in reference.blocks if train else ():  # in fp32 stock keeps more than a GPU may hold
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for size, grid in sizes.items():
-        pixels_TP = _pixels(tower, grid)
-        say(f"{model}, {size}: running stock in fp32")
-        expected, bound = _reference(reference, tower, grid, pixels_TP)
-        floor_ms = matrix_flops(tower, grid) / (peak * 1e9) if peak else None
+        now = partial(_now, say, f"{model}, {size}")
+        floor_ms = (3 if train else 1) * matrix_flops(tower, grid) / (peak * 1e9) if peak else None
         with ExitStack() as stack:
-            now = partial(_now, say, f"{model}, {size}")
-            runs, errors, problems = _verify(stack, contenders, tower, grid, pixels_TP, expected, bound, now)
-            del expected
-            times = _time(runs, pixels_TP, rounds, now)
+            runs, problems = _open(stack, contenders, tower, grid)
+            verdicts, batch = _verify(runs, problems, contenders, reference, tower, grid, now)
+            peaks = {name: peak_gigabytes(run, batch) if train else None for name, run in runs.items()}
+            steps = {name: partial(work, run, batch) for name, run in runs.items()}
+            clear = {name: partial(run.tower.zero_grad, set_to_none=True) for name, run in runs.items()}
+            times = _time(steps, rounds, cuda=batch.pixels_TP.is_cuda, now=now, before=clear if train else {})
             profiled = next((c.name for c in sorted(contenders, key=lambda c: c.baseline) if c.name in runs), None)
             parts = None
             if with_profile and profiled is not None:
-                parts = profile(runs[profiled], pixels_TP, len(family_of_tower(tower).parts(tower).blocks))
+                layers = len(family_of_tower(tower).parts(tower).blocks)
+                parts = profile(steps[profiled], layers, cuda=batch.pixels_TP.is_cuda)
         first = times.get(contenders[0].name) if contenders else None
-        rows = []
+        found = []
         for contender in contenders:
             name = contender.name
             problem = problems.get(name)
             ms = statistics.median(times[name]) if name in times else None
-            rows.append(
+            verdict = verdicts[name]
+            finite = math.isfinite(verdict.error)
+            found.append(
                 Row(
                     model=model,
                     size=size,
-                    patches=len(pixels_TP),
+                    patches=rows(grid),
                     contender=name,
                     status=problem.status if problem else "timed",
                     floor_ms=floor_ms,
-                    bound=contender.bound or bound,
+                    bound=verdict.bound,
                     ms=ms,
                     ms_low=min(times[name]) if ms is not None else None,
                     ms_high=max(times[name]) if ms is not None else None,
                     ratio=ms / floor_ms if ms is not None and floor_ms else None,
                     speedup=statistics.median(first) / ms if ms is not None and first is not None else None,
-                    error=errors.get(name),
+                    error=verdict.error if finite else None,
+                    worst=verdict.worst,
+                    error_ratio=max(verdict.ratios) if verdict.ratios and finite else None,
+                    error_ratio_mean=statistics.fmean(verdict.ratios) if verdict.ratios and finite else None,
+                    peak_gb=peaks.get(name),
                     problem=problem.text if problem else None,
                     parts=parts if name == profiled else None,
                 )
             )
-        yield rows
+        yield found
 
 
 def _now(say: Callable[[str], None], where: str, what: str) -> None:
     say(f"{where}: {what}")
 
 
-def _pixels(tower: Any, grid: Grid) -> torch.Tensor:
-    """Random patches for a grid, in the shape and dtype that the tower takes."""
-    weight = weight_of(tower)
-    generator = torch.Generator(weight.device).manual_seed(SEED)
-    pixels_TP = torch.randn(_rows(grid), weight[0].numel(), device=weight.device, generator=generator)
-    return family_of_tower(tower).pixels(tower, pixels_TP.to(weight.dtype))
-
-
 def _check_grid(tower: Any, grid: Grid) -> None:
     """Raise ValueError for a grid that the tower does not take."""
     family = family_of_tower(tower)
     expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
-    read(expected, torch.empty(_rows(grid), 1, device="meta"), torch.tensor(grid))
+    read(expected, torch.empty(rows(grid), 1, device="meta"), torch.tensor(grid))
     if not family.clips and any(t > 1 for t, _, _ in grid):
         raise ValueError(f"expected images for {family.name}, which takes videos frame by frame, got {grid}")
-
-
-def _rows(grid: Grid) -> int:
-    return sum(t * h * w for t, h, w in grid)
-
-
-def _reference(reference: Any, tower: Any, grid: Grid, pixels_TP: torch.Tensor) -> tuple[list[torch.Tensor], float]:
-    """The outputs of stock in fp32, and the largest error that passes: a tenth above stock's own in the dtype."""
-    with _without_tf32(), stock("sdpa", reference, grid) as run:
-        expected = outputs_of(run(pixels_TP.float()))
-    with stock("sdpa", deepcopy(tower), grid) as run:
-        own = relative_error(outputs_of(run(pixels_TP)), expected)
-    return expected, max(1.1 * own, ROUNDING[pixels_TP.dtype])
 
 
 @contextmanager
@@ -228,94 +235,122 @@ def _without_tf32() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = before
 
 
-def outputs_of(output: Any) -> list[torch.Tensor]:
-    """Merged features, or the last rows of a tower that merges nothing, and deepstack features."""
-    merged = output.last_hidden_state if output.pooler_output is None else output.pooler_output
-    return [merged, *(output.get("deepstack_features") or [])]
-
-
-def relative_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest relative L2 error of the outputs; infinite for other shapes or a value that is not finite."""
-    if [f.shape for f in found] != [e.shape for e in expected]:
-        return math.inf
-    errors = [float((f.float() - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
-    return max(error if math.isfinite(error) else math.inf for error in errors)
-
-
 @dataclass(frozen=True)
 class _Problem:
     status: Status
     text: str
 
 
-def _verify(
-    stack: ExitStack,
-    contenders: Sequence[Contender],
-    tower: Any,
-    grid: Grid,
-    pixels_TP: torch.Tensor,
-    expected: list[torch.Tensor],
-    bound: float,
-    now: Callable[[str], None] = lambda _: None,
-) -> tuple[dict[str, Run], dict[str, float], dict[str, _Problem]]:
-    """Open every contender on the stack and compare; also the errors found, and what is wrong or cannot run.
+@dataclass(frozen=True)
+class _Verdict:
+    """worst: the name of the output or gradient whose error comes nearest to its bound. ratios: over stock's errors."""
 
-    Two calls: the second meets whatever the first one cached. A backend that raises is wrong; a baseline is skipped,
-    for it may be another library's that does not fit the installed versions.
-    """
+    bound: float
+    error: float = math.inf
+    worst: str | None = None
+    ratios: tuple[float, ...] = ()
+
+
+def _open(
+    stack: ExitStack, contenders: Sequence[Contender], tower: Any, grid: Grid
+) -> tuple[dict[str, Run], dict[str, _Problem]]:
+    """Every contender that can run, opened on the stack on a tower of its own; and why others cannot."""
     runs: dict[str, Run] = {}
-    errors: dict[str, float] = {}
     problems: dict[str, _Problem] = {}
     for contender in contenders:
-        name = contender.name
         if contender.open is None:
-            problems[name] = _Problem("skipped", "; ".join(contender.against))
+            problems[contender.name] = _Problem("skipped", "; ".join(contender.against))
             continue
-        now(f"verifying {name}")
         try:
-            run = stack.enter_context(contender.open(deepcopy(tower), grid))
-            error = max(relative_error(outputs_of(run(pixels_TP)), expected) for _ in range(2))
+            runs[contender.name] = stack.enter_context(contender.open(deepcopy(tower), grid))
         except Exception as raised:
-            text = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
-            problems[name] = _Problem("skipped" if contender.baseline else "wrong", text)
-            continue
-        if math.isfinite(error):
-            errors[name] = error
-        allowed = contender.bound or bound
-        if error <= allowed:
-            runs[name] = run
-        else:
-            problems[name] = _Problem("wrong", f"relative error {error:.1e}, at most {allowed:.1e} is allowed")
-    return runs, errors, problems
+            problems[contender.name] = _failed(contender, raised)
+    return runs, problems
+
+
+def _failed(contender: Contender, raised: Exception) -> _Problem:
+    """A backend that raises is wrong; a baseline may be another library's that does not fit the installed versions."""
+    text = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
+    return _Problem("skipped" if contender.baseline else "wrong", text)
+
+
+def _verify(
+    runs: dict[str, Run],
+    problems: dict[str, _Problem],
+    contenders: Sequence[Contender],
+    reference: Any,
+    tower: Any,
+    grid: Grid,
+    now: Callable[[str], None],
+) -> tuple[dict[str, _Verdict], Batch]:
+    """Compare every run with stock in fp32, beside stock in the dtype; those that fail leave `runs` for `problems`.
+
+    Returns what was found of every contender, and the batch to time with.
+    """
+    train, own, errors = trained(tower), Errors(), {contender.name: Errors() for contender in contenders}
+    with stock("sdpa", reference, grid) as exact, stock("sdpa", deepcopy(tower), grid) as same:
+        count = STEPS if train and ROUNDING[weight_of(tower).dtype] > 1e-4 else CALLS
+        for seed in range(count):
+            now(f"running stock in fp32, {seed + 1} of {count}")
+            batch = draw_batch(same, grid, seed)
+            with _without_tf32():
+                expected = results(exact, batch.float())
+            own.add(results(same, batch), expected)
+            for contender in contenders:
+                if (run := runs.get(contender.name)) is None:
+                    continue
+                now(f"verifying {contender.name}")
+                try:
+                    errors[contender.name].add(results(run, batch), expected)
+                except Exception as raised:
+                    del runs[contender.name]
+                    problems[contender.name] = _failed(contender, raised)
+    verdicts = {}
+    for contender in contenders:
+        verdicts[contender.name] = verdict = _judge(contender, errors[contender.name].by_name(), own.by_name(), tower)
+        if contender.name in runs and not verdict.error <= verdict.bound:
+            del runs[contender.name]
+            told = f"relative error {verdict.error:.1e}, at most {verdict.bound:.1e} is allowed"
+            problems[contender.name] = _Problem("wrong", told + (f", of {verdict.worst}" if train else ""))
+    return verdicts, batch
+
+
+def _judge(contender: Contender, errors: Mapping[str, float], own: Mapping[str, float], tower: Any) -> _Verdict:
+    """The error that comes nearest to what is allowed: a tenth above stock's own in the dtype, or a rounding.
+
+    Of a forward the outputs share one bound; of a training every gradient has its own.
+    """
+    rounding, train = ROUNDING[weight_of(tower).dtype], trained(tower)
+    times = PEERS if train and contender.baseline else PROMISED
+    bounds = {name: max(times * (error if train else max(own.values())), rounding) for name, error in own.items()}
+    bounds = {name: contender.bound or bound for name, bound in bounds.items()}
+    if not errors:
+        return _Verdict(max(bounds.values()))
+    worst = max(errors, key=lambda name: errors[name] / bounds.get(name, rounding))
+    ratios = tuple(errors[name] / error for name, error in own.items() if error and name in errors)
+    return _Verdict(bounds.get(worst, rounding), errors[worst], worst, ratios)
 
 
 def _time(
-    runs: Mapping[str, Run], pixels_TP: torch.Tensor, rounds: int, now: Callable[[str], None] = lambda _: None
+    steps: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    cuda: bool,
+    now: Callable[[str], None] = lambda _: None,
+    before: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
 ) -> dict[str, list[float]]:
-    """Milliseconds of every timed forward: each round gives each contender its turn, warmed up anew.
+    """Milliseconds of every timed call: each round gives each contender its turn, warmed up anew.
+
+    before: what is done before each call, by name, and not timed.
 
     Every other round goes backwards: a GPU near its power limit is slower after a neighbour that heats it more.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
         now(f"timing, round {index + 1} of {rounds}")
-        for name in list(runs)[:: -1 if index % 2 else 1]:
+        for name in list(steps)[:: -1 if index % 2 else 1]:
             for _ in range(WARM_UPS):
-                runs[name](pixels_TP)
-            times[name] += [_milliseconds(runs[name], pixels_TP) for _ in range(TIMED)]
+                steps[name]()
+            first = before.get(name, lambda: None)
+            times[name] += [milliseconds(steps[name], cuda=cuda, before=first) for _ in range(TIMED)]
     return times
-
-
-def _milliseconds(run: Run, pixels_TP: torch.Tensor) -> float:
-    """One forward: by CUDA events after a synchronisation, on CPU by the clock."""
-    if not pixels_TP.is_cuda:
-        begin = time.perf_counter()
-        run(pixels_TP)
-        return (time.perf_counter() - begin) * 1e3
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    run(pixels_TP)
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))

@@ -1,16 +1,15 @@
-"""Where one forward's time goes: its kernels (on CPU its operators) grouped into parts of a tower."""
+"""Where the time of one step goes: its kernels (on CPU its operators) grouped into parts of a tower."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
-
-from hf_vit_accel.bench.contenders import Run
 
 __all__ = ["PARTS", "Part", "profile"]
 
@@ -41,12 +40,11 @@ class Part:
     per_layer: float
 
 
-def profile(run: Run, pixels_TP: torch.Tensor, depth: int) -> tuple[Part, ...]:
+def profile(step: Callable[[], Any], depth: int, *, cuda: bool) -> tuple[Part, ...]:
     """Run once to warm up and once under torch's profiler; the parts that took time, the longest first."""
-    cuda = pixels_TP.is_cuda
-    run(pixels_TP)
+    step()
     with torch_profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as recorded:
-        run(pixels_TP)
+        step()
         if cuda:
             torch.cuda.synchronize()
     times: dict[str, float] = {}

@@ -15,30 +15,35 @@ from hf_vit_accel.bench.measure import Row, device_of_choice
 __all__ = ["document", "lines", "plot", "require_matplotlib"]
 
 
-def document(rows: Sequence[Row], *, dtype: torch.dtype, rounds: int, peak: float | None) -> dict[str, Any]:
+def document(
+    rows: Sequence[Row], *, dtype: torch.dtype, rounds: int, peak: float | None, train: bool = False
+) -> dict[str, Any]:
     """Everything as plain dicts, lists, strings and numbers: what --json writes and `plot` reads."""
     device = env.cuda_device_name() if device_of_choice().type == "cuda" else "cpu"
     return {
         "versions": env.versions(),
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
+        "train": train,
         "rounds": rounds,
         "peak_tflops": peak,
         "rows": [asdict(row) for row in rows],
     }
 
 
-def lines(rows: Sequence[Row], *, skipped: bool = True) -> Iterator[str]:
+def lines(rows: Sequence[Row], *, train: bool = False, skipped: bool = True) -> Iterator[str]:
     """The table of one model and size, and the profile of the row that has one.
 
+    train: gradients were compared: each error beside stock's own, the mean and the largest of the ratios, and memory.
     skipped: say also what could not run and why; it is the same for every size of a model.
     """
     head = rows[0]
-    bound = min(row.bound for row in rows)  # contenders in FP8 have one of their own
-    floor = f"floor {head.floor_ms:.3g} ms, " if head.floor_ms else ""
-    yield f"{head.model}, {head.size}: {head.patches} patches, {floor}error <= {bound:.1e}"
+    floor = f", floor {head.floor_ms:.3g} ms" if head.floor_ms else ""
+    allowed = "" if train else f", error <= {min(row.bound for row in rows):.1e}"  # in FP8 it is another
+    yield f"{head.model}, {head.size}: {head.patches} patches{floor}{allowed}"
     width = max(len(row.contender) for row in rows)
-    yield f"  {'':{width}}  {'ms':>9}  {'low - high':>19}  {'x floor':>8}  {'speed-up':>8}  {'error':>8}"
+    more = f"  {'of stock':>15}  {'peak GB':>8}" if train else ""
+    yield f"  {'':{width}}  {'ms':>9}  {'low - high':>19}  {'x floor':>8}  {'speed-up':>8}  {'error':>8}{more}"
     for row in rows:
         start = f"  {row.contender:{width}}  "
         if row.status == "wrong":
@@ -48,7 +53,12 @@ def lines(rows: Sequence[Row], *, skipped: bool = True) -> Iterator[str]:
         speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
         spread = f"{row.ms_low:.2f} - {row.ms_high:.2f}"
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        yield f"{start}{row.ms:9.2f}  {spread:>19}  {ratio:>8}  {speedup:>8}  {row.error:8.1e}"
+        more = ""
+        if train:
+            ratios = row.error_ratio_mean, row.error_ratio
+            told = "" if None in ratios else "{:.2f}, <= {:.2f}".format(*ratios)
+            more = f"  {told:>15}  {'' if row.peak_gb is None else f'{row.peak_gb:.2f}':>8}"
+        yield f"{start}{row.ms:9.2f}  {spread:>19}  {ratio:>8}  {speedup:>8}  {row.error:8.1e}{more}".rstrip()
     reasons: dict[str | None, list[str]] = {}
     for row in rows:
         if skipped and row.status == "skipped":
@@ -57,7 +67,8 @@ def lines(rows: Sequence[Row], *, skipped: bool = True) -> Iterator[str]:
     for row in rows:
         if row.parts is not None:
             total, kernels = sum(part.us for part in row.parts), sum(part.per_layer for part in row.parts)
-            yield f"  parts of one forward of {row.contender}: {total:.0f} us, {kernels:.1f} kernels per layer"
+            timed = f"one {'step' if train else 'forward'} of {row.contender}"
+            yield f"  parts of {timed}: {total:.0f} us, {kernels:.1f} kernels per layer"
             for part in row.parts:
                 yield f"    {part.part:10}  {part.us:9.0f} us  {part.share:5.1%}  {part.per_layer:6.1f} per layer"
 
@@ -100,7 +111,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             panel.bar_label(bars, labels, fontsize=7, padding=2)
         panel.set_yticks([place + 0.4 - height / 2 for place in range(len(sizes))], sizes)
         panel.set_title(model)
-        panel.set_xlabel("ms, tower forward (lower is better)")
+        timed = "forward and backward" if result.get("train") else "forward"
+        panel.set_xlabel(f"ms, tower {timed} (lower is better)")
         panel.margins(x=0.12)
         panel.invert_yaxis()
     figure.suptitle(f"{result['device']}, {result['dtype']}, torch {result['versions']['torch']}")
