@@ -311,3 +311,22 @@ def test_every_module_of_a_family_is_importable_by_its_name() -> None:
         except ImportError:
             continue
         assert hasattr(home, name)
+
+
+def test_a_last_layer_norm_keeps_the_dtype_that_autocast_gives_it(references: list[str], monkeypatch: Any) -> None:
+    """On CUDA that is fp32, whatever the weights are: its module is asked."""
+    tower = build(*next(each for each in CLASSES if each[2].startswith("PaddleOCR"))).bfloat16()
+    plain = torch.nn.functional.layer_norm
+
+    def as_on_cuda(x: torch.Tensor, shape: Any, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = torch.float32 if torch.is_autocast_enabled("cpu") else x.dtype
+        return plain(x.to(wide), shape, weight.to(wide), bias.to(wide), eps)
+
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", as_on_cuda)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = run(tower, GRIDS[1])
+        hf_vit_accel.patch(tower)
+        found = run(tower, GRIDS[1])
+    assert [x.dtype for x in found] == [x.dtype for x in expected] == [torch.float32]
+    assert_fast(tower)
+    assert run(tower, GRIDS[1])[0].dtype == torch.bfloat16
