@@ -88,6 +88,7 @@ def _check_integer(name: str, value: object, *, least: int, most: int | None = N
 class GraphConfig:
     """How a tower is captured in CUDA graphs; see `hf_vit_accel.patch`.
 
+    A merged token is four patches, also in towers that merge none.
     max_tokens: merged tokens of the largest budget (1280, Qwen's own example of `max_pixels`, are 5120 patches). Larger
     images run eagerly unless their very shape comes again and again: from about 4,000 patches on the launches hide
     behind the work.

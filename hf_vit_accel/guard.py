@@ -370,10 +370,10 @@ def reasons_slow(
         if options.get(name, getattr(tower.config, name, False)):
             reasons.append(f"{name} is requested")
     parts = snapshot.parts
-    if parts.embed_norm is not None or parts.blocks[0].head_norms:
+    if parts.embed_norm is not None:
         autocast = autocast_dtype(parts.projection.weight.device)
         if autocast not in (None, weights.dtype):
-            reasons.append("under autocast the norms of the embedding, or of heads, make what they return fp32")
+            reasons.append("under autocast the norm of the embedding makes all rows fp32")
     if snapshot.dropout and any(block.attention.training for block in parts.blocks):
         reasons.append("attention weights are dropped out")
     return reasons + reasons_untraceable()

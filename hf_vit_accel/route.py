@@ -225,7 +225,8 @@ class Routes:
 
         What was sent to the device on one stream may not have arrived for another: each has routes of its own.
         """
-        stream = _stream(spec.request.device)
+        device = spec.request.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
         def make() -> tuple[Route, int]:
             route = lay_out(grid if layout is None else layout(), spec)
@@ -235,12 +236,7 @@ class Routes:
         return route
 
     def offsets(self, grid: Grid, at: torch.device, *rest: Any) -> dict[str, Any]:
-        """What `offsets` makes of a grid on a device, made once."""
-        more: dict[str, Any] = self.cache.get(
-            (grid, at, _stream(at)), lambda: (offsets(grid, at, *rest), 8 * len(grid))
-        )
+        """What `offsets` makes of a grid on a device, made once for a stream."""
+        stream = torch.cuda.current_stream(at).cuda_stream if at.type == "cuda" else 0
+        more: dict[str, Any] = self.cache.get((grid, at, stream), lambda: (offsets(grid, at, *rest), 8 * len(grid)))
         return more
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -160,7 +160,8 @@ def measure(
     with_profile: profile the first patched contender that was timed, else the first baseline.
     """
     reference, train = deepcopy(tower).float(), trained(tower)
-    for block in reference.blocks if train else ():  # in fp32 stock keeps more than a GPU may hold
+    blocks = [block.module for block in family_of_tower(reference).parts(reference).blocks]
+    for block in blocks if train else ():  # in fp32 stock keeps more than a GPU may hold
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for size, grid in sizes.items():
         now = partial(_now, say, f"{model}, {size}")

@@ -100,8 +100,8 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
     layers = tuple(_layer(block, each, context) for block in parts.blocks)
     embed_norm = None if parts.embed_norm is None else next(each["norms"])
     final_norm = None if parts.final_norm is None else next(each["norms"])
-    if parts.final_norm is not None and context.weights not in (None, context.dtype):
-        final_norm = norm.plain(parts.final_norm, context)  # what it makes is returned: autocast has it in fp32
+    if parts.final_norm is not None and _autocasts(context):
+        final_norm = norm.plain(parts.final_norm, context)  # what it makes is returned: autocast may have it in fp32
     merge = None if parts.merger is None else next(each["mergers"])
     return Ops(
         embed=_embed(made["patch_embed"][0], embed_norm),
@@ -115,6 +115,11 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         fused=frozenset(context.fused),
         unfused=unfused,
     )
+
+
+def _autocasts(context: Context) -> bool:
+    kind = context.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _layer(block: Block, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:

@@ -18,8 +18,8 @@ from hf_vit_accel.families.base import Block, Parts
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2
-from hf_vit_accel.ops.linear import build, linear
-from hf_vit_accel.ops.norm_backward import norm_of
+from hf_vit_accel.ops.linear import LinearFunction, build, linear
+from hf_vit_accel.ops.trained import Trained
 
 try:
     import triton.language as tl
@@ -42,18 +42,18 @@ def product(block: Block, context: Context) -> Rows:
     if any(context.reasons_replaced(module, nn.Linear) for module in modules):
         called = list(map(context.called, modules))
         return lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)
-    cast, trained = context.cast, context.grad and not context.reference and not context.no_kernels
+    cast = context.cast
 
-    def project(x_TE: torch.Tensor) -> torch.Tensor:
-        weights, biases = ([getattr(module, name) for module in modules] for name in ("weight", "bias"))
-        bias_F = None
-        if any(bias is not None for bias in biases):
-            some = zip(weights, biases, strict=True)
-            bias_F = torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in some])
-        both = cast(torch.cat(weights)), cast(bias_F)
-        return linear(x_TE, *both, norm_of(x_TE)) if trained else F.linear(x_TE, *both)
+    def weights() -> tuple[torch.Tensor, torch.Tensor | None]:
+        each, biases = ([getattr(module, name) for module in modules] for name in ("weight", "bias"))
+        if all(bias is None for bias in biases):
+            return cast(torch.cat(each)), None
+        some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(each, biases, strict=True)]
+        return cast(torch.cat(each)), cast(torch.cat(some))
 
-    return project
+    if context.grad and not context.reference and not context.no_kernels:
+        return Trained(alone=linear, function=LinearFunction, weights=weights, takes_norm=True)
+    return lambda x_TE: F.linear(x_TE, *weights())
 
 
 def shape_heads_reference(
