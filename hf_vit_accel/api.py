@@ -296,12 +296,10 @@ def _reasons_now(
     if snapshot.stock:
         return reasons, None
     _, weights = snapshot.weights()
-    slow = guard.reasons_slow(tower, snapshot, weights, {}, grad=False)
-    # Between calls FSDP2 holds a part of every weight.
+    slow = guard.reasons_slow(tower, snapshot, weights, {}, grad=False)  # FSDP2 shards weights between calls
     reasons += [why for why in slow if not (snapshot.sharded and why in weights.reasons)]
-    device = snapshot.parts.projection.weight.device
-    assert isinstance(device, torch.device)
-    return reasons, state.spec(snapshot, weights, device, fast=not reasons, grad=False)
+    weight: Any = snapshot.parts.projection.weight
+    return reasons, state.spec(snapshot, weights, weight.device, fast=not reasons, grad=False)
 
 
 def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
