@@ -518,10 +518,10 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "_add_norm_backward_kernel",
             "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 partial:*fp32 rows:i32 "
             "length:i32",
-            dict(WIDTH=width, MAIN=1024, TAIL=tail, BLOCK_T=1, STAGES=4, RMS=width == 1280, HAS_DSUM=True, NEED_X=True)
+            dict(WIDTH=width, MAIN=main, TAIL=tail, BLOCK_T=1, STAGES=4, RMS=width == 1280, HAS_DSUM=True, NEED_X=True)
             | dict(NEED_WEIGHT=True, NEED_BIAS=width != 1280, NEED_SUM=True),
         )
-        for width, tail in ((1152, 128), (1280, 256))
+        for width, main, tail in ((1152, 1024, 128), (1280, 1024, 256), (4608, 4096, 512))
     },
     "norm, forward": (
         "norm",

@@ -24,7 +24,7 @@ except ImportError:  # pragma: no cover
 __all__ = ["AddNormFunction", "Norm", "add_norm", "add_norm_reference", "keep", "kept", "norm_of", "remember"]
 
 _FEW_ROWS = 8192
-_EACH_SM = 4  # programs of a multiprocessor: one warp each, which needs no barriers, and its next rows on their way
+_EACH_SM = 4  # programs of a multiprocessor: a warp each, which needs no barriers, and their next rows on their way
 
 
 class Norm(NamedTuple):
@@ -202,6 +202,8 @@ class AddNormFunction(torch.autograd.Function):
         sum_TE, weight_E, statistics_2T = ctx.saved_tensors
         dout_TE, weight_E = dout_TE.contiguous(), weight_E.contiguous()
         rows, width = sum_TE.shape
+        sizes = pieces(width)
+        warps = max(1, sizes["MAIN"] // 1024)  # a wide row, as mergers have, would spill
         length, count = runs(rows, 1, sum_TE.device, block_t=1, each_sm=_EACH_SM)
         dx_TE = torch.empty_like(sum_TE) if needs_x or needs_delta else None
         needs_sum = needs_delta  # of what is added to the stream, its product's bias may want it
@@ -217,16 +219,16 @@ class AddNormFunction(torch.autograd.Function):
             partial_NPE,
             rows,
             length,
-            **pieces(width),
+            **sizes,
             BLOCK_T=1,
-            STAGES=4,
+            STAGES=4 if warps == 1 else 2,
             RMS=ctx.rms,
             HAS_DSUM=dsum_TE is not None,
             NEED_X=dx_TE is not None,
             NEED_WEIGHT=needs_weight,
             NEED_BIAS=needs_bias,
             NEED_SUM=needs_sum,
-            num_warps=1,
+            num_warps=warps,
         )
         sums = list(add_up(partial_NPE, weight_E.dtype)) if sets else []
         if dx_TE is not None and needs_sum:
