@@ -24,6 +24,7 @@ from caption_cli import (
     words,
     write_tar,
 )
+from captioning import sources
 from captioning.journal import Journal
 
 
@@ -307,3 +308,20 @@ def test_symbolic_links_to_texts_are_left_alone(photos: Path, output: Path, tmp_
     done = call("merge", output, photos)
     assert done.exit_code == 1 and (photos / "a.txt").is_symlink() and (tmp_path / "tags.md").read_text() == "tags"
     assert (photos / "b.txt").is_dir() and (photos / "0/c.txt").exists()
+
+
+def test_a_table_that_is_another_is_captioned_anew(tmp_path: Path, output: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table, scenes = tmp_path / "t.parquet", [draw(seed) for seed in range(4)]
+
+    def write(*chosen: int) -> list[str]:
+        pq.write_table(pa.table({"image": [encode(scenes[index][0]) for index in chosen]}), table)
+        return [scenes[index][1] for index in chosen]
+
+    for chosen in ((0, 1), (2, 3)):
+        expected = write(*chosen)
+        sources._parquet.cache_clear()  # another run is another process
+        sources._row_group.cache_clear()
+        assert f"{len(expected)} of them to caption" in words(caption(table, output))
+        assert list(captions_in(output).values()) == expected
+    assert "0 of them to caption" in words(caption(table, output))

@@ -23,7 +23,8 @@ class Record:
     """One caption, or why there is none. key and prompt say of what; run and bytes, whether it still holds.
 
     asked: the prompt with its fields filled in. source and row: the shard or table that it is from, and the row there.
-    run: fingerprint of model and settings. bytes: size of the file, None where unknown. tokens: generated.
+    run: fingerprint of model and settings. bytes: size of the file (of a row's whole table), None where unknown.
+    tokens: generated.
     """
 
     key: str

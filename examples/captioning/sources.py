@@ -299,10 +299,10 @@ def _bytes_of(value: Any, item: Item) -> bytes:
 
 
 def size(item: Item) -> int | None:
-    """How many bytes it has, where that is known without reading it."""
+    """How many bytes it has, where that is known without reading it; of a row its whole table, which may be another."""
     if item.length is not None:
         return item.length
-    if item.row is not None or item.problem is not None:
+    if item.split is not None or item.problem is not None:
         return None
     try:
         return Path(item.file).stat().st_size
