@@ -325,3 +325,26 @@ def test_a_table_that_is_another_is_captioned_anew(tmp_path: Path, output: Path)
         assert f"{len(expected)} of them to caption" in words(caption(table, output))
         assert list(captions_in(output).values()) == expected
     assert "0 of them to caption" in words(caption(table, output))
+
+
+def test_merge_writes_no_shard_of_the_records(photos: Path, output: Path) -> None:
+    caption(photos, output)
+    before = stored(output)
+    for name in ("captions-00000.jsonl", "captions-00001.jsonl", "captions-all.jsonl"):
+        done = call("merge", output, output / name, "--overwrite")
+        assert done.exit_code == 2 and "captions-*.jsonl" in words(done) and stored(output) == before
+    assert call("merge", output, output / "captions.jsonl").exit_code == 0
+
+
+def test_names_that_are_no_text_do_not_stop_merge(photos: Path, output: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(b"lat\xe9in")
+    try:
+        shutil.copy(photos / "a.png", photos / f"{name}.png")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    (photos / f"{name}.txt").write_text("mine")
+    caption(photos, output)
+    for folder, said in ((photos, "not written: "), (tmp_path / "empty", "and got no text: ")):
+        folder.mkdir(exist_ok=True)
+        done = call("merge", output, folder)  # into a stream that takes valid UTF-8 only
+        assert done.exit_code == 1 and said in words(done) and r"lat\udce9in" in words(done), done.exception

@@ -261,3 +261,11 @@ def test_the_gpu_processor_says_why_it_is_not_used(photos: Path, output: Path) -
     told = words(caption(photos, output, "--processor-on=gpu"))
     assert "pictures are prepared on the CPU: the model is on cpu" in told
     assert captions_in(output) == {name: draw(sum(map(ord, name)))[1] for name in ("a.png", "b.png")}
+
+
+def test_errors_are_told_with_their_reasons(photos: Path, output: Path) -> None:
+    (photos / "empty.png").touch()
+    done = caption(photos, output)
+    assert "error, 1 x ValueError: the file is empty 2 of 3 records have captions" in words(done)
+    done = caption(photos, output, prompt="describe {nope}")
+    assert done.exit_code == 1 and "error, 3 x ValueError: the prompt names {nope}" in words(done)

@@ -10,6 +10,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from captioning.journal import Record, json_lines, part_of
+from captioning.journal import SHARDS, Record, json_lines, part_of
 from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
 
 __all__ = ["Export", "Texts"]
@@ -102,6 +103,8 @@ class Export:
                 raise  # else somebody else's folder: what is written counts as theirs next time
 
     def _whole(self, path: Path, write: Callable[[Path], object]) -> None:
+        if path.parent.resolve() == self.folder.resolve() and fnmatchcase(path.name, SHARDS):
+            raise ValueError(f"names such as {SHARDS} are those of the records in {self.folder}; choose another")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not self.overwrite and _digest(path.name, path) not in self._ours():
             raise ValueError(

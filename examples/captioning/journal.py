@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Journal", "Record", "Selection", "fingerprint", "json_lines", "lock", "part_of", "replace_file"]
+__all__ = ["SHARDS", "Journal", "Record", "Selection", "fingerprint", "json_lines", "lock", "part_of", "replace_file"]
+
+SHARDS = "captions-*.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ class Journal:
 
     def shards(self) -> list[Path]:
         """The shards there are, of this run and of earlier ones with any number of processes."""
-        return sorted(self.folder.glob("captions-*.jsonl"))
+        return sorted(self.folder.glob(SHARDS))
 
     def repair(self) -> None:
         """Cuts off lines that were torn by a kill. Nobody may be writing."""

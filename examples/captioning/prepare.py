@@ -15,7 +15,7 @@ from captioning.journal import Journal, fingerprint, lock, replace_file
 from captioning.plan import Plan, checkpoint, differences, make_plan
 from captioning.sources import Found, Item, find
 
-__all__ = ["Prepared", "Wanted", "identity", "prepare", "some"]
+__all__ = ["Prepared", "Wanted", "identity", "prepare", "say", "some"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +69,20 @@ def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
     if again := before.get("again", 0) + wanted.overwrite:
         settings["again"] = again
     run = fingerprint(settings)
-    _say(f"model {title}")
+    say(f"model {title}")
     found = find(wanted.inputs, column=wanted.column, split=wanted.split, root=_root(wanted, last))
     items = [item for item in found.items if not _has_beside(item, wanted.skip_with)]
     _say_passed_over(found, len(found.items) - len(items), wanted.skip_with)
     items = items[: wanted.limit]
     records = [record for record in journal.records() if record.run == run]
     plan = make_plan(items, wanted.prompts, records, retry_errors=wanted.retry_errors, refuse_above=wanted.refuse_above)
-    _say(f"{len(items)} items, {len(plan.tasks)} of them to caption (run {run})")
+    say(f"{len(items)} items, {len(plan.tasks)} of them to caption (run {run})")
     if plan.known and not plan.matching:
-        _say(f"None of the {plan.known} records here is of these inputs; are they another copy? Then see --root.")
+        say(f"None of the {plan.known} records here is of these inputs; are they another copy? Then see --root.")
     if plan.errors:
-        _say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
+        say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
     if last and not records and not wanted.overwrite:
-        _say("a new run: " + ("; ".join(differences(before, settings)) or "nothing was recorded by the last one"))
+        say("a new run: " + ("; ".join(differences(before, settings)) or "nothing was recorded by the last one"))
     if share is not None:
         share()
     return Prepared(run=run, settings=settings, plan=plan, title=title, root=found.root, clashed=bool(found.clashes))
@@ -115,7 +115,7 @@ def _root(wanted: Wanted, last: dict[str, Any]) -> str | None:
         return str(wanted.root.resolve())
     root: str | None = last.get("root")
     if root and not Path(root).is_dir():
-        _say(f"the last run's pictures were in {root}, which is gone: these are taken for the same ones")
+        say(f"the last run's pictures were in {root}, which is gone: these are taken for the same ones")
         return None
     return root
 
@@ -127,11 +127,11 @@ def _has_beside(item: Item, extension: str | None) -> bool:
 
 def _say_passed_over(found: Found, captioned: int, extension: str | None) -> None:
     for why, paths in found.passed_over.items():
-        _say(f"passed over: {len(paths)} {why}: {some(paths)}")
+        say(f"passed over: {len(paths)} {why}: {some(paths)}")
     if captioned:
-        _say(f"passed over: {captioned} pictures that have a {extension} beside them")
+        say(f"passed over: {captioned} pictures that have a {extension} beside them")
     if found.clashes:
-        _say(f"error: {len(found.clashes)} names that more than one item has: {some(found.clashes)}")
+        say(f"error: {len(found.clashes)} names that more than one item has: {some(found.clashes)}")
 
 
 def some(names: Sequence[str]) -> str:
@@ -139,6 +139,7 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line that may hold names of files."""
     # A file name that is no valid UTF-8 is not to stop a run.
     print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)
