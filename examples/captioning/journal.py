@@ -88,13 +88,17 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
     alone: nobody else is in it (then ValueError); else others of the same run may be. Yields what ends being alone.
     Where the file system or the operating system has no locks, nobody is kept out.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        import fcntl
-    except ImportError:  # pragma: no cover, on Windows there is none
-        yield lambda: None
-        return
-    with (folder / ".lock").open("w") as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
+    with file:
+        try:
+            import fcntl
+        except ImportError:  # pragma: no cover, on Windows there is none
+            yield lambda: None
+            return
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:

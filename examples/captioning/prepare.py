@@ -59,6 +59,8 @@ def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
 
     Raises ValueError and OSError for mistakes in what is asked.
     """
+    if wanted.skip_with is not None and not wanted.skip_with.startswith("."):
+        raise ValueError(f"expected --skip-with to be an extension such as .txt, got {wanted.skip_with}")
     journal = Journal(wanted.output)
     share = None if wanted.dry_run else stack.enter_context(lock(wanted.output, alone=True))
     last = (journal.manifest()["runs"] or [{}])[-1]
@@ -93,7 +95,11 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
 
     Checksums that were computed once are kept in the output folder.
     """
+    if Path(model).is_file():
+        raise ValueError(f"{model} is a file; name the folder of the checkpoint")
     if Path(model).is_dir():
+        if revision is not None:
+            raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
         file = output / ".checksums.json"
         known = json.loads(file.read_text()) if file.exists() else {}
         files, sums = checkpoint(Path(model), known)
@@ -105,13 +111,17 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from None
+        reason = str(error).strip().splitlines()[0]
+        missing = "no folder is there, and as a name on the Hub: "
+        raise ValueError(f"cannot load {model}: {missing}{reason}") from None
     commit = getattr(config, "_commit_hash", None) or revision
     return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"
 
 
 def _root(wanted: Wanted, last: dict[str, Any]) -> str | None:
     if wanted.root is not None:
+        if not wanted.root.is_dir():
+            raise ValueError(f"--root {wanted.root} is no folder")
         return str(wanted.root.resolve())
     root: str | None = last.get("root")
     if root and not Path(root).is_dir():

@@ -37,6 +37,9 @@ IMAGE_SUFFIXES = (
 VIDEO_SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _COLUMNS = ("image", "img", "picture", "jpg", "jpeg", "png", "webp", "video", "mp4", "bytes", "path", "file_name")
 _FIELD_SUFFIXES = ("json", "txt")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz")
+_BESIDE = (".caption", ".csv", ".db", ".ini", ".json", ".jsonl", ".md", ".txt", ".xmp")
+"""What often lies beside pictures, and is passed over in silence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +111,9 @@ def _find(name: str, column: str | None, split: str, found: Found) -> Iterator[I
         yield from _in_dataset(name.removeprefix("dataset:"), column, split)
     elif path.is_dir():
         for file in walk(str(path.resolve()), found.passed_over):
-            kind, suffix = _kind(file.suffix), file.suffix.lower()
-            if suffix in (".tar", ".parquet"):
+            if file.name.lower().endswith((".tar", ".parquet", *_COMPRESSED)):
                 found.passed_over["shards (name them, or a glob of them, to read them)"].append(str(file))
-            elif not suffix and not file.name.startswith("."):
-                found.passed_over["files without a suffix"].append(str(file))
-            elif kind:
+            else:
                 yield from _in_file(file, column, found, listed=False)
     elif has_magic(name) and not path.exists():
         for match in matches(name, found.passed_over):
@@ -132,7 +132,7 @@ def in_shard(path: Path, key: str, column: str | None) -> Iterator[Item]:
 def _in_file(path: Path, column: str | None, found: Found, *, listed: bool) -> Iterator[Item]:
     root = found.root or ""
     suffix, key = path.suffix.lower(), key_of(path, root)
-    if path.name.lower().endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.xz")):
+    if path.name.lower().endswith(_COMPRESSED):
         problem = "compressed tar shards cannot be read at any place; decompress it"
         yield Item(key=key, file=str(path), problem=problem)
     elif suffix in (".tar", ".parquet"):
@@ -147,6 +147,13 @@ def _in_file(path: Path, column: str | None, found: Found, *, listed: bool) -> I
         found.passed_over["pipes, sockets and devices"].append(str(path))
     elif kind:
         yield Item(key=key, file=str(path), kind=kind)
+    elif listed:
+        raise ValueError(
+            f"{path} is no picture or video by its name, nor a .txt list, .tar shard or .parquet file; "
+            "a picture of any name is read if a .txt list names it"
+        )
+    elif suffix not in _BESIDE and not path.name.startswith("."):
+        found.passed_over[f"{suffix} files" if suffix else "files without a suffix"].append(str(path))
 
 
 def _kind(suffix: str) -> Literal["image", "video"] | None:
