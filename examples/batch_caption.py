@@ -347,7 +347,8 @@ def merge(
         print(f"{chosen.runs} records of other runs are here, too: --run NAME, of {folder / 'manifest.json'}")
     if export.absent:
         where = result if result.is_dir() else result.parent
-        say(f"{len(export.absent)} pictures are not in {where}, and got no text: {some(export.absent)}")
+        what = f"{len(export.absent)} pictures are not in {where}, or others of their names are"
+        say(f"{what}, and got no text: {some(export.absent)}")
     for line in export.refused[:20]:
         say(f"not written: {line}")
     if export.refused:

@@ -189,7 +189,10 @@ class Journal:
         path = self.folder / "manifest.json"
         if not path.exists():
             return {"runs": []}
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): mend it, or name another output") from None
         return found
 
     def note(self, entry: Mapping[str, Any]) -> None:

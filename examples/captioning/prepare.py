@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
         if revision is not None:
             raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
         file = output / ".checksums.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
+        known: dict[str, str] = {}
+        with suppress(OSError, ValueError):  # there is none yet, or it is damaged
+            known = json.loads(file.read_text())
         files, sums = checkpoint(Path(model), known)
         if not files:
             raise ValueError(f"{model} holds no checkpoint")

@@ -107,6 +107,8 @@ def find(inputs: list[str], *, column: str | None = None, split: str = "train", 
 
 def _find(name: str, column: str | None, split: str, found: Found) -> Iterator[Item]:
     path = Path(name)
+    if not name:
+        raise ValueError("an input is empty; for the folder that you are in name .")
     if name.startswith("dataset:"):
         yield from _in_dataset(name.removeprefix("dataset:"), column, split)
     elif path.is_dir():
