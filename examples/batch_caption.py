@@ -296,8 +296,12 @@ def caption(
 
 def _sentence(error: BaseException) -> str:
     """The first line of an error, in which libraries say what is wrong."""
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return text[0] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text[0]}"
+    text = _first_line(str(error)) or type(error).__name__
+    return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def _refused(message: str, option: str, first: bool) -> Exception:
@@ -360,7 +364,7 @@ def merge(
 
 
 def _exit_by(records: Sequence[Record], expected: int, max_failures: float, failed: bool = False) -> None:
-    failures = Counter(record.error for record in records if record.status == "error")
+    failures = Counter(_first_line(record.error or "") for record in records if record.status == "error")
     errors = failures.total()
     for error, count in failures.most_common(5):
         say(f"  error, {count} x {error}")
