@@ -706,3 +706,8 @@ def test_status_says_a_reason_once() -> None:
     assert f"window_attention of {own}: the tower has no windows" in text
     assert f"positions of {others}: the tower has no position table" in text
     assert ", norms, " in text, "what holds for all needs no name"
+
+
+def test_the_name_that_models_are_loaded_with_is_explained() -> None:
+    with pytest.raises(ValueError, match="what models are loaded with, here it is 'auto'"):
+        hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention="flash_vit_auto")
