@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import platform
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -41,7 +42,7 @@ from captioning.exports import Export, Texts
 from captioning.journal import Journal, Record, lock
 from captioning.pictures import REFUSE_ABOVE, upright_size
 from captioning.plan import missing_processes
-from captioning.prepare import Wanted, prepare, some
+from captioning.prepare import Wanted, prepare, say, some
 from captioning.progress import Progress, clear, read_counts, summary
 from captioning.sources import Item, open_item
 from captioning.worker import Worker
@@ -295,8 +296,12 @@ def caption(
 
 def _sentence(error: BaseException) -> str:
     """The first line of an error, in which libraries say what is wrong."""
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return text[0] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text[0]}"
+    text = _first_line(str(error)) or type(error).__name__
+    return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def _refused(message: str, option: str, first: bool) -> Exception:
@@ -346,9 +351,10 @@ def merge(
         print(f"{chosen.runs} records of other runs are here, too: --run NAME, of {folder / 'manifest.json'}")
     if export.absent:
         where = result if result.is_dir() else result.parent
-        print(f"{len(export.absent)} pictures are not in {where}, and got no text: {some(export.absent)}")
+        what = f"{len(export.absent)} pictures are not in {where}, or others of their names are"
+        say(f"{what}, and got no text: {some(export.absent)}")
     for line in export.refused[:20]:
-        print(f"not written: {line}")
+        say(f"not written: {line}")
     if export.refused:
         print(
             f"{len(export.refused)} not written; --extension .caption names texts otherwise, --overwrite replaces files"
@@ -358,7 +364,12 @@ def merge(
 
 
 def _exit_by(records: Sequence[Record], expected: int, max_failures: float, failed: bool = False) -> None:
-    errors = sum(record.status == "error" for record in records)
+    failures = Counter(_first_line(record.error or "") for record in records if record.status == "error")
+    errors = failures.total()
+    for error, count in failures.most_common(5):
+        say(f"  error, {count} x {error}")
+    if len(failures) > 5:
+        print(f"  and {len(failures) - 5} other errors")
     print(f"{len(records) - errors} of {len(records)} records have captions")
     if len(records) < expected:
         print(f"{expected - len(records)} records are missing: start the same run once more")

@@ -18,6 +18,7 @@ import torch
 import typer
 from batch_caption import app as batch_caption
 from captioning.captioner import Captioner, load_processor
+from captioning.exports import Export
 from captioning.journal import Journal, Record
 from PIL import Image, ImageDraw, ImageFont
 from tiny_captioner.scenes import draw, scene
@@ -122,8 +123,9 @@ def main(
     arguments = ["caption", str(folder), "--output", str(records_folder), "--model", str(checkpoint)]
     options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--overwrite"]
     batch_caption([*arguments, *options], standalone_mode=False)
-    batch_caption(["merge", str(records_folder), str(output / "captions.jsonl")], standalone_mode=False)
-    records = Journal(records_folder).merged()
+    journal = Journal(records_folder)
+    records = journal.merged()
+    Export(records_folder, journal.newest(), overwrite=True)(records, output / "captions.jsonl")
     contact_sheet(folder, records, expected).save(output / "contact_sheet.png")
     right = sum(record.caption == expected[record.key] for record in records)
     print(f"\n{right} of {len(expected)} captions are exactly right: {output / 'contact_sheet.png'}\n")

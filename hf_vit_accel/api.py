@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -201,9 +201,12 @@ class TowerStatus:
     fp8: str | None = None
 
     def __str__(self) -> str:
+        return "\n".join([*self._state(), *_reasons_once([self])])
+
+    def _state(self) -> list[str]:
         where = self.path or "(the model itself)"
         if not self.patched:
-            return f"{where}: {self.family}, stock (attention {self.attention})"
+            return [f"{where}: {self.family}, stock (attention {self.attention})"]
         backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
         fused = "attention only: the tower's own forward runs" if self.attention_only else ", ".join(self.fused)
         lines = [
@@ -215,12 +218,30 @@ class TowerStatus:
         ]
         lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
         lines += [str(self.graphs)] if self.graphs is not None else []
-        lines += [f"  not fused  {part}: {why}" for part, why in self.unfused.items()]
-        lines += [f"  not fast   {why}" for why in self.against_fast]
-        lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
+        return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
+
+    def _reasons(self) -> Iterator[tuple[str, str, str]]:
+        """What does not run: its label, its name if it has one, and why."""
+        yield from (("not fused", part, why) for part, why in self.unfused.items())
+        yield from (("not fast", "", why) for why in self.against_fast)
         rejected = {name: reasons[0] for of_kind in self.rejected.values() for name, reasons in of_kind.items()}
-        lines += [f"  not used   {name}: {why}" for name, why in rejected.items()]
-        return "\n".join(lines)
+        yield from (("not used", name, why) for name, why in rejected.items())
+
+
+def _reasons_once(towers: Sequence[TowerStatus]) -> list[str]:
+    """A line a reason, with all that it holds for; and with the towers, where it does not hold for all."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for tower in towers:
+        for label, name, why in tower._reasons():
+            found.setdefault((label, why), {}).setdefault(name, []).append(tower.path)
+    lines = []
+    for (label, why), names in sorted(found.items(), key=lambda each: each[0][0]):
+        where = (
+            f"{name} of {' and '.join(paths)}".strip() if len(paths) < len(towers) else name
+            for name, paths in names.items()
+        )
+        lines.append(f"  {label:<9}  " + ": ".join(filter(None, [", ".join(where), why])))
+    return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +251,13 @@ class Status:
     towers: tuple[TowerStatus, ...]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.towers))
+        patched = [tower for tower in self.towers if tower.patched]
+        if len(patched) < 2:
+            return "\n".join(map(str, self.towers))
+        lines = [line for tower in self.towers for line in tower._state()]
+        if reasons := _reasons_once(patched):
+            lines += ["in all of these that are patched, or in those named:", *reasons]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""

@@ -208,8 +208,12 @@ def _check_writable(path: Path | None) -> None:
     if path is None:
         return
     folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"cannot write {path}: " + ("a folder" if path.is_dir() else f"is {folder} there, and yours?"))
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder")
+    if not folder.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"cannot write {path}: permission denied")
 
 
 def _listed(names: str) -> list[str]:

@@ -24,6 +24,7 @@ from caption_cli import (
     words,
     write_tar,
 )
+from captioning import sources
 from captioning.journal import Journal
 
 
@@ -307,3 +308,78 @@ def test_symbolic_links_to_texts_are_left_alone(photos: Path, output: Path, tmp_
     done = call("merge", output, photos)
     assert done.exit_code == 1 and (photos / "a.txt").is_symlink() and (tmp_path / "tags.md").read_text() == "tags"
     assert (photos / "b.txt").is_dir() and (photos / "0/c.txt").exists()
+
+
+def test_a_table_that_is_another_is_captioned_anew(tmp_path: Path, output: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table, scenes = tmp_path / "t.parquet", [draw(seed) for seed in range(4)]
+
+    def write(*chosen: int) -> list[str]:
+        pq.write_table(pa.table({"image": [encode(scenes[index][0]) for index in chosen]}), table)
+        return [scenes[index][1] for index in chosen]
+
+    for chosen in ((0, 1), (2, 3)):
+        expected = write(*chosen)
+        sources._parquet.cache_clear()  # another run is another process
+        sources._row_group.cache_clear()
+        assert f"{len(expected)} of them to caption" in words(caption(table, output))
+        assert list(captions_in(output).values()) == expected
+    assert "0 of them to caption" in words(caption(table, output))
+    assert call("merge", output, tmp_path / "all.tar").exit_code == 0
+    write(0, 1, 2)
+    sources._parquet.cache_clear()
+    sources._row_group.cache_clear()
+    done = call("merge", output, tmp_path / "other.tar")
+    assert done.exit_code == 1 and "2 pictures are not in" in words(done) and not (tmp_path / "other.tar").exists()
+
+
+def test_merge_writes_no_shard_of_the_records(photos: Path, output: Path) -> None:
+    caption(photos, output)
+    before = stored(output)
+    for name in ("captions-00000.jsonl", "captions-00001.jsonl", "captions-all.jsonl"):
+        done = call("merge", output, output / name, "--overwrite")
+        assert done.exit_code == 2 and "captions-*.jsonl" in words(done) and stored(output) == before
+    assert call("merge", output, output / "captions.jsonl").exit_code == 0
+
+
+def test_names_that_are_no_text_do_not_stop_merge(photos: Path, output: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(b"lat\xe9in")
+    try:
+        shutil.copy(photos / "a.png", photos / f"{name}.png")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    (photos / f"{name}.txt").write_text("mine")
+    caption(photos, output)
+    for folder, said in ((photos, "not written: "), (tmp_path / "empty", "and got no text: ")):
+        folder.mkdir(exist_ok=True)
+        done = call("merge", output, folder)  # into a stream that takes valid UTF-8 only
+        assert done.exit_code == 1 and said in words(done) and r"lat\udce9in" in words(done), done.exception
+
+
+def test_a_picture_of_the_same_name_elsewhere_gets_no_text(tmp_path: Path, output: Path) -> None:
+    for folder, seed in (("cats", 1), ("dogs", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0001.png").write_bytes(encode(draw(seed)[0]))
+    shutil.copytree(tmp_path / "cats", tmp_path / "copy")
+    caption(tmp_path / "cats", output)
+    done = call("merge", output, tmp_path / "dogs")
+    assert done.exit_code == 1 and "or others of their names are" in words(done) and not texts(tmp_path / "dogs")
+    assert call("merge", output, tmp_path / "copy").exit_code == 0
+    assert texts(tmp_path / "copy") == {"0001.txt": draw(1)[1] + "\n"}
+    caption(tmp_path / "dogs", output)  # and both into one output
+    assert call("merge", output, tmp_path / "dogs").exit_code == 0
+    assert texts(tmp_path / "dogs") == {"0001.txt": draw(2)[1] + "\n"}
+
+
+def test_damaged_files_beside_the_records_are_named(photos: Path, output: Path) -> None:
+    caption(photos, output)
+    (output / ".checksums.json").write_text("{")
+    assert "0 of them to caption" in words(caption(photos, output))
+    (output / "manifest.json").write_text("{")
+    for done in (caption(photos, output), call("merge", output, output / "all.jsonl")):
+        assert done.exit_code == 2 and f"{output / 'manifest.json'} is damaged" in words(done)
+
+
+def test_an_empty_input_is_not_the_folder_that_one_is_in(photos: Path, output: Path) -> None:
+    done = caption([photos, ""], output)
+    assert done.exit_code == 2 and "an input is empty" in words(done)

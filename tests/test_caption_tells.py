@@ -119,13 +119,17 @@ def test_what_is_passed_over_is_told(photos: Path, output: Path, tmp_path: Path)
     (photos / "._a.png").write_bytes(b"\0\5\x16\7")
     (photos / "shard.tar").touch()
     (photos / "notes.md").touch()
+    (photos / "IMG_0002.CR2").touch()
+    (photos / "old.tar.gz").touch()
     done = caption(photos, output)
     told = words(done)
     assert done.exit_code == 0 and captions_in(output).keys() == {"a.png", "b.png", "part0/c.png", "part0/deep/d.png"}
     assert "2 linked folders that are searched already" in told and "part1" in told
     assert "1 links to nowhere" in told and "gone.jpg" in told
     assert "1 files without a suffix" in told and "IMG_0001" in told
-    assert "1 macOS's notes on files" in told and "1 shards" in told and "notes.md" not in told
+    assert "1 macOS's notes on files" in told and "2 shards" in told and "notes.md" not in told
+    assert "1 .cr2 files" in told and "IMG_0002.CR2" in told
+    assert "1 .cr2 files" in words(caption(f"{photos}/*", output))
     by_glob = words(caption(f"{photos}/**/*.png", output))
     assert "4 items, 0 of them to caption" in by_glob, by_glob
 
@@ -185,10 +189,41 @@ def test_a_launcher_that_starts_too_few_is_told(photos: Path, output: Path) -> N
     assert done.returncode == 0 and "2 processes were asked for and 1 was started" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("model", ["no-such/model", "nope", "{photos}"])
-def test_a_mistyped_model_ends_in_one_sentence(photos: Path, output: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("no-such/model", "no folder is there"),
+        ("nope", "no folder is there"),
+        ("./typo", "no folder is there"),
+        ("{photos}", "holds no checkpoint"),
+        (f"{MODEL}/config.json", "is a file; name the folder"),
+    ],
+)
+def test_a_mistyped_model_ends_in_one_sentence(photos: Path, output: Path, model: str, why: str) -> None:
     done = caption(photos, output, model=model.replace("{photos}", str(photos)))
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit) and "Traceback" not in words(done)
+    assert why in words(done)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--revision=v2"], f"--revision is for models on the Hub, and {MODEL} is a folder"),
+        (["--root=nowhere"], "--root nowhere is no folder"),
+        (["--skip-with=txt"], "an extension such as .txt, got txt"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(photos: Path, output: Path, options: list[str], why: str) -> None:
+    done = caption(photos, output, *options)
+    assert done.exit_code == 2 and why in words(done) and not (output / "manifest.json").exists()
+
+
+def test_a_file_of_no_known_kind_and_an_output_that_is_none_are_told(photos: Path, output: Path) -> None:
+    (photos / "list.jsonl").write_text('{"file_name": "a.png"}\n')
+    assert "no picture or video by its name, nor a .txt list" in words(caption(photos / "list.jsonl", output))
+    shutil.rmtree(output)
+    output.write_text("mine")
+    assert f"cannot write to {output}: File exists" in words(caption(photos, output)) and output.read_text() == "mine"
 
 
 def test_nothing_left_loads_no_model(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,3 +296,11 @@ def test_the_gpu_processor_says_why_it_is_not_used(photos: Path, output: Path) -
     told = words(caption(photos, output, "--processor-on=gpu"))
     assert "pictures are prepared on the CPU: the model is on cpu" in told
     assert captions_in(output) == {name: draw(sum(map(ord, name)))[1] for name in ("a.png", "b.png")}
+
+
+def test_errors_are_told_with_their_reasons(photos: Path, output: Path) -> None:
+    (photos / "empty.png").touch()
+    done = caption(photos, output)
+    assert "error, 1 x ValueError: the file is empty 2 of 3 records have captions" in words(done)
+    done = caption(photos, output, prompt="describe {nope}")
+    assert done.exit_code == 1 and "error, 3 x ValueError: the prompt names {nope}" in words(done)

@@ -690,3 +690,24 @@ def test_gpu_a_capture_of_your_own_is_an_error_that_names_ours(model: Any, warm:
     with torch.no_grad(), pytest.raises(RuntimeError, match="cuda_graphs=True"), capture:
         tower(pixels, grid_thw=grid)
     assert_close(run_tower(tower, GRIDS["images"]), expected, 3e-2)
+
+
+def test_status_says_a_reason_once() -> None:
+    model = TINY["qwen3_vl"].build().to(torch.float32)
+    hf_vit_accel.patch(model, attention="auto")
+    pair = nn.ModuleDict({"a": model, "b": TINY["qwen2_5_vl"].build().to(torch.float32)})
+    for _ in range(2):  # one tower that is patched, then two
+        reasons = [line for line in str(hf_vit_accel.status(pair)).split("\n") if line.startswith("  not ")]
+        whys = [line.split(": ", 1)[1] for line in reasons]
+        assert len(whys) == len(set(whys)) > 2, reasons
+        hf_vit_accel.patch(pair)
+    text = str(hf_vit_accel.status(pair))
+    own, others = (hf_vit_accel.status(pair).towers[index].path for index in (0, 1))
+    assert f"window_attention of {own}: the tower has no windows" in text
+    assert f"positions of {others}: the tower has no position table" in text
+    assert ", norms, " in text, "what holds for all needs no name"
+
+
+def test_the_name_that_models_are_loaded_with_is_explained() -> None:
+    with pytest.raises(ValueError, match="what models are loaded with, here it is 'auto'"):
+        hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention="flash_vit_auto")

@@ -10,6 +10,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import Any
 
 from PIL import Image
 
-from captioning.journal import Record, json_lines, part_of
-from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
+from captioning.journal import SHARDS, Record, json_lines, part_of
+from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item, size
 
 __all__ = ["Export", "Texts"]
 
@@ -102,6 +103,8 @@ class Export:
                 raise  # else somebody else's folder: what is written counts as theirs next time
 
     def _whole(self, path: Path, write: Callable[[Path], object]) -> None:
+        if path.parent.resolve() == self.folder.resolve() and fnmatchcase(path.name, SHARDS):
+            raise ValueError(f"names such as {SHARDS} are those of the records in {self.folder}; choose another")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not self.overwrite and _digest(path.name, path) not in self._ours():
             raise ValueError(
@@ -161,7 +164,7 @@ class Export:
                 yield from ((record, picture) for record in found)
 
     def _picture(self, record: Record, folder: Path) -> Path | None:
-        """Where the run found the picture, or under the same name in a copy of the folder."""
+        """Where the run found the picture, or the one of its name and size in a copy of the folder."""
         top, root = folder.resolve(), self.entry.get("root")
         if record.source is None and root:
             there = Path(os.path.normpath(os.path.join(root, record.key)))
@@ -172,7 +175,10 @@ class Export:
         # Names in shards are anybody's; a folder's own links may lead elsewhere.
         if record.source is not None and not (inside and copied.resolve().is_relative_to(top)):
             raise ValueError(f"{record.key}: it would not be within {folder}")
-        return copied if inside and copied.is_file() else None
+        if not inside or not copied.is_file():
+            return None
+        # A name alone, such as 0001.jpg, may be another picture's.
+        return copied if record.bytes in (None, copied.stat().st_size) else None
 
     # --- data sets --------------------------------------------------------------------------------------------------
 
@@ -212,8 +218,8 @@ class Export:
                 plain = Item(key=key, file=os.path.join(self.entry.get("root") or "", key))
                 item = plain if items is None else items.get(key)
                 try:
-                    if item is None:
-                        raise ValueError("gone")
+                    if item is None or found[0].bytes not in (None, size(item)):
+                        raise ValueError("gone, or another now")
                     with open_item(item) as file:
                         data = file.read()
                 except (ValueError, OSError):

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Journal", "Record", "Selection", "fingerprint", "json_lines", "lock", "part_of", "replace_file"]
+__all__ = ["SHARDS", "Journal", "Record", "Selection", "fingerprint", "json_lines", "lock", "part_of", "replace_file"]
+
+SHARDS = "captions-*.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,8 @@ class Record:
     """One caption, or why there is none. key and prompt say of what; run and bytes, whether it still holds.
 
     asked: the prompt with its fields filled in. source and row: the shard or table that it is from, and the row there.
-    run: fingerprint of model and settings. bytes: size of the file, None where unknown. tokens: generated.
+    run: fingerprint of model and settings. bytes: size of the file (of a row's whole table), None where unknown.
+    tokens: generated.
     """
 
     key: str
@@ -85,13 +88,17 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
     alone: nobody else is in it (then ValueError); else others of the same run may be. Yields what ends being alone.
     Where the file system or the operating system has no locks, nobody is kept out.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        import fcntl
-    except ImportError:  # pragma: no cover, on Windows there is none
-        yield lambda: None
-        return
-    with (folder / ".lock").open("w") as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
+    with file:
+        try:
+            import fcntl
+        except ImportError:  # pragma: no cover, on Windows there is none
+            yield lambda: None
+            return
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -110,7 +117,7 @@ class Journal:
 
     def shards(self) -> list[Path]:
         """The shards there are, of this run and of earlier ones with any number of processes."""
-        return sorted(self.folder.glob("captions-*.jsonl"))
+        return sorted(self.folder.glob(SHARDS))
 
     def repair(self) -> None:
         """Cuts off lines that were torn by a kill. Nobody may be writing."""
@@ -182,7 +189,10 @@ class Journal:
         path = self.folder / "manifest.json"
         if not path.exists():
             return {"runs": []}
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): mend it, or name another output") from None
         return found
 
     def note(self, entry: Mapping[str, Any]) -> None:

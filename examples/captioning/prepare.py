@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from captioning.journal import Journal, fingerprint, lock, replace_file
 from captioning.plan import Plan, checkpoint, differences, make_plan
 from captioning.sources import Found, Item, find
 
-__all__ = ["Prepared", "Wanted", "identity", "prepare", "some"]
+__all__ = ["Prepared", "Wanted", "identity", "prepare", "say", "some"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,8 @@ def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
 
     Raises ValueError and OSError for mistakes in what is asked.
     """
+    if wanted.skip_with is not None and not wanted.skip_with.startswith("."):
+        raise ValueError(f"expected --skip-with to be an extension such as .txt, got {wanted.skip_with}")
     journal = Journal(wanted.output)
     share = None if wanted.dry_run else stack.enter_context(lock(wanted.output, alone=True))
     last = (journal.manifest()["runs"] or [{}])[-1]
@@ -69,20 +71,20 @@ def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
     if again := before.get("again", 0) + wanted.overwrite:
         settings["again"] = again
     run = fingerprint(settings)
-    _say(f"model {title}")
+    say(f"model {title}")
     found = find(wanted.inputs, column=wanted.column, split=wanted.split, root=_root(wanted, last))
     items = [item for item in found.items if not _has_beside(item, wanted.skip_with)]
     _say_passed_over(found, len(found.items) - len(items), wanted.skip_with)
     items = items[: wanted.limit]
     records = [record for record in journal.records() if record.run == run]
     plan = make_plan(items, wanted.prompts, records, retry_errors=wanted.retry_errors, refuse_above=wanted.refuse_above)
-    _say(f"{len(items)} items, {len(plan.tasks)} of them to caption (run {run})")
+    say(f"{len(items)} items, {len(plan.tasks)} of them to caption (run {run})")
     if plan.known and not plan.matching:
-        _say(f"None of the {plan.known} records here is of these inputs; are they another copy? Then see --root.")
+        say(f"None of the {plan.known} records here is of these inputs; are they another copy? Then see --root.")
     if plan.errors:
-        _say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
+        say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
     if last and not records and not wanted.overwrite:
-        _say("a new run: " + ("; ".join(differences(before, settings)) or "nothing was recorded by the last one"))
+        say("a new run: " + ("; ".join(differences(before, settings)) or "nothing was recorded by the last one"))
     if share is not None:
         share()
     return Prepared(run=run, settings=settings, plan=plan, title=title, root=found.root, clashed=bool(found.clashes))
@@ -93,9 +95,15 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
 
     Checksums that were computed once are kept in the output folder.
     """
+    if Path(model).is_file():
+        raise ValueError(f"{model} is a file; name the folder of the checkpoint")
     if Path(model).is_dir():
+        if revision is not None:
+            raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
         file = output / ".checksums.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
+        known: dict[str, str] = {}
+        with suppress(OSError, ValueError):  # there is none yet, or it is damaged
+            known = json.loads(file.read_text())
         files, sums = checkpoint(Path(model), known)
         if not files:
             raise ValueError(f"{model} holds no checkpoint")
@@ -105,17 +113,21 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load {model}: {str(error).strip().splitlines()[0]}") from None
+        reason = str(error).strip().splitlines()[0]
+        missing = "no folder is there, and as a name on the Hub: "
+        raise ValueError(f"cannot load {model}: {missing}{reason}") from None
     commit = getattr(config, "_commit_hash", None) or revision
     return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"
 
 
 def _root(wanted: Wanted, last: dict[str, Any]) -> str | None:
     if wanted.root is not None:
+        if not wanted.root.is_dir():
+            raise ValueError(f"--root {wanted.root} is no folder")
         return str(wanted.root.resolve())
     root: str | None = last.get("root")
     if root and not Path(root).is_dir():
-        _say(f"the last run's pictures were in {root}, which is gone: these are taken for the same ones")
+        say(f"the last run's pictures were in {root}, which is gone: these are taken for the same ones")
         return None
     return root
 
@@ -127,11 +139,11 @@ def _has_beside(item: Item, extension: str | None) -> bool:
 
 def _say_passed_over(found: Found, captioned: int, extension: str | None) -> None:
     for why, paths in found.passed_over.items():
-        _say(f"passed over: {len(paths)} {why}: {some(paths)}")
+        say(f"passed over: {len(paths)} {why}: {some(paths)}")
     if captioned:
-        _say(f"passed over: {captioned} pictures that have a {extension} beside them")
+        say(f"passed over: {captioned} pictures that have a {extension} beside them")
     if found.clashes:
-        _say(f"error: {len(found.clashes)} names that more than one item has: {some(found.clashes)}")
+        say(f"error: {len(found.clashes)} names that more than one item has: {some(found.clashes)}")
 
 
 def some(names: Sequence[str]) -> str:
@@ -139,6 +151,7 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line that may hold names of files."""
     # A file name that is no valid UTF-8 is not to stop a run.
     print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)

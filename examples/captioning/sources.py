@@ -37,6 +37,9 @@ IMAGE_SUFFIXES = (
 VIDEO_SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _COLUMNS = ("image", "img", "picture", "jpg", "jpeg", "png", "webp", "video", "mp4", "bytes", "path", "file_name")
 _FIELD_SUFFIXES = ("json", "txt")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz")
+_BESIDE = (".caption", ".csv", ".db", ".ini", ".json", ".jsonl", ".md", ".txt", ".xmp")
+"""What often lies beside pictures, and is passed over in silence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +107,15 @@ def find(inputs: list[str], *, column: str | None = None, split: str = "train", 
 
 def _find(name: str, column: str | None, split: str, found: Found) -> Iterator[Item]:
     path = Path(name)
+    if not name:
+        raise ValueError("an input is empty; for the folder that you are in name .")
     if name.startswith("dataset:"):
         yield from _in_dataset(name.removeprefix("dataset:"), column, split)
     elif path.is_dir():
         for file in walk(str(path.resolve()), found.passed_over):
-            kind, suffix = _kind(file.suffix), file.suffix.lower()
-            if suffix in (".tar", ".parquet"):
+            if file.name.lower().endswith((".tar", ".parquet", *_COMPRESSED)):
                 found.passed_over["shards (name them, or a glob of them, to read them)"].append(str(file))
-            elif not suffix and not file.name.startswith("."):
-                found.passed_over["files without a suffix"].append(str(file))
-            elif kind:
+            else:
                 yield from _in_file(file, column, found, listed=False)
     elif has_magic(name) and not path.exists():
         for match in matches(name, found.passed_over):
@@ -132,7 +134,7 @@ def in_shard(path: Path, key: str, column: str | None) -> Iterator[Item]:
 def _in_file(path: Path, column: str | None, found: Found, *, listed: bool) -> Iterator[Item]:
     root = found.root or ""
     suffix, key = path.suffix.lower(), key_of(path, root)
-    if path.name.lower().endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.xz")):
+    if path.name.lower().endswith(_COMPRESSED):
         problem = "compressed tar shards cannot be read at any place; decompress it"
         yield Item(key=key, file=str(path), problem=problem)
     elif suffix in (".tar", ".parquet"):
@@ -147,6 +149,13 @@ def _in_file(path: Path, column: str | None, found: Found, *, listed: bool) -> I
         found.passed_over["pipes, sockets and devices"].append(str(path))
     elif kind:
         yield Item(key=key, file=str(path), kind=kind)
+    elif listed:
+        raise ValueError(
+            f"{path} is no picture or video by its name, nor a .txt list, .tar shard or .parquet file; "
+            "a picture of any name is read if a .txt list names it"
+        )
+    elif suffix not in _BESIDE and not path.name.startswith("."):
+        found.passed_over[f"{suffix} files" if suffix else "files without a suffix"].append(str(path))
 
 
 def _kind(suffix: str) -> Literal["image", "video"] | None:
@@ -299,10 +308,10 @@ def _bytes_of(value: Any, item: Item) -> bytes:
 
 
 def size(item: Item) -> int | None:
-    """How many bytes it has, where that is known without reading it."""
+    """How many bytes it has, where that is known without reading it; of a row its whole table, which may be another."""
     if item.length is not None:
         return item.length
-    if item.row is not None or item.problem is not None:
+    if item.split is not None or item.problem is not None:
         return None
     try:
         return Path(item.file).stat().st_size

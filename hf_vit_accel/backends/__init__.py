@@ -151,7 +151,8 @@ def backend_named(name: str) -> Backend:
         if backend.name == name:
             return backend
     known = ", ".join(repr(known) for known in ("auto", *(backend.name for backend in ORDER)))
-    raise ValueError(f"expected attention to be one of {known}, got {name!r}")
+    hint = f"; {name} is what models are loaded with, here it is 'auto'" if name == "flash_vit_auto" else ""
+    raise ValueError(f"expected attention to be one of {known}, got {name!r}{hint}")
 
 
 def require(name: str, *, fp8: bool = False) -> None:
