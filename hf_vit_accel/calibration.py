@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_vit_accel.api import patched, silent_layers, towers_of
+from hf_vit_accel.api import patched, silent_layers
 from hf_vit_accel.backends import FP8
 from hf_vit_accel.config import Fp8Config
+from hf_vit_accel.report import towers_of
 from hf_vit_accel.scales import Amax
 from hf_vit_accel.tower import state_of
 

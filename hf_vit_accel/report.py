@@ -1,0 +1,206 @@
+"""What `status` tells of every tower: what runs, what does not, and why, each reason once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from hf_vit_accel import guard
+from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, resolve
+from hf_vit_accel.config import Settings
+from hf_vit_accel.families import FAMILIES, Family, find_towers
+from hf_vit_accel.graphs.runner import GraphStatus
+from hf_vit_accel.guard import Snapshot
+from hf_vit_accel.ops import PARTS
+from hf_vit_accel.ops.window_attention import LONGEST
+from hf_vit_accel.route import Spec
+from hf_vit_accel.tower import TowerState, state_of
+
+__all__ = ["Status", "TowerStatus", "beyond_attention", "reasons_now", "status", "towers_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerStatus:
+    """One tower's state: what was asked for, what runs, and what did not and why.
+
+    backends: backend per kind of layer, of the last call or, before any, as it would be chosen now. rejected: per kind,
+    why backends that come first did not serve it. fused: parts that run fused. unfused: parts that do not, with the
+    reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
+    that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
+    fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
+    fp8: by what attention in FP8 is scaled, and what it cut off; None where it is not asked for.
+    """
+
+    path: str
+    family: str
+    patched: bool
+    attention: str
+    backends: Mapping[str, str] = field(default_factory=dict)
+    rejected: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    fused: tuple[str, ...] = ()
+    unfused: Mapping[str, str] = field(default_factory=dict)
+    calls: int = 0
+    stock_calls: int = 0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    against_fast: tuple[str, ...] = ()
+    layouts: tuple[int, int, int] = (0, 0, 0)
+    attention_only: bool = False
+    graphs: GraphStatus | None = None
+    fp8: str | None = None
+
+    def __str__(self) -> str:
+        return "\n".join([*self._state(), *_reasons_once([self])])
+
+    def _state(self) -> list[str]:
+        where = self.path or "(the model itself)"
+        if not self.patched:
+            return [f"{where}: {self.family}, stock (attention {self.attention})"]
+        backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
+        fused = "attention only: the tower's own forward runs" if self.attention_only else ", ".join(self.fused)
+        lines = [
+            f"{where}: {self.family}, patched",
+            f"  attention  {self.attention} -> {backends or 'chosen at the first call'}",
+            f"  fused      {fused or 'nothing'}",
+            f"  calls      {self.calls} fast, {self.stock_calls} stock",
+            "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
+        ]
+        lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
+        lines += [str(self.graphs)] if self.graphs is not None else []
+        return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
+
+    def _reasons(self) -> Iterator[tuple[str, str, str]]:
+        """What does not run: its label, its name if it has one, and why."""
+        yield from (("not fused", part, why) for part, why in self.unfused.items())
+        yield from (("not fast", "", why) for why in self.against_fast)
+        rejected = {name: reasons[0] for of_kind in self.rejected.values() for name, reasons in of_kind.items()}
+        yield from (("not used", name, why) for name, why in rejected.items())
+
+
+def _reasons_once(towers: Sequence[TowerStatus]) -> list[str]:
+    """A line a reason, with all that it holds for; and with the towers, where it does not hold for all."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for tower in towers:
+        for label, name, why in tower._reasons():
+            found.setdefault((label, why), {}).setdefault(name, []).append(tower.path)
+    lines = []
+    for (label, why), names in sorted(found.items(), key=lambda each: each[0][0]):
+        where = (
+            f"{name} of {' and '.join(paths)}".strip() if len(paths) < len(towers) else name
+            for name, paths in names.items()
+        )
+        lines.append(f"  {label:<9}  " + ": ".join(filter(None, [", ".join(where), why])))
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The status of every tower in a model; prints as text, `to_dict()` for JSON."""
+
+    towers: tuple[TowerStatus, ...]
+
+    def __str__(self) -> str:
+        patched = [tower for tower in self.towers if tower.patched]
+        if len(patched) < 2:
+            return "\n".join(map(str, self.towers))
+        lines = [line for tower in self.towers for line in tower._state()]
+        if reasons := _reasons_once(patched):
+            lines += ["in all of these that are patched, or in those named:", *reasons]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return asdict(self)
+
+
+def status(model: nn.Module) -> Status:
+    """What runs in each tower of a model, and every fallback with its reason."""
+    return Status(towers=tuple(_tower_status(*found) for found in towers_of(model)))
+
+
+def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
+    told: dict[str, Any] = dict(path=path, family=family.name, attention_only=family.attention_only)
+    if (state := state_of(tower)) is None:
+        return TowerStatus(**told, patched=False, attention=tower.config._attn_implementation)
+    told |= dict(
+        patched=True,
+        attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
+        calls=state.calls,
+        stock_calls=state.stock_calls,
+        fallbacks=dict(state.fallbacks),
+        layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
+    )
+    if family.attention_only:
+        return TowerStatus(**told, backends=dict(state.served), unfused=beyond_attention(state.settings))
+    snapshot, choices, name = state.snapshot(tower), state.choices, tower.config._attn_implementation
+    against, spec = reasons_now(tower, state, snapshot, name, state.former_forward)
+    if spec is not None and not choices:
+        kinds: tuple[Kind, ...] = ("full", "window") if family.windows else ("full",)
+        try:
+            choices = {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
+        except BackendUnavailableError as error:
+            against, spec = [*against, str(error)], None
+    ops = None if spec is None else spec.ops
+    backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
+    if ops is not None and ops.attend_window is not None:
+        side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
+        if "window" not in state.choices and (state.choices or side**2 <= LONGEST):
+            backends["window"] = "fused kernel"
+    return TowerStatus(
+        **told,
+        backends=backends,
+        rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
+        fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
+        unfused=dict(ops.unfused) if ops is not None else {},
+        against_fast=tuple(against),
+        graphs=None if state.runner is None else state.runner.status(),
+        fp8=_fp8_status(state, choices),
+    )
+
+
+def beyond_attention(settings: Settings) -> dict[str, str]:
+    """What was asked for, and is not to be had for a tower whose attention alone is ours."""
+    asked = {"cuda_graphs": settings.graphs, "fp8": settings.fp8, **dict.fromkeys(settings.fuse or (), True)}
+    return {name: "this family is served attention only" for name, wanted in asked.items() if wanted}
+
+
+def reasons_now(
+    tower: Any, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Any
+) -> tuple[list[str], Spec | None]:
+    """What keeps every call off the fast path, under an attention of that name; and what decides routes, if known."""
+    reasons = guard.reasons_stock(tower, former_forward, name, snapshot, {})
+    if snapshot.stock:
+        return reasons, None
+    _, weights = snapshot.weights()
+    slow = guard.reasons_slow(tower, snapshot, weights, {}, grad=False)  # FSDP2 shards weights between calls
+    reasons += [why for why in slow if not (snapshot.sharded and why in weights.reasons)]
+    weight: Any = snapshot.parts.projection.weight
+    return reasons, state.spec(snapshot, weights, weight.device, fast=not reasons, grad=False)
+
+
+def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
+    if state.settings.fp8 is None:
+        return None
+    path = state.settings.fp8.amax_file
+    text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of the last calls'}"
+    if saturated := state.saturated():
+        text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"
+    if why := choices["full"].not_worth.get(FP8.name) if "full" in choices else None:
+        text += f"; not used by the last call: {why}"
+    return text
+
+
+def towers_of(model: nn.Module) -> list[tuple[str, Any, Family]]:
+    """(path, tower, family) of every supported tower in a model; ValueError where there is none."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a torch module, got {type(model).__name__}; pass the loaded model")
+    towers = list(find_towers(model))
+    if not towers:
+        supported = ", ".join(family.name for family in FAMILIES)
+        raise ValueError(
+            f"expected a model with a vision tower of one of the families {supported}, found none in "
+            f"{type(model).__name__}; pass the loaded model, or its vision tower"
+        )
+    return towers
