@@ -448,7 +448,10 @@ def test_a_mended_shard_has_no_error_any_more(tmp_path: Path) -> None:
 @given(st.data())
 def test_runs_killed_anywhere_add_up_to_one(data: st.DataObject) -> None:
     """Any numbers of processes, prompts, batch sizes; killed at any byte of any shard."""
-    items = [Item(key=f"item {index}", file="", row=(0, index)) for index in range(data.draw(st.integers(1, 12)))]
+    items = [
+        Item(key=f"item {index}", file="", row=(0, index), split="train")
+        for index in range(data.draw(st.integers(1, 12)))
+    ]
     prompts = ["p", "q\u2028", "r"][: data.draw(st.integers(1, 3))]
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder))
