@@ -235,8 +235,8 @@ class Routes:
         route: Route = self.cache.get((grid, spec, budget, stream), make)
         return route
 
-    def offsets(self, grid: Grid, at: torch.device, *rest: Any) -> dict[str, Any]:
-        """What `offsets` makes of a grid on a device, made once for a stream."""
-        stream = torch.cuda.current_stream(at).cuda_stream if at.type == "cuda" else 0
-        more: dict[str, Any] = self.cache.get((grid, at, stream), lambda: (offsets(grid, at, *rest), 8 * len(grid)))
+    def offsets(self, grid: Grid, at: torch.device, geometry: Geometry, *rest: Any) -> dict[str, Any]:
+        """What `offsets` makes of a grid on a device, made once for a stream and while the geometry is the same."""
+        key = grid, at, geometry, torch.cuda.current_stream(at).cuda_stream if at.type == "cuda" else 0
+        more: dict[str, Any] = self.cache.get(key, lambda: (offsets(grid, at, geometry, *rest), 8 * len(grid)))
         return more

@@ -16,7 +16,10 @@ from tiny import assert_close, randomise, relative_error
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig, registration
+from hf_vit_accel.config import Settings
 from hf_vit_accel.families import FAMILIES, Family
+from hf_vit_accel.metadata import Geometry
+from hf_vit_accel.route import Routes
 from hf_vit_accel.tower import state_of
 
 GRID = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (2, 8, 8)]
@@ -182,3 +185,12 @@ def test_every_class_is_tested() -> None:
 def test_a_family_names_what_its_forward_takes(tower: Any) -> None:
     family: Family = next(family for family in FAMILIES if family.tower_class(tower))
     assert tuple(inspect.signature(tower.forward).parameters)[:2] == family.arguments
+
+
+def test_offsets_are_made_anew_for_another_geometry() -> None:
+    """A clip is one segment, or a segment a frame: of equal rows and grids."""
+    routes, rest = Routes(), (Settings(), {}, {})
+    frames, clips = Geometry(merge=1), Geometry(merge=1, clips=True)
+    found = [routes.offsets(((2, 4, 6),), torch.device("cpu"), each, *rest) for each in (frames, clips, frames)]
+    assert [each["cu_seqlens"].tolist() for each in found] == [[0, 24, 48], [0, 48], [0, 24, 48]]
+    assert found[0] is found[2]
