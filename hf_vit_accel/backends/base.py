@@ -176,9 +176,10 @@ class Backend(ABC):
     def close(self) -> None:  # noqa: B027  (most backends hold no memory between calls)
         """Give back memory that is held between calls."""
 
-    @abstractmethod
     def plan(self, segments: Segments, request: Request) -> Plan:
-        """Decide everything about a layout on the host; no device work."""
+        """Decide everything about a layout on the host; no device work. By default offsets and the longest segment."""
+        host, arrays = {"max_seqlen": segments.max_seqlen}, {"cu_seqlens_S1": segments.cu_seqlens_S1}
+        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
 
     def prepare(self, plan: Plan) -> None:  # noqa: B027  (most backends have nothing to build)
         """Build what the plan's first call would otherwise build (kernels, library plans), before any capture."""

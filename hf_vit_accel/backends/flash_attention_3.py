@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Backend, Needs, Plan, Request, attention_op
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.backends.base import Backend, Needs, Plan, attention_op
 
 PACKAGE = env.Package(
     module="flash_attn_interface",
@@ -29,15 +28,6 @@ class FlashAttention3(Backend):
 
     def probe(self) -> list[str]:
         return list(_probe())
-
-    def plan(self, segments: Segments, request: Request) -> Plan:
-        return Plan(
-            backend=self,
-            segments=segments,
-            request=request,
-            host={"max_seqlen": segments.max_seqlen},
-            arrays={"cu_seqlens_S1": segments.cu_seqlens_S1},
-        )
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale)

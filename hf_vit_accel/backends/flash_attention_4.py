@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request, attention_op, reasons_tried
-from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops.rope import rope_back, rope_padded, rotate
 from hf_vit_accel.ops.trained import Trained
 
@@ -49,15 +48,6 @@ class FlashAttention4(Backend):
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
         return reasons or list(_proven(request.device, request.dtype, request.head_dim, request.grad))
-
-    def plan(self, segments: Segments, request: Request) -> Plan:
-        return Plan(
-            backend=self,
-            segments=segments,
-            request=request,
-            host={"max_seqlen": segments.max_seqlen},
-            arrays={"cu_seqlens_S1": segments.cu_seqlens_S1},
-        )
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         rest = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_vit_accel.backends.base import Backend, Needs, Plan, Request
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.backends.base import Backend, Needs, Plan
 
 
 class TorchVarlen(Backend):
@@ -24,15 +23,6 @@ class TorchVarlen(Backend):
         # FlashAttention-2 launches blocks for max_seqlen in every segment.
         return super().graph_bounds(segments, max_seqlen, rows)[0], min(
             rows, max(64, 1 << (max_seqlen - 1).bit_length())
-        )
-
-    def plan(self, segments: Segments, request: Request) -> Plan:
-        return Plan(
-            backend=self,
-            segments=segments,
-            request=request,
-            host={"max_seqlen": segments.max_seqlen},
-            arrays={"cu_seqlens_S1": segments.cu_seqlens_S1},
         )
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
