@@ -15,12 +15,13 @@ from hf_vit_accel import guard
 from hf_vit_accel.backends import backend_named, require
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, Settings
 from hf_vit_accel.families import Family
+from hf_vit_accel.install import former_of, install, uninstall
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.report import Status, beyond_attention, reasons_now, status, towers_of
 from hf_vit_accel.scales import Amax
-from hf_vit_accel.tower import TowerState, former_of, install, refuse, state_of, uninstall
+from hf_vit_accel.tower import TowerState, refuse, state_of
 
 __all__ = ["patch", "patched", "unpatch", "warmup"]
 

@@ -45,7 +45,9 @@ def encode(
         x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
     positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
     if window_index_M is not None:
-        x_TE, positions_T2 = (_permute(rows, window_index_M) for rows in (x_TE, positions_T2))
+        both = x_TE, positions_T2  # whole merge blocks of rows go to the order of the windows
+        merges = len(window_index_M), -1
+        x_TE, positions_T2 = (rows.unflatten(0, merges)[window_index_M].flatten(0, 1) for rows in both)
     cos_TD, sin_TD = (table_TD.contiguous() for table_TD in ops.tables(x_TE, positions_T2))
 
     heads = 3, request.heads, request.head_dim
@@ -99,10 +101,3 @@ def _checkpointed(checkpoint: Any, run: Any, x_TE: torch.Tensor, delta_TE: Any) 
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     x_TE = x_TE if x_TE.requires_grad else x_TE.detach().requires_grad_()
     return checkpoint(lambda x: torch.add(*run(x, None)), x_TE), None
-
-
-def _permute(rows: torch.Tensor, window_index_M: torch.Tensor) -> torch.Tensor:
-    """Move whole merge blocks of rows, (T, anything), to the order of the windows."""
-    blocks = rows.unflatten(0, (window_index_M.shape[0], -1))
-    moved: torch.Tensor = blocks[window_index_M].flatten(0, 1)
-    return moved

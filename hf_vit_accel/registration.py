@@ -25,9 +25,10 @@ from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, re
 from hf_vit_accel.config import Settings
 from hf_vit_accel.families import FAMILIES, family_of, find_towers
 from hf_vit_accel.guard import reasons_untraceable
+from hf_vit_accel.install import install, uninstall
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.route import OFFSETS, PLANS, Offsets
-from hf_vit_accel.tower import FallbackError, TowerState, install, state_of, uninstall
+from hf_vit_accel.tower import FallbackError, TowerState, state_of
 from hf_vit_accel.upstream import NAMES, wrap
 
 __all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]

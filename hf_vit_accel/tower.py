@@ -30,14 +30,14 @@ from hf_vit_accel.env import KERNELS, Fault
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
 from hf_vit_accel.guard import Snapshot, Weights
+from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
 
-__all__ = ["FallbackError", "TowerState", "former_of", "install", "refuse", "state_of", "uninstall"]
+__all__ = ["STATE", "AcceleratedForward", "FallbackError", "TowerState", "refuse", "state_of"]
 
-_STATE = "_hf_vit_accel"
-_SLOTS = ("forward", "_old_forward")
+STATE = "_hf_vit_accel"
 
 
 class FallbackError(RuntimeError):
@@ -187,54 +187,7 @@ _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 
 def state_of(tower: nn.Module) -> TowerState | None:
     """The state of a patched tower; None for a stock one."""
-    return vars(tower).get(_STATE)
-
-
-def former_of(tower: Any) -> tuple[str | None, Any]:
-    """The attention name and the instance forward that a tower has, or had before it was patched."""
-    state = state_of(tower)
-    if state is not None:
-        return state.former_name, state.former_forward
-    return tower.config._attn_implementation, vars(tower).get(_forward_slot(tower))
-
-
-def install(tower: nn.Module, state: TowerState) -> None:
-    """Give a tower its state and, on the instance, the accelerated forward. Replaces the state of a patched one."""
-    patched = state_of(tower)
-    vars(tower)[_STATE] = state
-    ours = next((slot for slot in _SLOTS if isinstance(vars(tower).get(slot), AcceleratedForward)), None)
-    slot = ours or _forward_slot(tower)
-    if patched is None or ours is None:  # someone may have wrapped ours since, and is not to be lost
-        state.former_forward = vars(tower).get(slot)
-    else:
-        state.former_forward = patched.former_forward
-    if patched is not None and patched is not state:
-        patched.close()
-    vars(tower)[slot] = AcceleratedForward(tower, state)
-
-
-def uninstall(tower: nn.Module) -> TowerState | None:
-    """Take state and forward off a tower and put back an instance forward that was there before."""
-    state: TowerState | None = vars(tower).pop(_STATE, None)
-    if state is None:
-        return None
-    for slot in _SLOTS:
-        if isinstance(vars(tower).get(slot), AcceleratedForward):
-            if state.former_forward is not None:
-                vars(tower)[slot] = state.former_forward
-            elif slot == "forward":
-                del vars(tower)[slot]
-            else:  # accelerate's hook calls what it holds: give it the class's forward, as it would have found
-                vars(tower)[slot] = type(tower).forward.__get__(tower)
-    state.close()
-    for backend in ORDER:
-        backend.close()
-    return state
-
-
-def _forward_slot(tower: nn.Module) -> str:
-    """Where the forward is: accelerate's hooks keep the one they wrap in `_old_forward`, and so run before it."""
-    return "_old_forward" if "_old_forward" in vars(tower) else "forward"
+    return vars(tower).get(STATE)
 
 
 class AcceleratedForward:
@@ -270,7 +223,7 @@ class AcceleratedForward:
             raise ReferenceError("the tower of this forward was deleted; keep the model while its forward is used")
         state = self._state
         original = state.former_forward or partial(type(tower).forward, tower)
-        if vars(tower).get(_STATE) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
+        if vars(tower).get(STATE) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
             return original(*args, **kwargs)
         pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
         on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
@@ -344,9 +297,7 @@ def _forward(
 
     marked = trains and not grad and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
-        outputs = _replay(state, snapshot, weights, route, call.pixels) if state.runner and not grad else None
-        if outputs is None:
-            outputs = encode(route.ready(), call.pixels, guard.checkpoints(snapshot) if grad else (), snapshot.sharded)
+        outputs = _serve(state, snapshot, weights, spec, call.grid, call.pixels)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)
@@ -370,6 +321,18 @@ def _attend_only(
     rest = state.family.geometry(tower), state.settings, state.faults, state.served
     more = state.routes.offsets(grid, pixels.device, *rest)
     return state.count(original(*args, **kwargs, **more), [], fast=True)
+
+
+def _serve(
+    state: TowerState, snapshot: Snapshot, weights: Weights, spec: Spec, grid: Grid, pixels_TP: torch.Tensor
+) -> list[torch.Tensor]:
+    """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it."""
+    route, grad = state.routes.get(grid, spec), spec.request.grad
+    outputs = _replay(state, snapshot, weights, route, pixels_TP) if state.runner and not grad else None
+    if outputs is None:
+        checkpoints = guard.checkpoints(snapshot) if grad else ()
+        outputs = encode(route.ready(), pixels_TP, checkpoints, snapshot.sharded)
+    return outputs
 
 
 def _replay(
