@@ -158,10 +158,9 @@ class TowerState:
         """Layers in which FP8 attention cut numbers off."""
         return [] if self._scales is None else self._scales.saturated()
 
-    def count(self, output: Any, unmet: list[str], *, fast: bool) -> Any:
-        """A call's output, once the call is over: one that failed on its way is not counted."""
-        self.calls += fast
-        self.stock_calls += not fast
+    def count_stock(self, output: Any, unmet: list[str]) -> Any:
+        """The output of a call whose blocks were stock's, once it is over: one that failed on its way is not counted."""
+        self.stock_calls += 1
         self.fallbacks.update(unmet)
         return output
 
@@ -274,7 +273,7 @@ def _forward(
             refuse(reasons, wanted="a score_mod was given")
         if settings.strict:
             refuse(reasons)
-        return state.count(original(*args, **kwargs), reasons, fast=False)
+        return state.count_stock(original(*args, **kwargs), reasons)
 
     device, trains = call.pixels.device, torch.is_grad_enabled()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -293,7 +292,7 @@ def _forward(
     if settings.strict:
         refuse(unmet)
     if spec.ops is None:
-        return state.count(original(*args, **kwargs, **route.ready().injected()), unmet, fast=False)
+        return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
 
     marked = trains and not grad and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
@@ -303,7 +302,9 @@ def _forward(
     output = state.family.output_of(tower, outputs)
     if call.options.get("return_dict", tower.config.return_dict) is False:
         output = output.to_tuple()
-    return state.count(output, unmet, fast=True)
+    state.calls += 1  # now that it is over: one that failed on its way is not counted
+    state.fallbacks.update(unmet)
+    return output
 
 
 def _attend_only(
@@ -316,11 +317,13 @@ def _attend_only(
     if not grid or min(map(min, grid)) < 1:  # what else is wrong with a call, stock says
         if state.settings.strict:
             refuse(reasons)
-        return state.count(original(*args, **kwargs), reasons, fast=False)
+        return state.count_stock(original(*args, **kwargs), reasons)
     pixels = named[state.family.arguments[0]]
     rest = state.family.geometry(tower), state.settings, state.faults, state.served
     more = state.routes.offsets(grid, pixels.device, *rest)
-    return state.count(original(*args, **kwargs, **more), [], fast=True)
+    output = original(*args, **kwargs, **more)
+    state.calls += 1
+    return output
 
 
 def _serve(
