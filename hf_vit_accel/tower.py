@@ -30,7 +30,6 @@ from hf_vit_accel.env import KERNELS, Fault
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
 from hf_vit_accel.guard import Snapshot, Weights
-from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
@@ -159,7 +158,7 @@ class TowerState:
         return [] if self._scales is None else self._scales.saturated()
 
     def count_stock(self, output: Any, unmet: list[str]) -> Any:
-        """The output of a call whose blocks were stock's, once it is over: one that failed on its way is not counted."""
+        """The output of a call that ran the stock way, once it is over: one that failed on its way is not counted."""
         self.stock_calls += 1
         self.fallbacks.update(unmet)
         return output
@@ -296,7 +295,7 @@ def _forward(
 
     marked = trains and not grad and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
-        outputs = _serve(state, snapshot, weights, spec, call.grid, call.pixels)
+        outputs = _serve(state, snapshot, weights, route, call.pixels)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)
@@ -327,10 +326,10 @@ def _attend_only(
 
 
 def _serve(
-    state: TowerState, snapshot: Snapshot, weights: Weights, spec: Spec, grid: Grid, pixels_TP: torch.Tensor
+    state: TowerState, snapshot: Snapshot, weights: Weights, route: Route, pixels_TP: torch.Tensor
 ) -> list[torch.Tensor]:
     """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it."""
-    route, grad = state.routes.get(grid, spec), spec.request.grad
+    grad = route.spec.request.grad
     outputs = _replay(state, snapshot, weights, route, pixels_TP) if state.runner and not grad else None
     if outputs is None:
         checkpoints = guard.checkpoints(snapshot) if grad else ()

@@ -27,7 +27,7 @@ IMPORTS = {
     "upstream": "backends config encoder families metadata ops route",
     "sharding": "",
     "guard": "backends env families inputs metadata ops route sharding upstream",
-    "tower": "backends config encoder env families graphs guard inputs metadata ops route scales upstream",
+    "tower": "backends config encoder env families graphs guard inputs ops route scales upstream",
     "install": "backends tower",
     "registration": "backends config families guard install metadata route tower upstream",
     "report": "backends config families graphs guard ops route tower",
