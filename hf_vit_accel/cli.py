@@ -194,9 +194,9 @@ def bench(
             rows += block
             for line in benchmark.lines(block, train=train, skipped=not known_model):
                 typer.echo(line, file=output)
-    result = benchmark.document(rows, dtype=chosen, rounds=rounds, peak=peak, train=train)
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+            result = benchmark.document(rows, dtype=chosen, rounds=rounds, peak=peak, train=train)
+            if json_path is not None:  # after every block: a run that is stopped leaves what it found
+                json_path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if plot_path is not None and any(row.ms is not None for row in rows):
         benchmark.plot(result, plot_path)
     if any(row.status == "wrong" for row in rows):

@@ -150,6 +150,21 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
     assert f"{rows[1]['ms']:.2f}" in printed[4]
 
 
+def test_a_run_that_is_stopped_leaves_what_it_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checkpoint = write_config("qwen3_vl", tmp_path)
+    lines = bench.lines
+
+    def stopped(block: Any, **options: Any) -> Any:
+        if block[0].size == "1x2x2":
+            raise KeyboardInterrupt
+        return lines(block, **options)
+
+    monkeypatch.setattr(bench, "lines", stopped)
+    result = command("--model", checkpoint, "--sizes", f"{SIZE},1x2x2", "--rounds", 1, "--json", tmp_path / "r.json")
+    assert result.exit_code != 0
+    assert {row["size"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]} == {SIZE}
+
+
 def test_a_floor_of_ones_own(tmp_path: Path) -> None:
     checkpoint = write_config("qwen3_vl", tmp_path)
     result = command("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--peak", 2, "--json", tmp_path / "r.json")
