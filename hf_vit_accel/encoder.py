@@ -82,7 +82,7 @@ def _layer(
     delta_TE: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x_TE, normed_TE = layer.norm1(x_TE, delta_TE)
-    attended_THD = attend(layer.qkv(normed_TE).unflatten(-1, heads), cos_TD, sin_TD)
+    attended_THD = attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD)
     x_TE, normed_TE = layer.norm2(x_TE, layer.proj(attended_THD.flatten(1)))
     return x_TE, layer.mlp(normed_TE)
 

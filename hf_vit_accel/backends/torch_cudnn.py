@@ -97,8 +97,8 @@ def _groups(segments: Segments) -> tuple[tuple[int, int], ...]:
 
 def _batch(x_THD: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
     """Rows of equal segments as (B, H, L, D), a view."""
-    batch: torch.Tensor = x_THD[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
-    return batch
+    x_THD = x_THD if count * length == len(x_THD) else x_THD[start : start + count * length]
+    return x_THD.view(count, length, *x_THD.shape[1:]).transpose(1, 2)
 
 
 def _forward(qkv: Sequence[torch.Tensor], groups: Groups, scale: float, keep: bool) -> tuple[torch.Tensor, list[Any]]:
