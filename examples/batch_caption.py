@@ -132,8 +132,9 @@ def caption(
     decoders: Annotated[int, typer.Option(min=1, help="Threads that decode, per process.")] = 8,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB for pictures ahead of the model, per process.")] = 2.0,
     processor_on: Annotated[
-        Literal["cpu", "gpu"], typer.Option(help="Where pictures are resized and cut into patches.")
-    ] = "cpu",
+        Literal["auto", "cpu", "gpu"],
+        typer.Option(help="Where pictures are resized and cut into patches; auto: on the GPU, with torchvision."),
+    ] = "auto",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many items.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Caption everything anew.")] = False,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Try failed items again.")] = False,
@@ -258,10 +259,10 @@ def caption(
             total = sum(costs[index] for index in shares[process])
             progress = Progress(output / "progress", process, processes, len(shares[process]), total)
             if vlm is not None:
-                against = why_not_on_gpu(processor, state.device) if processor_on == "gpu" else []
-                if first and against:
+                against = why_not_on_gpu(processor, state.device)
+                if first and against and processor_on == "gpu":
                     print(f"pictures are prepared on the CPU: {'; '.join(against)}", flush=True)
-                on_gpu = processor_on == "gpu" and not against
+                on_gpu = processor_on != "cpu" and not against
                 captioner = Captioner(vlm, processor, max_new_tokens, temperature, top_p, seed)
                 captioner.pictures_on = state.device if on_gpu else torch.device("cpu")
                 Worker(

@@ -298,6 +298,20 @@ def test_the_gpu_processor_says_why_it_is_not_used(photos: Path, output: Path) -
     assert captions_in(output) == {name: draw(sum(map(ord, name)))[1] for name in ("a.png", "b.png")}
 
 
+@pytest.mark.parametrize(
+    ("asked", "able", "there"), [("auto", True, True), ("auto", False, False), ("cpu", True, False)]
+)
+def test_pictures_are_prepared_on_the_gpu_where_it_can(
+    asked: str, able: bool, there: bool, photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_caption, "why_not_on_gpu", lambda *_: [] if able else ["it has none"])
+    made: list[float] = []
+    worker = batch_caption.Worker
+    monkeypatch.setattr(batch_caption, "Worker", lambda **options: made.append(options["slack"]) or worker(**options))
+    told = words(caption(photos, output, f"--processor-on={asked}"))
+    assert made == [4.0 if there else 1.0] and "prepared on the CPU" not in told
+
+
 def test_errors_are_told_with_their_reasons(photos: Path, output: Path) -> None:
     (photos / "empty.png").touch()
     done = caption(photos, output)

@@ -46,16 +46,16 @@ RUNS: dict[str, list[str]] = {
     "stock, 32 tokens": ["--no-patch", "--max-new-tokens", "32"],
     "patched, 32 tokens": ["--max-new-tokens", "32"],
 }
-ON_GPU = ["--processor-on", "gpu"]
+ON_CPU, ON_GPU = ["--processor-on", "cpu"], ["--processor-on", "gpu"]
 PROCESSORS: dict[str, list[str]] = {
-    "patched, to warm up": ["--max-new-tokens", "4", "--limit", "96"],
+    "prepared on the CPU, to warm up": [*ON_CPU, "--max-new-tokens", "4", "--limit", "96"],
     "prepared on the GPU, to warm up": [*ON_GPU, "--max-new-tokens", "4", "--limit", "96"],
-    "prepared on the CPU, 1 token": ["--max-new-tokens", "1"],
+    "prepared on the CPU, 1 token": [*ON_CPU, "--max-new-tokens", "1"],
     "prepared on the GPU, 1 token": [*ON_GPU, "--max-new-tokens", "1"],
-    "prepared on the CPU, 32 tokens": ["--max-new-tokens", "32"],
+    "prepared on the CPU, 32 tokens": [*ON_CPU, "--max-new-tokens", "32"],
     "prepared on the GPU, 32 tokens": [*ON_GPU, "--max-new-tokens", "32"],
 }
-COMPARED = 500
+COMPARED, SIDES = 500, (120, 230)  # about the sizes that the tiny model learnt; most are resized
 
 
 def draw(folder: Path, index: int) -> None:
@@ -94,13 +94,13 @@ def load_processor(name: str, revision: str | None = None) -> Any:
 
 
 def compare(folder: Path) -> None:
-    """Print what the trained tiny model says of scenes that are prepared on the CPU and on the GPU, of any size."""
+    """Print what the trained tiny model says of scenes that are prepared on the CPU and on the GPU."""
     expected, drawn = {}, folder / "scenes"
     drawn.mkdir(parents=True, exist_ok=True)
     for index in range(COMPARED):
         scene, chance = scenes.scene((1 << 42) + index, video=False), random.Random(index)
         expected[f"{index}.png"] = scene.caption
-        scenes.draw(scene, chance.randint(100, 900), chance.randint(100, 900))[0].save(drawn / f"{index}.png")
+        scenes.draw(scene, chance.randint(*SIDES), chance.randint(*SIDES))[0].save(drawn / f"{index}.png")
     found = []
     for where in ("cpu", "gpu"):
         output = folder / f"scenes prepared on the {where}"
