@@ -1,0 +1,12 @@
+"""MkDocs runs this: the project's home comes from pyproject.toml, the one place that names it."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def on_config(config: Any) -> Any:
+    """Sets the link to the repository."""
+    project = tomllib.loads((Path(config.config_file_path).parent / "pyproject.toml").read_text())["project"]
+    config.repo_url = project["urls"]["Repository"]
+    return config
