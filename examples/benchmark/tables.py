@@ -17,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-PLACE = re.compile(r"(<!-- table: (?P<name>[a-z_]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 MODELS = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
 SIZE_448 = "one 448²"
 
