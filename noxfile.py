@@ -1,7 +1,7 @@
 """What takes too long for every change: `make matrix` runs all of it, `nox -s NAME` one part.
 
-The versions are those of `tool.hf-vit-accel.tested` in pyproject.toml, Pythons those of its classifiers. The tag "ci" is what
-runs at every change on the project's own machines.
+The versions are those of `tool.hf-vit-accel.tested` in pyproject.toml, the Pythons those of its classifiers.
+Workflows run what is tagged: "ci" at every change, "nightly" every night.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def oldest(session: nox.Session) -> None:
     run_suite(session)
 
 
-@nox.session(venv_backend="uv", default=False)  # a part of all once it passes
+@nox.session(venv_backend="uv", default=False, tags=["later"])  # for "ci" once it passes
 def floors(session: nox.Session) -> None:
     """The whole suite with exactly the lowest versions that pyproject.toml allows."""
     session.install("--resolution", "lowest-direct", "-e", ".")
@@ -76,7 +76,7 @@ def floors(session: nox.Session) -> None:
     run_suite(session)
 
 
-@nox.session(default=False)
+@nox.session(default=False, tags=["nightly"])
 @nox.parametrize("of", ["transformers", "torch"])
 def coming(session: nox.Session, of: str) -> None:
     """The whole suite with what is not released yet: transformers' main branch, or torch's newest build."""

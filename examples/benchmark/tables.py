@@ -120,6 +120,16 @@ def captioning() -> str:
     )
 
 
+def fp8_errors() -> str:
+    """How far FP8 is off."""
+    columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+fp8": "`auto` with `fp8=True`"}
+    rows = [
+        [title(model), size, *(f"{rows[name]['error']:.2%}" for name in columns)]
+        for (model, size), rows in times(load("fp8.json")).items()
+    ]
+    return grid(["error", "input", *columns.values()], rows)
+
+
 def headline() -> str:
     """What the README leads with: end to end, then the tower beside the fastest that is not ours."""
     tokens = {row["model"]: row for row in load("first_token.json")["rows"]}
@@ -187,6 +197,7 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "headline": headline,
     "first_token": first_token,
+    "fp8_errors": fp8_errors,
     "captioning": captioning,
     "towers": Timings(
         file="towers.json",
