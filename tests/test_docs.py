@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,8 @@ import typer
 from PIL import Image
 
 import hf_vit_accel
+from hf_vit_accel.bench.measure import Row
+from hf_vit_accel.bench.report import document
 from hf_vit_accel.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,6 +183,36 @@ def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.
     before = {table: write() for table, write in tables.TABLES.items()}
     monkeypatch.setattr(tables, "load", slower)
     assert not [table for table, write in tables.TABLES.items() if write() == before[table]]
+
+
+def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell for what was timed; none for what was skipped or wrong, also where that is ours."""
+
+    def row(size: str, contender: str, ms: float | None, gb: float | None = None) -> Row:
+        model, status = "qwen3-vl-8b", "skipped" if ms is None else "timed"
+        return Row(
+            model=model,
+            size=size,
+            patches=9,
+            contender=contender,
+            status=status,
+            floor_ms=1,
+            bound=1,
+            ms=ms,
+            peak_gb=gb,
+        )
+
+    rows = [row("small", "stock sdpa", 123.4, 4.25), row("small", "stock liger", None), row("small", "auto", 100, 2)]
+    rows += [row("large", "stock sdpa", 30, 1), row("large", "stock liger", 20), row("large", "auto", None)]
+    written = document(rows, dtype=torch.bfloat16, rounds=5, peak=None, train=True) | {"commit": "abc1234"}
+    monkeypatch.setattr(tables, "load", lambda file: json.loads(json.dumps(written)))
+    head, _, *cells, _, told = tables.TABLES["training"]().splitlines()
+    assert cells == [
+        "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  |  |  | 100 (2.0) |",
+        "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) |  | 20.0 |  |  |",
+    ]
+    assert head.count("|") == cells[0].count("|") and "commit abc1234" in told and torch.__version__ in told
+    assert list(tables.gains("training.json", "auto")) == ["", "1.2x", ""]
 
 
 @pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent != ROOT / "docs"], ids=name)

@@ -170,8 +170,8 @@ def gains(file: str, ours: str) -> Iterable[str]:
             for (of, _), rows in found.items()
             if of == model and ours in rows
         ]
-        low, high = (f"{ratio:.1f}" for ratio in (min(ratios), max(ratios)))
-        yield f"{low}x" if low == high else f"{low} to {high}x"
+        low, high = (f"{ratio:.1f}" for ratio in (min(ratios, default=0), max(ratios, default=0)))
+        yield "" if not ratios else f"{low}x" if low == high else f"{low} to {high}x"
 
 
 def saved(row: Mapping[str, Any]) -> float:
