@@ -174,7 +174,9 @@ def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.
     def slower(file: str) -> dict[str, Any]:
         """Whatever is not stock takes twice as long."""
         document = load(file)
-        for row in document["rows"]:
+        for found in tables.steps(document).values():
+            found["patched"] = {key: 2 * seconds for key, seconds in found["patched"].items()}
+        for row in document.get("rows", []):
             for key in ("ms", "error", "patched", "graphs"):
                 if key in row and not str(row.get("contender")).startswith("stock"):
                     row[key] *= 2

@@ -120,6 +120,28 @@ def captioning() -> str:
     )
 
 
+def training_step() -> str:
+    """Seconds of a step of `Trainer`, the language model included."""
+    document = load("training_step.json")
+    rows = [
+        [
+            way,
+            f"{found['stock']['step']:.2f}",
+            f"{found['patched']['step']:.2f} ({found['stock']['step'] / found['patched']['step']:.1f}x)",
+            *(f"{found[of]['tower']:.2f}" for of in ("stock", "patched")),
+        ]
+        for way, found in steps(document).items()
+    ]
+    command = "python examples/benchmark/training_step.py --json examples/benchmark/training_step.json"
+    head = [f"seconds, {title(document['model'])}", "stock", "patched", "of it the tower, stock", "patched"]
+    return grid(head, rows) + f"\n{conditions(document | {'dtype': 'bfloat16'}, 'training_step.json', command)}\n"
+
+
+def steps(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Way to train to what it took."""
+    return {way: found for way, found in document.items() if isinstance(found, dict) and "patched" in found}
+
+
 def fp8_errors() -> str:
     """How far FP8 is off."""
     columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+fp8": "`auto` with `fp8=True`"}
@@ -133,7 +155,7 @@ def fp8_errors() -> str:
 def headline() -> str:
     """What the README leads with: end to end, then the tower beside the fastest that is not ours."""
     tokens = {row["model"]: row for row in load("first_token.json")["rows"]}
-    captions = load("captioning.json")
+    captions, trained = load("captioning.json"), load("training_step.json")
     (last,) = (row for row in captions["rows"] if row["tokens"] == 32)
     rows: list[list[str]] = [
         [
@@ -146,6 +168,17 @@ def headline() -> str:
             "stock sdpa",
             *(f"{saved(tokens[model]):.0f}% less" if model in tokens else "" for model in MODELS),
         ],
+        *(
+            [
+                f"step of `Trainer`, {way}",
+                "stock sdpa",
+                *(
+                    f"{found['stock']['step'] / found['patched']['step']:.1f}x" if model == trained["model"] else ""
+                    for model in MODELS
+                ),
+            ]
+            for way, found in steps(trained).items()
+        ),
         ["tower, forward", "stock with FlashAttention-3", *gains("towers.json", "auto")],
         [
             "tower, forward, one small image (784 patches), CUDA graph",
@@ -198,6 +231,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "headline": headline,
     "first_token": first_token,
     "fp8_errors": fp8_errors,
+    "training_step": training_step,
     "captioning": captioning,
     "towers": Timings(
         file="towers.json",
