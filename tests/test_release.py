@@ -90,6 +90,9 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
     readme = (ROOT / "README.md").read_text()
     shown = str(found.get_payload())
     home, version = urls["Repository"], hf_vit_accel.__version__
+    assert not re.search(r"^\[[^\]]+\]: |<(img|a)\b", readme, re.MULTILINE), (
+        "the build makes inline links absolute only"
+    )
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", shown)
     assert len(links) == len(re.findall(r"\]\(", readme)) > 10
     for picture, target in links:
