@@ -1,6 +1,8 @@
 # make test   lint, types and tests (those marked gpu only where a CUDA device is present)
 # make matrix every cell of SUPPORT.md, every supported version, and transformers' own tests: more than an hour; see noxfile.py
 # make support  SUPPORT.md, written anew
+# make tables   the tables of README.md and docs/, written anew from examples/benchmark/*.json
+# make docs   the documentation, into build/docs
 # make demo   the example, into build/demo; installs nothing that only the tests need
 # All set up .venv first, and again after pyproject.toml or constraints.txt changed.
 PYTHON ?= python3
@@ -8,14 +10,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: test matrix demo gpu-test support format clean
+.PHONY: test lint matrix demo gpu-test support tables docs dist format clean
 .DELETE_ON_ERROR:
 
-test: $(VENV)/.installed-test
+test: lint
+	$(BIN)/pytest -q -n 2 --dist worksteal
+
+lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 2 --dist worksteal
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/demo.py --output build/demo
@@ -28,6 +32,15 @@ matrix: $(VENV)/.installed-test,matrix
 
 support: $(VENV)/.installed-test
 	$(BIN)/python tests/support.py
+
+tables: $(VENV)/.installed-test
+	$(BIN)/python examples/benchmark/tables.py
+
+docs: $(VENV)/.installed-test
+	$(BIN)/mkdocs build --strict
+
+dist: $(VENV)/.installed-test
+	$(BIN)/hatchling build -d dist
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

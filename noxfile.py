@@ -1,6 +1,7 @@
 """What takes too long for every change: `make matrix` runs all of it, `nox -s NAME` one part.
 
-The versions are those of `tool.hf-vit-accel.tested` in pyproject.toml.
+The versions are those of `tool.hf-vit-accel.tested` in pyproject.toml, the Pythons those of its classifiers.
+Workflows run what is tagged: "ci" at every change, "nightly" every night.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TESTED = PROJECT["tool"]["hf-vit-accel"]["tested"]
 NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
 OLDEST = {package: versions[0] for package, versions in TESTED.items()}
+PYTHONS = [name.rsplit(" ", 1)[1] for name in PROJECT["project"]["classifiers"] if ":: 3." in name]
 TEST = [name for name in PROJECT["project"]["optional-dependencies"]["test"] if not name.startswith(("mypy", "ruff"))]
 TRITON = "triton<3.8; sys_platform == 'linux'"  # beside a CPU build of torch nothing else bounds it, and 3.9 is too new
 WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao"]
@@ -34,7 +36,7 @@ def run_suite(session: nox.Session, *arguments: str) -> None:
     session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", *arguments, *session.posargs)
 
 
-@nox.session
+@nox.session(tags=["ci"])
 @nox.parametrize("transformers", TESTED["transformers"])
 def transformers(session: nox.Session, transformers: str) -> None:
     """The whole suite with every line of transformers."""
@@ -42,7 +44,7 @@ def transformers(session: nox.Session, transformers: str) -> None:
     run_suite(session)
 
 
-@nox.session
+@nox.session(tags=["ci"])
 @nox.parametrize("torch", TESTED["torch"][:-1])
 def torch(session: nox.Session, torch: str) -> None:
     """The whole suite with every older line of torch."""
@@ -50,10 +52,40 @@ def torch(session: nox.Session, torch: str) -> None:
     run_suite(session)
 
 
-@nox.session
+@nox.session(python=PYTHONS, tags=["ci"])
+def python(session: nox.Session) -> None:
+    """The whole suite with every Python."""
+    install(session)
+    run_suite(session)
+
+
+@nox.session(tags=["ci"])
 def oldest(session: nox.Session) -> None:
     """The whole suite with the oldest lines of all at once."""
     install(session, **OLDEST)
+    run_suite(session)
+
+
+@nox.session(venv_backend="uv", default=False, tags=["later"])  # for "ci" once it passes
+def floors(session: nox.Session) -> None:
+    """The whole suite with exactly the lowest versions that pyproject.toml allows."""
+    session.install("--resolution", "lowest-direct", "-e", ".")
+    lowest = Path(session.create_tmp()) / "lowest.txt"
+    lowest.write_text(str(session.run("uv", "pip", "freeze", "--exclude-editable", silent=True)))
+    session.install("-e", ".", *TEST, TRITON, "--constraint", str(lowest))
+    run_suite(session)
+
+
+@nox.session(default=False, tags=["nightly"])
+@nox.parametrize("of", ["transformers", "torch"])
+def coming(session: nox.Session, of: str) -> None:
+    """The whole suite with what is not released yet: transformers' main branch, or torch's newest build."""
+    install(session)
+    if of == "transformers":
+        session.install("transformers @ git+https://github.com/huggingface/transformers")
+    else:
+        session.install("--pre", "--upgrade", "torch", "--index-url", "https://download.pytorch.org/whl/nightly/cpu")
+    session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
     run_suite(session)
 
 

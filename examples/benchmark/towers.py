@@ -1,4 +1,4 @@
-"""Makes the README's table: the three towers at six sizes, verified and timed; needs a CUDA device and matplotlib.
+"""Makes the table of whole towers: three models at six sizes, verified and timed; needs a CUDA device and matplotlib.
 
 python examples/benchmark/towers.py [further options of `hf-vit-accel bench`]
 """

@@ -1,0 +1,308 @@
+"""Writes the tables of README.md and docs/ from the JSON files beside it; a test fails where a page differs.
+
+python examples/benchmark/tables.py
+
+A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is one of TABLES.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PLACE = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+MODELS = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
+SIZE_448 = "one 448²"
+
+Times = dict[tuple[str, str], dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """A table of one file that `hf-vit-accel bench --json` wrote.
+
+    columns: contender to its heading, the first is what others are compared with. command: what makes the file.
+    memory: each cell says the peak memory in GB; else how many times as fast as the first column it is.
+    """
+
+    file: str
+    command: str
+    columns: Mapping[str, str]
+    memory: bool = False
+
+    def __call__(self) -> str:
+        """The table, and what it was measured on."""
+        document = load(self.file)
+        base = next(iter(self.columns))
+        head = ["ms (peak GB)" if self.memory else "ms", "input", "patches", *self.columns.values()]
+        rows = [
+            [
+                title(model),
+                size,
+                str(next(iter(rows.values()))["patches"]),
+                *(self._cell(rows.get(name), rows.get(base) if name != base else None) for name in self.columns),
+            ]
+            for (model, size), rows in times(document).items()
+        ]
+        return grid(head, rows) + f"\n{conditions(document, self.file, self.command)}\n"
+
+    def _cell(self, row: Mapping[str, Any] | None, base: Mapping[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        if self.memory:
+            return digits(row["ms"]) + (f" ({row['peak_gb']:.1f})" if row["peak_gb"] is not None else "")
+        return digits(row["ms"]) + (f" ({base['ms'] / row['ms']:.1f}x)" if base is not None else "")
+
+
+def load(file: str) -> dict[str, Any]:
+    """One of the JSON files."""
+    return dict(json.loads((HERE / file).read_text(encoding="utf-8")))
+
+
+def times(document: Mapping[str, Any]) -> Times:
+    """(model, size) to contender to its row, of everything that was timed."""
+    found: Times = {}
+    for row in document["rows"]:
+        if row["ms"] is not None:
+            found.setdefault((row["model"], row["size"]), {})[row["contender"]] = row
+    return found
+
+
+def conditions(document: Mapping[str, Any], file: str, command: str) -> str:
+    """Hardware, versions, commit and command, as far as the file says them."""
+    versions = document["versions"]
+    parts = [
+        f"One {document['device']}" if document.get("gpus", 1) == 1 else f"{document['gpus']} x {document['device']}",
+        document["dtype"],
+        *(f"{name} {versions[name]}" for name in ("torch", "transformers", "triton") if versions.get(name)),
+        f"commit {document['commit']}" if document.get("commit") else "commit not recorded",
+        f"`{command}`",
+        f"`examples/benchmark/{file}`",
+    ]
+    note = f" {document['transcribed']}" if document.get("transcribed") else ""
+    return f"*{'; '.join(parts)}.*{note}"
+
+
+def first_token() -> str:
+    """Time to the first token, the language model included."""
+    document = load("first_token.json")
+    head = ["ms", "stock", "patched", "patched, CUDA graphs", "less time"]
+    rows = [
+        [
+            title(row["model"]),
+            *(digits(row[key]) for key in ("stock", "patched", "graphs")),
+            f"{saved(row):.0f}%",
+        ]
+        for row in document["rows"]
+    ]
+    command = "python examples/benchmark/first_token.py"
+    return grid(head, rows) + f"\n{conditions(document, 'first_token.json', command)}\n"
+
+
+def captioning() -> str:
+    """Images a second of the batch captioner."""
+    document = load("captioning.json")
+    rows = [
+        [str(row["tokens"]), digits(row["stock"]), f"{digits(row['patched'])} ({row['patched'] / row['stock']:.1f}x)"]
+        for row in document["rows"]
+    ]
+    command = "accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py build/captioning"
+    return (
+        grid(["new tokens", "stock, images/s", "patched, images/s"], rows)
+        + f"\n{conditions(document, 'captioning.json', command)}\n"
+    )
+
+
+def training_step() -> str:
+    """Seconds of a step of `Trainer`, the language model included."""
+    document = load("training_step.json")
+    rows = [
+        [
+            way,
+            f"{found['stock']['step']:.2f}",
+            f"{found['patched']['step']:.2f} ({found['stock']['step'] / found['patched']['step']:.1f}x)",
+            *(f"{found[of]['tower']:.2f}" for of in ("stock", "patched")),
+        ]
+        for way, found in steps(document).items()
+    ]
+    command = "python examples/benchmark/training_step.py --json examples/benchmark/training_step.json"
+    head = [f"seconds, {title(document['model'])}", "stock", "patched", "of it the tower, stock", "patched"]
+    return grid(head, rows) + f"\n{conditions(document | {'dtype': 'bfloat16'}, 'training_step.json', command)}\n"
+
+
+def steps(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Way to train to what it took."""
+    return {way: found for way, found in document.items() if isinstance(found, dict) and "patched" in found}
+
+
+def fp8_errors() -> str:
+    """How far FP8 is off."""
+    columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+fp8": "`auto` with `fp8=True`"}
+    rows = [
+        [title(model), size, *(f"{rows[name]['error']:.2%}" for name in columns)]
+        for (model, size), rows in times(load("fp8.json")).items()
+    ]
+    return grid(["error", "input", *columns.values()], rows)
+
+
+def headline() -> str:
+    """What the README leads with: end to end, then the tower beside the fastest that is not ours."""
+    tokens = {row["model"]: row for row in load("first_token.json")["rows"]}
+    captions, trained = load("captioning.json"), load("training_step.json")
+    (last,) = (row for row in captions["rows"] if row["tokens"] == 32)
+    rows: list[list[str]] = [
+        [
+            "images captioned per second, 32 tokens each, two GPUs",
+            "stock sdpa",
+            *(f"{last['patched'] / last['stock']:.1f}x" if model == captions["model"] else "" for model in MODELS),
+        ],
+        [
+            "time to the first token, one 1024² image",
+            "stock sdpa",
+            *(f"{saved(tokens[model]):.0f}% less" if model in tokens else "" for model in MODELS),
+        ],
+        *(
+            [
+                f"step of `Trainer`, {way}",
+                "stock sdpa",
+                *(
+                    f"{found['stock']['step'] / found['patched']['step']:.1f}x" if model == trained["model"] else ""
+                    for model in MODELS
+                ),
+            ]
+            for way, found in steps(trained).items()
+        ),
+        ["tower, forward", "stock with FlashAttention-3", *gains("towers.json", "auto")],
+        [
+            "tower, forward, one small image (784 patches), CUDA graph",
+            "stock in a CUDA graph, compiled where that works",
+            *gains("small.json", "auto+graph"),
+        ],
+        [
+            "tower, forward and backward",
+            "the fastest of stock sdpa, FlashAttention-2, Liger, compiled blocks",
+            *gains("training.json", "auto"),
+        ],
+    ]
+    return grid(["what is timed", "compared with", *map(title, MODELS)], rows)
+
+
+def gains(file: str, ours: str) -> Iterable[str]:
+    """For each model: how many times as fast as the fastest stock contender, least and most over the sizes."""
+    found = times(load(file))
+    for model in MODELS:
+        ratios = [
+            min(row["ms"] for name, row in rows.items() if name.startswith("stock")) / rows[ours]["ms"]
+            for (of, _), rows in found.items()
+            if of == model and ours in rows
+        ]
+        low, high = (f"{ratio:.1f}" for ratio in (min(ratios, default=0), max(ratios, default=0)))
+        yield "" if not ratios else f"{low}x" if low == high else f"{low} to {high}x"
+
+
+def saved(row: Mapping[str, Any]) -> float:
+    """Per cent of stock's time to the first token that patching with CUDA graphs saves."""
+    return float(100 * (1 - row["graphs"] / row["stock"]))
+
+
+def title(model: str) -> str:
+    """qwen2.5-vl-7b as its makers write it."""
+    return re.sub(r"\d+b$", lambda size: size[0].upper(), model.replace("qwen", "Qwen").replace("-vl-", "-VL-"))
+
+
+def digits(number: float) -> str:
+    """Three significant digits, or all before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "headline": headline,
+    "first_token": first_token,
+    "fp8_errors": fp8_errors,
+    "training_step": training_step,
+    "captioning": captioning,
+    "towers": Timings(
+        file="towers.json",
+        command="python examples/benchmark/towers.py",
+        columns={
+            "stock sdpa": "stock sdpa",
+            "stock flash_attention_3": "stock FlashAttention-3",
+            "auto": "`auto`",
+            "auto+graph": "`auto`, CUDA graph",
+            "flashinfer_cudnn": "`flashinfer_cudnn`",
+            "flash_attention_3": "`flash_attention_3`",
+        },
+    ),
+    "small": Timings(
+        file="small.json",
+        command=f'hf-vit-accel bench --model qwen3-vl-8b,qwen2.5-vl-7b --sizes "{SIZE_448}" '
+        "--backends auto,auto+graph,flashinfer_cudnn+graph --baselines sdpa,flash_attention_3,graph,compile+graph "
+        "--rounds 6",
+        columns={
+            "stock sdpa": "stock sdpa",
+            "stock flash_attention_3": "stock FlashAttention-3",
+            "stock graph": "the same in a CUDA graph",
+            "stock compile+graph": "and compiled",
+            "auto+graph": "`auto`, CUDA graph",
+            "flashinfer_cudnn+graph": "`flashinfer_cudnn`, CUDA graph",
+        },
+    ),
+    "training": Timings(
+        file="training.json",
+        command="hf-vit-accel bench --train --json examples/benchmark/training.json",
+        columns={
+            "stock sdpa": "stock sdpa",
+            "stock flash_attention_2": "stock FlashAttention-2",
+            "stock liger": "stock with Liger",
+            "stock compile_blocks": "stock, compiled blocks",
+            "auto": "patched",
+        },
+        memory=True,
+    ),
+    "flex": Timings(
+        file="flex.json",
+        command=f'hf-vit-accel bench --model qwen3-vl-8b,qwen2.5-vl-7b --sizes "{SIZE_448},16 x 512²" '
+        "--backends flex,flex+graph,flashinfer_cudnn,flashinfer_cudnn+graph,auto",
+        columns={
+            "stock sdpa": "stock sdpa",
+            "flex": "`flex`",
+            "flex+graph": "`flex`, CUDA graph",
+            "flashinfer_cudnn": "`flashinfer_cudnn`",
+            "flashinfer_cudnn+graph": "`flashinfer_cudnn`, CUDA graph",
+        },
+    ),
+    "fp8": Timings(
+        file="fp8.json",
+        command='hf-vit-accel bench --model qwen3-vl-8b,qwen2-vl-7b --sizes "one page,1x72x72" '
+        "--backends flashinfer_cudnn,auto,auto+fp8 --rounds 3",
+        columns={
+            "stock sdpa": "stock sdpa",
+            "flashinfer_cudnn": "`flashinfer_cudnn`",
+            "auto": "`auto`",
+            "auto+fp8": "`auto` with `fp8=True`",
+        },
+    ),
+}
+"""Every table that a page may hold."""
+
+
+def filled(page: str) -> str:
+    """A page's text with its tables written anew; KeyError for a table that there is none of."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place['name']]()}\n{place[3]}", page)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

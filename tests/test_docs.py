@@ -1,0 +1,261 @@
+"""README and docs: Python runs, commands exist, tables are those of the JSON files, the site builds."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import typer
+from PIL import Image
+
+import hf_vit_accel
+from hf_vit_accel.bench.measure import Row
+from hf_vit_accel.bench.report import document
+from hf_vit_accel.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "benchmark")]
+
+import tables  # noqa: E402
+from captioning.captioner import load_processor  # noqa: E402
+
+README, START = ROOT / "README.md", ROOT / "docs" / "index.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+WRITTEN = [README, *PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md", *sorted((ROOT / "examples").rglob("*.md"))]
+FENCE = re.compile(
+    r"(?:<!-- run: (?P<needs>\w+) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+PARAMETERS = inspect.signature(hf_vit_accel.patch).parameters
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """needs: "" for nothing, "gpu", or the parameter of `patch` that it shows."""
+
+    needs: str
+    language: str
+    code: str
+
+
+def blocks(path: Path, *languages: str) -> list[Block]:
+    found = (
+        Block(needs=found["needs"] or "", language=found["language"], code=found["code"])
+        for found in FENCE.finditer(path.read_text())
+    )
+    return [block for block in found if block.language in languages]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The checkpoints that the pages name, as tiny ones of their families; a picture in the working folder."""
+    folder = ROOT / "examples" / "tiny_captioner"
+    known = {"Qwen/Qwen3-VL-8B-Instruct": folder / "qwen3_vl", "Qwen/Qwen2.5-VL-7B-Instruct": folder / "qwen2_5_vl"}
+    processors = {name: load_processor(str(path)) for name, path in known.items()}
+    load: Callable[..., Any] = transformers.AutoModelForImageTextToText.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoModelForImageTextToText,
+        "from_pretrained",
+        lambda name, **options: load(known[name], **options),
+    )
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", processors.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    Image.linear_gradient("L").convert("RGB").save("photo.jpg")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def run(path: Path, wanted: list[Block], names: dict[str, Any]) -> dict[str, Any]:
+    for block in wanted:
+        exec(compile(block.code, name(path), "exec"), names)
+    return names
+
+
+def started() -> dict[str, Any]:
+    """What the pages take for granted: the model and the picture of Getting started."""
+    names = run(START, blocks(START, "python")[:2], {"torch": torch})
+    assert {"model", "processor", "inputs", "tokens"} <= names.keys()
+    return names | {"images": [Image.open("photo.jpg")] * 2}
+
+
+def test_the_readme_is_short_and_its_script_runs_as_it_stands(hub: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(README.read_text().splitlines()) <= 120
+    script, *_ = wanted = blocks(README, "python")
+    assert not any(block.needs for block in wanted) and script.code.count("\n") <= 20
+    names = run(README, wanted, {})
+    told = capsys.readouterr().out
+    assert "1 fast, 0 stock" in told
+    caption = told.splitlines()[0]
+    model, inputs, tokens = (names[key] for key in ("model", "inputs", "tokens"))
+    assert caption and torch.equal(hf_vit_accel.unpatch(model).generate(**inputs, max_new_tokens=64), tokens)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name)
+def test_python_of_the_docs_runs(path: Path, hub: None, group: None) -> None:
+    wanted = blocks(path, "python")
+    for block in wanted:
+        compile(block.code, name(path), "exec")
+        assert block.needs in ("", "gpu") or re.search(rf"\b{block.needs}=", block.code)
+    here = [block for block in wanted if not block.needs or block.needs in PARAMETERS]
+    run(path, here, started() if here else {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name)
+def test_python_of_the_docs_runs_on_a_gpu(path: Path, hub: None, group: None) -> None:
+    names = started() | {"images": [Image.open("photo.jpg").resize((320, 320))] * 2}
+    assert names["model"].device.type == "cuda"
+    try:
+        run(path, [block for block in blocks(path, "python") if block.needs in ("", "gpu", *PARAMETERS)], names)
+    except hf_vit_accel.BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_what_is_planned_is_said_to_be(path: Path) -> None:
+    shown = {block.needs for block in blocks(path, "python")} - {"", "gpu"}
+    if shown:
+        assert ("Planned for" in path.read_text()) == bool(shown - PARAMETERS.keys())
+
+
+def test_commands_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    command: Any = typer.main.get_command(app)
+    seen = set()
+    for path in WRITTEN:
+        text = "".join(block.code for block in blocks(path, "sh", "bash")).replace("\\\n", " ")
+        for line in text.splitlines():
+            words = shlex.split(line, comments=True)
+            program = words[0] if words else ""
+            seen.add(program)
+            if program == "make":
+                assert words[1] in targets, f"{name(path)}: {line}"
+            elif program == "hf-vit-accel":
+                of = command.commands[words[1]]
+                of.make_context(words[1], words[2:])  # raises for an option that there is none of
+            elif program in ("python", "accelerate"):
+                files = [word for word in words if word.startswith("examples/") and word.endswith(".py")]
+                assert all((ROOT / file).is_file() for file in files), f"{name(path)}: {line}"
+    assert {"make", "hf-vit-accel", "python", "accelerate"} <= seen
+
+
+@pytest.mark.parametrize("path", tables.PAGES, ids=name)
+def test_tables_are_those_of_the_json_files(path: Path) -> None:
+    text = path.read_text()
+    assert tables.filled(text) == text, "stale: run make tables"
+    assert text.count("<!-- table:") == text.count("<!-- end of table -->") == len(tables.PLACE.findall(text))
+
+
+def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {found["name"] for path in tables.PAGES for found in tables.PLACE.finditer(path.read_text())}
+    assert shown == set(tables.TABLES)
+    load = tables.load
+
+    def slower(file: str) -> dict[str, Any]:
+        """Whatever is not stock takes twice as long."""
+        document = load(file)
+        for found in tables.steps(document).values():
+            found["patched"] = {key: 2 * seconds for key, seconds in found["patched"].items()}
+        for row in document.get("rows", []):
+            for key in ("ms", "error", "patched", "graphs"):
+                if key in row and not str(row.get("contender")).startswith("stock"):
+                    row[key] *= 2
+        return document
+
+    before = {table: write() for table, write in tables.TABLES.items()}
+    monkeypatch.setattr(tables, "load", slower)
+    assert not [table for table, write in tables.TABLES.items() if write() == before[table]]
+
+
+def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell for what was timed; none for what was skipped or wrong, also where that is ours."""
+
+    def row(size: str, contender: str, ms: float | None, gb: float | None = None) -> Row:
+        model, status = "qwen3-vl-8b", "skipped" if ms is None else "timed"
+        return Row(
+            model=model,
+            size=size,
+            patches=9,
+            contender=contender,
+            status=status,
+            floor_ms=1,
+            bound=1,
+            ms=ms,
+            peak_gb=gb,
+        )
+
+    rows = [row("small", "stock sdpa", 123.4, 4.25), row("small", "stock liger", None), row("small", "auto", 100, 2)]
+    rows += [row("large", "stock sdpa", 30, 1), row("large", "stock liger", 20), row("large", "auto", None)]
+    written = document(rows, dtype=torch.bfloat16, rounds=5, peak=None, train=True) | {"commit": "abc1234"}
+    monkeypatch.setattr(tables, "load", lambda file: json.loads(json.dumps(written)))
+    head, _, *cells, _, told = tables.TABLES["training"]().splitlines()
+    assert cells == [
+        "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  |  |  | 100 (2.0) |",
+        "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) |  | 20.0 |  |  |",
+    ]
+    assert head.count("|") == cells[0].count("|") and "commit abc1234" in told and torch.__version__ in told
+    assert list(tables.gains("training.json", "auto")) == ["", "1.2x", ""]
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent != ROOT / "docs"], ids=name)
+def test_links_lead_somewhere(path: Path) -> None:
+    """Those of docs/ are checked by the build."""
+    for target in re.findall(r"\]\((?![a-z]+:)([^)]+)\)", path.read_text()):
+        file, _, anchor = target.partition("#")
+        there = path.parent / file if file else path
+        assert there.exists(), f"{target} in {name(path)}"
+        heads = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if anchor else []
+        slugs = {re.sub(r"[^\w\s-]", "", head.replace("`", "")).strip().lower().replace(" ", "-") for head in heads}
+        assert not anchor or anchor in slugs, f"{target} in {name(path)}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(module, reason="the documentation needs the extra `docs`")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    api = (tmp_path / "site" / "api" / "index.html").read_text()
+    missing = [each for each in hf_vit_accel.__all__ if f'id="hf_vit_accel.{each}"' not in api]
+    assert not missing
+    for path in PAGES:
+        page = tmp_path / "site" / ("" if path == START else path.stem) / "index.html"
+        assert "-8&lt;-" not in page.read_text(), f"{path.name}: a file that is not included"
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    assert not [path.name for path in PAGES if f": {path.name}\n" not in menu]
+
+
+def test_the_home_is_named_in_one_place() -> None:
+    """A fork, or the first release, changes it in pyproject.toml alone."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not listed:
+        pytest.skip("not a checkout")
+    home = "github.com/hf-vit-accel"
+    named = {file for file in listed if (ROOT / file).suffix in (".md", ".toml", ".yml", ".cff", ".py")}
+    named = {file for file in named if home in (ROOT / file).read_text(errors="ignore")} - {name(Path(__file__))}
+    assert named == {"pyproject.toml"}

@@ -1,0 +1,185 @@
+"""What is released: wheel and sdist as built, versions and dates that agree, workflows that name what exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hf_vit_accel
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+SOURCES = {
+    str(path.relative_to(ROOT)) for path in (ROOT / "hf_vit_accel").rglob("*") if path.suffix in (".py", ".typed")
+}
+MIB = 1 << 20
+
+
+def build(source: Path, target: Path, *kinds: str) -> list[Path]:
+    pytest.importorskip("hatchling", reason="building needs hatchling, which the extra `test` installs")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(target), *kinds]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(target.iterdir())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist."""
+    wheel, sdist = build(ROOT, tmp_path_factory.mktemp("dist"))
+    return wheel, sdist
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_the_wheel_holds_the_package_and_no_more(built: tuple[Path, Path]) -> None:
+    wheel, _ = built
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        assert all(archive.read(name) == (ROOT / name).read_bytes() for name in SOURCES)
+        (scripts,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
+    info = f"hf_vit_accel-{hf_vit_accel.__version__}.dist-info"
+    more = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
+    assert names == SOURCES | more
+    assert all(f"{name} = {place}" in scripts for name, place in PROJECT["scripts"].items())
+    assert wheel.stat().st_size < MIB
+
+
+def test_the_sdist_is_small_and_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel, sdist = built
+    assert sdist.stat().st_size < MIB
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    names = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    more = {"pyproject.toml", "build_readme.py", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", ".gitignore"}
+    assert names == SOURCES | more
+    (again,) = build(source, tmp_path / "dist", "-t", "wheel")
+    with zipfile.ZipFile(again) as ours, zipfile.ZipFile(wheel) as theirs:
+        assert {name: ours.read(name) for name in ours.namelist()} == {
+            name: theirs.read(name) for name in theirs.namelist()
+        }
+
+
+def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None:
+    found = metadata(built[0])
+    assert (found["Name"], found["Version"]) == ("hf-vit-accel", hf_vit_accel.__version__)
+    assert found["License-Expression"] == "Apache-2.0" and found["Requires-Python"] == PROJECT["requires-python"]
+    urls = dict(url.split(", ", 1) for url in found.get_all("Project-URL", []))
+    assert urls == PROJECT["urls"] and all(url.startswith(urls["Repository"]) for url in urls.values())
+    assert found["Description-Content-Type"] == "text/markdown"
+    readme = (ROOT / "README.md").read_text()
+    shown = str(found.get_payload())
+    home, version = urls["Repository"], hf_vit_accel.__version__
+    assert not re.search(r"^\[[^\]]+\]: |<(img|a)\b", readme, re.MULTILINE), (
+        "the build makes inline links absolute only"
+    )
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", shown)
+    assert len(links) == len(re.findall(r"\]\(", readme)) > 10
+    for picture, target in links:
+        base = f"{home}/{'raw' if picture else 'blob'}/v{version}/"
+        assert target.startswith(base), f"{target} leads nowhere from an index page"
+        assert (ROOT / target.removeprefix(base).partition("#")[0]).is_file()
+    assert re.sub(re.escape(home) + r"/(raw|blob)/v[^/]+/", "", shown).strip() == readme.strip()
+
+
+def test_links_are_made_absolute_and_others_left_alone() -> None:
+    pytest.importorskip("hatchling")
+    absolute = runpy.run_path(str(ROOT / "build_readme.py"))["absolute"]
+    kept = "[a](https://b.c) [d](#e) [f](mailto:g@h) `x[0](1)`"
+    assert absolute("[a](b.md#c) ![d](e/f.png)", "https://x/y", "1.2") == (
+        "[a](https://x/y/blob/v1.2/b.md#c) ![d](https://x/y/raw/v1.2/e/f.png)"
+    )
+    assert absolute(kept.split(" `")[0], "https://x/y", "1.2") == kept.split(" `")[0]
+
+
+def test_twine_accepts_both(built: tuple[Path, Path]) -> None:
+    pytest.importorskip("twine", reason="twine is not installed; the workflow `release` runs it")
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *map(str, built)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_classifiers_are_the_pythons_that_are_tested() -> None:
+    pythons = [name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    assert pythons == sorted(pythons, key=lambda version: int(version[2:]))
+    assert PROJECT["requires-python"] == f">={pythons[0]}" and pythons[-1] == "3.14"
+    trove = pytest.importorskip("trove_classifiers", reason="hatchling brings it")
+    assert set(PROJECT["classifiers"]) <= trove.classifiers
+
+
+def test_version_changelog_and_citation_agree() -> None:
+    """A version that is being worked on has no date; one without .dev has."""
+    version, _, working = hf_vit_accel.__version__.partition(".dev")
+    newest = re.search(r"^## \[(.+?)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == version
+    assert newest[2] == "unreleased" if working else re.fullmatch(r"\d{4}-\d\d-\d\d", newest[2])
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == hf_vit_accel.__version__ and ("date-released" in citation) == (not working)
+    assert citation["license"] == PROJECT["license"] and {"cff-version", "message", "title", "authors"} <= set(citation)
+
+
+def commands(workflow: Path) -> list[str]:
+    """What its jobs run, line by line."""
+    jobs: dict[str, Any] = yaml.safe_load(workflow.read_text())["jobs"]
+    return [line for job in jobs.values() for step in job["steps"] for line in step.get("run", "").splitlines()]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_are_bounded_and_may_do_little(workflow: Path) -> None:
+    content = yaml.safe_load(workflow.read_text())
+    assert content["permissions"] == {"contents": "read"}
+    for name, job in content["jobs"].items():
+        assert "timeout-minutes" in job, name
+        assert all(re.search(r"@(v\d+|release/v\d+)$", step["uses"]) for step in job["steps"] if "uses" in step)
+        more = {"publish": {"id-token": "write"}, "report": {"issues": "write"}}.get(name)
+        assert job.get("permissions") == more, name
+
+
+def test_workflows_run_what_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = [line.split()[1] for path in WORKFLOWS for line in commands(path) if line.startswith("make ")]
+    assert set(made) <= targets and {"lint", "docs", "dist", "gpu-test"} <= set(made)
+
+
+def test_sessions_that_workflows_run_are_in_the_noxfile() -> None:
+    pytest.importorskip("nox", reason="the extra `matrix` installs it")
+
+    def sessions(tag: str) -> set[str]:
+        command = [sys.executable, "-m", "nox", "--list", "--json", "--tags", tag]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return {each["session"] for each in json.loads(done.stdout)}
+
+    assert any("nox --list --json --tags ci" in line for line in commands(ROOT / ".github/workflows/tests.yml"))
+    nightly = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["coming"]
+    assert {f"coming(of='{of}')" for of in nightly["strategy"]["matrix"]["of"]} == sessions("nightly")
+    kinds = {session.partition("(")[0].partition("-")[0] for session in sessions("ci")}
+    assert kinds == {"transformers", "torch", "python", "oldest"} and sessions("later") == {"floors"}
+
+
+def test_actionlint_finds_nothing() -> None:
+    actionlint = shutil.which("actionlint")
+    if actionlint is None:
+        pytest.skip("actionlint is not installed; the workflow `tests` runs it")
+    done = subprocess.run([actionlint], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
