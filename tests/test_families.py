@@ -324,6 +324,7 @@ WRONG = {
     "another final norm": lambda parts: replace(parts, final_norm=parts.blocks[0].norm1),
     "full layers": lambda parts: replace(parts, full_layers=None),
     "no positions": lambda parts: replace(parts, table=None),
+    "no downsampling": lambda parts: replace(parts, downsample=None),
     "no merger": lambda parts: replace(parts, merger=None, final_norm=parts.final_norm or parts.blocks[0].norm1),
 }
 GEOMETRY = {
