@@ -83,7 +83,31 @@ def _vision(config: Any) -> dict[str, Any]:
     return dict(copy.deepcopy(ATTENTION_ONLY[name].config if family.attention_only else family.tiny))
 
 
+_LINEAR = dict(
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    shared_expert_intermediate_size=16,
+    rope_parameters=_WHOLE,
+)
+_INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2)
+
 COMPOSITES = {
+    "qwen3_5": Composite("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", _LINEAR),
+    "qwen3_5_moe": Composite("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", _LINEAR),
+    "qwen4_exp": Composite("Qwen4ExpForConditionalGeneration", "Qwen4ExpConfig", _LINEAR | _INDEXER),
+    "qwen3_omni_moe": Composite(
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "Qwen3OmniMoeThinkerConfig",
+        dict(rope_parameters=_ROPE),
+        dict(audio_config=_AUDIO, vision_start_token_id=60, vision_end_token_id=61, audio_start_token_id=62),
+    ),
+    "cohere_compass": Composite(
+        "CohereCompassForConditionalGeneration", "CohereCompassConfig", dict(rope_parameters={"full_attention": _ROPE})
+    ),
+    "hyperclovax_vision_v2": Composite("HyperCLOVAXVisionV2ForConditionalGeneration", "HyperCLOVAXVisionV2Config"),
     "glm_ocr": Composite("GlmOcrForConditionalGeneration", "GlmOcrConfig", dict(rope_parameters=_ROPE)),
     "glm4v": Composite("Glm4vForConditionalGeneration", "Glm4vConfig", dict(rope_parameters=_ROPE)),
     "glm4v_moe": Composite("Glm4vMoeForConditionalGeneration", "Glm4vMoeConfig", dict(rope_parameters=_WHOLE)),

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import pickle
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -111,6 +111,17 @@ def test_it_equals_stock_with_one_plan_for_a_kind_of_layer(tower: Any, trained: 
     assert status.backends == dict.fromkeys(["full", "window"] if windows else ["full"], "sdpa")
     assert len(plans) == 1 + windows, "layouts of calls before are taken again"
     assert "attention only" in str(status) and "fallback" not in str(status)
+
+
+def test_segments_that_are_stated_wrong_are_seen(tower: Any) -> None:
+    """The control of the test above: whole clips instead of frames, or frames instead of clips."""
+    if not TINY[type(tower).__name__].clips:
+        pytest.skip("stock takes no clips")
+    expected = run(tower)
+    state = state_of(hf_vit_accel.patch(tower))
+    wrong = replace(state.family.geometry(tower), clips=not state.family.geometry(tower).clips)
+    state.family = replace(state.family, geometry=lambda tower: wrong)
+    assert max(map(relative_error, run(tower), expected)) > 1e-3
 
 
 def test_offsets_are_not_read_from_the_device(tower: Any, monkeypatch: Any) -> None:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_vit_accel.ops import column_sum as column_sum_module
 from hf_vit_accel.ops import norm_backward
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
+from hf_vit_accel.ops.heads import shape_heads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.ops.linear import LinearFunction, linear, linear_reference
 from hf_vit_accel.ops.mlp_backward import (
@@ -37,7 +38,7 @@ from hf_vit_accel.ops.mlp_backward import (
 )
 from hf_vit_accel.ops.norm_backward import Norm, add_norm, add_norm_reference
 from hf_vit_accel.ops.positions import add_positions, add_positions_reference
-from hf_vit_accel.ops.project import shape_heads, shape_heads_reference
+from hf_vit_accel.ops.project import project, project_reference
 from hf_vit_accel.ops.rope import rope, rope_reference
 from hf_vit_accel.ops.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
@@ -147,14 +148,16 @@ def gelu_case(kind: str, sizes: tuple[int, int], real: tuple[int, int], *, bias:
 SWIGLU = "x", "wg", "wu", "bg", "bu", "wd", "bd"
 
 
-def swiglu_case(sizes: tuple[int, int], real: tuple[int, int], *, biases: str = "bg bu bd") -> Callable[[At], Case]:
+def swiglu_case(
+    sizes: tuple[int, int], real: tuple[int, int], *, biases: str = "bg bu bd", limit: float | None = None
+) -> Callable[[At], Case]:
     def make(at: At) -> Case:
         inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
         drawn = leaves(at, x=(at["rows"], inner), wg=(width, inner), wu=(width, inner), wd=(inner, width))
         drawn |= leaves(at, **{name: (inner if name == "bd" else width,) for name in biases.split()})
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(*(p.get(name) for name in SWIGLU))
+            return lambda p: function(*(p.get(name) for name in SWIGLU), limit)
 
         return Case(drawn, call(swiglu_mlp), call(swiglu_mlp_reference))
 
@@ -178,7 +181,7 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
                 if kind == "linear":
                     return total, functions[kind](x, p["w"], p["b"], norm)
                 if kind == "swiglu":
-                    return total, functions[kind](x, p["wg"], p["w"], None, p["b"], p["w2"], None, norm)
+                    return total, functions[kind](x, p["wg"], p["w"], None, p["b"], p["w2"], None, None, norm)
                 return total, functions[kind](x, p["w"], p["b"], p["w2"], None, "gelu_tanh", norm)
 
             return run
@@ -207,7 +210,7 @@ def layer_case(kind: str, *, rms: bool, delta: bool) -> Callable[[At], Case]:
         without = (set() if delta else {"delta"}) | ({"bias1", "bias2"} if rms else set())
         drawn = leaves(at, **{name: shape for name, shape in shapes.items() if name not in without})
         mlp = ("w1", "wu", "b1", "bu", "w2", "b2") if kind == "swiglu" else ("w1", "b1", "w2", "b2")
-        settings = () if kind == "swiglu" else (kind,)
+        settings = (None,) if kind == "swiglu" else (kind,)
 
         def found(p: Tensors) -> Any:
             def part(function: Any, *names: str, **options: Any) -> Any:
@@ -271,6 +274,39 @@ def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[At], Case]:
     return make
 
 
+def project_case(
+    products: int, groups: int, *, biases: str = "012", normed: bool = True, layer: bool = False
+) -> Callable[[At], Case]:
+    """All products at once, and their heads; of a norm's rows that are made again, where it is said."""
+
+    def make(at: At) -> Case:
+        heads, dim, inner, rows = at["heads"], 72, sized(at, 24, 1152), at["rows"]
+        sizes, each = (heads, heads // groups, heads // groups), range(products)
+        widths = [size * dim for size in sizes] if products == 3 else [sum(sizes) * dim]
+        drawn = leaves(at, x=(rows, inner)) | leaves(at, **{f"w{i}": (widths[i], inner) for i in each})
+        drawn |= leaves(at, **{f"b{i}": (widths[i],) for i in each if str(i) in biases})
+        drawn |= leaves(at, q=(dim,), k=(dim,)) if normed else {}
+        drawn |= leaves(at, scale=(inner,)) if layer else {}
+        shaped = (heads, heads // groups, 1e-5) if normed or groups > 1 else None
+
+        def call(norm_function: Any, function: Any, recipe: Any) -> Callable[[Tensors], Any]:
+            def run(p: Tensors) -> Any:
+                weights = [p.get(f"{kind}{i}") for kind in "wb" for i in each]
+                weights += [p["q"], p["k"]] if normed else []
+                if not layer:
+                    return function(p["x"], *weights, products, shaped, None)
+                settings = p["scale"], None, 1e-6
+                total, x = norm_function(p["x"], None, *settings, rms=True)
+                return total, function(x, *weights, products, shaped, recipe(total, *settings, True))
+
+            return run
+
+        ours, theirs = call(add_norm, project, Norm), call(add_norm_reference, project_reference, lambda *_: None)
+        return Case(drawn, ours, theirs, roundings=1.5)
+
+    return make
+
+
 CASES: dict[str, Callable[[At], Case]] = {
     **{
         f"norm {width} {'rms' if rms else 'layer'}{' delta' * delta}": norm_case(width, rms=rms, delta=delta)
@@ -294,6 +330,7 @@ CASES: dict[str, Callable[[At], Case]] = {
     "swiglu aligned": swiglu_case((80, 72), (1280, 3456)),
     "swiglu, odd": swiglu_case((80, 61), (1280, 3419)),
     "swiglu, no bias": swiglu_case((80, 36), (1280, 3420), biases=""),
+    "swiglu, cut off": swiglu_case((80, 61), (1280, 3419), limit=0.75),
     "swiglu, one bias": swiglu_case((80, 36), (1280, 3420), biases="bu"),
     "norm + gelu, merged": half_layer_case("gelu", rms=False, merge=4),
     "norm + swiglu": half_layer_case("swiglu", rms=True),
@@ -303,6 +340,11 @@ CASES: dict[str, Callable[[At], Case]] = {
         f"heads {dim} {groups}{' normed' * normed}": heads_case(dim, groups, normed=normed)
         for dim, groups, normed in ((64, 1, True), (80, 2, False), (72, 2, True))
     },
+    "project 1 normed": project_case(1, 1),
+    "project 3": project_case(3, 1, normed=False),
+    "project 3 normed, grouped, two biases": project_case(3, 2, biases="02"),
+    "project 1 grouped, no bias": project_case(1, 2, biases="", normed=False),
+    "norm + project 3 normed": project_case(3, 1, biases="", layer=True),
     "positions 4": positions_case(4, 144),
     "positions 16": positions_case(16, 300),
 }
@@ -496,7 +538,9 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(at: At) -> None:
 
     def layer(p: Tensors) -> Any:
         total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, rms=True)
-        return swiglu_mlp(x, p["wg"], p["wg"], None, None, p["w2"], None, Norm(total, p["scale"], None, 1e-6, True))
+        return swiglu_mlp(
+            x, p["wg"], p["wg"], None, None, p["w2"], None, None, Norm(total, p["scale"], None, 1e-6, True)
+        )
 
     assert saved(layer, set(p)) == rows * (width + 1 + 2 * 40)  # the sum, its statistics, gate and up
     assert saved(lambda p: linear(p["x"], p["wg"], None), {"wg"}) == 0
@@ -559,8 +603,8 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "swiglu_mlp": (
         "mlp_backward",
         "_swiglu_backward_kernel",
-        "both:*bf16 dh:*bf16 dboth:*bf16 partial:*fp32 rows:i32 length:i32",
-        dict(WIDTH=3424, NEED_BOTH=True) | _MLP,
+        "both:*bf16 dh:*bf16 dboth:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
+        dict(LIMITED=True, WIDTH=3424, NEED_BOTH=True) | _MLP,
     ),
     "positions": (
         "positions",
@@ -569,7 +613,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         dict(WIDTH=1152, TAPS=4, BLOCK=256),
     ),
     "shape_heads": (
-        "project",
+        "heads",
         "_shape_heads_backward_kernel",
         "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 dout:*bf16 dqkv:*bf16 partial:*fp32 count:i32 length:i32 eps:fp32",
         dict(HEADS=16, KEY_HEADS=8, DIM=80, NORM=True, BLOCK=16, BLOCK_D=128),

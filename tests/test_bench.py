@@ -15,6 +15,7 @@ import tiny
 import torch
 import transformers
 from click.testing import Result
+from test_families import CLASSES, build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -426,14 +427,19 @@ def test_compiled_blocks_are_whole_graphs(name: str, monkeypatch: pytest.MonkeyP
     assert all(parameter.grad is not None for parameter in tower.parameters())
 
 
-def test_flash_attention_2_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package torch's own varlen function serves: one call a layer with all segments, and its backward."""
+@pytest.mark.parametrize("name", ["Qwen2_5_VisionTransformerPretrainedModel", "Exaone4_5_VisionModel"])
+def test_flash_attention_2_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package torch's own varlen function serves: one call a layer with all segments, and its backward.
+
+    It takes as many heads of keys as of queries.
+    """
     from torch.nn.attention import varlen
 
     calls = []
 
     def attend(q: Any, k: Any, v: Any, cu: torch.Tensor, cu_k: Any, longest: int, longest_k: int, *, scale: Any) -> Any:
         calls.append(longest)
+        assert q.shape == k.shape == v.shape
         parts = zip(*(x.split(cu.diff().tolist()) for x in (q, k, v)), strict=True)
         outs = [
             nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), scale=scale)
@@ -442,7 +448,7 @@ def test_flash_attention_2_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat([out.transpose(0, 1) for out in outs])
 
     monkeypatch.setattr(varlen, "varlen_attn", attend)
-    tower = tiny.tower_of(tiny.TINY["qwen2_5_vl"].build()).requires_grad_(True).train()
+    tower = build(*next(each for each in CLASSES if each[2] == name)).requires_grad_(True).train()
     with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
         expected = gradients(run)
     with baselines._stock_without_syncs("flash_attention_2", False, tower, GRID) as run:
@@ -549,6 +555,7 @@ def test_flash_attention_3_as_a_module_only(monkeypatch: pytest.MonkeyPatch) -> 
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, scale: float) -> Any:
         calls.append(longest)
+        assert q.shape == k.shape == v.shape
         parts = zip(*(x.split(cu.diff().tolist()) for x in (q, k, v)), strict=True)
         heads_first = [[x.transpose(0, 1) for x in part] for part in parts]
         outs = [nn.functional.scaled_dot_product_attention(*part, scale=scale) for part in heads_first]

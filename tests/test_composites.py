@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from composites import COMPOSITES, left_padded
-from tiny import assert_close
+from tiny import TINY, assert_close
 
 import hf_vit_accel
 from hf_vit_accel.families import FAMILIES, find_towers
@@ -55,9 +55,7 @@ def test_loading_by_name_leaves_text_alone(name: str) -> None:
 def test_every_family_is_there() -> None:
     homes = {type(COMPOSITES[name].build()[1].vision_config).__module__ for name in COMPOSITES}
     known = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
-    tiny = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"}
-    tiny |= {"cohere_compass", "qwen3_omni_moe"}
-    assert {each for each in known if each.split(".")[2] not in tiny} <= homes
+    assert {each for each in known if each.split(".")[2] not in TINY} <= homes
 
 
 FAST = ["glm_ocr", "glm4v", "glm4v_moe", "glm46v", "glm5_next", "paddleocr_vl", "qwen2_5_omni", "exaone4_5"]

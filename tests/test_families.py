@@ -18,11 +18,14 @@ from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Module, ModuleList
 
 import hf_vit_accel
-from hf_vit_accel import registration, upstream
+from hf_vit_accel import encoder, ops, registration, upstream
 from hf_vit_accel.families import FAMILIES, Block, Family, Parts, family_of
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.ops import TABLE, mlp, project
+from hf_vit_accel.ops import TABLE, Context, heads, mlp
 from hf_vit_accel.ops.launch import triton
+from hf_vit_accel.ops.trained import Trained, layer_of
+from hf_vit_accel.ops.window_attention import WindowAttention, window_attention
+from hf_vit_accel.route import Route
 from hf_vit_accel.upstream import prove
 
 Grid = list[tuple[int, int, int]]
@@ -66,14 +69,16 @@ def run(tower: Any, grid: Grid) -> list[torch.Tensor]:
         return family.tensors_of(tower(pixels, grid_thw=grid_thw))
 
 
-def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs, and the gradients of pixels and every parameter for a random weighting of them."""
+def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[Any]]:
+    """Outputs, and the gradients of pixels and every parameter for a random weighting of them; None of frozen ones."""
     family, generator = family_of(tower), torch.Generator().manual_seed(1)
     assert family is not None
     rows, pixels, grid_thw = inputs(tower, grid)
     outputs = family.tensors_of(tower(pixels, grid_thw=grid_thw))
     wanted = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
-    return outputs, list(torch.autograd.grad(outputs, [rows, *tower.parameters()], wanted))
+    leaves = [rows, *tower.parameters()]
+    found = iter(torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], wanted))
+    return outputs, [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
 def assert_fast(tower: Any, calls: int = 1) -> None:
@@ -103,11 +108,9 @@ def test_all_parts_are_fused_and_equal_stock(references: list[str], tower: Any) 
     assert_close(found, outputs)
     assert max(map(relative_error, ours, gradients)) < 1e-4
     assert_fast(tower, 2)
-    assert (
-        references.count("shape_heads")
-        == references.count("shape_heads_")
-        == len(parts.blocks) * ("heads" in applicable)
-    )
+    shaped = "heads" in applicable
+    assert references.count("shape_heads_") == len(parts.blocks) * shaped
+    assert references.count("project") == len(parts.blocks) * (shaped or len(parts.blocks[0].qkv) > 1)
 
 
 def test_nothing_fused_equals_stock(tower: Any) -> None:
@@ -169,21 +172,71 @@ def test_towers_by_the_interpreter() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="runs interpreted above")
 @pytest.mark.parametrize("name", ["GlmOcr", "Glm5Next", "Glm4vVision", "PaddleOCR", "Qwen2_5Omni", "Exaone4_5"])
 def test_kernels_interpreted(name: str, monkeypatch: Any) -> None:
-    """The kernels themselves, in fp16: outputs and gradients are as near to fp32 as stock's."""
+    """The kernels themselves, in fp16: outputs and gradients are as near to fp32 as stock's, a layer being one node.
+
+    What is frozen has no gradient, and others keep theirs.
+    """
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
-    tower, grid = build(*next(each for each in CLASSES if each[2].startswith(name))), [(1, 4, 6), (1, 2, 4)]
+    nodes = one_node_a_layer(monkeypatch)
+    tower, grid = build(*next(each for each in CLASSES if each[2].startswith(name))), [(1, 4, 4), (1, 2, 2)]
+    layers = next(module for module in tower.modules() if isinstance(module, ModuleList))
+    del layers[2:]  # the interpreter is slow
+    parts = family_of(tower).parts(tower)
+    assert [block.module for block in parts.blocks] == [*layers]
+    if limit := getattr(parts.blocks[0].mlp, "swiglu_limit", None):
+        with torch.no_grad():  # else nothing is cut off
+            for block in parts.blocks:
+                block.mlp.up_proj.weight.mul_(limit)
     exact, exact_gradients = trained(tower, grid)
     tower.half()
     stock, stock_gradients = trained(tower, grid)
     hf_vit_accel.patch(tower, strict=True)
     found, (_, gradients) = run(tower, grid), trained(tower, grid)
     assert_fast(tower, 2)
+    assert nodes == [0, 1]
 
     def error(tensors: list[torch.Tensor], true: list[torch.Tensor]) -> float:
         return relative_error(*(torch.cat([x.flatten().double() for x in each]) for each in (tensors, true)))
 
     assert error(found, exact) <= max(1.1 * error(stock, exact), torch.finfo(torch.float16).eps * 1.5)
     assert error(gradients, exact_gradients) <= 1.1 * error(stock_gradients, exact_gradients)
+    if name not in ("Glm5Next", "Exaone4_5"):
+        return
+    for index, parameter in enumerate(tower.parameters()):
+        parameter.requires_grad_(index % 3 == 1)
+    for index, (parameter, again) in enumerate(zip(tower.parameters(), trained(tower, grid)[1][1:], strict=True)):
+        assert parameter.requires_grad == (again is not None)
+        assert again is None or relative_error(again, gradients[1 + index]) < 1e-3
+
+
+def one_node_a_layer(monkeypatch: Any) -> list[int]:
+    """Calls with gradients attend by the kernel for windows, which runs anywhere; layers that were one node."""
+    found: list[int] = []
+    begin = Route.begin
+
+    def attends(route: Route) -> Any:
+        if not route.spec.request.grad:
+            return begin(route)
+        names = ("cu_seqlens" if full else "cu_window_seqlens" for full in route.spec.full_layers)
+        settings = [(route.tensors[name], route.spec.request.scale) for name in names]
+        return [Trained(alone=window_attention, function=WindowAttention, settings=each) for each in settings]
+
+    def counted(layer: Any, attend: Any) -> Any:
+        made = layer_of(layer, attend)
+        found.extend([len(found)] * (made is not None))
+        return made
+
+    monkeypatch.setattr(Route, "begin", attends)
+    monkeypatch.setattr(encoder, "layer_of", counted)
+    return found
+
+
+def test_a_layer_is_one_node(tower: Any) -> None:
+    """Wherever its parts are kernels of ours, which experts are not."""
+    parts = family_of(tower).parts(tower)
+    context = Context(device=torch.device("cpu"), dtype=torch.float32, grad=True)
+    nodes = [layer_of(layer, Trained(alone=None, function=None)) for layer in ops.build(parts, context).layers]
+    assert [node is None for node in nodes] == [mlp.routed(block.mlp) for block in parts.blocks]
 
 
 def test_under_autocast_a_tower_is_as_stock(references: list[str], tower: Any) -> None:
@@ -271,6 +324,7 @@ WRONG = {
     "another final norm": lambda parts: replace(parts, final_norm=parts.blocks[0].norm1),
     "full layers": lambda parts: replace(parts, full_layers=None),
     "no positions": lambda parts: replace(parts, table=None),
+    "no downsampling": lambda parts: replace(parts, downsample=None),
     "no merger": lambda parts: replace(parts, merger=None, final_norm=parts.final_norm or parts.blocks[0].norm1),
 }
 GEOMETRY = {
@@ -319,7 +373,7 @@ def test_an_operation_that_mixes_up_groups_of_heads_is_caught(monkeypatch: Any) 
         q, k, v = qkv.unflatten(1, (heads + 2 * key_heads, -1)).split((heads, key_heads, key_heads), dim=1)
         return torch.cat([q, *[k] * (heads // key_heads), *[v] * (heads // key_heads)], dim=1).flatten(1)
 
-    monkeypatch.setattr(project, "shape_heads_reference", mixed)
+    monkeypatch.setattr(heads, "shape_heads_reference", mixed)
     assert "something else" in (prove(build(family, *tower), family).fast or "")
 
 

@@ -26,6 +26,7 @@ from hf_vit_accel.ops.activation import (
     swiglu_reference,
 )
 from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, dequantize, dequantize_reference, fit, snapshot
+from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.launch import next_power_of_2, triton, why_not_descriptors, why_not_triton
 from hf_vit_accel.ops.linear_activation import (
     linear_quick_gelu,
@@ -36,7 +37,6 @@ from hf_vit_accel.ops.linear_activation import (
 )
 from hf_vit_accel.ops.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference_
-from hf_vit_accel.ops.project import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.quantize import center_reference, quantize, quantize_reference
 from hf_vit_accel.ops.rope import rope_, rope_reference
 from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
@@ -496,7 +496,7 @@ COMPILED = {
     ),
     **{
         f"shape_heads {heads} of {key_heads}": (
-            "project",
+            "heads",
             "_shape_heads_kernel",
             "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 out:*bf16 count:i32 eps:fp32",
             dict(HEADS=heads, KEY_HEADS=key_heads, DIM=80, VISITED=visited * heads, NORM=True, BLOCK=16, BLOCK_D=128),

@@ -290,6 +290,8 @@ def _flash_attention_2(
     """torch's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None)."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if (groups := query.shape[1] // key.shape[1]) > 1:  # which stock's own sdpa repeats, too
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     longest = int(max_length_q)  # a tensor where stock computes it
     out_THD = varlen_attn(q_THD, k_THD, v_THD, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling)

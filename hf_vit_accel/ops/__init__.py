@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_vit_accel.families.base import Block, Parts
-from hf_vit_accel.ops import downsample, linear, merger, mlp, norm, patch_embed, positions, project, rope
+from hf_vit_accel.ops import downsample, heads, linear, merger, mlp, norm, patch_embed, positions, project, rope
 from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import Context, Operation, Reads, copied, own_forward, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.ops.launch import why_not_triton
@@ -38,7 +38,7 @@ TABLE: tuple[Operation, ...] = (
     patch_embed.OPERATION,
     positions.OPERATION,
     norm.OPERATION,
-    project.OPERATION,
+    heads.OPERATION,
     rope.OPERATION,
     downsample.OPERATION,
     merger.OPERATION,
@@ -123,10 +123,10 @@ def _autocasts(context: Context) -> bool:
 
 
 def _layer(block: Block, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:
-    product, shape = project.product(block, context), next(each["heads"]) if block.shaped else None
+    shape = next(each["heads"]) if block.shaped else None
     return LayerOps(
         norm1=next(each["norms"]),
-        qkv=product if shape is None else lambda x_TE: shape(product(x_TE)),
+        qkv=project.build(block, context, shape),
         proj=linear.build(block.proj, context),
         norm2=next(each["norms"]),
         mlp=context.called(block.mlp) if mlp.routed(block.mlp) else next(each["mlp"]),

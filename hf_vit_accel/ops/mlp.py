@@ -99,10 +99,10 @@ def fused(mlp: Any, context: Context) -> Apply:
     assert activation is not None and after is not None
     context.reads.all_of(activation)
     kind, first, limit = activation_of(activation, context), before[0], context.read(mlp, "swiglu_limit")
-    if context.reference or (context.grad and limit is not None):
+    if context.reference:
         return _reference(before, ACTIVATIONS[str(kind)], after, limit, context.cast)
     if context.grad:
-        return _differentiable(before, after, str(kind), context.cast)
+        return _differentiable(before, after, str(kind), limit, context.cast)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
         return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, limit, context.cast)
@@ -118,7 +118,7 @@ def fused(mlp: Any, context: Context) -> Apply:
     return run
 
 
-def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, cast: Apply) -> Trained:
+def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, limit: float | None, cast: Apply) -> Trained:
     first, last = before[0], before[-1]
 
     def swiglu_weights() -> list[torch.Tensor | None]:
@@ -128,14 +128,15 @@ def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, cast: 
         return list(map(cast, (first.weight, first.bias, after.weight, after.bias)))
 
     if kind == "silu":
-        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, takes_norm=True)
+        settings = (limit,)
+        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, settings=settings, takes_norm=True)
     return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind,), takes_norm=True)
 
 
 def _reference(
     before: list[nn.Linear], activation: Apply, after: nn.Linear, limit: float | None, cast: Callable[[Any], Any]
 ) -> Apply:
-    """In plain torch, with autograd's gradient: as references do, and as what is cut off is trained."""
+    """In plain torch, with autograd's gradient."""
 
     def run(x_TE: torch.Tensor) -> torch.Tensor:
         first, *second = (F.linear(x_TE, cast(linear.weight), cast(linear.bias)) for linear in before)

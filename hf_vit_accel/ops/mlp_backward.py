@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel.ops.activation import pad_swiglu, quick_gelu, quick_gelu_reference, swiglu, swiglu_reference
+from hf_vit_accel.ops.activation import cut_off, pad_swiglu, quick_gelu, quick_gelu_reference, swiglu, swiglu_reference
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.launch import jit
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
@@ -54,10 +54,11 @@ def swiglu_mlp_reference(
     up_F: torch.Tensor | None,
     down_EF: torch.Tensor,
     down_E: torch.Tensor | None,
+    limit: float | None = None,
     norm: Norm | None = None,
 ) -> torch.Tensor:
-    """(silu(x G^T + g) * (x U^T + u)) D^T + d, (T, E); autograd keeps x, whatever it was made of."""
-    h_TF = swiglu_reference(F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F))
+    """(silu(x G^T + g) * (x U^T + u)) D^T + d, (T, E); autograd keeps x, whatever it was made of. limit: see swiglu."""
+    h_TF = swiglu_reference(F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F), limit=limit)
     return F.linear(h_TF, down_EF, down_E)
 
 
@@ -213,6 +214,8 @@ def _swiglu_backward_kernel(
     partial,
     rows,
     length,
+    limit,
+    LIMITED: tl.constexpr,
     WIDTH: tl.constexpr,
     NEED_BOTH: tl.constexpr,
     NEED_BIAS: tl.constexpr,
@@ -231,11 +234,16 @@ def _swiglu_backward_kernel(
         cell = t.to(tl.int64) * (2 * WIDTH) + f
         x = tl.load(both + cell, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(both + cell + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        if LIMITED:
+            x_flows, y_flows = x <= limit, (y <= limit) & (y >= -limit)
+            x, y = cut_off(x, y, limit)
         gate = 1.0 / (1.0 + tl.exp(-x))
         h = dh + t.to(tl.int64) * WIDTH + f
         if NEED_BOTH:
             dz = tl.load(h, mask=inside, other=0.0).to(tl.float32)
             dx, dy = dz * y * (gate + x * gate * (1.0 - gate)), dz * (x * gate)
+            if LIMITED:
+                dx, dy = tl.where(x_flows, dx, 0.0), tl.where(y_flows, dy, 0.0)
             tl.store(dboth + cell, dx.to(dtype), mask=inside)
             tl.store(dboth + cell + WIDTH, dy.to(dtype), mask=inside)
             if NEED_BIAS:
@@ -283,27 +291,28 @@ class SwigluMlp(torch.autograd.Function):
         up_F: torch.Tensor | None,
         down_EF: torch.Tensor,
         down_E: torch.Tensor | None,
+        limit: float | None,
         norm: Norm | None,
     ) -> torch.Tensor:
-        _, needs_gate, needs_up, *_, needs_down, _, _ = ctx.needs_input_grad
-        ctx.needs_both = any(ctx.needs_input_grad[:5])
+        _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
+        ctx.needs_both, ctx.limit = any(ctx.needs_input_grad[:5]), limit
         weight, bias, down_EG = _aligned(gate_FE, up_FE, (gate_F, up_F), down_EF)
         both_TG = F.linear(x_TE, weight, bias)
         del weight
         tensors, ctx.settings = keep(x_TE, norm) if needs_gate or needs_up else ((), None)
         saved = (both_TG, gate_FE, up_FE, down_EF) if ctx.needs_both or needs_down else (None,) * 4
         ctx.save_for_backward(*saved, *tensors)
-        return F.linear(swiglu(*both_TG.chunk(2, dim=-1)), down_EG, down_E)
+        return F.linear(swiglu(*both_TG.chunk(2, dim=-1), limit=limit), down_EG, down_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs_x, needs_gate, needs_up, needs_gate_bias, needs_up_bias, needs_down, needs_down_bias, _ = (
+        needs_x, needs_gate, needs_up, needs_gate_bias, needs_up_bias, needs_down, needs_down_bias, *_ = (
             ctx.needs_input_grad
         )
         both_TG, gate_FE, up_FE, down_EF, *tensors = ctx.saved_tensors
         dy_TE = dy_TE.contiguous()
-        gradients: list[torch.Tensor | None] = [None] * 8
+        gradients: list[torch.Tensor | None] = [None] * 9
         gradients[6] = column_sum(dy_TE) if needs_down_bias else None
         if not (ctx.needs_both or needs_down):
             return tuple(gradients)
@@ -323,6 +332,8 @@ class SwigluMlp(torch.autograd.Function):
             partial_2PG,
             rows,
             length,
+            ctx.limit or 0.0,
+            LIMITED=ctx.limit is not None,
             WIDTH=padded,
             NEED_BOTH=ctx.needs_both,
             NEED_BIAS=needs_bias,
@@ -356,6 +367,7 @@ def swiglu_mlp(
     up_F: torch.Tensor | None,
     down_EF: torch.Tensor,
     down_E: torch.Tensor | None,
+    limit: float | None = None,
     norm: Norm | None = None,
 ) -> torch.Tensor:
     """`swiglu_mlp_reference` that saves x and the results of its first two products; all of one dtype.
@@ -364,5 +376,5 @@ def swiglu_mlp(
     Weights are padded for each call (26 MB at 1280 x 3420, about 25 us on an H200), and nothing of that is kept.
     norm: what x was made of by `add_norm`, saved in its place.
     """
-    out_TE: torch.Tensor = SwigluMlp.apply(x_TE, gate_FE, up_FE, gate_F, up_F, down_EF, down_E, norm)
+    out_TE: torch.Tensor = SwigluMlp.apply(x_TE, gate_FE, up_FE, gate_F, up_F, down_EF, down_E, limit, norm)
     return out_TE

@@ -1,7 +1,6 @@
-"""Rows to packed queries, keys and values: the products, norms of heads, and heads of keys that serve several.
+"""Rows to packed queries, keys and values: one product, whatever it is made of, and what is done to its heads.
 
-`T` rows, `E` width, `H` heads of queries, `K` of keys and of values, `N` = H + 2 K, `D` head dim, `F` = N D, `P`
-partial sums.
+`T` rows, `E` width, `F` width of queries, keys and values together.
 """
 
 from __future__ import annotations
@@ -14,304 +13,113 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel.families.base import Block, Parts
-from hf_vit_accel.ops import norm as norms
-from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import jit, next_power_of_2
-from hf_vit_accel.ops.linear import LinearFunction, build, linear
-from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.families.base import Block
+from hf_vit_accel.ops import linear
+from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
+from hf_vit_accel.ops.linear import LinearFunction
+from hf_vit_accel.ops.trained import Frame, Trained
 
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
-
-__all__ = ["OPERATION", "product", "shape_heads", "shape_heads_", "shape_heads_reference"]
+__all__ = ["ProjectFunction", "build", "project", "project_reference"]
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
-def product(block: Block, context: Context) -> Rows:
-    """Rows (T, E) to queries, keys and values side by side, (T, N D): one product, also where there are three Linears.
+def build(block: Block, context: Context, shape: Rows | None) -> Rows:
+    """Rows (T, E) to packed queries, keys and values: one product, also where there are three Linears, then `shape`.
 
     The weights are put together at each call: they are fewer than the rows' results, and one product is the faster.
     """
-    modules = block.qkv
+    modules, cast = block.qkv, context.cast
+    kernels = context.grad and not context.reference and not context.no_kernels
+    replaced = any(context.reasons_replaced(module, nn.Linear) for module in modules)
+    if kernels and not replaced and (len(modules) > 1 if shape is None else "heads" in context.fused):
+
+        def weights() -> list[torch.Tensor | None]:
+            linears = [cast(getattr(module, name)) for name in ("weight", "bias") for module in modules]
+            return linears + [norm.weight for norm in block.head_norms]
+
+        settings = len(modules), None if shape is None else sizes_of(block, context)
+        return Trained(alone=project, function=ProjectFunction, weights=weights, settings=settings, takes_norm=True)
     if len(modules) == 1:
-        return build(modules[0], context)
-    if any(context.reasons_replaced(module, nn.Linear) for module in modules):
+        product: Rows = linear.build(modules[0], context)
+    elif replaced:
         called = list(map(context.called, modules))
-        return lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)
-    cast = context.cast
-
-    def weights() -> tuple[torch.Tensor, torch.Tensor | None]:
-        each, biases = ([getattr(module, name) for module in modules] for name in ("weight", "bias"))
-        if all(bias is None for bias in biases):
-            return cast(torch.cat(each)), None
-        some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(each, biases, strict=True)]
-        return cast(torch.cat(each)), cast(torch.cat(some))
-
-    if context.grad and not context.reference and not context.no_kernels:
-        return Trained(alone=linear, function=LinearFunction, weights=weights, takes_norm=True)
-    return lambda x_TE: F.linear(x_TE, *weights())
+        product = lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)  # noqa: E731
+    else:
+        every = [(module, name) for name in ("weight", "bias") for module in modules]
+        product = lambda x_TE: F.linear(  # noqa: E731
+            x_TE, *map(cast, _joined([getattr(module, name) for module, name in every], len(modules)))
+        )
+    return product if shape is None else lambda x_TE: shape(product(x_TE))
 
 
-def shape_heads_reference(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float
-) -> torch.Tensor:
-    """Queries, keys and values (T, N D) to (T, 3 H D): RMSNorm of each head of q and k, then heads of k and v repeated.
+def _joined(weights: list[Any], products: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight (F, E) and bias (F) of one product that does the work of some; the biases follow the weights."""
+    each, biases = weights[:products], weights[products : 2 * products]
+    if products == 1:
+        return each[0], biases[0]
+    if all(bias is None for bias in biases):
+        return torch.cat(each), None
+    some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(each, biases, strict=True)]
+    return torch.cat(each), torch.cat(some)
 
-    weights: of q's norm and k's; none for no norms. Rounded as stock's modules do: before the weight, and after it.
+
+def project_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`linear_reference` of all products at once, (T, F), then `shape_heads_reference` where there are sizes for it.
+
+    rest: weights of the products, their biases, weights of the norms of heads; how many products, `Sizes` or None; what
+    x was made of by `add_norm`.
     """
-    wide = torch.promote_types(qkv_TF.dtype, torch.float32)
-    sizes = heads, key_heads, key_heads
-    parts = list(qkv_TF.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=1))
-    for index, weight_D in enumerate(weights_D):
-        x = parts[index].to(wide)
-        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(qkv_TF.dtype)
-        parts[index] = (weight_D * normed).to(qkv_TF.dtype)
-    repeated = [part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts]
-    return torch.cat(repeated, dim=1).flatten(1)
+    *weights, products, sizes, norm = rest
+    qkv_TF = linear.linear_reference(x_TE, *_joined(weights, products), norm)
+    if sizes is None:
+        return qkv_TF
+    heads, key_heads, eps = sizes
+    return shape_heads_reference(qkv_TF, heads, key_heads, tuple(weights[2 * products :]), eps)
 
 
-@jit
-def _shape_heads_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    out,
-    count,
-    eps,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    VISITED: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    # A tile is BLOCK heads, of VISITED for each row: those of q and k, and of v where it is copied too.
-    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (at < count) & (d < DIM)
-    t, head = (at // VISITED).to(tl.int64), at % VISITED
-    kind = head // HEADS
-    source = tl.where(kind == 0, head, HEADS + (kind - 1) * KEY_HEADS + head % HEADS // (HEADS // KEY_HEADS))
-    x = tl.load(qkv + (t * (HEADS + 2 * KEY_HEADS) + source) * DIM + d, mask=inside, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = out.dtype.element_ty
-    if NORM:
-        q = tl.load(q_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
-        k = tl.load(k_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
-        x = tl.where(kind == 2, x, tl.where(kind == 0, q, k) * (x * scale).to(dtype).to(tl.float32))
-    if VISITED < 3 * HEADS:  # in place: none may load what another has stored
-        tl.debug_barrier()
-    tl.store(out + (t * 3 * HEADS + head) * DIM + d, x.to(dtype), mask=inside)
+class ProjectFunction(torch.autograd.Function):
+    """`project` as autograd runs it. Weights that were put together are so again for the gradient, and not kept."""
 
-
-def shape_heads_(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float
-) -> torch.Tensor:
-    """`shape_heads_reference` as one kernel; in place where no head is repeated."""
-    in_place = heads == key_heads and qkv_TF.is_contiguous()
-    return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=in_place)
-
-
-_BLOCK = 16
-
-
-def _launch(
-    qkv_TF: torch.Tensor,
-    heads: int,
-    key_heads: int,
-    weights_D: tuple[torch.Tensor, ...],
-    eps: float,
-    *,
-    in_place: bool,
-) -> torch.Tensor:
-    qkv_TF = qkv_TF.contiguous()
-    rows, dim = len(qkv_TF), qkv_TF.shape[1] // (heads + 2 * key_heads)
-    visited = (2 if in_place else 3) * heads
-    out = qkv_TF if in_place else qkv_TF.new_empty(rows, 3 * heads * dim)
-    q_D, k_D = (weight_D.contiguous() for weight_D in weights_D or (qkv_TF, qkv_TF))
-    _shape_heads_kernel[(-(-rows * visited // _BLOCK),)](
-        qkv_TF,
-        q_D,
-        k_D,
-        out,
-        rows * visited,
-        eps,
-        HEADS=heads,
-        KEY_HEADS=key_heads,
-        DIM=dim,
-        VISITED=visited,
-        NORM=bool(weights_D),
-        BLOCK=_BLOCK,
-        BLOCK_D=next_power_of_2(dim),
-        num_warps=4,
-    )
-    return out
-
-
-@jit
-def _shape_heads_backward_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    dout,
-    dqkv,
-    partial,
-    count,
-    length,
-    eps,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    # Heads as they were before any was repeated; each adds up the gradients of its repetitions.
-    groups: tl.constexpr = HEADS // KEY_HEADS
-    total: tl.constexpr = HEADS + 2 * KEY_HEADS
-    d = tl.arange(0, BLOCK_D)[None, :]
-    dq_weight = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    dk_weight = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    dtype: tl.constexpr = dqkv.dtype.element_ty
-    q = tl.load(q_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
-    k = tl.load(k_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
-    for first in tl.range(0, length, BLOCK):
-        at = (tl.program_id(0) * length + first + tl.arange(0, BLOCK))[:, None]
-        inside = (at < count) & (d < DIM)
-        t, head = (at // total).to(tl.int64), at % total
-        is_q, is_v = head < HEADS, head >= HEADS + KEY_HEADS
-        target = tl.where(is_q, head, HEADS + (head - HEADS) * groups)
-        dy = tl.load(dout + (t * 3 * HEADS + target) * DIM + d, mask=inside, other=0.0).to(tl.float32)
-        for more in tl.static_range(1, groups):
-            again = dout + (t * 3 * HEADS + target + more) * DIM + d
-            dy += tl.load(again, mask=inside & (head >= HEADS), other=0.0).to(tl.float32)
-        cell = (t * total + head) * DIM + d
-        if NORM:
-            x = tl.load(qkv + cell, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
-            normed = x * scale
-            dq_weight += tl.where(is_q, dy * normed, 0.0)
-            dk_weight += tl.where(is_q | is_v, 0.0, dy * normed)
-            dn = dy * tl.where(is_q, q, k)
-            dx = scale * (dn - normed * (tl.sum(dn * normed, axis=1, keep_dims=True) / DIM))
-            dy = tl.where(is_v, dy, dx)
-        tl.store(dqkv + cell, dy.to(dtype), mask=inside)
-    if NORM:
-        row = partial + tl.program_id(0) * 2 * DIM
-        e = tl.arange(0, BLOCK_D)
-        tl.store(row + e, tl.sum(dq_weight, axis=0), mask=e < DIM)
-        tl.store(row + DIM + e, tl.sum(dk_weight, axis=0), mask=e < DIM)
-
-
-_PROGRAMS = 512
-
-
-class _ShapeHeads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(qkv_TF if weights_D else None, *weights_D)
-        ctx.settings = heads, key_heads, eps, qkv_TF.shape[1] // (heads + 2 * key_heads)
-        return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=False)
+    def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+        *weights, ctx.products, ctx.sizes, norm = rest
+        needs_x, *needs = ctx.needs_input_grad[: 1 + len(weights)]
+        first, last = ctx.products, 2 * ctx.products
+        ctx.product = Frame((needs_x, any(needs[:first]), any(needs[first:last]), False))
+        out_TF = LinearFunction.forward(ctx.product, x_TE, *_joined(weights, first), norm)
+        _, *kept = ctx.product.saved_tensors
+        ctx.lengths, shaped = list(map(len, weights[:first])), ()
+        if ctx.sizes is not None:
+            heads, key_heads, eps = ctx.sizes
+            ctx.shape = Frame((any(ctx.product.needs_input_grad), False, False, False, *needs[last:]))
+            out_TF = ShapeHeads.forward(ctx.shape, out_TF, heads, key_heads, eps, *weights[last:])
+            shaped, ctx.shape.saved_tensors = ctx.shape.saved_tensors, ()
+        ctx.product.saved_tensors, ctx.kept = (), len(kept)
+        ctx.save_for_backward(*(weights[:first] if needs_x else [None] * first), *kept, *shaped)
+        return out_TF
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        qkv_TF, *weights_D = ctx.saved_tensors
-        heads, key_heads, eps, dim = ctx.settings
-        dout_TF, total = dout_TF.contiguous(), heads + 2 * key_heads
-        dqkv_TF = dout_TF.new_empty(len(dout_TF), total * dim)
-        count = len(dout_TF) * total
-        programs = min(-(-count // _BLOCK), _PROGRAMS)
-        length = -(-count // (programs * _BLOCK)) * _BLOCK
-        partial_P2D = torch.empty(programs, 2, dim, dtype=torch.float32, device=dout_TF.device)
-        q_D, k_D = (weight_D.contiguous() for weight_D in weights_D or (dout_TF, dout_TF))
-        _shape_heads_backward_kernel[(programs,)](
-            dout_TF if qkv_TF is None else qkv_TF.contiguous(),
-            q_D,
-            k_D,
-            dout_TF,
-            dqkv_TF,
-            partial_P2D,
-            count,
-            length,
-            eps,
-            HEADS=heads,
-            KEY_HEADS=key_heads,
-            DIM=dim,
-            NORM=bool(weights_D),
-            BLOCK=_BLOCK,
-            BLOCK_D=next_power_of_2(dim),
-            num_warps=4,
-        )
-        dweights_2D = partial_P2D.sum(0) if weights_D else ()
-        return dqkv_TF, None, None, None, *(dw.to(w.dtype) for dw, w in zip(dweights_2D, weights_D, strict=True))
+        products, saved, needs = ctx.products, ctx.saved_tensors, ctx.needs_input_grad
+        at = products + ctx.kept
+        dnorms: list[torch.Tensor | None] = []
+        if ctx.sizes is not None:
+            ctx.shape.saved_tensors = saved[at:]
+            dout_TF, _, _, _, *dnorms = ShapeHeads.backward(ctx.shape, dout_TF)  # type: ignore[assignment]
+            ctx.shape.saved_tensors = ()
+        weight_FE = torch.cat(saved[:products]) if needs[0] and products > 1 else saved[0]
+        ctx.product.saved_tensors = weight_FE, *saved[products:at]
+        dx_TE, *joined, _ = LinearFunction.backward(ctx.product, dout_TF)
+        ctx.product.saved_tensors = ()
+        each = [part for d in joined for part in ([None] * products if d is None else d.split(ctx.lengths))]
+        wanted = (part if need else None for part, need in zip([*each, *dnorms], needs[1:], strict=False))
+        return dx_TE, *wanted, None, None, None
 
 
-def shape_heads(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float
-) -> torch.Tensor:
-    """`shape_heads_reference` as one kernel in each direction, out of place; saved is what norms were given."""
-    out_TF: torch.Tensor = _ShapeHeads.apply(qkv_TF, heads, key_heads, eps, *weights_D)
+def project(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`project_reference` as one node of autograd's graph, by kernels."""
+    out_TF: torch.Tensor = ProjectFunction.apply(x_TE, *rest)
     return out_TF
-
-
-def _reasons_against(block: Block, context: Context) -> list[str]:
-    for norm in block.head_norms:
-        if reasons := norms.reasons_against(norm, context):
-            return reasons
-    eps = {context.read(norm, "variance_epsilon") for norm in block.head_norms}
-    return (
-        ["the norms of q and k are no RMSNorms of one epsilon"] if block.head_norms and len(eps - {None}) != 1 else []
-    )
-
-
-def _fused(block: Block, context: Context) -> Rows:
-    attention, head_norms = block.attention, block.head_norms
-    heads, groups = context.read(attention, "num_heads"), context.read(attention, "num_key_value_groups", 1)
-    eps = context.read(head_norms[0], "variance_epsilon") if head_norms else 0.0
-    # What another module made is not written to: it might be kept.
-    plain = len(block.qkv) > 1 or not context.reasons_replaced(block.qkv[0], nn.Linear)
-    function = (
-        shape_heads_reference if context.reference else shape_heads_ if plain and not context.grad else shape_heads
-    )
-
-    def shape(qkv_TF: torch.Tensor) -> torch.Tensor:
-        return function(qkv_TF, heads, heads // groups, tuple(norm.weight for norm in head_norms), eps)
-
-    return shape
-
-
-def _plain(block: Block, context: Context) -> Rows:
-    attention, head_norms = block.attention, list(map(context.called, block.head_norms))
-    heads, groups = context.read(attention, "num_heads"), context.read(attention, "num_key_value_groups", 1)
-    sizes = heads, heads // groups, heads // groups
-
-    def shape(qkv_TF: torch.Tensor) -> torch.Tensor:
-        parts = list(qkv_TF.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=1))
-        for index, norm in enumerate(head_norms):
-            parts[index] = norm(parts[index]).to(qkv_TF.dtype)
-        return torch.cat([part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts], dim=1).flatten(1)
-
-    return shape
-
-
-def _subjects(parts: Parts) -> list[Block]:
-    return [block for block in parts.blocks if block.shaped]
-
-
-OPERATION = Operation(
-    name="heads",
-    summary="q and k normalised head by head, heads of k and v repeated for those of q, in one kernel",
-    subjects=_subjects,
-    reasons_against=_reasons_against,
-    fused=_fused,
-    plain=_plain,
-    missing="heads of q and k are neither normalised nor repeated",
-)

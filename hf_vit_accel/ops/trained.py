@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from hf_vit_accel import env
 from hf_vit_accel.ops.norm_backward import Norm, norm_of, remember
 
-__all__ = ["Trained", "TrainedLayer", "TrainedNorm", "layer_of"]
+__all__ = ["Frame", "Trained", "TrainedLayer", "TrainedNorm", "layer_of"]
 
 Rows = torch.Tensor
 V = TypeVar("V")
@@ -100,7 +100,7 @@ def layer_of(operations: Any, attend: Any) -> TrainedLayer | None:
     return TrainedLayer(**parts) if all(isinstance(part, Trained) for part in parts.values()) else None
 
 
-class _Frame:
+class Frame:
     """An autograd function's context, where it is run as a part of another function."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
@@ -138,7 +138,7 @@ class _Layer(torch.autograd.Function):
 
         def run(part: Trained, at: int | None, rows: tuple[Any, ...], needs: tuple[bool, ...], *norm: Any) -> Any:
             own, needs_own = (weights[at], needed[at]) if at is not None else ([], [])
-            frame = _Frame((*needs, *needs_own, *(False for _ in (*part.settings, *norm))))
+            frame = Frame((*needs, *needs_own, *(False for _ in (*part.settings, *norm))))
             ctx.frames.append(frame)
             made = part.forward(frame, *rows, *own, *part.settings, *norm)
             return made, any(frame.needs_input_grad)
