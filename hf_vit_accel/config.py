@@ -54,8 +54,12 @@ class FlexConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """Attention in FP8 (e4m3) by cuDNN, on long segments; for `hf_vit_accel.patch(fp8=...)`. Not exact.
+    """What runs in FP8 (e4m3) where that is faster; for `hf_vit_accel.patch(fp8=...)`. Not exact, for inference only.
 
+    attention: by cuDNN, on long segments.
+    linears: the products of attention, MLPs and mergers, of bf16 rows. Rows and weights have a scale each, of their own
+    absolute maximum. Weights are quantised at every call: no copy of them is kept.
+    min_rows: patch rows of a call from which on linears are; None for where it measured faster.
     amax_file: written by `hf_vit_accel.calibrate`; every call is scaled by the absolute maxima in it, numbers beyond
     them and their margin are cut off (`status` says so). None: each layer and head is scaled by the absolute maxima of
     recent calls, or by its own where those would cut something off.
@@ -66,16 +70,25 @@ class Fp8Config:
     Raises ValueError for values that make no sense.
     """
 
+    attention: bool = True
+    linears: bool = True
     amax_file: str | os.PathLike[str] | None = None
     amax_history: int = 16
     min_seqlen: int | None = None
+    min_rows: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("attention", "linears"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"expected {name} to be True or False, got {getattr(self, name)!r}")
+        if not (self.attention or self.linears):
+            raise ValueError("expected attention or linears in FP8, got neither; patch(fp8=False) is without")
         if self.amax_file is not None and not isinstance(self.amax_file, str | os.PathLike):
             raise ValueError(f"expected amax_file to be the path of a file or None, got {self.amax_file!r}")
         _check_integer("amax_history", self.amax_history, least=1, most=1024)  # one program of a kernel reads them all
-        if self.min_seqlen is not None:
-            _check_integer("min_seqlen", self.min_seqlen, least=0)
+        for name in ("min_seqlen", "min_rows"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), least=0)
 
 
 def _check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:

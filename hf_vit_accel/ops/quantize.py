@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all
+from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2
 
 try:
@@ -138,16 +138,10 @@ def _larger(largest, y1, y2, counts):
 
 
 @jit
-def _rounded(y, scale):
-    # What is too large becomes the largest: so the hardware rounds. What is not finite becomes NaN: y - y is.
-    return (y * scale + (y - y)).to(tl.float8e4nv)
-
-
-@jit
 def _store(out, y1, y2, scale, inside, j, DIM: tl.constexpr, PADDED: tl.constexpr):
     half: tl.constexpr = DIM // 2
-    tl.store(out, _rounded(y1, scale), mask=inside & (j < half))
-    tl.store(out + half, _rounded(y2, scale), mask=inside & (j < half))
+    tl.store(out, rounded(y1, scale), mask=inside & (j < half))
+    tl.store(out + half, rounded(y2, scale), mask=inside & (j < half))
     zeros = tl.zeros(y1.shape, tl.float32).to(tl.float8e4nv)
     for at in tl.static_range(DIM, PADDED, PADDED // 2):
         tl.store(out + at, zeros, mask=inside & (j < PADDED - at))
