@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FlexConfig", "Fp8Config", "GraphConfig", "Settings"]
+__all__ = ["LINEARS", "FlexConfig", "Fp8Config", "GraphConfig", "Settings"]
+
+LINEARS = ("qkv", "proj", "mlp", "mergers")
+"""What has linears: attention before and after it, MLPs, mergers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +60,10 @@ class Fp8Config:
     """What runs in FP8 (e4m3) where that is faster; for `hf_vit_accel.patch(fp8=...)`. Not exact, for inference only.
 
     attention: by cuDNN, on long segments.
-    linears: the products of attention, MLPs and mergers, of bf16 rows. Rows and weights have a scale each, of their own
-    absolute maximum. Weights are quantised at every call: no copy of them is kept.
+    linears: those of "qkv", "proj", "mlp" or "mergers", of bf16 rows; True for all, False for none. Each row, of
+    weights too, has a scale by its own absolute maximum. Weights are quantised at every call: no copy of them is kept.
+    e4m3 rounds each number by up to a sixteenth. What that costs the features is small for the first two, the default,
+    and is most of all that there is to lose for the others, which are most of what there is to gain.
     min_rows: patch rows of a call from which on linears are; None for where it measured faster.
     amax_file: written by `hf_vit_accel.calibrate`; every call is scaled by the absolute maxima in it, numbers beyond
     them and their margin are cut off (`status` says so). None: each layer and head is scaled by the absolute maxima of
@@ -71,16 +76,20 @@ class Fp8Config:
     """
 
     attention: bool = True
-    linears: bool = True
+    linears: bool | Iterable[str] = ("qkv", "proj")
     amax_file: str | os.PathLike[str] | None = None
     amax_history: int = 16
     min_seqlen: int | None = None
     min_rows: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("attention", "linears"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"expected {name} to be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.attention, bool):
+            raise ValueError(f"expected attention to be True or False, got {self.attention!r}")
+        named = isinstance(self.linears, Iterable) and not isinstance(self.linears, str)
+        if named:
+            object.__setattr__(self, "linears", self.parts)  # an iterator is read once
+        if not isinstance(self.linears, bool) and not (named and self.parts <= set(LINEARS)):
+            raise ValueError(f"expected linears to be True, False or names out of {LINEARS}, got {self.linears!r}")
         if not (self.attention or self.linears):
             raise ValueError("expected attention or linears in FP8, got neither; patch(fp8=False) is without")
         if self.amax_file is not None and not isinstance(self.amax_file, str | os.PathLike):
@@ -89,6 +98,12 @@ class Fp8Config:
         for name in ("min_seqlen", "min_rows"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least=0)
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What has linears in FP8, out of `LINEARS`."""
+        every = frozenset(LINEARS if self.linears else ())
+        return every if isinstance(self.linears, bool) else frozenset(self.linears)
 
 
 def _check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:

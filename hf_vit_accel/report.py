@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_vit_accel import guard
 from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, resolve
-from hf_vit_accel.config import Fp8Config, Settings
+from hf_vit_accel.config import LINEARS, Fp8Config, Settings
 from hf_vit_accel.families import FAMILIES, Family, find_towers
 from hf_vit_accel.graphs.runner import GraphStatus
 from hf_vit_accel.guard import Snapshot
@@ -188,7 +188,8 @@ def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice], ops: Ops | No
     if fp8.linears and (ops is None or ops.fp8 is None):
         told.append("linears are not: " + ("the stock blocks run" if ops is None else "; ".join(ops.not_fp8.values())))
     elif fp8.linears and ops is not None:
-        told.append("linears with weights quantised at every call, of which no copy is kept")
+        parts = ", ".join(part for part in LINEARS if part in fp8.parts - ops.not_fp8.keys())
+        told.append(f"linears of {parts or 'nothing'}, with weights quantised at every call: no copy of them is kept")
         told[-1] += "".join(f"; not {part}: {why}" for part, why in ops.not_fp8.items())
         told[-1] += f"; not used by the last call: {state.few_rows}" if state.few_rows else ""
     return "; ".join(told)

@@ -105,7 +105,7 @@ class TowerState:
             dtype=dtype,
             weights=weights.dtype,
             no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
-            linears=self.settings.fp8 is not None and self.settings.fp8.linears,
+            linears=frozenset() if self.settings.fp8 is None else self.settings.fp8.parts,
             no_linears=against.get(KERNELS) or against.get(LINEARS) or linears.why_not(at, dtype, grad=request.grad),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,

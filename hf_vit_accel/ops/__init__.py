@@ -133,7 +133,8 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
     not_fp8: dict[str, str] = {}
     of_layers = zip(parts.blocks, layers, shapes, strict=True)
     layers = tuple(linears.layer(*one, context, not_fp8) for one in of_layers)
-    mergers = [linears.merger(*one, context, not_fp8) for one in zip(parts.mergers(), made["mergers"], strict=True)]
+    of_mergers = zip(parts.mergers(), made["mergers"], strict=True)
+    mergers = [linears.merger(*one, context, not_fp8) for one in of_mergers]
     return replace(ops, fp8=replace(ops, layers=layers, **ends(mergers)), not_fp8=not_fp8)
 
 

@@ -119,18 +119,22 @@ def layer(block: Block, made: Any, shape: Callable[..., Any] | None, context: Co
     """
     changes: dict[str, Any] = {}
     not_normed = None if "norms" in context.fused else "its norms are not fused"
-    if why := not_normed or _against(block.qkv, context):
+    if "qkv" not in context.linears:
+        pass
+    elif why := not_normed or _against(block.qkv, context):
         against["qkv"] = why
     else:
         qkv = _guarded(_product(block.qkv, context))
         changes |= {"norm1": _guarded(_norm(block.norm1, context))}
         changes |= {"qkv": qkv if shape is None else lambda x: shape(qkv(x))}
-    if why := _against((block.proj,), context, takes_padded=True):
+    if "proj" not in context.linears:
+        pass
+    elif why := _against((block.proj,), context, takes_padded=True):
         against["proj"] = why
     else:
         proj = _product((block.proj,), context)
         changes |= {"proj": _guarded(lambda x_TE: proj(scaled.quantize_rows(x_TE)))}
-    if mlps.routed(block.mlp):
+    if "mlp" not in context.linears or mlps.routed(block.mlp):
         return replace(made, **changes)
     before, activation, after = mlps.layers_of(block.mlp) or ([], None, None)
     why = not_normed or (None if "mlp" in context.fused else "it is not fused")
@@ -146,6 +150,8 @@ def layer(block: Block, made: Any, shape: Callable[..., Any] | None, context: Co
 
 def merger(module: Any, made: Any, context: Context, against: dict[str, str]) -> Any:
     """A merger with its products in FP8; against: receives why it is not."""
+    if "mergers" not in context.linears:
+        return made
     _, rest = mergers.layers_of(module) or (None, [])
     why = None if "mergers" in context.fused else "it is not fused"
     why = why or (None if len(rest) == 3 else "it is not two products with an activation between them")
