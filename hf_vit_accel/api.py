@@ -47,8 +47,8 @@ def patch(
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
-    fp8: attention in FP8 on long segments, where that is faster; True or a `Fp8Config`. Not exact: features keep their
-    direction (cosine similarity), not their last digits.
+    fp8: attention and linears in FP8, where that is faster; True or a `Fp8Config`. Not exact: features keep their
+    direction (cosine similarity), not their last digits. For inference only.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
     graph, or where a backend or a kernel fails, instead of counting it. (What is too large or would not gain from a
     graph runs eagerly all the same.)
@@ -61,7 +61,7 @@ def patch(
     """
     settings = _settings(attention, fuse, cuda_graphs, fp8, strict)
     towers = towers_of(model)
-    require(settings.attention, fp8=settings.fp8 is not None)
+    require(settings.attention, fp8=settings.fp8)
     made = []
     for path, tower, family in towers:
         _check_amax(path, tower, family, settings)

@@ -23,6 +23,7 @@ import transformers
 
 __all__ = [
     "KERNELS",
+    "LINEARS",
     "LRU",
     "Fault",
     "Package",
@@ -134,6 +135,9 @@ def is_upstream(function: Any) -> bool:
 KERNELS = "kernels"
 """The name under which all Triton kernels go together where something failed: what keeps one from running (no compiler,
 a cache folder that cannot be written, a GPU that Triton does not know) keeps all."""
+
+LINEARS = "fp8_linears"
+"""The name under which kernels and products of linears in FP8 fail together; those of the dtype may run then."""
 
 
 class Fault(RuntimeError):

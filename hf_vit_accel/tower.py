@@ -26,11 +26,11 @@ from hf_vit_accel import guard, inputs, upstream
 from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.encoder import encode
-from hf_vit_accel.env import KERNELS, Fault
+from hf_vit_accel.env import KERNELS, LINEARS, Fault
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
 from hf_vit_accel.guard import Snapshot, Weights
-from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
+from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
 
@@ -57,7 +57,8 @@ class TowerState:
 
     former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
     instance forward that was there, if any. faults: what failed when it ran; not used until the tower is patched anew.
-    choices: the backends of the last call; served: those of a tower whose attention alone is ours.
+    choices: the backends of the last call; few_rows: why it went without linears in FP8. served: the backends of a
+    tower whose attention alone is ours.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -66,6 +67,7 @@ class TowerState:
         self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.choices: Mapping[Kind, Choice] = {}
+        self.few_rows: str | None = None
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.routes = Routes()
@@ -97,11 +99,14 @@ class TowerState:
         wanted = self.settings.fuse
         if self.settings.score_mod is not None:  # the fused kernel for windows is an attention without it
             wanted = frozenset(PARTS if wanted is None else wanted) - {"window_attention"}
+        against, at, dtype = self.faults, request.device, request.dtype
         context = Context(
-            device=request.device,
-            dtype=request.dtype,
+            device=at,
+            dtype=dtype,
             weights=weights.dtype,
-            no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
+            no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
+            linears=frozenset() if self.settings.fp8 is None else self.settings.fp8.parts,
+            no_linears=against.get(KERNELS) or against.get(LINEARS) or linears.why_not(at, dtype, grad=request.grad),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,
             grad=request.grad,
@@ -134,7 +139,7 @@ class TowerState:
     def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
         """What decides the routes of calls like this one; the same object while nothing of it changes."""
         settings, autocast = self.settings, guard.autocast_dtype(device)
-        scales = None if settings.fp8 is None else self.scales(snapshot, device)
+        scales = self.scales(snapshot, device) if settings.fp8 is not None and settings.fp8.attention else None
         key = device, autocast, fast, grad, weights.dtype, weights.count, scales
         spec = self._specs.get(key)
         if spec is None:
@@ -287,7 +292,7 @@ def _forward(
         unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
     route = state.routes.get(call.grid, spec)
-    state.choices, unmet = route.choices, unmet + route.unmet
+    state.choices, state.few_rows, unmet = route.choices, route.few_rows, unmet + route.unmet
     if settings.strict:
         refuse(unmet)
     if spec.ops is None:

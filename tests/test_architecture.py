@@ -20,7 +20,7 @@ IMPORTS = {
     "families": "metadata",
     "ops": "env families",
     "scales": "ops",
-    "backends": "env metadata ops scales",
+    "backends": "config env metadata ops scales",
     "route": "backends config env metadata ops",
     "encoder": "backends ops route",
     "graphs": "config encoder metadata route",

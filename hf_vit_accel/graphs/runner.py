@@ -259,7 +259,7 @@ class Runner:
 
     def _capture(self, route: Route, bin_: budgets.Bin, signature: _Signature) -> _Graph:
         metadata, recorder, per_token = route.metadata, self._recorder, route.spec.geometry.merge**2
-        assert recorder is not None and route.spec.ops is not None
+        assert recorder is not None and route.ops is not None
         outputs: list[torch.Tensor] = []
 
         def run() -> None:
