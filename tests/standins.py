@@ -58,7 +58,8 @@ def _static(value: Any) -> bool:
 
 def _modules() -> Iterator[ModuleType]:
     for found in pkgutil.iter_modules(ops.__path__, "hf_vit_accel.ops."):
-        if not found.name.endswith(("quantize", "e4m3")):  # of FP8, whose attention uses them: tests/test_fp8.py
+        # Of FP8, whose attention uses them, and of what is reused: tests/test_fp8.py, tests/test_reuse.py.
+        if not found.name.endswith(("quantize", "e4m3", "fingerprint")):
             yield importlib.import_module(found.name)
 
 
