@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from hf_vit_accel import guard
 from hf_vit_accel.backends import backend_named, require
-from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, Settings
+from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings
 from hf_vit_accel.families import Family
 from hf_vit_accel.install import former_of, install, uninstall
 from hf_vit_accel.metadata import Grid
@@ -35,6 +35,7 @@ def patch(
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
     fp8: bool | Fp8Config = False,
+    reuse: bool | ReuseConfig = False,
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
@@ -49,6 +50,8 @@ def patch(
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
     fp8: attention and linears in FP8, where that is faster; True or a `Fp8Config`. Not exact: features keep their
     direction (cosine similarity), not their last digits. For inference only.
+    reuse: encode images and videos that are equal bit for bit once in a call; True, or a `ReuseConfig` that keeps
+    features for later calls, too. Gradients of copies add up; where pixel values require gradients nothing is reused.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
     graph, or where a backend or a kernel fails, instead of counting it. (What is too large or would not gain from a
     graph runs eagerly all the same.)
@@ -59,7 +62,7 @@ def patch(
     for named parts that cannot be fused and for a tower that the fast path cannot serve. After an error nothing is
     patched.
     """
-    settings = _settings(attention, fuse, cuda_graphs, fp8, strict)
+    settings = _settings(attention, fuse, cuda_graphs, fp8, reuse, strict)
     towers = towers_of(model)
     require(settings.attention, fp8=settings.fp8)
     made = []
@@ -106,12 +109,13 @@ def patched(
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
     fp8: bool | Fp8Config = False,
+    reuse: bool | ReuseConfig = False,
     strict: bool = False,
 ) -> Iterator[Model]:
     """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all."""
     towers = towers_of(model)
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
-    patch(model, attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, fp8=fp8, strict=strict)
+    patch(model, attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, fp8=fp8, reuse=reuse, strict=strict)
     try:
         yield model
     finally:
@@ -173,6 +177,7 @@ def _settings(
     fuse: str | bool | Iterable[str],
     cuda_graphs: bool | GraphConfig,
     fp8: bool | Fp8Config,
+    reuse: bool | ReuseConfig,
     strict: bool,
 ) -> Settings:
     if not isinstance(strict, bool):
@@ -181,6 +186,8 @@ def _settings(
         raise ValueError(f"expected cuda_graphs to be True, False or a GraphConfig, got {cuda_graphs!r}")
     if not isinstance(fp8, bool | Fp8Config):
         raise ValueError(f"expected fp8 to be True, False or a Fp8Config, got {fp8!r}")
+    if not isinstance(reuse, bool | ReuseConfig):
+        raise ValueError(f"expected reuse to be True, False or a ReuseConfig, got {reuse!r}")
     graphs = GraphConfig() if cuda_graphs is True else cuda_graphs or None
     quantized = Fp8Config() if fp8 is True else fp8 or None
     score_mod = attention.score_mod if isinstance(attention, FlexConfig) else None
@@ -206,6 +213,7 @@ def _settings(
         graphs=graphs,
         fp8=quantized,
         amax=None if quantized is None or quantized.amax_file is None else Amax.load(quantized.amax_file),
+        reuse=ReuseConfig() if reuse is True else reuse or None,
         strict=strict,
     )
 

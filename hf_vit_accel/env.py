@@ -189,13 +189,25 @@ class LRU(Generic[V]):
                 return self._values[key][0]
             self.misses += 1
         value, cost = make()
+        self.keep(key, value, cost)
+        return value
+
+    def find(self, key: Hashable) -> V | None:
+        """The value for `key`, None if it is not there."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def keep(self, key: Hashable, value: V, cost: int) -> None:
+        """Hold a value, in the place of a former one; the least recently used go."""
         if cost <= self.cost:
             with self._lock:
                 self.held += cost - self._values.pop(key, (value, 0))[1]
                 self._values[key] = value, cost
                 while len(self._values) > self.entries or self.held > self.cost:
                     self.held -= self._values.popitem(last=False)[1][1]
-        return value
 
     def __len__(self) -> int:
         return len(self._values)

@@ -16,6 +16,7 @@ from hf_vit_accel.graphs.runner import GraphStatus
 from hf_vit_accel.guard import Snapshot
 from hf_vit_accel.ops import PARTS, Ops
 from hf_vit_accel.ops.window_attention import LONGEST
+from hf_vit_accel.reuse import ReuseStatus
 from hf_vit_accel.route import Spec
 from hf_vit_accel.tower import TowerState, state_of
 
@@ -31,7 +32,8 @@ class TowerStatus:
     reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
     fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
-    fp8: by what attention in FP8 is scaled, and what it cut off; which linears are; None where it is not asked for.
+    fp8: by what attention in FP8 is scaled, and what it cut off; which linears are. reuse: what was encoded once. None
+    where that is not asked for.
     """
 
     path: str
@@ -50,6 +52,7 @@ class TowerStatus:
     attention_only: bool = False
     graphs: GraphStatus | None = None
     fp8: str | None = None
+    reuse: ReuseStatus | None = None
 
     def __str__(self) -> str:
         return "\n".join([*self._state(), *_reasons_once([self])])
@@ -68,7 +71,7 @@ class TowerStatus:
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
         lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
-        lines += [str(self.graphs)] if self.graphs is not None else []
+        lines += [str(each) for each in (self.graphs, self.reuse) if each is not None]
         return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
 
     def _reasons(self) -> Iterator[tuple[str, str, str]]:
@@ -157,12 +160,18 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
         fp8=_fp8_status(state, choices, ops),
+        reuse=None if state.reuse is None else state.reuse.status(),
     )
 
 
 def beyond_attention(settings: Settings) -> dict[str, str]:
     """What was asked for, and is not to be had for a tower whose attention alone is ours."""
-    asked = {"cuda_graphs": settings.graphs, "fp8": settings.fp8, **dict.fromkeys(settings.fuse or (), True)}
+    asked = {
+        "cuda_graphs": settings.graphs,
+        "fp8": settings.fp8,
+        "reuse": settings.reuse,
+        **dict.fromkeys(settings.fuse or (), True),
+    }
     return {name: "this family is served attention only" for name, wanted in asked.items() if wanted}
 
 

@@ -30,7 +30,9 @@ from hf_vit_accel.env import KERNELS, LINEARS, Fault
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
 from hf_vit_accel.guard import Snapshot, Weights
+from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
+from hf_vit_accel.reuse import Reuse
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
 
@@ -73,6 +75,7 @@ class TowerState:
         self.routes = Routes()
         graphs = None if family.attention_only else settings.graphs
         self.runner = None if graphs is None else Runner(graphs, self.routes)
+        self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)
         self._snapshot: Snapshot | None = None
         self._specs: dict[Any, Spec] = {}
         self._scales: Scales | None = None
@@ -177,6 +180,8 @@ class TowerState:
         """Drop everything that was cached, device memory included."""
         if self.runner is not None:
             self.runner.close()
+        if self.reuse is not None:
+            self.reuse.close()
         if self._scales is not None:
             self._scales.close()
         self.routes.cache.clear()
@@ -270,7 +275,9 @@ def _forward(
     reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
     if not reasons:
         parameters, weights = snapshot.weights()
-        call = inputs.read(snapshot.expected, *args, **kwargs)
+        reuse = None if state.runner is not None and state.runner.warming else state.reuse
+        look: Any = reuse and partial(reuse.look, snapshot, parameters, weights, state.faults.get(KERNELS))
+        call = inputs.read(snapshot.expected, look, *args, **kwargs)
         reasons = [] if call else ["arguments, or pixel values, are in a shape of their own"]
     if call is None:
         if settings.score_mod is not None:
@@ -291,16 +298,20 @@ def _forward(
     if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
-    route = state.routes.get(call.grid, spec)
-    state.choices, state.few_rows, unmet = route.choices, route.few_rows, unmet + route.unmet
-    if settings.strict:
-        refuse(unmet)
     if spec.ops is None:
+        route = state.routes.get(call.grid, spec)
+        state.choices, state.few_rows, unmet = route.choices, route.few_rows, unmet + route.unmet
+        if settings.strict:
+            refuse(unmet)
         return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
 
+    serve: Any = partial(_serve, state, snapshot, weights, spec, unmet)
+    if reuse is not None:
+        unmet += call.marks.unmet
+        serve = partial(reuse.serve, serve, spec, call.marks)
     marked = trains and not grad and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
-        outputs = _serve(state, snapshot, weights, route, call.pixels)
+        outputs = serve(call.grid, call.pixels)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)
@@ -331,10 +342,23 @@ def _attend_only(
 
 
 def _serve(
-    state: TowerState, snapshot: Snapshot, weights: Weights, route: Route, pixels_TP: torch.Tensor
+    state: TowerState,
+    snapshot: Snapshot,
+    weights: Weights,
+    spec: Spec,
+    unmet: list[str],
+    grid: Grid,
+    pixels_TP: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it."""
-    grad = route.spec.request.grad
+    """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it.
+
+    unmet: what the call does not get, to which is added what this part does not. Raises for any under `strict`.
+    """
+    route, grad = state.routes.get(grid, spec), spec.request.grad
+    state.choices, state.few_rows = route.choices, route.few_rows
+    unmet += route.unmet
+    if state.settings.strict:
+        refuse(unmet)
     outputs = _replay(state, snapshot, weights, route, pixels_TP) if state.runner and not grad else None
     if outputs is None:
         checkpoints = guard.checkpoints(snapshot) if grad else ()
@@ -357,7 +381,7 @@ def _replay(
     if against:
         result: list[torch.Tensor] | Eager = runner.eager(against)
     else:
-        result = runner.run(route, pixels_TP, [weights, *snapshot.buffers()])
+        result = runner.run(route, pixels_TP, [weights, *map(torch.Tensor.data_ptr, snapshot.buffers())])
     if isinstance(result, Eager):
         if state.settings.strict and not result.by_choice:
             refuse([f"not replayed from a CUDA graph: {result.why}"])

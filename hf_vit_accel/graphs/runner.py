@@ -150,6 +150,11 @@ class Runner:
             self._eager[why] += 1
         return Eager(why, by_choice)
 
+    @property
+    def warming(self) -> bool:
+        """Whether a call of this moment is there to capture a graph of its shape."""
+        return self._exactly is not None
+
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
         """Within the with block: only exact shapes, or only budgets, however often a shape came."""
