@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ def patch(
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
     fp8: bool | Fp8Config = False,
+    max_rows: int | Literal["auto"] | None = "auto",
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
@@ -49,17 +50,21 @@ def patch(
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
     fp8: attention in FP8 on long segments, where that is faster; True or a `Fp8Config`. Not exact: features keep their
     direction (cosine similarity), not their last digits.
+    max_rows: patch rows in one pass. A call of more is cut between frames and images (a frame is never cut) and encoded
+    in passes, so that a long video takes the memory of one pass, and of its outputs. "auto": on CUDA, as many as make
+    passes free, and with gradients no limit, as each pass then runs again in the backward pass. None: one pass. Where
+    memory runs out, passes are halved once; `status` tells. Layers that FSDP2 shards are never run in passes.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
     graph, or where a backend or a kernel fails, instead of counting it. (What is too large or would not gain from a
     graph runs eagerly all the same.)
 
     Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
-    parts or FP8 beside a score_mod, and a file of FP8 amax that is none or is another model's;
+    parts or FP8 beside a score_mod, a file of FP8 amax that is none or is another model's, and max_rows below 1;
     BackendUnavailableError for a named backend, or FP8, that cannot run on this machine; FallbackError under `strict`
     for named parts that cannot be fused and for a tower that the fast path cannot serve. After an error nothing is
     patched.
     """
-    settings = _settings(attention, fuse, cuda_graphs, fp8, strict)
+    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, strict)
     towers = towers_of(model)
     require(settings.attention, fp8=settings.fp8 is not None)
     made = []
@@ -106,12 +111,21 @@ def patched(
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
     fp8: bool | Fp8Config = False,
+    max_rows: int | Literal["auto"] | None = "auto",
     strict: bool = False,
 ) -> Iterator[Model]:
     """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all."""
     towers = towers_of(model)
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
-    patch(model, attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, fp8=fp8, strict=strict)
+    patch(
+        model,
+        attention=attention,
+        fuse=fuse,
+        cuda_graphs=cuda_graphs,
+        fp8=fp8,
+        max_rows=max_rows,
+        strict=strict,
+    )
     try:
         yield model
     finally:
@@ -173,6 +187,7 @@ def _settings(
     fuse: str | bool | Iterable[str],
     cuda_graphs: bool | GraphConfig,
     fp8: bool | Fp8Config,
+    max_rows: int | Literal["auto"] | None,
     strict: bool,
 ) -> Settings:
     if not isinstance(strict, bool):
@@ -206,6 +221,7 @@ def _settings(
         graphs=graphs,
         fp8=quantized,
         amax=None if quantized is None or quantized.amax_file is None else Amax.load(quantized.amax_file),
+        max_rows=max_rows,
         strict=strict,
     )
 

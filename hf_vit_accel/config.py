@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["FlexConfig", "Fp8Config", "GraphConfig", "Settings"]
 
@@ -119,10 +119,10 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `hf_vit_accel.patch` was asked for, checked.
+    """What `hf_vit_accel.patch` was asked for. Raises ValueError for `max_rows` that are none.
 
     score_mod: what every layer's attention must apply. fuse: the parts that were named; None for all that can be.
-    amax: what the file of `fp8` holds, if it names one.
+    amax: what the file of `fp8` holds, if it names one. max_rows: patch rows of a pass.
     """
 
     attention: str = "auto"
@@ -131,4 +131,9 @@ class Settings:
     graphs: GraphConfig | None = None
     fp8: Fp8Config | None = None
     amax: Any = None
+    max_rows: int | Literal["auto"] | None = "auto"
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_rows not in ("auto", None):
+            _check_integer("max_rows, unless 'auto' or None,", self.max_rows, least=1)

@@ -31,7 +31,8 @@ class TowerStatus:
     reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
     fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
-    fp8: by what attention in FP8 is scaled, and what it cut off; None where it is not asked for.
+    fp8: by what attention in FP8 is scaled, and what it cut off; None where it is not asked for. passes: the calls that
+    were cut, and what memory told; None where no call was.
     """
 
     path: str
@@ -50,6 +51,7 @@ class TowerStatus:
     attention_only: bool = False
     graphs: GraphStatus | None = None
     fp8: str | None = None
+    passes: str | None = None
 
     def __str__(self) -> str:
         return "\n".join([*self._state(), *_reasons_once([self])])
@@ -67,6 +69,7 @@ class TowerStatus:
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
+        lines += [f"  passes     {self.passes}"] if self.passes is not None else []
         lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
         lines += [str(self.graphs)] if self.graphs is not None else []
         return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
@@ -157,6 +160,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
         fp8=_fp8_status(state, choices),
+        passes=str(state.passes) or None,
     )
 
 

@@ -30,7 +30,9 @@ from hf_vit_accel.env import KERNELS, Fault
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
 from hf_vit_accel.guard import Snapshot, Weights
+from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
+from hf_vit_accel.passes import Passes
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
 
@@ -68,7 +70,7 @@ class TowerState:
         self.choices: Mapping[Kind, Choice] = {}
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
-        self.routes = Routes()
+        self.routes, self.passes = Routes(), Passes(settings.max_rows)
         graphs = None if family.attention_only else settings.graphs
         self.runner = None if graphs is None else Runner(graphs, self.routes)
         self._snapshot: Snapshot | None = None
@@ -135,7 +137,7 @@ class TowerState:
         """What decides the routes of calls like this one; the same object while nothing of it changes."""
         settings, autocast = self.settings, guard.autocast_dtype(device)
         scales = None if settings.fp8 is None else self.scales(snapshot, device)
-        key = device, autocast, fast, grad, weights.dtype, weights.count, scales
+        key = device, autocast, fast, grad, weights.dtype, weights.count, scales, len(self.passes.fewer)
         spec = self._specs.get(key)
         if spec is None:
             wants = dict(grad=grad, graphs=self.runner is not None and not grad, score_mod=settings.score_mod)
@@ -146,6 +148,7 @@ class TowerState:
                 ops=self._build(snapshot, weights, request) if fast else None,
                 full_layers=snapshot.full_layers,
                 faults=tuple(self.faults.items()),
+                max_rows=self.passes.most(device, grad=grad, sharded=bool(snapshot.sharded)),
                 settings=settings,
             )
             if spec.ops is not None and request.dtype == weights.dtype and spec.ops.fused >= _INSENSITIVE:
@@ -286,16 +289,24 @@ def _forward(
     if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
-    route = state.routes.get(call.grid, spec)
-    state.choices, unmet = route.choices, unmet + route.unmet
-    if settings.strict:
-        refuse(unmet)
     if spec.ops is None:
+        route = state.routes.get(call.grid, spec)
+        state.choices, unmet = route.choices, unmet + route.unmet
+        if settings.strict:
+            refuse(unmet)
         return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
 
-    marked = trains and not grad and snapshot.marks_outputs()
+    marked, outputs = trains and not grad and snapshot.marks_outputs(), None
+    serve = partial(_serve, state, snapshot, weights, spec, unmet)
     with torch.no_grad() if marked else nullcontext():
-        outputs = _serve(state, snapshot, weights, route, call.pixels)
+        if spec.max_rows is None or call.pixels.shape[0] <= spec.max_rows:
+            try:
+                outputs = serve(call.grid, call.pixels)
+            except torch.OutOfMemoryError:
+                if not state.passes.halve(call.grid, spec):
+                    raise
+        if outputs is None:
+            outputs = state.passes.serve(serve, spec, call.grid, call.pixels)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)
@@ -326,10 +337,24 @@ def _attend_only(
 
 
 def _serve(
-    state: TowerState, snapshot: Snapshot, weights: Weights, route: Route, pixels_TP: torch.Tensor
+    state: TowerState,
+    snapshot: Snapshot,
+    weights: Weights,
+    spec: Spec,
+    unmet: list[str],
+    grid: Grid,
+    pixels_TP: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it."""
-    grad = route.spec.request.grad
+    """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it.
+
+    unmet: is told what they do not get.
+    """
+    route, grad = state.routes.get(grid, spec), spec.request.grad
+    state.choices = route.choices
+    if route.unmet:
+        if state.settings.strict:
+            refuse(route.unmet)
+        unmet += [why for why in route.unmet if why not in unmet]
     outputs = _replay(state, snapshot, weights, route, pixels_TP) if state.runner and not grad else None
     if outputs is None:
         checkpoints = guard.checkpoints(snapshot) if grad else ()
