@@ -18,6 +18,7 @@ from hf_vit_accel.families import Family
 from hf_vit_accel.install import former_of, install, uninstall
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS
+from hf_vit_accel.ranks import ranks_of
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.report import Status, beyond_attention, reasons_now, status, towers_of
 from hf_vit_accel.scales import Amax
@@ -36,6 +37,7 @@ def patch(
     cuda_graphs: bool | GraphConfig = False,
     fp8: bool | Fp8Config = False,
     max_rows: int | Literal["auto"] | None = "auto",
+    data_parallel: Any = False,
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
@@ -54,17 +56,22 @@ def patch(
     in passes, so that a long video takes the memory of one pass, and of its outputs. "auto": on CUDA, as many as make
     passes free, and with gradients no limit, as each pass then runs again in the backward pass. None: one pass. Where
     memory runs out, passes are halved once; `status` tells. Layers that FSDP2 shards are never run in passes.
+    data_parallel: True, a process group or a device mesh of one dimension, whose ranks hold the same tower and make the
+    same calls, as beside a text model under tensor parallelism: each encodes a part of the images and frames, all get
+    all features, and what a rank raises is raised on all. With gradients, all must make the same loss; those of the
+    tower are summed over the ranks once, and are not averaged. A call too small to gain is encoded by every rank.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
     graph, or where a backend or a kernel fails, instead of counting it. (What is too large or would not gain from a
     graph runs eagerly all the same.)
 
     Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
-    parts or FP8 beside a score_mod, a file of FP8 amax that is none or is another model's, and max_rows below 1;
+    parts or FP8 beside a score_mod, a file of FP8 amax that is none or is another model's, max_rows below 1, and a
+    data_parallel that is no group of this process;
     BackendUnavailableError for a named backend, or FP8, that cannot run on this machine; FallbackError under `strict`
     for named parts that cannot be fused and for a tower that the fast path cannot serve. After an error nothing is
     patched.
     """
-    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, strict)
+    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, strict)
     towers = towers_of(model)
     require(settings.attention, fp8=settings.fp8 is not None)
     made = []
@@ -112,6 +119,7 @@ def patched(
     cuda_graphs: bool | GraphConfig = False,
     fp8: bool | Fp8Config = False,
     max_rows: int | Literal["auto"] | None = "auto",
+    data_parallel: Any = False,
     strict: bool = False,
 ) -> Iterator[Model]:
     """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all."""
@@ -124,6 +132,7 @@ def patched(
         cuda_graphs=cuda_graphs,
         fp8=fp8,
         max_rows=max_rows,
+        data_parallel=data_parallel,
         strict=strict,
     )
     try:
@@ -188,6 +197,7 @@ def _settings(
     cuda_graphs: bool | GraphConfig,
     fp8: bool | Fp8Config,
     max_rows: int | Literal["auto"] | None,
+    data_parallel: Any,
     strict: bool,
 ) -> Settings:
     if not isinstance(strict, bool):
@@ -222,6 +232,7 @@ def _settings(
         fp8=quantized,
         amax=None if quantized is None or quantized.amax_file is None else Amax.load(quantized.amax_file),
         max_rows=max_rows,
+        ranks=ranks_of(data_parallel),
         strict=strict,
     )
 

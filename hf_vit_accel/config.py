@@ -122,7 +122,7 @@ class Settings:
     """What `hf_vit_accel.patch` was asked for. Raises ValueError for `max_rows` that are none.
 
     score_mod: what every layer's attention must apply. fuse: the parts that were named; None for all that can be.
-    amax: what the file of `fp8` holds, if it names one. max_rows: patch rows of a pass.
+    amax: what the file of `fp8` holds, if it names one. max_rows: patch rows of a pass. ranks: those that share calls.
     """
 
     attention: str = "auto"
@@ -132,6 +132,7 @@ class Settings:
     fp8: Fp8Config | None = None
     amax: Any = None
     max_rows: int | Literal["auto"] | None = "auto"
+    ranks: Any = None
     strict: bool = False
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class TowerStatus:
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
     fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
     fp8: by what attention in FP8 is scaled, and what it cut off; None where it is not asked for. passes: the calls that
-    were cut, and what memory told; None where no call was.
+    were cut, and what memory told; None where no call was. ranks: what became of calls under `data_parallel`, or None.
     """
 
     path: str
@@ -52,6 +52,7 @@ class TowerStatus:
     graphs: GraphStatus | None = None
     fp8: str | None = None
     passes: str | None = None
+    ranks: str | None = None
 
     def __str__(self) -> str:
         return "\n".join([*self._state(), *_reasons_once([self])])
@@ -70,6 +71,7 @@ class TowerStatus:
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
         lines += [f"  passes     {self.passes}"] if self.passes is not None else []
+        lines += [f"  shared     {self.ranks}"] if self.ranks is not None else []
         lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
         lines += [str(self.graphs)] if self.graphs is not None else []
         return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
@@ -161,12 +163,18 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         graphs=None if state.runner is None else state.runner.status(),
         fp8=_fp8_status(state, choices),
         passes=str(state.passes) or None,
+        ranks=None if state.sharing is None else str(state.sharing),
     )
 
 
 def beyond_attention(settings: Settings) -> dict[str, str]:
     """What was asked for, and is not to be had for a tower whose attention alone is ours."""
-    asked = {"cuda_graphs": settings.graphs, "fp8": settings.fp8, **dict.fromkeys(settings.fuse or (), True)}
+    asked = {
+        "cuda_graphs": settings.graphs,
+        "fp8": settings.fp8,
+        "data_parallel": settings.ranks,
+        **dict.fromkeys(settings.fuse or (), True),
+    }
     return {name: "this family is served attention only" for name, wanted in asked.items() if wanted}
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from hf_vit_accel import guard, inputs, upstream
 from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.config import Settings
+from hf_vit_accel.data_parallel import Sharing
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.env import KERNELS, Fault
 from hf_vit_accel.families import Family
@@ -71,6 +72,7 @@ class TowerState:
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.routes, self.passes = Routes(), Passes(settings.max_rows)
+        self.sharing = None if settings.ranks is None or family.attention_only else Sharing(settings.ranks)
         graphs = None if family.attention_only else settings.graphs
         self.runner = None if graphs is None else Runner(graphs, self.routes)
         self._snapshot: Snapshot | None = None
@@ -229,7 +231,7 @@ class AcceleratedForward:
         pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
         on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
         before = state.faults
-        with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
+        with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
             while True:
                 tried = state.faults
                 try:
@@ -285,6 +287,8 @@ def _forward(
         )
     # A module that is not transformers' may train what is not the tower's.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
+    sharing = state.sharing
+    shared = sharing is not None and sharing.begin(call.grid, snapshot, guard.checkpoints(snapshot) if grad else ())
     unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=trains)
     if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
@@ -294,12 +298,17 @@ def _forward(
         state.choices, unmet = route.choices, unmet + route.unmet
         if settings.strict:
             refuse(unmet)
+        if sharing is not None:
+            sharing.decline(unmet)
         return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
 
     marked, outputs = trains and not grad and snapshot.marks_outputs(), None
     serve = partial(_serve, state, snapshot, weights, spec, unmet)
     with torch.no_grad() if marked else nullcontext():
-        if spec.max_rows is None or call.pixels.shape[0] <= spec.max_rows:
+        if sharing is not None and shared:
+            whole = partial(state.passes.serve, serve, spec)
+            outputs = sharing.serve(whole, spec, call.grid, call.pixels, tower)
+        elif spec.max_rows is None or call.pixels.shape[0] <= spec.max_rows:
             try:
                 outputs = serve(call.grid, call.pixels)
             except torch.OutOfMemoryError:
@@ -307,6 +316,10 @@ def _forward(
                     raise
         if outputs is None:
             outputs = state.passes.serve(serve, spec, call.grid, call.pixels)
+    if sharing is not None and sharing.unmet:
+        unmet += sharing.unmet
+        if settings.strict:
+            refuse(unmet)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)
