@@ -142,11 +142,11 @@ class Sharing:
         parts = [each.contiguous().view(-1).view(torch.uint8) for each in outputs]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=at)
         # What may not fit is allocated before the others hear that this rank is through.
-        room = _room(places, told, rank, at) if told else None
+        room = _room(places, told, rank, rank, at) if told else None
         headers = self._tell(_THROUGH, how=how, outputs=told)
         if room is None:
             filled = max(range(len(headers)), key=lambda each: headers[each][3])
-            room = _room(places, headers[filled][4 : 4 + headers[filled][3]], filled, at)
+            room = _room(places, headers[filled][4 : 4 + headers[filled][3]], filled, rank, at)
         messages, shapes, whole = room
         by_rank = self.ranks.to_all(mine, messages, when="while features were exchanged")
         unpacked = [_unpacked(message, each) for message, each in zip(by_rank, shapes, strict=True)]
@@ -201,15 +201,16 @@ def _check_same(digests: list[int], what: str) -> None:
 Room = tuple[list[torch.Tensor], list[list[tuple[int, int, torch.dtype]]], list[torch.Tensor]]
 
 
-def _room(places: Places, told: Sequence[int], rank: int, at: torch.device) -> Room:
-    """Where messages go, what each holds, and where outputs are put together. told: of the outputs of a rank."""
+def _room(places: Places, told: Sequence[int], rank: int, own: int, at: torch.device) -> Room:
+    """Where messages of ranks other than the own go, what each holds, and where outputs are put together.
+
+    told: of the outputs of a rank, in the words of a header.
+    """
     kinds = [(told[k], told[k + 1], _DTYPES[told[k + 2]]) for k in range(0, len(told), 3)]
     of = places.rows[rank]
     shapes = [[(rows * count // of, width, dtype) for count, width, dtype in kinds] for rows in places.rows]
     sizes = [sum(count * width * dtype.itemsize for count, width, dtype in each) for each in shapes]
-    messages = [
-        torch.empty(0 if each == rank else size, dtype=torch.uint8, device=at) for each, size in enumerate(sizes)
-    ]
+    messages = [torch.empty(0 if r == own else size, dtype=torch.uint8, device=at) for r, size in enumerate(sizes)]
     whole = [torch.empty(places.total * count // of, width, dtype=dtype, device=at) for count, width, dtype in kinds]
     return messages, shapes, whole
 
