@@ -481,7 +481,7 @@ def _groups(rank: int) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, MIXED)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    for wanted in (dist.group.WORLD, mesh["tp"], mesh["tp"].get_group()):
+    for wanted in (dist.group.WORLD, mesh["tp"], dist.new_group([0, 1])):
         hf_vit_accel.patch(model, data_parallel=wanted)
         assert_close(run_tower(tower, MIXED), expected)
         assert told(model) == f"rank {rank} of 2, 1 calls shared"
