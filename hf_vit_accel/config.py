@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["LINEARS", "FlexConfig", "Fp8Config", "GraphConfig", "ReuseConfig", "Settings"]
 
@@ -172,10 +172,10 @@ class ReuseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `hf_vit_accel.patch` was asked for, checked.
+    """What `hf_vit_accel.patch` was asked for. Raises ValueError for what makes no sense.
 
     score_mod: what every layer's attention must apply. fuse: the parts that were named; None for all that can be.
-    amax: what the file of `fp8` holds, if it names one.
+    amax: what the file of `fp8` holds, if it names one. max_rows: patch rows of a pass. ranks: those that share calls.
     """
 
     attention: str = "auto"
@@ -184,5 +184,16 @@ class Settings:
     graphs: GraphConfig | None = None
     fp8: Fp8Config | None = None
     amax: Any = None
+    max_rows: int | Literal["auto"] | None = "auto"
+    ranks: Any = None
     reuse: ReuseConfig | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_rows not in ("auto", None):
+            _check_integer("max_rows, unless 'auto' or None,", self.max_rows, least=1)
+        if self.ranks is not None and self.reuse is not None and self.reuse.across_calls:
+            raise ValueError(
+                "expected reuse=True beside data_parallel, got across_calls: ranks that remember different pictures "
+                "would wait for one another"
+            )

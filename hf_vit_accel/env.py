@@ -25,6 +25,7 @@ __all__ = [
     "KERNELS",
     "LINEARS",
     "LRU",
+    "FallbackError",
     "Fault",
     "Package",
     "cuda_capability",
@@ -34,6 +35,7 @@ __all__ = [
     "is_upstream",
     "multiprocessors",
     "probe",
+    "refuse",
     "reset",
     "versions",
     "why_missing",
@@ -138,6 +140,19 @@ a cache folder that cannot be written, a GPU that Triton does not know) keeps al
 
 LINEARS = "fp8_linears"
 """The name under which kernels and products of linears in FP8 fail together; those of the dtype may run then."""
+
+
+class FallbackError(RuntimeError):
+    """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons.
+
+    With a score_mod also without it: a call whose attention could not apply it.
+    """
+
+
+def refuse(reasons: list[str], what: str = "this call", *, wanted: str = "strict=True") -> None:
+    """Raise FallbackError for any reasons."""
+    if reasons:
+        raise FallbackError(f"{wanted} and {what} cannot be served as asked: " + "; ".join(reasons))
 
 
 class Fault(RuntimeError):

@@ -32,8 +32,9 @@ class TowerStatus:
     reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
     fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
-    fp8: by what attention in FP8 is scaled, and what it cut off; which linears are. reuse: what was encoded once. None
-    where that is not asked for.
+    fp8: by what attention in FP8 is scaled, and what it cut off; which linears are. passes: the calls that were cut,
+    and what memory told. ranks: what became of calls under `data_parallel`. reuse: what was encoded once. None where
+    that is not asked for, or no call was cut.
     """
 
     path: str
@@ -52,6 +53,8 @@ class TowerStatus:
     attention_only: bool = False
     graphs: GraphStatus | None = None
     fp8: str | None = None
+    passes: str | None = None
+    ranks: str | None = None
     reuse: ReuseStatus | None = None
 
     def __str__(self) -> str:
@@ -70,6 +73,8 @@ class TowerStatus:
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
+        lines += [f"  passes     {self.passes}"] if self.passes is not None else []
+        lines += [f"  shared     {self.ranks}"] if self.ranks is not None else []
         lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
         lines += [str(each) for each in (self.graphs, self.reuse) if each is not None]
         return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
@@ -160,6 +165,8 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
         fp8=_fp8_status(state, choices, ops),
+        passes=str(state.passes) or None,
+        ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
     )
 
@@ -169,6 +176,7 @@ def beyond_attention(settings: Settings) -> dict[str, str]:
     asked = {
         "cuda_graphs": settings.graphs,
         "fp8": settings.fp8,
+        "data_parallel": settings.ranks,
         "reuse": settings.reuse,
         **dict.fromkeys(settings.fuse or (), True),
     }

@@ -144,6 +144,11 @@ class Marks:
     weights: Any = None
     unmet: list[str] = field(default_factory=list)
 
+    def distinct(self, grid: Grid) -> Grid:
+        """A call's grid without copies."""
+        prints = self.prints
+        return grid if prints is None else tuple(each for _, each in dict.fromkeys(zip(prints, grid, strict=True)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseStatus:

@@ -37,7 +37,8 @@ class Spec:
     """What decides a route beside the grid. A tower makes one per kind of call and keeps it while nothing changes.
 
     ops: None where stock's blocks run, on our metadata and attention. full_layers: whether each layer attends per
-    frame. faults: what failed when it ran, and is not to be chosen again.
+    frame. faults: what failed when it ran, and is not to be chosen again. max_rows: rows from which on a call is cut;
+    None where it never is.
     """
 
     geometry: Geometry
@@ -45,6 +46,7 @@ class Spec:
     ops: Ops | None
     full_layers: tuple[bool, ...]
     faults: tuple[tuple[str, str], ...] = ()
+    max_rows: int | None = None
     settings: Settings
 
 

@@ -25,33 +25,22 @@ from torch import nn
 from hf_vit_accel import guard, inputs, upstream
 from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.config import Settings
+from hf_vit_accel.data_parallel import Sharing
 from hf_vit_accel.encoder import encode
-from hf_vit_accel.env import KERNELS, LINEARS, Fault
+from hf_vit_accel.env import KERNELS, LINEARS, Fault, refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
 from hf_vit_accel.guard import Snapshot, Weights
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
+from hf_vit_accel.passes import Passes
 from hf_vit_accel.reuse import Reuse
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
 
-__all__ = ["STATE", "AcceleratedForward", "FallbackError", "TowerState", "refuse", "state_of"]
+__all__ = ["STATE", "AcceleratedForward", "TowerState", "state_of"]
 
 STATE = "_hf_vit_accel"
-
-
-class FallbackError(RuntimeError):
-    """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons.
-
-    With a score_mod also without it: a call whose attention could not apply it.
-    """
-
-
-def refuse(reasons: list[str], what: str = "this call", *, wanted: str = "strict=True") -> None:
-    """Raise FallbackError for any reasons."""
-    if reasons:
-        raise FallbackError(f"{wanted} and {what} cannot be served as asked: " + "; ".join(reasons))
 
 
 class TowerState:
@@ -72,7 +61,8 @@ class TowerState:
         self.few_rows: str | None = None
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
-        self.routes = Routes()
+        self.routes, self.passes = Routes(), Passes(settings.max_rows)
+        self.sharing = None if settings.ranks is None or family.attention_only else Sharing(settings.ranks)
         graphs = None if family.attention_only else settings.graphs
         self.runner = None if graphs is None else Runner(graphs, self.routes)
         self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)
@@ -143,7 +133,7 @@ class TowerState:
         """What decides the routes of calls like this one; the same object while nothing of it changes."""
         settings, autocast = self.settings, guard.autocast_dtype(device)
         scales = self.scales(snapshot, device) if settings.fp8 is not None and settings.fp8.attention else None
-        key = device, autocast, fast, grad, weights.dtype, weights.count, scales
+        key = device, autocast, fast, grad, weights.dtype, weights.count, scales, len(self.passes.fewer)
         spec = self._specs.get(key)
         if spec is None:
             wants = dict(grad=grad, graphs=self.runner is not None and not grad, score_mod=settings.score_mod)
@@ -154,6 +144,7 @@ class TowerState:
                 ops=self._build(snapshot, weights, request) if fast else None,
                 full_layers=snapshot.full_layers,
                 faults=tuple(self.faults.items()),
+                max_rows=self.passes.most(device, grad=grad, sharded=bool(snapshot.sharded)),
                 settings=settings,
             )
             if spec.ops is not None and request.dtype == weights.dtype and spec.ops.fused >= _INSENSITIVE:
@@ -236,7 +227,7 @@ class AcceleratedForward:
         pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
         on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
         before = state.faults
-        with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
+        with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
             while True:
                 tried = state.faults
                 try:
@@ -294,6 +285,9 @@ def _forward(
         )
     # A module that is not transformers' may train what is not the tower's.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
+    if (sharing := state.sharing) is not None:
+        distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
+        shared = sharing.begin(distinct, snapshot, guard.checkpoints(snapshot) if grad else ())
     unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=trains)
     if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
@@ -303,15 +297,25 @@ def _forward(
         state.choices, state.few_rows, unmet = route.choices, route.few_rows, unmet + route.unmet
         if settings.strict:
             refuse(unmet)
+        if sharing is not None:
+            sharing.decline(unmet)
         return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
 
     serve: Any = partial(_serve, state, snapshot, weights, spec, unmet)
+    if spec.max_rows is not None:
+        serve = partial(state.passes.serve, serve, spec)
+    if sharing is not None and shared:
+        serve = partial(sharing.serve, serve, spec, tower)
     if reuse is not None:
         unmet += call.marks.unmet
         serve = partial(reuse.serve, serve, spec, call.marks)
     marked = trains and not grad and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
         outputs = serve(call.grid, call.pixels)
+    if sharing is not None and sharing.unmet:
+        unmet += sharing.unmet
+        if settings.strict:
+            refuse(unmet)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)
@@ -356,7 +360,7 @@ def _serve(
     """
     route, grad = state.routes.get(grid, spec), spec.request.grad
     state.choices, state.few_rows = route.choices, route.few_rows
-    unmet += route.unmet
+    unmet += [why for why in route.unmet if why not in unmet]
     if state.settings.strict:
         refuse(unmet)
     outputs = _replay(state, snapshot, weights, route, pixels_TP) if state.runner and not grad else None
