@@ -300,7 +300,7 @@ def caption(
     except KeyboardInterrupt:
         _stop("stopped", 130, overwrite and loaded, first)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES):
             raise
         _stop(f"cannot write to {output}: {error.strerror}", 1, overwrite and loaded, True)
     all_counts = read_counts(output / "progress", processes)

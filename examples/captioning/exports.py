@@ -208,9 +208,8 @@ class Export:
                 ) from None
             self._whole(file, partial(_write_tar, samples=group))
         # Whoever reads the shards takes all of these names.
-        while numbered and self.written and (left := path.with_name(path.name % self.written)).exists():
-            self.refused.append(f"{left}: it is of an earlier merge into more shards; remove it")
-            break
+        if numbered and self.written and (left := path.with_name(path.name % self.written)).exists():
+            self.refused.append(f"{left}: it is of an earlier merge into more shards; remove it and those after it")
 
     def _samples(self, captions: Sequence[Record]) -> Iterator[dict[str, bytes]]:
         by_source: dict[str | None, list[Record]] = {}
