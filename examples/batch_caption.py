@@ -240,8 +240,7 @@ def caption(
                 journal.repair()
                 journal.rewrite(partial(plan.revised, run))
                 clear(output / "progress")
-                modules = (torch, transformers, accelerate, hf_vit_accel)
-                versions = {module.__name__: module.__version__ for module in modules}
+                versions = {each.__name__: each.__version__ for each in (torch, transformers, accelerate, hf_vit_accel)}
                 status = "stock" if no_patch else str(hf_vit_accel.status(vlm)) if vlm is not None else "nothing to do"
                 entry = {
                     "run": run,
