@@ -11,10 +11,14 @@ number of processes. Processes wait for each other only until all have loaded th
 through a common file system.
 """
 
+# ruff: noqa: E402, as Ctrl-C is told from before what takes seconds to import
+
 from __future__ import annotations
 
 import errno
+import os
 import platform
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -22,8 +26,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
+
+
+def _leave(*_: object) -> NoReturn:
+    os.write(1, b"\nstopped before anything was begun\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":  # what follows takes seconds to import
+    signal.signal(signal.SIGINT, _leave)
 
 import accelerate
 import torch
@@ -205,13 +219,17 @@ def caption(
             try:
                 if tasks:
                     processor = load_processor(named, commit)
-                    limit_pixels(processor, min_pixels, max_pixels)
                 if tasks and not dry_run:
                     vlm = load_model(named, getattr(torch, dtype), state.device, commit)
             except Exception as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise _refused(f"cannot load {named}: {_sentence(error)}", "--model", first) from None
+            if processor is not None:
+                try:
+                    limit_pixels(processor, min_pixels, max_pixels)
+                except ValueError as error:
+                    raise _refused(str(error), "--min-pixels", first) from None
             if vlm is not None and not no_patch:
                 try:
                     hf_vit_accel.patch(vlm, attention=attention, cuda_graphs=cuda_graphs)
@@ -220,10 +238,9 @@ def caption(
             loaded = True
             if first and not dry_run:  # nobody writes yet: all wait for each other's share of the headers
                 journal.repair()
-                journal.drop(lambda record: record.run == run and (record.key, record.prompt) in plan.stale)
+                journal.rewrite(partial(plan.revised, run))
                 clear(output / "progress")
-                modules = (torch, transformers, accelerate, hf_vit_accel)
-                versions = {module.__name__: module.__version__ for module in modules}
+                versions = {each.__name__: each.__version__ for each in (torch, transformers, accelerate, hf_vit_accel)}
                 status = "stock" if no_patch else str(hf_vit_accel.status(vlm)) if vlm is not None else "nothing to do"
                 entry = {
                     "run": run,
@@ -282,7 +299,7 @@ def caption(
     except KeyboardInterrupt:
         _stop("stopped", 130, overwrite and loaded, first)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES):
             raise
         _stop(f"cannot write to {output}: {error.strerror}", 1, overwrite and loaded, True)
     all_counts = read_counts(output / "progress", processes)
@@ -379,4 +396,5 @@ def _exit_by(records: Sequence[Record], expected: int, max_failures: float, fail
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     app()

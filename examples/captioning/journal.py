@@ -26,6 +26,7 @@ class Record:
 
     asked: the prompt with its fields filled in. source and row: the shard or table that it is from, and the row there.
     run: fingerprint of model and settings. bytes: size of the file (of a row's whole table), None where unknown.
+    checksum: CRC-32 of the picture's bytes. stamp: what tells without reading them that they are the same.
     tokens: generated.
     """
 
@@ -42,6 +43,8 @@ class Record:
     asked: str | None = None
     source: str | None = None
     row: int | None = None
+    checksum: str | None = None
+    stamp: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Selection:
 
 
 _NAMES = tuple(field.name for field in fields(Record))
-_LATER = ("asked", "source", "row")  # not in the records of the first version
+_LATER = ("asked", "source", "row", "checksum", "stamp")  # not in the records of the first version
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -138,17 +141,25 @@ class Journal:
         for shard in self.shards():
             yield from _read(shard)
 
-    def drop(self, stale: Callable[[Record], bool]) -> None:
-        """Removes records, so that what replaces them is the only one. Nobody may be writing."""
+    def rewrite(self, change: Callable[[Record], Record | None]) -> None:
+        """Replaces records or, for None, removes them, so that later ones are the only ones. Nobody may be writing.
+
+        Captions that are removed go to `superseded.jsonl`.
+        """
         for shard in self.shards():
             records = list(_read(shard))
-            kept = [record for record in records if not stale(record)]
-            if len(kept) < len(records):
-                replace_file(shard, json_lines(kept))
+            changed = [change(record) for record in records]
+            if changed == records:
+                continue
+            gone = [record for record, now in zip(records, changed, strict=True) if now is None and record.caption]
+            if gone:
+                with (self.folder / "superseded.jsonl").open("ab") as file:
+                    file.write(_encoded(gone))
+            replace_file(shard, json_lines(record for record in changed if record is not None))
 
     def append(self, process: int, records: Iterable[Record]) -> None:
         """Adds records to a process's shard, in one write."""
-        data = json_lines(records).encode("utf-8", errors="backslashreplace")
+        data = _encoded(records)
         with (self.folder / f"captions-{process:05d}.jsonl").open("ab", buffering=0) as file:
             while data:
                 data = data[file.write(data) :]
@@ -212,6 +223,10 @@ def _read(shard: Path) -> Iterator[Record]:
                 yield Record(**{name: found[name] for name in _NAMES if name not in _LATER or name in found})
             except (ValueError, KeyError, TypeError):
                 continue
+
+
+def _encoded(records: Iterable[Record]) -> bytes:
+    return json_lines(records).encode("utf-8", errors="backslashreplace")
 
 
 def json_lines(records: Iterable[Record]) -> str:
