@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from standins import hurry_interpreter
 from tiny import relative_error
 
 from hf_vit_accel.ops.activation import (
@@ -55,6 +56,8 @@ from hf_vit_accel.ops.scaled import (
 from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    hurry_interpreter()
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
 LARGE = dict(device="cuda", rows=2053, heads=16)
 

@@ -19,6 +19,7 @@ from accelerate.hooks import (
 )
 from matrix import flat
 from tiny import (
+    FAMILIES,
     GRIDS,
     TINY,
     assert_close,
@@ -52,7 +53,7 @@ def shared(built: Any) -> Iterator[Any]:
     hf_vit_accel.unpatch(built)
 
 
-@pytest.fixture(params=list(TINY))
+@pytest.fixture(params=FAMILIES)
 def model(request: Any) -> Any:
     return TINY[request.param].build()
 
