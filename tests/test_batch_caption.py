@@ -324,7 +324,8 @@ def test_export_beside_the_pictures(tmp_path: Path) -> None:
     for name in ("a.jpg", "b.jpg", "b.png", "sub/c.d.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    export([record("a.jpg"), record("a.jpg", "q"), bad, record("sub/c.d.png"), record("b.png")], tmp_path)
+    made = [record(*of, bytes=0) for of in (("a.jpg",), ("a.jpg", "q"), ("sub/c.d.png",), ("b.png",))]
+    export([*made[:2], bad, *made[2:]], tmp_path)
     found = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.txt")}
     both = "caption of a.jpg\ncaption of a.jpg\n"
     assert found == {"a.txt": both, "b.txt": "caption of b.png\n", "sub/c.d.txt": "caption of sub/c.d.png\n"}

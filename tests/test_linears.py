@@ -88,11 +88,11 @@ def test_towers_are_near_and_say_so(called: Any, model: Any, parts: Any) -> None
     assert all(map(torch.equal, run_tower(tower, GRID), expected))
 
 
-def test_the_default_keeps_the_direction_of_every_row(called: Any, model: Any) -> None:
+def test_those_of_attention_keep_the_direction_of_every_row(called: Any, model: Any) -> None:
     """With weights that make each layer's change as large as the rows, which is more than models' do."""
     tower = tower_of(model)
     expected = run_tower(tower, GRID)
-    hf_vit_accel.patch(model, fp8=Fp8Config(attention=False, min_rows=0), strict=True)
+    hf_vit_accel.patch(model, fp8=Fp8Config(attention=False, linears=("qkv", "proj"), min_rows=0), strict=True)
     found = run_tower(tower, GRID)
     assert called["product"] == 2 * len(tower.blocks)
     assert min(map(cosine, found, expected)) > 0.995 and max(errors(found, expected)) < 0.06, errors(found, expected)
@@ -108,7 +108,7 @@ def test_few_rows_stay_in_the_dtype(called: Any, model: Any) -> None:
         assert (max(errors(found, expected)) > 5e-3) == used == bool(called)
         told = f"not used by the last call: {rows} rows, they are used from {least} on"
         assert (told in str(status_of(model))) != used and not status_of(model).fallbacks
-    hf_vit_accel.patch(model, fp8=Fp8Config(attention=False), strict=True)
+    hf_vit_accel.patch(model, fp8=Fp8Config(attention=False, linears=True), strict=True)
     called.clear()
     assert_close(run_tower(tower, GRID), expected)
     assert not called and rows < linears.MIN_ROWS
