@@ -6,6 +6,7 @@ term of the tower is trivial.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,8 @@ class Tiny:
 
     def build(self, seed: int = 0, **kwargs: Any) -> Any:
         """The model in eval mode, with every parameter drawn at random."""
-        config = getattr(transformers, self.config)(vision_config=self.vision, text_config=self.text, **_TOKENS)
+        vision = deepcopy(self.vision)  # a test that changes a tower's lists changes its own
+        config = getattr(transformers, self.config)(vision_config=vision, text_config=self.text, **_TOKENS)
         torch.manual_seed(seed)
         model = getattr(transformers, self.model)._from_config(config, **kwargs).eval()
         return randomise(model, seed)
