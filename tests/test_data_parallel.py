@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import flat
 from standins import SMALL
 from test_families import CLASSES, build, run, trained
 from test_passes import drawn, frames_of
@@ -32,6 +33,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, RankError, data_parallel, env
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.bench.towers import SIZES
+from hf_vit_accel.config import Settings
 from hf_vit_accel.passes import rows_of
 from hf_vit_accel.split import Piece, Places, cost, loads, split
 from hf_vit_accel.tower import state_of
@@ -195,6 +197,37 @@ def _random_calls(rank: int) -> None:
 
 def test_random_calls_equal_one_process(on_ranks: Any) -> None:
     on_ranks(_random_calls, 3)
+
+
+def _copies(rank: int) -> None:
+    """Equal pictures are taken together before what is left is shared, with gradients, too."""
+    tower, grid = tower_of(TINY["qwen2_5_vl"].build()), [(1, 4, 8), (1, 4, 8), (1, 8, 4), (1, 4, 8), (1, 4, 8)]
+    first, other, third = (pixels_for(tower, grid[:1], seed) for seed in range(3))
+    pixels, grid_thw = torch.cat([first, other, third, first, first]), torch.tensor(grid)
+
+    def both() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        tower.zero_grad()
+        outputs = flat(tower(pixels, grid_thw=grid_thw))
+        sum((each.square() * (1 + torch.arange(len(each)))[:, None]).mean() for each in outputs).backward()
+        return outputs, [parameter.grad.clone() for parameter in tower.parameters() if parameter.grad is not None]
+
+    hf_vit_accel.patch(tower)
+    expected, wanted = both()
+    hf_vit_accel.patch(tower, data_parallel=True, reuse=True, strict=True)
+    found, gradients = both()
+    assert_close(found, expected)
+    assert max(map(relative_error, gradients, wanted)) < 1e-5
+    status = hf_vit_accel.status(tower).towers[0]
+    assert told(tower) == f"rank {rank} of 2, 1 calls shared" and (status.reuse.items, status.reuse.encoded) == (5, 3)
+
+
+def test_copies_are_taken_together_before_a_call_is_shared(on_ranks: Any) -> None:
+    on_ranks(_copies, 2)
+
+
+def test_ranks_remember_no_pictures() -> None:
+    with pytest.raises(ValueError, match="ranks that remember different pictures"):
+        Settings(ranks=object(), reuse=hf_vit_accel.ReuseConfig(across_calls=True))
 
 
 def loss_of(tower: Any, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
