@@ -60,8 +60,8 @@ def measured(
     return [replace(task, tokens=tokens, pixels=pixels) for task, (tokens, pixels) in zip(tasks, found, strict=True)]
 
 
-def entry_of(options: Options, ready: Prepared, processes: int, device: str, status: str) -> dict[str, Any]:
-    """What the manifest holds of a run."""
+def entry_of(options: Options, ready: Prepared, processes: int | None, device: str, status: str) -> dict[str, Any]:
+    """What the manifest holds of a run. processes: None for as many as there are."""
     modules = (torch, transformers, accelerate, hf_vit_accel)
     return {
         "run": ready.run,

@@ -37,14 +37,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def caption(options: OnRay) -> None:
     """Caption pictures and videos on a Ray cluster."""
     options = replace(options, output=options.output.resolve())
-    on_gpu, actors = connect(options)
+    on_gpu = connect(options)
     with ExitStack() as stack:
         try:
             ready = prepare(options.wanted(on_gpu), stack)
         except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error)) from None
         try:
-            work(options, ready, on_gpu, actors)
+            work(options, ready, on_gpu)
         except KeyboardInterrupt:
             stop("stopped", 130, options.overwrite, True)
         except (ray.exceptions.RayError, ExecutionTimeoutError, OSError) as error:
@@ -54,7 +54,7 @@ def caption(options: OnRay) -> None:
         exit_by(Journal(options.output).merged(ready.run), ready.plan.expected, options.max_failures, ready.clashed)
 
 
-def work(options: OnRay, ready: Prepared, on_gpu: bool, actors: int | None) -> None:
+def work(options: OnRay, ready: Prepared, on_gpu: bool) -> None:
     """Caption what is left."""
     journal, plan, counted = Journal(options.output), ready.plan, options.output / "progress"
     commit = ready.settings.get("revision")
@@ -65,7 +65,7 @@ def work(options: OnRay, ready: Prepared, on_gpu: bool, actors: int | None) -> N
         except Exception as error:
             why = f"cannot load {options.named}: {sentence(error)}"
             raise typer.BadParameter(why, param_hint="--model") from None
-    entry = entry_of(options, ready, actors or 0, "Ray, " + ("GPUs" if on_gpu else "CPUs"), "nothing to do")
+    entry = entry_of(options, ready, options.actors, "Ray, " + ("GPUs" if on_gpu else "CPUs"), "nothing to do")
     if not options.dry_run:
         journal.begin(entry, plan.stale)
         clear(counted)
@@ -78,7 +78,7 @@ def work(options: OnRay, ready: Prepared, on_gpu: bool, actors: int | None) -> N
     progress = Progress(counted, 0, 1, len(tasks), sum(costs.values()))
     if batches:
         records, known = Batches.new(options.output), ""
-        for done in captioned(replace(job, folder=records.folder), batches, actors):
+        for done in captioned(replace(job, folder=records.folder), batches, options.actors):
             batch, status = batches[done.pop("number")], done.pop("status")
             progress.add(items=len(batch), cost=sum(costs[task.item.key] for task in batch), **done)
             if not known:

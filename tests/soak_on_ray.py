@@ -3,8 +3,8 @@
     python tests/soak_on_ray.py build/soak --pictures 5000 --kills 8
 
 Draws the pictures of `soak_captioning.py`, has one undisturbed process caption them, then a cluster on this machine,
-and compares the records. Kills nodes, of which another takes the place, and processes of models and of decoders. Prints
-figures and exits with 1 if something is wrong. Needs `ray[data]`.
+and compares the records. Kills processes of models and of decoders, and nodes, for which others come but for the last.
+Prints figures and exits with 1 if something is wrong. Needs `ray[data]`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,15 @@ class Nodes:
     def add(self) -> None:
         self.cluster.add_node(num_cpus=2, object_store_memory=STORE)
 
-    def kill(self, what: str) -> None:
-        """A node at once with all that is on it; or a process of a model ("_Actor") or a decoder ("_ready")."""
+    def kill(self, what: str, *, last: bool) -> None:
+        """A node at once with all that is on it; or a process of a model ("_Actor") or a decoder ("_ready").
+
+        last: no other node comes.
+        """
         if what == "node":
             self.cluster.remove_node(next(iter(self.cluster.worker_nodes)), allow_graceful=False)
-            self.add()
+            if not last:
+                self.add()
         elif found := list(self.workers(what)):
             found[0].send_signal(signal.SIGKILL)
         else:
@@ -147,7 +151,8 @@ def run(nodes: Nodes, inputs: Sequence[str], output: Path, kills: Sequence[str],
             if total and due * 2 > len(memory):
                 memory.append({"driver": process.memory_info().rss >> 20, **nodes.stored()})
             if due > nodes.killed.total() and nodes.killed.total() < len(kills):
-                nodes.kill(kills[nodes.killed.total()])
+                number = nodes.killed.total()
+                nodes.kill(kills[number], last=number + 1 == len(kills))
     return {
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "batches": total,
@@ -163,7 +168,7 @@ def soak(folder: Path, pictures: int, kills: int, seed: int) -> dict[str, Any]:
     data = lay_out(folder.resolve() / "data", pictures, chance)
     inputs = spellings(data.top)[0]
     alone(inputs, folder / "alone")
-    whats = ["node", *chance.choices(["node", "_Actor", "_ready"], k=kills - 1)]
+    whats = [*chance.choices(["node", "_Actor", "_ready"], k=kills - 1), "node"]
     with cluster() as nodes:
         figures = run(nodes, inputs, folder / "captions", whats, folder / "log.txt")
     wrong = compare(folder / "alone", folder / "captions")

@@ -155,12 +155,8 @@ class NoCluster:
     def __init__(self) -> None:
         self.schedule: Schedule = list
         self.died: BaseException | None = None
-        self.on_gpu = False
 
-    def connect(self, options: Any) -> tuple[bool, int | None]:
-        return self.on_gpu, None
-
-    def captioned(self, job: stages.Job, batches: Sequence[Sequence[Task]], actors: Any) -> Iterator[dict[str, Any]]:
+    def captioned(self, job: stages.Job, batches: Sequence[Sequence[Task]], most: Any) -> Iterator[dict[str, Any]]:
         job = pickle.loads(pickle.dumps(job))
         actors = [stages.Answer(job) for _ in range(2)]
         told = set()
@@ -184,7 +180,7 @@ class RayError(Exception):
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> NoCluster:
     """`caption_on_ray.py` without Ray, as the module `on_ray`."""
     found = NoCluster()
-    parts = {"captioned": found.captioned, "connect": found.connect, "measured": stages.measure}
+    parts = {"captioned": found.captioned, "connect": lambda options: False, "measured": stages.measure}
     exceptions = SimpleNamespace(RayError=RayError, ExecutionTimeoutError=RayError)
     monkeypatch.setitem(sys.modules, "captioning.cluster", SimpleNamespace(**parts))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=exceptions))
@@ -355,6 +351,45 @@ def test_mistakes_are_refused(
 ) -> None:
     done = on_ray(photos, tmp_path, *options)
     assert done.exit_code == 2 and why in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`captioning.cluster`, whose functions of tables need no Ray."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.data", SimpleNamespace(ActorPoolStrategy=None, DataContext=None))
+    monkeypatch.setitem(sys.modules, "captioning.cluster", None)
+    monkeypatch.delitem(sys.modules, "captioning.cluster")
+    return importlib.import_module("captioning.cluster")
+
+
+def test_a_row_is_a_batch(
+    rows: Any, photos: list[str], alone: Counter[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "load_model", load_once)
+    job, tasks = job_of(photos, tmp_path)
+    sized = rows._measure(rows._row(5, pickle.dumps(tasks)), job)
+    assert pickle.loads(sized["data"][0].as_py()) == stages.measure(job, tasks) != tasks
+    actor = rows._Actor(job)
+    (found,) = actor(rows._ready(sized, job)).to_pylist()
+    assert (found["number"], found["failed"], found["halved"]) == (5, 2, 0) and "patched" in found["status"]
+    assert counted(tmp_path) == alone and [path.name for path in job.folder.iterdir()] == ["00000005.parquet"]
+
+
+def test_an_actor_whose_gpu_fails_leaves_its_batch_to_another(
+    rows: Any, photos: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(stages, "load_model", load_once)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    job, tasks = job_of(photos, tmp_path)
+    actor = rows._Actor(job)
+    monkeypatch.setattr(actor.worker.captioner, "generate", die)
+    with pytest.raises(SystemExit):
+        actor(rows._ready(rows._row(0, pickle.dumps(tasks)), job))
+    assert not counted(tmp_path)
 
 
 # --- Ray itself -------------------------------------------------------------------------------------------------------

@@ -26,15 +26,13 @@ _MODEL = 1 << 30  # bytes of a model on a CPU, beside which other things have ro
 _CALLS = 2  # batches in a process with a model: one is captioned, one on its way to the GPU
 
 
-def connect(options: OnRay) -> tuple[bool, int | None]:
-    """Joins the cluster of RAY_ADDRESS or of this machine, or starts one. Whether models are on GPUs; most models."""
+def connect(options: OnRay) -> bool:
+    """Joins the cluster of RAY_ADDRESS or of this machine, or starts one. Whether models are to be on GPUs."""
     ray.init(runtime_env={"py_modules": [str(Path(__file__).resolve().parent)]})
     context = DataContext.get_current()
     context.max_errored_blocks, context.max_consecutive_actor_init_deaths = _GIVEN_UP, _GIVEN_UP
     context.enable_progress_bars = context.print_on_execution_start = False
-    there = ray.cluster_resources()
-    on_gpu = options.device == "gpu" if options.device else there.get("GPU", 0) > 0
-    return on_gpu, options.actors or (None if on_gpu else max(1, int(there["CPU"]) // 2))
+    return options.device == "gpu" if options.device else ray.cluster_resources().get("GPU", 0) > 0
 
 
 def measured(job: Job, tasks: Sequence[Task]) -> list[Task]:
@@ -48,16 +46,23 @@ def measured(job: Job, tasks: Sequence[Task]) -> list[Task]:
     return [task for number, part in enumerate(parts) for task in found.get(number, part)]
 
 
-def captioned(job: Job, batches: Sequence[Sequence[Task]], actors: int | None) -> Iterator[dict[str, Any]]:
+def captioned(job: Job, batches: Sequence[Sequence[Task]], most: int | None) -> Iterator[dict[str, Any]]:
     """Captions the batches: for each its number, counts, and how the model runs, once its records are written.
 
     As many batches are made ready as CPUs and the object store take; the pool of actors grows and shrinks with the
-    cluster. A batch whose worker died is done by another one.
+    cluster, up to `most`. A batch whose worker died is done by another one.
     """
+    there = ray.cluster_resources()
+    now = max(1, int(there.get("GPU", 0) if job.on_gpu else there["CPU"] // 2))
+    most = most or (None if job.on_gpu else now)
     # Of equal needs, the two stages would be taken for one, and the actors would decode.
     device = {"num_gpus": 1} if job.on_gpu else {"num_cpus": 1, "memory": _MODEL}
     pool = ActorPoolStrategy(
-        min_size=1, max_size=actors, max_concurrent_calls_per_actor=_CALLS, enable_true_multi_threading=True
+        min_size=1,
+        initial_size=min(now, most or now),
+        max_size=most,
+        max_concurrent_calls_per_actor=_CALLS,
+        enable_true_multi_threading=True,
     )
     ready = _rows(batches).map_batches(_ready, fn_args=[job], num_cpus=1, **_ONE)
     counts = ready.map_batches(_Actor, fn_constructor_args=[job], compute=pool, **device, **_ONE)
