@@ -266,6 +266,15 @@ def test_a_batch_that_the_memory_does_not_hold_is_halved(
     assert counted(tmp_path) == alone
 
 
+def test_prompts_share_their_pixels_on_the_way(photos: list[str], tmp_path: Path) -> None:
+    job, tasks = job_of(photos, tmp_path)
+    one, two = (
+        len(stages.make_ready(job, [replace(task, prompts=prompts) for task in tasks]))
+        for prompts in ((PROMPT,), (PROMPT, "is the text above ?"))
+    )
+    assert one > 1_000_000 and two < 1.02 * one
+
+
 def test_graphs_are_warm_before_the_first_batch(
     photos: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +294,13 @@ def test_graphs_are_warm_before_the_first_batch(
 def test_options_that_change_captions_reach_the_workers(
     no_cluster: NoCluster, photos: list[str], alone: Counter[Record], tmp_path: Path
 ) -> None:
-    options = ["--temperature=0.8", "--seed=3", "--max-pixels=20000", "--refuse-above=32000"]
+    options = [
+        "--temperature=0.8",
+        "--seed=3",
+        "--max-pixels=20000",
+        "--refuse-above=32000",
+        "--prompt=what is {stem} ?",
+    ]
     assert caption(photos, tmp_path / "one", "--batch-size=4", *options).exit_code == 0
     assert on_ray(photos, tmp_path / "ray", *options).exit_code == 0
     assert counted(tmp_path / "ray") == counted(tmp_path / "one")

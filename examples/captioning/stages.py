@@ -101,8 +101,10 @@ def make_ready(job: Job, batch: Sequence[Task]) -> bytes:
         rows = list(pool.map(worker.reader(), batch))
     for row in rows:
         if isinstance(row.seen, Image.Image):
-            row.seen.info.clear()  # anything that a file says of itself: nobody needs it, and it may not be pickled
-    return pickle.dumps(worker.prepare(rows), protocol=pickle.HIGHEST_PROTOCOL)
+            row.seen.info.clear()  # profiles, thumbnails, whatever a file says of itself: dead weight on the way
+    failed, good, inputs = worker.prepare(rows)
+    # `send` has the prompts share their pixels, of which pickle then writes one copy.
+    return pickle.dumps((failed, good, worker.captioner.send(inputs)), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class Answer:
