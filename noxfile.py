@@ -92,9 +92,13 @@ def coming(session: nox.Session, of: str) -> None:
 @nox.session
 @nox.parametrize("transformers", TESTED["transformers"][1:])
 def ways(session: nox.Session, transformers: str) -> None:
-    """Every way to wrap a model, with the packages that wrap. (Liger 0.8.5 takes transformers 5.17, not 5.23.)"""
+    """Every way to wrap a model, with the packages that wrap, and what else is marked `matrix`.
+
+    (Liger 0.8.5 takes transformers 5.17, not 5.23.)
+    """
     install(session, *WRAPPERS, transformers=transformers)
-    run_suite(session, "--matrix", "tests/test_matrix.py", "tests/test_finetune.py")
+    files = ("matrix", "finetune", "fuzz", "caption_soak")
+    run_suite(session, "--matrix", *(f"tests/test_{name}.py" for name in files))
 
 
 @nox.session

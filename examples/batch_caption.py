@@ -11,10 +11,14 @@ number of processes. Processes wait for each other only until all have loaded th
 through a common file system.
 """
 
+# ruff: noqa: E402, as Ctrl-C is told from before what takes seconds to import
+
 from __future__ import annotations
 
 import errno
+import os
 import platform
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -22,8 +26,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
+
+
+def _leave(*_: object) -> NoReturn:
+    os.write(1, b"\nstopped before anything was begun\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":  # what follows takes seconds to import
+    signal.signal(signal.SIGINT, _leave)
 
 import accelerate
 import torch
@@ -129,17 +143,15 @@ def caption(options: Here) -> None:
             if not first and not options.dry_run:
                 stack.enter_context(lock(output, alone=False))
             commit = ready.settings.get("revision")
-            vlm, processor = None, None
-            try:
-                if tasks:
-                    processor = load_processor(named, commit)
-                    limit_pixels(processor, options.min_pixels, options.max_pixels)
-                if tasks and not options.dry_run:
+            processor = processor_for(options, commit, first) if tasks else None
+            vlm = None
+            if tasks and not options.dry_run:
+                try:
                     vlm = load_model(named, dtype, state.device, commit)
-            except Exception as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                except torch.OutOfMemoryError:
                     raise
-                raise refused(f"cannot load {named}: {sentence(error)}", "--model", first) from None
+                except Exception as error:
+                    raise cannot_load(options, error, first) from None
             if vlm is not None and not options.no_patch:
                 try:
                     hf_vit_accel.patch(vlm, attention=options.attention, cuda_graphs=options.cuda_graphs)
@@ -151,7 +163,7 @@ def caption(options: Here) -> None:
                 nothing = "nothing to do" if vlm is None else "stock" if options.no_patch else None
                 status = nothing or str(hf_vit_accel.status(vlm))
                 device = torch.cuda.get_device_name() if on_cuda else "cpu"
-                journal.begin(entry_of(options, ready, processes, device, status), plan.stale)
+                journal.begin(entry_of(options, ready, processes, device, status), partial(plan.revised, run))
             tasks = measured(tasks, processor, options.refuse_above, options.decoders, state)
             state.destroy_process_group()  # from here on nobody waits for anybody
             costs = [cost(task, options.max_new_tokens) for task in tasks]
@@ -192,7 +204,7 @@ def caption(options: Here) -> None:
     except KeyboardInterrupt:
         stop("stopped", 130, options.overwrite and loaded, first)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES):
             raise
         stop(f"cannot write to {output}: {error.strerror}", 1, options.overwrite and loaded, True)
     all_counts = read_counts(output / "progress", processes)
@@ -213,6 +225,24 @@ def sentence(error: BaseException) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
+
+
+def processor_for(options: Options, commit: str | None, first: bool) -> Any:
+    """The model's processor, told how large pictures are to be. Ends a process for a mistake in either."""
+    try:
+        processor = load_processor(options.named, commit)
+    except Exception as error:
+        raise cannot_load(options, error, first) from None
+    try:
+        limit_pixels(processor, options.min_pixels, options.max_pixels)
+    except ValueError as error:
+        raise refused(str(error), "--min-pixels", first) from None
+    return processor
+
+
+def cannot_load(options: Options, error: Exception, first: bool) -> Exception:
+    """What ends a process without a model."""
+    return refused(f"cannot load {options.named}: {sentence(error)}", "--model", first)
 
 
 def refused(message: str, option: str, first: bool) -> Exception:
@@ -292,4 +322,5 @@ def exit_by(records: Sequence[Record], expected: int, max_failures: float, faile
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     app()

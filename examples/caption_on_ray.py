@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -21,14 +22,14 @@ import typer
 from ray.data.exceptions import ExecutionTimeoutError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from batch_caption import entry_of, exit_by, sentence, stop
+from batch_caption import entry_of, exit_by, processor_for, sentence, stop
 from captioning.batches import cost, pack
 from captioning.cluster import captioned, connect, measured
 from captioning.journal import Batches, Journal
 from captioning.options import OnRay, command
 from captioning.prepare import Prepared, prepare
 from captioning.progress import Progress, clear, read_counts, summary
-from captioning.stages import Job, anywhere, processor_of
+from captioning.stages import Job, anywhere
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -60,14 +61,10 @@ def work(options: OnRay, ready: Prepared, on_gpu: bool) -> None:
     commit = ready.settings.get("revision")
     job = Job(options=options, run=ready.run, commit=commit, on_gpu=on_gpu, folder=options.output)
     if plan.tasks:
-        try:
-            processor_of(options, commit)
-        except Exception as error:
-            why = f"cannot load {options.named}: {sentence(error)}"
-            raise typer.BadParameter(why, param_hint="--model") from None
+        processor_for(options, commit, True)  # else every worker would say what is wrong
     entry = entry_of(options, ready, options.actors, "Ray, " + ("GPUs" if on_gpu else "CPUs"), "nothing to do")
     if not options.dry_run:
-        journal.begin(entry, plan.stale)
+        journal.begin(entry, partial(plan.revised, ready.run))
         clear(counted)
     tasks = measured(job, [anywhere(task) for task in plan.tasks])
     costs = {task.item.key: cost(task, options.max_new_tokens) for task in tasks}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -13,15 +13,17 @@ from tqdm.auto import tqdm
 
 from hf_vit_accel import guard
 from hf_vit_accel.backends import backend_named, require
-from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, Settings
+from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings
+from hf_vit_accel.env import refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.install import former_of, install, uninstall
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS
+from hf_vit_accel.ranks import ranks_of
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.report import Status, beyond_attention, reasons_now, status, towers_of
 from hf_vit_accel.scales import Amax
-from hf_vit_accel.tower import TowerState, refuse, state_of
+from hf_vit_accel.tower import TowerState, state_of
 
 __all__ = ["patch", "patched", "unpatch", "warmup"]
 
@@ -35,6 +37,9 @@ def patch(
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
     fp8: bool | Fp8Config = False,
+    max_rows: int | Literal["auto"] | None = "auto",
+    data_parallel: Any = False,
+    reuse: bool | ReuseConfig = False,
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
@@ -47,21 +52,32 @@ def patch(
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
-    fp8: attention in FP8 on long segments, where that is faster; True or a `Fp8Config`. Not exact: features keep their
-    direction (cosine similarity), not their last digits.
+    fp8: attention and linears in FP8, where that is faster; True or a `Fp8Config`. Not exact: features keep their
+    direction (cosine similarity), not their last digits. For inference only.
+    max_rows: patch rows in one pass. A call of more is cut between frames and images (a frame is never cut) and encoded
+    in passes, so that a long video takes the memory of one pass, and of its outputs. "auto": on CUDA, as many as make
+    passes free, and with gradients no limit, as each pass then runs again in the backward pass. None: one pass. Where
+    memory runs out, passes are halved once; `status` tells. Layers that FSDP2 shards are never run in passes.
+    data_parallel: True, a process group or a device mesh of one dimension, whose ranks hold the same tower and make the
+    same calls, as beside a text model under tensor parallelism: each encodes a part of the images and frames, all get
+    all features, and what a rank raises is raised on all. With gradients, all must make the same loss; those of the
+    tower are summed over the ranks once, and are not averaged. A call too small to gain is encoded by every rank.
+    reuse: encode images and videos that are equal bit for bit once in a call; True, or a `ReuseConfig` that keeps
+    features for later calls, too. Gradients of copies add up; where pixel values require gradients nothing is reused.
     strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
     graph, or where a backend or a kernel fails, instead of counting it. (What is too large or would not gain from a
     graph runs eagerly all the same.)
 
     Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
-    parts or FP8 beside a score_mod, and a file of FP8 amax that is none or is another model's;
+    parts or FP8 beside a score_mod, a file of FP8 amax that is none or is another model's, max_rows below 1, and a
+    data_parallel that is no group of this process;
     BackendUnavailableError for a named backend, or FP8, that cannot run on this machine; FallbackError under `strict`
     for named parts that cannot be fused and for a tower that the fast path cannot serve. After an error nothing is
     patched.
     """
-    settings = _settings(attention, fuse, cuda_graphs, fp8, strict)
+    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, strict)
     towers = towers_of(model)
-    require(settings.attention, fp8=settings.fp8 is not None)
+    require(settings.attention, fp8=settings.fp8)
     made = []
     for path, tower, family in towers:
         _check_amax(path, tower, family, settings)
@@ -106,12 +122,16 @@ def patched(
     fuse: str | bool | Iterable[str] = "auto",
     cuda_graphs: bool | GraphConfig = False,
     fp8: bool | Fp8Config = False,
+    max_rows: int | Literal["auto"] | None = "auto",
+    data_parallel: Any = False,
+    reuse: bool | ReuseConfig = False,
     strict: bool = False,
 ) -> Iterator[Model]:
     """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all."""
     towers = towers_of(model)
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
-    patch(model, attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, fp8=fp8, strict=strict)
+    options: dict[str, Any] = dict(attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, fp8=fp8, strict=strict)
+    patch(model, **options, max_rows=max_rows, data_parallel=data_parallel, reuse=reuse)
     try:
         yield model
     finally:
@@ -173,6 +193,9 @@ def _settings(
     fuse: str | bool | Iterable[str],
     cuda_graphs: bool | GraphConfig,
     fp8: bool | Fp8Config,
+    max_rows: int | Literal["auto"] | None,
+    data_parallel: Any,
+    reuse: bool | ReuseConfig,
     strict: bool,
 ) -> Settings:
     if not isinstance(strict, bool):
@@ -181,6 +204,8 @@ def _settings(
         raise ValueError(f"expected cuda_graphs to be True, False or a GraphConfig, got {cuda_graphs!r}")
     if not isinstance(fp8, bool | Fp8Config):
         raise ValueError(f"expected fp8 to be True, False or a Fp8Config, got {fp8!r}")
+    if not isinstance(reuse, bool | ReuseConfig):
+        raise ValueError(f"expected reuse to be True, False or a ReuseConfig, got {reuse!r}")
     graphs = GraphConfig() if cuda_graphs is True else cuda_graphs or None
     quantized = Fp8Config() if fp8 is True else fp8 or None
     score_mod = attention.score_mod if isinstance(attention, FlexConfig) else None
@@ -206,6 +231,9 @@ def _settings(
         graphs=graphs,
         fp8=quantized,
         amax=None if quantized is None or quantized.amax_file is None else Amax.load(quantized.amax_file),
+        max_rows=max_rows,
+        ranks=ranks_of(data_parallel),
+        reuse=ReuseConfig() if reuse is True else reuse or None,
         strict=strict,
     )
 

@@ -49,7 +49,7 @@ def calibrate(
     if others:
         raise ValueError("expected a model with one vision tower, got several; pass the tower itself")
     largest: torch.Tensor | None = None
-    with patched(tower, fp8=Fp8Config(amax_history=1, min_seqlen=0), strict=True), torch.no_grad():
+    with patched(tower, fp8=Fp8Config(linears=False, amax_history=1, min_seqlen=0), strict=True), torch.no_grad():
         weight = family.parts(tower).projection.weight
         for each in images:
             keys = sorted(each) if isinstance(each, Mapping) else []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["FlexConfig", "Fp8Config", "GraphConfig", "Settings"]
+__all__ = ["LINEARS", "FlexConfig", "Fp8Config", "GraphConfig", "ReuseConfig", "Settings"]
+
+LINEARS = ("qkv", "proj", "mlp", "mergers")
+"""What has linears: attention before and after it, MLPs, mergers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,14 @@ class FlexConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """Attention in FP8 (e4m3) by cuDNN, on long segments; for `hf_vit_accel.patch(fp8=...)`. Not exact.
+    """What runs in FP8 (e4m3) where that is faster; for `hf_vit_accel.patch(fp8=...)`. Not exact, for inference only.
 
+    attention: by cuDNN, on long segments.
+    linears: those of "qkv", "proj", "mlp" or "mergers", of bf16 rows; True for all, False for none. Each row, of
+    weights too, has a scale by its own absolute maximum. Weights are quantised at every call: no copy of them is kept.
+    e4m3 rounds each number by up to a sixteenth, and features err by more than attention in FP8 makes them: of random
+    weights by 2.5 to 3 times as much as in bf16 with the first two, by 7 to 8 times with all.
+    min_rows: patch rows of a call from which on linears are; None for where it measured faster.
     amax_file: written by `hf_vit_accel.calibrate`; every call is scaled by the absolute maxima in it, numbers beyond
     them and their margin are cut off (`status` says so). None: each layer and head is scaled by the absolute maxima of
     recent calls, or by its own where those would cut something off.
@@ -66,16 +76,35 @@ class Fp8Config:
     Raises ValueError for values that make no sense.
     """
 
+    attention: bool = True
+    linears: bool | Iterable[str] = False
     amax_file: str | os.PathLike[str] | None = None
     amax_history: int = 16
     min_seqlen: int | None = None
+    min_rows: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.attention, bool):
+            raise ValueError(f"expected attention to be True or False, got {self.attention!r}")
+        named = isinstance(self.linears, Iterable) and not isinstance(self.linears, str)
+        if named:
+            object.__setattr__(self, "linears", self.parts)  # an iterator is read once
+        if not isinstance(self.linears, bool) and not (named and self.parts <= set(LINEARS)):
+            raise ValueError(f"expected linears to be True, False or names out of {LINEARS}, got {self.linears!r}")
+        if not (self.attention or self.linears):
+            raise ValueError("expected attention or linears in FP8, got neither; patch(fp8=False) is without")
         if self.amax_file is not None and not isinstance(self.amax_file, str | os.PathLike):
             raise ValueError(f"expected amax_file to be the path of a file or None, got {self.amax_file!r}")
         _check_integer("amax_history", self.amax_history, least=1, most=1024)  # one program of a kernel reads them all
-        if self.min_seqlen is not None:
-            _check_integer("min_seqlen", self.min_seqlen, least=0)
+        for name in ("min_seqlen", "min_rows"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), least=0)
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What has linears in FP8, out of `LINEARS`."""
+        every = frozenset(LINEARS if self.linears else ())
+        return every if isinstance(self.linears, bool) else frozenset(self.linears)
 
 
 def _check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
@@ -118,11 +147,35 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReuseConfig:
+    """What of equal images and videos is encoded once; for `hf_vit_accel.patch(reuse=...)`.
+
+    across_calls: keep features on the device for later calls, too, as long as weights, dtypes and settings are the same
+    and no gradient is required. At every call all weights are read once to tell, as fast as memory can be read, so what
+    a call costs at least is that. With FP8, features that are kept are those of their first call.
+    gigabytes: device memory (10**9 bytes) that features may take; the least recently used go first. An image of 512 x
+    512 takes 11 MB in Qwen3-VL-8B.
+
+    Raises ValueError for values that make no sense.
+    """
+
+    across_calls: bool = False
+    gigabytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.across_calls, bool):
+            raise ValueError(f"expected across_calls to be True or False, got {self.across_calls!r}")
+        number = isinstance(self.gigabytes, int | float) and not isinstance(self.gigabytes, bool)
+        if not number or not 0 < self.gigabytes < math.inf:
+            raise ValueError(f"expected gigabytes to be a positive number, got {self.gigabytes!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `hf_vit_accel.patch` was asked for, checked.
+    """What `hf_vit_accel.patch` was asked for. Raises ValueError for what makes no sense.
 
     score_mod: what every layer's attention must apply. fuse: the parts that were named; None for all that can be.
-    amax: what the file of `fp8` holds, if it names one.
+    amax: what the file of `fp8` holds, if it names one. max_rows: patch rows of a pass. ranks: those that share calls.
     """
 
     attention: str = "auto"
@@ -131,4 +184,16 @@ class Settings:
     graphs: GraphConfig | None = None
     fp8: Fp8Config | None = None
     amax: Any = None
+    max_rows: int | Literal["auto"] | None = "auto"
+    ranks: Any = None
+    reuse: ReuseConfig | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_rows not in ("auto", None):
+            _check_integer("max_rows, unless 'auto' or None,", self.max_rows, least=1)
+        if self.ranks is not None and self.reuse is not None and self.reuse.across_calls:
+            raise ValueError(
+                "expected reuse=True beside data_parallel, got across_calls: ranks that remember different pictures "
+                "would wait for one another"
+            )

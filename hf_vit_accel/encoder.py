@@ -38,7 +38,7 @@ def encode(
     gradients where they are required. checkpoints: by layer, None for a layer that keeps what its gradient needs.
     through: blocks, by layer, that a layer is run through, so that what hangs on them brings its weights.
     """
-    ops, tensors, request = route.spec.ops, route.tensors, route.spec.request
+    ops, tensors, request = route.ops, route.tensors, route.spec.request
     assert ops is not None
     x_TE = ops.embed(pixels_TP)
     if ops.add_positions is not None:

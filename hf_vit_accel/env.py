@@ -23,7 +23,9 @@ import transformers
 
 __all__ = [
     "KERNELS",
+    "LINEARS",
     "LRU",
+    "FallbackError",
     "Fault",
     "Package",
     "cuda_capability",
@@ -33,6 +35,7 @@ __all__ = [
     "is_upstream",
     "multiprocessors",
     "probe",
+    "refuse",
     "reset",
     "versions",
     "why_missing",
@@ -135,6 +138,22 @@ KERNELS = "kernels"
 """The name under which all Triton kernels go together where something failed: what keeps one from running (no compiler,
 a cache folder that cannot be written, a GPU that Triton does not know) keeps all."""
 
+LINEARS = "fp8_linears"
+"""The name under which kernels and products of linears in FP8 fail together; those of the dtype may run then."""
+
+
+class FallbackError(RuntimeError):
+    """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons.
+
+    With a score_mod also without it: a call whose attention could not apply it.
+    """
+
+
+def refuse(reasons: list[str], what: str = "this call", *, wanted: str = "strict=True") -> None:
+    """Raise FallbackError for any reasons."""
+    if reasons:
+        raise FallbackError(f"{wanted} and {what} cannot be served as asked: " + "; ".join(reasons))
+
 
 class Fault(RuntimeError):
     """What failed when it ran: a backend by its name, or the kernels. why: one line about the error that it raised."""
@@ -185,13 +204,25 @@ class LRU(Generic[V]):
                 return self._values[key][0]
             self.misses += 1
         value, cost = make()
+        self.keep(key, value, cost)
+        return value
+
+    def find(self, key: Hashable) -> V | None:
+        """The value for `key`, None if it is not there."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def keep(self, key: Hashable, value: V, cost: int) -> None:
+        """Hold a value, in the place of a former one; the least recently used go."""
         if cost <= self.cost:
             with self._lock:
                 self.held += cost - self._values.pop(key, (value, 0))[1]
                 self._values[key] = value, cost
                 while len(self._values) > self.entries or self.held > self.cost:
                     self.held -= self._values.popitem(last=False)[1][1]
-        return value
 
     def __len__(self) -> int:
         return len(self._values)

@@ -240,9 +240,18 @@ class Snapshot:
             return True
         return any(value is not None and value.requires_grad for each in self._sharded for value in each.values())
 
-    def buffers(self) -> list[int]:
-        """Where every buffer lies now."""
-        return [b.data_ptr() for named in self._buffers for b in named.values() if b is not None]
+    def buffers(self) -> list[torch.Tensor]:
+        """Every buffer as it is now."""
+        return [buffer for named in self._buffers for buffer in named.values() if buffer is not None]
+
+    def loose(self) -> bool:
+        """Whether a tensor is the attribute of a module, neither parameter nor buffer."""
+        modules = [*self._below, vars(self._tower())]
+        return any(isinstance(value, torch.Tensor) for own in modules for value in own.values())
+
+    def training(self) -> bool:
+        """Whether a module inside is in training mode."""
+        return any(own["training"] for own in self._below)
 
     def reasons_hooked(self, *, grad: bool) -> list[str]:
         """Hooks on modules inside that somebody waits for."""

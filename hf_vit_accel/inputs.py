@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from hf_vit_accel.metadata import Grid
 
-__all__ = ["Call", "Expected", "read"]
+__all__ = ["Call", "Expected", "Look", "read"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,20 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call. pixels: (T, P), a view of what was given. options: what else came."""
+    """One call. pixels: (T, P), a view of what was given. options: what else came. marks: what `look` found."""
 
     pixels: torch.Tensor
     grid: Grid
     options: Mapping[str, Any]
+    marks: Any = None
 
 
-def read(expected: Expected, /, *args: Any, **options: Any) -> Call | None:
-    """The arguments of a tower's forward, the grid on the host (the one sync).
+Look = Callable[[torch.Tensor, torch.Tensor], tuple[list[list[int]], Any]]
+"""(pixels (T, P), grid) to the grid on the host and whatever else is read in the same sync."""
+
+
+def read(expected: Expected, look: Look | None, /, *args: Any, **options: Any) -> Call | None:
+    """The arguments of a tower's forward, the grid on the host (the one sync; by `look`, if given).
 
     None for pixels in a shape of their own, and for arguments that are missing, too many or given twice. Raises
     ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the merge
@@ -60,7 +65,7 @@ def read(expected: Expected, /, *args: Any, **options: Any) -> Call | None:
     if pixels.dim() != expected.dims:
         return None
     pixels = pixels if pixels.dim() == 2 else pixels.flatten(0, 1).flatten(1)
-    grid = _read_grid(grid_thw, pixels.device, expected.merge)
+    grid, marks = _read_grid(grid_thw, pixels, expected.merge, look)
     rows = sum(t * h * w for t, h, w in grid)
     if rows != pixels.shape[0]:
         raise ValueError(
@@ -77,11 +82,12 @@ def read(expected: Expected, /, *args: Any, **options: Any) -> Call | None:
             f"expected the pixel values on the tower's device {expected.device}, got them on {pixels.device}; "
             f"move them with .to({str(expected.device)!r})"
         )
-    return Call(pixels=pixels, grid=grid, options=options)
+    return Call(pixels=pixels, grid=grid, options=options, marks=marks)
 
 
-def _read_grid(grid_thw: Any, device: torch.device, merge: int) -> Grid:
+def _read_grid(grid_thw: Any, pixels_TP: torch.Tensor, merge: int, look: Look | None) -> tuple[Grid, Any]:
     """(images and videos, 3) in patches, on the host; rows of no frames, which pad a batch, are left out."""
+    device = pixels_TP.device
     dense = isinstance(grid_thw, torch.Tensor) and grid_thw.layout == torch.strided and not grid_thw.is_nested
     if not dense or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(
@@ -95,7 +101,8 @@ def _read_grid(grid_thw: Any, device: torch.device, merge: int) -> Grid:
             f"expected grid_thw on the CPU or with the pixel values on {device}, got it on {grid_thw.device}; "
             "move both to the model's device"
         )
-    grid: Grid = tuple([(t, h, w) for t, h, w in grid_thw.tolist() if t or h < 0 or w < 0])
+    rows, marks = (grid_thw.tolist(), None) if look is None else look(pixels_TP, grid_thw)
+    grid: Grid = tuple([(t, h, w) for t, h, w in rows if t or h < 0 or w < 0])
     for t, h, w in grid:
         if t < 1 or h < 1 or w < 1:
             raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)}; drop that entry")
@@ -106,7 +113,7 @@ def _read_grid(grid_thw: Any, device: torch.device, merge: int) -> Grid:
             )
     if not grid:
         raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
-    return grid
+    return grid, marks
 
 
 def _describe(value: object) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,13 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, require, resolve
 from hf_vit_accel.config import Settings
+from hf_vit_accel.env import FallbackError
 from hf_vit_accel.families import FAMILIES, family_of, find_towers
 from hf_vit_accel.guard import reasons_untraceable
 from hf_vit_accel.install import install, uninstall
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.route import OFFSETS, PLANS, Offsets
-from hf_vit_accel.tower import FallbackError, TowerState, state_of
+from hf_vit_accel.tower import TowerState, state_of
 from hf_vit_accel.upstream import NAMES, wrap
 
 __all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]
@@ -216,17 +218,19 @@ def vision_attention(
         return _attend_as_stock(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plan: Plan | None = route.plan_for(cu_seq_lens_q) if route is not None else None
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    fits = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
-    if plan is None or not fits or (needs_grad and not plan.request.grad):
-        plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad, score_mod=score_mod)
-    elif plan.request.scale != scale:
-        plan = replace(plan, request=replace(plan.request, scale=scale))
-    dtype = q_THD.dtype
-    if plan.request.dtype != dtype:  # norms upcast by PEFT or quantisation: compute as the weights are, as HF does
-        q_THD, k_THD, v_THD = (x.to(plan.request.dtype) for x in (q_THD, k_THD, v_THD))
-    return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0), None
+    # `device_map` may have brought this layer to another GPU than the one that its tower's forward made current.
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        plan: Plan | None = route.plan_for(cu_seq_lens_q) if route is not None else None
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        fits = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
+        if plan is None or not fits or (needs_grad and not plan.request.grad):
+            plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad, score_mod=score_mod)
+        elif plan.request.scale != scale:
+            plan = replace(plan, request=replace(plan.request, scale=scale))
+        dtype = q_THD.dtype
+        if plan.request.dtype != dtype:  # norms upcast by PEFT or quantisation: compute as the weights are, as HF does
+            q_THD, k_THD, v_THD = (x.to(plan.request.dtype) for x in (q_THD, k_THD, v_THD))
+        return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0), None
 
 
 def _attend_as_stock(

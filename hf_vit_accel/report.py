@@ -10,12 +10,13 @@ from torch import nn
 
 from hf_vit_accel import guard
 from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, resolve
-from hf_vit_accel.config import Settings
+from hf_vit_accel.config import LINEARS, Fp8Config, Settings
 from hf_vit_accel.families import FAMILIES, Family, find_towers
 from hf_vit_accel.graphs.runner import GraphStatus
 from hf_vit_accel.guard import Snapshot
-from hf_vit_accel.ops import PARTS
+from hf_vit_accel.ops import PARTS, Ops
 from hf_vit_accel.ops.window_attention import LONGEST
+from hf_vit_accel.reuse import ReuseStatus
 from hf_vit_accel.route import Spec
 from hf_vit_accel.tower import TowerState, state_of
 
@@ -31,7 +32,9 @@ class TowerStatus:
     reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
     fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
-    fp8: by what attention in FP8 is scaled, and what it cut off; None where it is not asked for.
+    fp8: by what attention in FP8 is scaled, and what it cut off; which linears are. passes: the calls that were cut,
+    and what memory told. ranks: what became of calls under `data_parallel`. reuse: what was encoded once. None where
+    that is not asked for, or no call was cut.
     """
 
     path: str
@@ -50,6 +53,9 @@ class TowerStatus:
     attention_only: bool = False
     graphs: GraphStatus | None = None
     fp8: str | None = None
+    passes: str | None = None
+    ranks: str | None = None
+    reuse: ReuseStatus | None = None
 
     def __str__(self) -> str:
         return "\n".join([*self._state(), *_reasons_once([self])])
@@ -67,8 +73,10 @@ class TowerStatus:
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
+        lines += [f"  passes     {self.passes}"] if self.passes is not None else []
+        lines += [f"  shared     {self.ranks}"] if self.ranks is not None else []
         lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
-        lines += [str(self.graphs)] if self.graphs is not None else []
+        lines += [str(each) for each in (self.graphs, self.reuse) if each is not None]
         return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
 
     def _reasons(self) -> Iterator[tuple[str, str, str]]:
@@ -156,13 +164,22 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         unfused=dict(ops.unfused) if ops is not None else {},
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
-        fp8=_fp8_status(state, choices),
+        fp8=_fp8_status(state, choices, ops),
+        passes=str(state.passes) or None,
+        ranks=None if state.sharing is None else str(state.sharing),
+        reuse=None if state.reuse is None else state.reuse.status(),
     )
 
 
 def beyond_attention(settings: Settings) -> dict[str, str]:
     """What was asked for, and is not to be had for a tower whose attention alone is ours."""
-    asked = {"cuda_graphs": settings.graphs, "fp8": settings.fp8, **dict.fromkeys(settings.fuse or (), True)}
+    asked = {
+        "cuda_graphs": settings.graphs,
+        "fp8": settings.fp8,
+        "data_parallel": settings.ranks,
+        "reuse": settings.reuse,
+        **dict.fromkeys(settings.fuse or (), True),
+    }
     return {name: "this family is served attention only" for name, wanted in asked.items() if wanted}
 
 
@@ -180,10 +197,23 @@ def reasons_now(
     return reasons, state.spec(snapshot, weights, weight.device, fast=not reasons, grad=False)
 
 
-def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
-    if state.settings.fp8 is None:
+def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice], ops: Ops | None) -> str | None:
+    fp8 = state.settings.fp8
+    if fp8 is None:
         return None
-    path = state.settings.fp8.amax_file
+    told = [_attention_status(state, fp8, choices)] if fp8.attention else []
+    if fp8.linears and (ops is None or ops.fp8 is None):
+        told.append("linears are not: " + ("the stock blocks run" if ops is None else "; ".join(ops.not_fp8.values())))
+    elif fp8.linears and ops is not None:
+        parts = ", ".join(part for part in LINEARS if part in fp8.parts - ops.not_fp8.keys())
+        told.append(f"linears of {parts or 'nothing'}, with weights quantised at every call: no copy of them is kept")
+        told[-1] += "".join(f"; not {part}: {why}" for part, why in ops.not_fp8.items())
+        told[-1] += f"; not used by the last call: {state.few_rows}" if state.few_rows else ""
+    return "; ".join(told)
+
+
+def _attention_status(state: TowerState, fp8: Fp8Config, choices: Mapping[Kind, Choice]) -> str:
+    path = fp8.amax_file
     text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of the last calls'}"
     if saturated := state.saturated():
         text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"

@@ -17,7 +17,7 @@ from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, reso
 from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.metadata import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
-from hf_vit_accel.ops import Ops
+from hf_vit_accel.ops import Ops, linears
 from hf_vit_accel.ops.trained import Trained
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
@@ -37,7 +37,8 @@ class Spec:
     """What decides a route beside the grid. A tower makes one per kind of call and keeps it while nothing changes.
 
     ops: None where stock's blocks run, on our metadata and attention. full_layers: whether each layer attends per
-    frame. faults: what failed when it ran, and is not to be chosen again.
+    frame. faults: what failed when it ran, and is not to be chosen again. max_rows: rows from which on a call is cut;
+    None where it never is.
     """
 
     geometry: Geometry
@@ -45,6 +46,7 @@ class Spec:
     ops: Ops | None
     full_layers: tuple[bool, ...]
     faults: tuple[tuple[str, str], ...] = ()
+    max_rows: int | None = None
     settings: Settings
 
 
@@ -52,11 +54,14 @@ class Spec:
 class Route:
     """One layout's way through a tower.
 
+    ops: of the spec, or those with linears in FP8. few_rows: why not those, though there are some.
     arrays: what the device needs, by name. unmet: what was named and is not served.
     tensors: the arrays on the device, for a route that was bound. attends: then, what each layer attends by.
     """
 
     spec: Spec
+    ops: Ops | None
+    few_rows: str | None = None
     metadata: VisionMetadata
     arrays: Mapping[str, Array]
     plans: Mapping[Kind, Plan]
@@ -96,7 +101,7 @@ class Route:
                 for kind, plan in self.plans.items()
             }
         bound = replace(self, tensors=tensors, plans=plans, signature=None, _packed=None, _bound=None)
-        if self.spec.ops is not None and not any(plan.backend.attends_anew for plan in plans.values()):
+        if self.ops is not None and not any(plan.backend.attends_anew for plan in plans.values()):
             bound.attends = bound.begin()
         return bound
 
@@ -105,7 +110,7 @@ class Route:
 
         `attends` are those of every forward, where backends need not begin anew.
         """
-        ops, layers = self.spec.ops, self.spec.full_layers
+        ops, layers = self.ops, self.spec.full_layers
         assert ops is not None
         made = {
             kind: guarded(plan.backend.name, plan.backend.attend_layers)(plan, len(layers), ops.rotate)
@@ -152,8 +157,16 @@ def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
         choices[kind] = choice = resolve(spec.settings.attention, request, segments, faults)
         plans[kind] = guarded(choice.backend.name, choice.backend.plan)(segments, request)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
-    unmet = _unmet(spec, choices, plans)
-    return Route(spec=spec, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
+    made: dict[str, Any] = dict(arrays=arrays, plans=plans, choices=choices, unmet=_unmet(spec, choices, plans))
+    ops, few_rows = spec.ops, None
+    if ops is not None and ops.fp8 is not None and spec.settings.fp8 is not None:
+        least = spec.settings.fp8.min_rows
+        least = linears.MIN_ROWS if least is None else least
+        if metadata.rows >= least:
+            ops = ops.fp8
+        else:
+            few_rows = f"{metadata.rows} rows, they are used from {least} on (where a CUDA graph pads to that, too)"
+    return Route(spec=spec, metadata=metadata, ops=ops, few_rows=few_rows, **made)
 
 
 def _unmet(spec: Spec, choices: Mapping[Kind, Choice], plans: Mapping[Kind, Plan]) -> list[str]:
@@ -165,6 +178,8 @@ def _unmet(spec: Spec, choices: Mapping[Kind, Choice], plans: Mapping[Kind, Plan
                 reasons += [f"{name} cannot serve the call: {why}" for why in against]
     if ops is not None and faults.get(KERNELS) in ops.unfused.values():
         reasons.append(f"no fused kernel can serve the call: one {faults[KERNELS]}")
+    if ops is not None:
+        reasons += [f"{part} cannot be in FP8: {why}" for part, why in ops.not_fp8.items()]
     if ops is not None and settings.fuse is not None:
         reasons += [f"{part} is not fused: {why}" for part, why in ops.unfused.items() if part in settings.fuse]
         if "window_attention" in settings.fuse & ops.fused and "window" in plans:

@@ -25,31 +25,22 @@ from torch import nn
 from hf_vit_accel import guard, inputs, upstream
 from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.config import Settings
+from hf_vit_accel.data_parallel import Sharing
 from hf_vit_accel.encoder import encode
-from hf_vit_accel.env import KERNELS, Fault
+from hf_vit_accel.env import KERNELS, LINEARS, Fault, refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
 from hf_vit_accel.guard import Snapshot, Weights
-from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
+from hf_vit_accel.metadata import Grid
+from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
+from hf_vit_accel.passes import Passes
+from hf_vit_accel.reuse import Reuse
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
 
-__all__ = ["STATE", "AcceleratedForward", "FallbackError", "TowerState", "refuse", "state_of"]
+__all__ = ["STATE", "AcceleratedForward", "TowerState", "state_of"]
 
 STATE = "_hf_vit_accel"
-
-
-class FallbackError(RuntimeError):
-    """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons.
-
-    With a score_mod also without it: a call whose attention could not apply it.
-    """
-
-
-def refuse(reasons: list[str], what: str = "this call", *, wanted: str = "strict=True") -> None:
-    """Raise FallbackError for any reasons."""
-    if reasons:
-        raise FallbackError(f"{wanted} and {what} cannot be served as asked: " + "; ".join(reasons))
 
 
 class TowerState:
@@ -57,7 +48,8 @@ class TowerState:
 
     former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
     instance forward that was there, if any. faults: what failed when it ran; not used until the tower is patched anew.
-    choices: the backends of the last call; served: those of a tower whose attention alone is ours.
+    choices: the backends of the last call; few_rows: why it went without linears in FP8. served: the backends of a
+    tower whose attention alone is ours.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -66,11 +58,14 @@ class TowerState:
         self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.choices: Mapping[Kind, Choice] = {}
+        self.few_rows: str | None = None
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
-        self.routes = Routes()
+        self.routes, self.passes = Routes(), Passes(settings.max_rows)
+        self.sharing = None if settings.ranks is None or family.attention_only else Sharing(settings.ranks)
         graphs = None if family.attention_only else settings.graphs
         self.runner = None if graphs is None else Runner(graphs, self.routes)
+        self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)
         self._snapshot: Snapshot | None = None
         self._specs: dict[Any, Spec] = {}
         self._scales: Scales | None = None
@@ -97,11 +92,14 @@ class TowerState:
         wanted = self.settings.fuse
         if self.settings.score_mod is not None:  # the fused kernel for windows is an attention without it
             wanted = frozenset(PARTS if wanted is None else wanted) - {"window_attention"}
+        against, at, dtype = self.faults, request.device, request.dtype
         context = Context(
-            device=request.device,
-            dtype=request.dtype,
+            device=at,
+            dtype=dtype,
             weights=weights.dtype,
-            no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
+            no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
+            linears=frozenset() if self.settings.fp8 is None else self.settings.fp8.parts,
+            no_linears=against.get(KERNELS) or against.get(LINEARS) or linears.why_not(at, dtype, grad=request.grad),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,
             grad=request.grad,
@@ -134,8 +132,8 @@ class TowerState:
     def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
         """What decides the routes of calls like this one; the same object while nothing of it changes."""
         settings, autocast = self.settings, guard.autocast_dtype(device)
-        scales = None if settings.fp8 is None else self.scales(snapshot, device)
-        key = device, autocast, fast, grad, weights.dtype, weights.count, scales
+        scales = self.scales(snapshot, device) if settings.fp8 is not None and settings.fp8.attention else None
+        key = device, autocast, fast, grad, weights.dtype, weights.count, scales, len(self.passes.fewer)
         spec = self._specs.get(key)
         if spec is None:
             wants = dict(grad=grad, graphs=self.runner is not None and not grad, score_mod=settings.score_mod)
@@ -146,6 +144,7 @@ class TowerState:
                 ops=self._build(snapshot, weights, request) if fast else None,
                 full_layers=snapshot.full_layers,
                 faults=tuple(self.faults.items()),
+                max_rows=self.passes.most(device, grad=grad, sharded=bool(snapshot.sharded)),
                 settings=settings,
             )
             if spec.ops is not None and request.dtype == weights.dtype and spec.ops.fused >= _INSENSITIVE:
@@ -172,6 +171,8 @@ class TowerState:
         """Drop everything that was cached, device memory included."""
         if self.runner is not None:
             self.runner.close()
+        if self.reuse is not None:
+            self.reuse.close()
         if self._scales is not None:
             self._scales.close()
         self.routes.cache.clear()
@@ -226,7 +227,7 @@ class AcceleratedForward:
         pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
         on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
         before = state.faults
-        with torch.cuda.device(pixels.device) if on_cuda else nullcontext():
+        with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
             while True:
                 tried = state.faults
                 try:
@@ -265,7 +266,9 @@ def _forward(
     reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
     if not reasons:
         parameters, weights = snapshot.weights()
-        call = inputs.read(snapshot.expected, *args, **kwargs)
+        reuse = None if state.runner is not None and state.runner.warming else state.reuse
+        look: Any = reuse and partial(reuse.look, snapshot, parameters, weights, state.faults.get(KERNELS))
+        call = inputs.read(snapshot.expected, look, *args, **kwargs)
         reasons = [] if call else ["arguments, or pixel values, are in a shape of their own"]
     if call is None:
         if settings.score_mod is not None:
@@ -282,20 +285,37 @@ def _forward(
         )
     # A module that is not transformers' may train what is not the tower's.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
+    if (sharing := state.sharing) is not None:
+        distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
+        shared = sharing.begin(distinct, snapshot, guard.checkpoints(snapshot) if grad else ())
     unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=trains)
     if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
-    route = state.routes.get(call.grid, spec)
-    state.choices, unmet = route.choices, unmet + route.unmet
-    if settings.strict:
-        refuse(unmet)
     if spec.ops is None:
+        route = state.routes.get(call.grid, spec)
+        state.choices, state.few_rows, unmet = route.choices, route.few_rows, unmet + route.unmet
+        if settings.strict:
+            refuse(unmet)
+        if sharing is not None:
+            sharing.decline(unmet)
         return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
 
+    serve: Any = partial(_serve, state, snapshot, weights, spec, unmet)
+    if spec.max_rows is not None:
+        serve = partial(state.passes.serve, serve, spec)
+    if sharing is not None and shared:
+        serve = partial(sharing.serve, serve, spec, tower)
+    if reuse is not None:
+        unmet += call.marks.unmet
+        serve = partial(reuse.serve, serve, spec, call.marks)
     marked = trains and not grad and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
-        outputs = _serve(state, snapshot, weights, route, call.pixels)
+        outputs = serve(call.grid, call.pixels)
+    if sharing is not None and sharing.unmet:
+        unmet += sharing.unmet
+        if settings.strict:
+            refuse(unmet)
     if marked:  # copies, as stock's are no leaves either and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(tower, outputs)
@@ -326,10 +346,23 @@ def _attend_only(
 
 
 def _serve(
-    state: TowerState, snapshot: Snapshot, weights: Weights, route: Route, pixels_TP: torch.Tensor
+    state: TowerState,
+    snapshot: Snapshot,
+    weights: Weights,
+    spec: Spec,
+    unmet: list[str],
+    grid: Grid,
+    pixels_TP: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it."""
-    grad = route.spec.request.grad
+    """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it.
+
+    unmet: what the call does not get, to which is added what this part does not. Raises for any under `strict`.
+    """
+    route, grad = state.routes.get(grid, spec), spec.request.grad
+    state.choices, state.few_rows = route.choices, route.few_rows
+    unmet += [why for why in route.unmet if why not in unmet]
+    if state.settings.strict:
+        refuse(unmet)
     outputs = _replay(state, snapshot, weights, route, pixels_TP) if state.runner and not grad else None
     if outputs is None:
         checkpoints = guard.checkpoints(snapshot) if grad else ()
@@ -352,7 +385,7 @@ def _replay(
     if against:
         result: list[torch.Tensor] | Eager = runner.eager(against)
     else:
-        result = runner.run(route, pixels_TP, [weights, *snapshot.buffers()])
+        result = runner.run(route, pixels_TP, [weights, *map(torch.Tensor.data_ptr, snapshot.buffers())])
     if isinstance(result, Eager):
         if state.settings.strict and not result.by_choice:
             refuse([f"not replayed from a CUDA graph: {result.why}"])

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny import GRIDS, chat_inputs, checkpoint_layers, pixels_for, tower_of
+from tiny import FAMILIES, GRIDS, chat_inputs, checkpoint_layers, pixels_for, tower_of
 from torch import nn
 
 __all__ = ["ELSEWHERE", "FAMILIES", "ORDERS", "ROWS", "Row", "answers_and_features", "flat", "missing"]
 
 Wrap = Callable[[Any, ExitStack], Any]
 Use = Callable[[Any], list[torch.Tensor]]
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ORDERS = ("wrapped, then patched", "patched, then wrapped")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -7,12 +7,12 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import TINY, tower_of
+from tiny import FAMILIES, TINY, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -58,7 +58,8 @@ def _static(value: Any) -> bool:
 
 def _modules() -> Iterator[ModuleType]:
     for found in pkgutil.iter_modules(ops.__path__, "hf_vit_accel.ops."):
-        if not found.name.endswith(("quantize", "e4m3")):  # of FP8, whose attention uses them: tests/test_fp8.py
+        # Of FP8, and of what is reused: tests/test_fp8.py, tests/test_linears.py, tests/test_reuse.py.
+        if not found.name.endswith(("quantize", "e4m3", "scaled", "fingerprint")):
             yield importlib.import_module(found.name)
 
 
@@ -99,6 +100,26 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(encoder, "layer_of", lambda layer, attend: None)  # a layer's function launches kernels
     put(monkeypatch, activation.linear_gelu_tanh, counted("linear_gelu_tanh", activation.linear_gelu_tanh))
     return called
+
+
+def hurry_interpreter() -> None:
+    """Triton's interpreter puts its own functions into the language anew in every call, also of a helper: once will do.
+
+    For a process that compiles nothing, since they stay.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+    languages = {"triton.language", "triton.language.core"}
+
+    def once(function: Any) -> Any:
+        seen = {v.__name__ for v in function.__globals__.values() if isinstance(v, ModuleType)} & languages
+        if not seen <= patched:
+            patched.update(seen)
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = once
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -202,7 +223,7 @@ def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0].graphs
 
 
-@pytest.fixture(params=list(TINY))
+@pytest.fixture(params=FAMILIES)
 def model(request: Any) -> Any:
     """A tiny model of each family."""
     return TINY[request.param].build()

@@ -97,11 +97,12 @@ def check(backend: Backend, lengths: list[int], head_dim: int, dtype: torch.dtyp
         assert relative_error(found, expected) <= bound
 
 
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", [b for b in ORDER if not b.needs.cuda], ids=lambda b: b.name)
-def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str, packed: bool) -> None:
+def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str) -> None:
+    """Every layout both packed and not, each in one of the dtypes."""
+    packed = (list(LAYOUTS).index(layout) + (dtype == torch.float32)) % 2 == 0
     check(backend, LAYOUTS[layout], 80, dtype, "cpu", packed)
 
 

@@ -32,7 +32,7 @@ from hf_vit_accel.families import FAMILIES
 
 GRID = ((1, 4, 6), (3, 8, 4))
 SIZE = "1x4x6+3x8x4"
-FAMILY_NAMES = sorted(tiny.TINY)
+FAMILY_NAMES = tiny.FAMILIES
 MEASURED = Path(__file__).parent.parent / "examples" / "benchmark" / "towers.json"
 
 
@@ -316,7 +316,8 @@ def test_mistakes_are_explained_before_anything_runs(
 def test_training(checkpoint: Path, tmp_path: Path) -> None:
     """Forward and backward: every gradient compared, stock's own errors beside, what has no backward told."""
     baselines = ",".join(bench.BASELINES)
-    options = ("--train", "--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--dtype", "bf16", "--peak", 1)
+    size, grid = "1x4x4+1x2x4", ((1, 4, 4), (1, 2, 4))  # products of bf16 are slow on a CPU
+    options = ("--train", "--model", checkpoint, "--sizes", size, "--rounds", 1, "--dtype", "bf16", "--peak", 1)
     options += ("--backends", "auto,sdpa,auto+graph", "--baselines", baselines, "--profile")
     result = command(*options, "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
@@ -329,7 +330,7 @@ def test_training(checkpoint: Path, tmp_path: Path) -> None:
     names = {name for name, _ in tower.named_parameters()} | {"pixels", *(f"output {index}" for index in range(3))}
     for name, row in timed.items():
         assert row["worst"] in names and 1e-4 < row["error"] <= row["bound"] < 0.1
-        assert row["floor_ms"] == pytest.approx(3 * bench.matrix_flops(tower, GRID) / 1e9)
+        assert row["floor_ms"] == pytest.approx(3 * bench.matrix_flops(tower, grid) / 1e9)
         assert row["peak_gb"] is None  # a CPU does not tell
         assert 0.9 < row["error_ratio_mean"] <= row["error_ratio"] <= (1 if name == "stock sdpa" else 1.1) + 1e-6
     told = {name: row["problem"] for name, row in rows.items() if row["status"] == "skipped"}

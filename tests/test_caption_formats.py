@@ -103,7 +103,7 @@ def test_texts_of_videos_and_several_lines(tmp_path: Path) -> None:
     name = b"n\xff.png".decode(errors="surrogateescape")
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / name).touch()
-    record = Record(key=name, prompt="p", status="ok", caption="two\nlines é \udcff")
+    record = Record(key=name, prompt="p", status="ok", caption="two\nlines é \udcff", bytes=0)
     done = Export(tmp_path, {"root": str(tmp_path / "p"), "prompts": ["p"]})
     done([record], tmp_path / "p")
     (written,) = (tmp_path / "p").glob("*.txt")

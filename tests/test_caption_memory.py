@@ -27,8 +27,7 @@ from captioning.pictures import Gate, read_image
 from captioning.sources import Item
 from captioning.worker import _ahead
 from PIL import Image
-
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+from tiny import FAMILIES
 
 
 @pytest.fixture(scope="module")

@@ -14,21 +14,40 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from caption_cli import EXAMPLES, MODEL, PROMPT, RUNNER, caption, draw, encode, load_once, put, write_tar
+from caption_cli import (
+    EXAMPLES,
+    MODEL,
+    PROMPT,
+    RUNNER,
+    batch_caption,
+    caption,
+    draw,
+    encode,
+    lines,
+    load_once,
+    put,
+    words,
+    write_tar,
+)
 from captioning import stages
 from captioning.batches import Task
 from captioning.journal import Batches, Journal, Record, lock
 from captioning.options import OnRay
+from captioning.plan import Plan
 from captioning.prepare import prepare
+from captioning.sources import checksum
 from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
+from test_caption_same import FIRST, KINDS, SECOND, anew
 
 pytest.importorskip("pyarrow")
 ROOT = EXAMPLES.parent
@@ -101,16 +120,28 @@ def test_what_a_kill_tears_is_no_record(tmp_path: Path) -> None:
     assert counted(tmp_path) == {record("a"): 1}
 
 
-def test_stale_records_are_dropped_from_parquet(tmp_path: Path) -> None:
-    for number in range(2):
-        Batches.new(tmp_path).append(0, [record(f"{number}"), record("both", caption=f"{number}")])
+def test_records_in_parquet_are_rewritten(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.begin({"run": "r"}, {("both", "p"), ("1", "p")})
-    assert counted(tmp_path) == {record("0"): 1} and journal.newest()["run"] == "r"
-    journal.begin({"run": "other"}, {("0", "p")})
-    assert counted(tmp_path) == {record("0"): 1}
+    for number in range(3):
+        name = f"{number}"
+        found = [record(name, checksum="c", stamp="old"), record("both", caption=name), record("no", caption=None)]
+        Batches.new(tmp_path).append(0, found[: 3 if number < 2 else 1])
+    journal.append(0, [record("both", caption="of lines")])
+    plan = Plan(stale={("both", "p"), ("1", "p"), ("no", "p")}, stamps={"0": "new"})
+    journal.repair()
+    untouched = (tmp_path / "captions-ray-00002.parquet").stat().st_ino
+    journal.begin({"run": "r"}, partial(plan.revised, "r"))
+    left = {record("0", checksum="c", stamp="new"): 1, record("2", checksum="c", stamp="old"): 1}
+    assert counted(tmp_path) == left and journal.newest()["run"] == "r"
+    aside = [json.loads(line)["caption"] for line in (tmp_path / "superseded.jsonl").read_text().splitlines()]
+    assert aside == ["of lines", "0", "of 1", "1"]
+    assert (tmp_path / "captions-ray-00002.parquet").stat().st_ino == untouched
+    journal.begin({"run": "other"}, partial(Plan(stale={("0", "p")}).revised, "other"))
+    assert counted(tmp_path) == left
     journal.note({"run": "third"}, instead=True)
     assert [entry["run"] for entry in journal.manifest()["runs"]] == ["r", "third"]
+    journal.rewrite(lambda each: None)
+    assert not counted(tmp_path) and len(list(tmp_path.glob("captions-ray-*.parquet"))) == 3
 
 
 def test_files_of_other_names_are_no_records(tmp_path: Path) -> None:
@@ -350,6 +381,48 @@ def test_ray_goes_on_where_one_stopped(
     assert on_ray(photos, tmp_path).exit_code == 0 and counted(tmp_path) == alone
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first, then", [("ray", "one"), ("one", "ray")])
+def test_a_picture_is_told_by_its_bytes_whoever_captions(
+    no_cluster: NoCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, first: str, then: str
+) -> None:
+    def run(who: str, output: Path) -> str:
+        anew()
+        done = on_ray([place], output) if who == "ray" else caption([place], output)
+        assert done.exit_code == 0, done.output
+        return words(done)
+
+    monkeypatch.setattr(batch_caption, "load_model", load_once)
+    output, place = tmp_path / "out", KINDS[kind](tmp_path, FIRST)
+    run(first, output)
+    (found,) = counted(output)
+    assert found.caption and found.checksum == checksum(BytesIO(encode(FIRST, "BMP")))
+    assert (found.stamp is None) == (kind == "row that names a file")
+    os.utime(place, (1, 1))
+    assert "1 items, 0 of them to caption" in run(then, output)
+    assert not (output / "superseded.jsonl").exists()
+    if found.stamp:
+        assert counted(output) == {replace(found, stamp=stamp_at_1(place, found)): 1}
+        with monkeypatch.context() as patch:
+            patch.setattr("captioning.plan.checksum", lambda file: pytest.fail("read again"))
+            run(first, output)
+    KINDS[kind](tmp_path, SECOND)
+    told = run(then, output)
+    assert "1 items, 1 of them to caption" in told and "1 captions hold no more" in told
+    (now,) = counted(output).elements()
+    assert now.caption != found.caption and now.checksum == checksum(BytesIO(encode(SECOND, "BMP")))
+    assert [line["caption"] for line in lines(output / "superseded.jsonl")] == [found.caption]
+    run(first, tmp_path / "fresh")
+    assert counted(tmp_path / "fresh") == {now: 1}
+    assert "1 items, 0 of them to caption" in run(first, output)
+
+
+def stamp_at_1(place: str, found: Record) -> str:
+    """The stamp that a record has once the time of its file is 1 second after the epoch."""
+    before = str(found.stamp).split(" ")
+    return " ".join([str(Path(place).stat().st_size), "1000000000", *before[2:]])
+
+
 def test_what_was_given_up_is_told_and_made_up_for(
     no_cluster: NoCluster, photos: list[str], alone: Counter[Record], tmp_path: Path
 ) -> None:
@@ -360,7 +433,14 @@ def test_what_was_given_up_is_told_and_made_up_for(
     assert on_ray(photos, tmp_path).exit_code == 0 and counted(tmp_path) == alone
 
 
-@pytest.mark.parametrize("options, why", [(["--model=nowhere"], "cannot load nowhere"), (["--demo"], "name a model")])
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        (["--model=nowhere"], "cannot load nowhere"),
+        (["--demo"], "name a model"),
+        (["--min-pixels=100000", "--max-pixels=1000"], "Invalid value for --min-pixels: --min-pixels 100000 is above"),
+    ],
+)
 def test_mistakes_are_refused(
     no_cluster: NoCluster, photos: list[str], tmp_path: Path, options: list[str], why: str
 ) -> None:

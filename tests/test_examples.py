@@ -39,6 +39,8 @@ import scenes  # noqa: E402
 from captioning.journal import Journal, Record, lock  # noqa: E402
 
 HELD_OUT, UNIT = 1 << 40, 32
+GOOD, BAD = 90, 20  # six of every kind
+ALL = GOOD + BAD
 RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
 ENVIRONMENT = os.environ | {
     "ACCELERATE_USE_CPU": "true",
@@ -135,7 +137,7 @@ class Inputs:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """200 scenes of all kinds in folders, a tar shard and a parquet file, and 20 bad files."""
+    """90 scenes of all kinds in folders, a tar shard and a parquet file, and 20 bad files."""
     top = tmp_path_factory.mktemp("inputs")
     captions, rows = {}, []
     with tarfile.open(top / "shard.tar", "w") as archive:
@@ -146,7 +148,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             archive.addfile(info, io.BytesIO(data))
 
         kinds = list(KINDS)
-        for seed in range(200):
+        for seed in range(GOOD):
             image, caption = draw(seed)
             kind = kinds[seed % len(kinds)]
             data, name = KINDS[kind](image), f"{seed:03d}.{kind}"
@@ -172,7 +174,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
                 errors[f"scenes/{name}"] = error
     pq.write_table(pa.table({"image": rows}), top / "table.parquet", row_group_size=7)
     (top / "scenes" / "notes.md").write_text("no picture")
-    assert len(captions) == 200 and len(errors) == 20
+    assert len(captions) == GOOD and len(errors) == BAD
     return Inputs([str(top / name) for name in ("scenes", "shard.tar", "table.parquet")], captions, errors)
 
 
@@ -207,13 +209,15 @@ def merge(output: Path, result: Path) -> list[dict[str, Any]]:
 def uninterrupted(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The merged records of one process that nobody disturbed."""
     output = tmp_path_factory.mktemp("uninterrupted") / "new" / "captions"
-    stdout = run(*command(inputs, output, 1, **{"batch-size": 16}))
-    assert "220 items, 220 of them to caption" in stdout and "220 of 220 items in" in stdout
-    assert "200 of 220 records have captions" in stdout and "20 records failed" in stdout
+    done = RUNNER.invoke(batch_caption.app, command(inputs, output, 1, **{"batch-size": 16})[2:])
+    assert done.exit_code == 0, done.output
+    stdout = done.stdout
+    assert f"{ALL} items, {ALL} of them to caption" in stdout and f"{ALL} of {ALL} items in" in stdout
+    assert f"{GOOD} of {ALL} records have captions" in stdout and f"{BAD} records failed" in stdout
     assert "model.visual: qwen3_vl, patched" in stdout and "vision tokens/s" in stdout
     manifest = json.loads((output / "manifest.json").read_text())
     (entry,) = manifest["runs"]
-    assert entry["records"] == 220 and entry["processes"] == 1 and entry["device"] == "cpu"
+    assert entry["records"] == ALL and entry["processes"] == 1 and entry["device"] == "cpu"
     assert entry["prompts"] == ["describe this {kind} ."] and entry["inputs"] == inputs.arguments
     assert entry["settings"]["max_new_tokens"] == 24 and entry["settings"]["dtype"] == "float32"
     assert entry["versions"].keys() == {"torch", "transformers", "accelerate", "hf_vit_accel", "python"}
@@ -227,8 +231,8 @@ def test_good_files_have_the_right_captions(inputs: Inputs, uninterrupted: list[
     wrong = {key: record["caption"] for key, record in good.items() if record["caption"] != inputs.captions[key]}
     assert len(wrong) <= 0.1 * len(good), wrong
     kinds = Counter(next((kind for kind in sorted(KINDS, key=len) if key.endswith(kind)), "row") for key in wrong)
-    assert max(kinds.values(), default=0) <= 4, kinds  # no kind is read wrongly
-    sizes = {draw(seed)[0].size for seed in range(200)}
+    assert max(kinds.values(), default=0) <= 3, kinds  # no kind is read wrongly
+    sizes = {draw(seed)[0].size for seed in range(GOOD)}
     assert {(record["width"], record["height"]) for record in good.values()} == sizes
     assert all(record["tokens"] and record["error"] is None for record in good.values())
 
@@ -286,33 +290,33 @@ def launched() -> Iterator[list[Launched]]:
             each.kill()
 
 
-def test_runs_killed_three_times_give_the_same_records(
+def test_runs_killed_twice_give_the_same_records(
     inputs: Inputs, uninterrupted: list[dict[str, Any]], tmp_path: Path, launched: list[Launched]
 ) -> None:
     output, chance = tmp_path / "captions", random.Random()
-    for number, processes in enumerate((2, 3, 1), start=1):
+    for number, processes in enumerate((3, 1), start=1):
         launched.append(Launched(inputs, output, processes))
         # Another process may write records before the first one has noted the run.
         launched[-1].wait_for(lambda count=number: len(Journal(output).manifest()["runs"]) == count, "the run is noted")
-        launched[-1].wait_for_records(chance.randint(1, 30))
+        launched[-1].wait_for_records(chance.randint(1, 15))
         time.sleep(chance.uniform(0, 0.3))
         launched[-1].kill()
-        assert launched[-1].count() < 220
+        assert launched[-1].count() < ALL
         # What a kill seldom leaves, and a power cut often does: half a line, and half a file.
         with chance.choice(Journal(output).shards()).open("ab") as shard:
             shard.write(b'{"key": "torn \xc3')
         (output / f".manifest.json.{processes}").write_text('{"runs": [{"run"')
     known = Counter((record.key, record.prompt) for record in Journal(output).records())
     stdout = run(*command(inputs, output, 2))
-    assert f"220 items, {220 - len(known)} of them to caption" in stdout
-    assert stdout.count("of them to caption") == 1 and "200 of 220 records have captions" in stdout
+    assert f"{ALL} items, {ALL - len(known)} of them to caption" in stdout
+    assert stdout.count("of them to caption") == 1 and f"{GOOD} of {ALL} records have captions" in stdout
     assert "process 0:" in stdout and "process 1:" in stdout
     lines = Counter((record.key, record.prompt) for record in Journal(output).records())
-    assert len(lines) == 220 and max(lines.values()) == 1  # not one line twice, in all shards
+    assert len(lines) == ALL and max(lines.values()) == 1  # not one line twice, in all shards
     assert merge(output, tmp_path / "merged.jsonl") == uninterrupted
     table = pq.read_table(tmp_path / "merged.parquet") if merge_parquet(output, tmp_path) else None
     assert table is not None and table.to_pylist() == uninterrupted
-    assert len(json.loads((output / "manifest.json").read_text())["runs"]) == 4
+    assert len(json.loads((output / "manifest.json").read_text())["runs"]) == 3
 
 
 def merge_parquet(output: Path, folder: Path) -> bool:
@@ -331,7 +335,7 @@ def test_a_process_that_hangs_stops_no_other(inputs: Inputs, tmp_path: Path, lau
         return counts["items"] == counts["of"]
 
     two.wait_for(first_is_done, "the first process to do its share")
-    assert two.count() < 220
+    assert two.count() < ALL
     refused = RUNNER.invoke(batch_caption.app, ["caption", *inputs.arguments, f"--output={output}", "--demo"])
     assert refused.exit_code == 2 and "another run is writing to" in refused.output
     missing = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(tmp_path / "part.jsonl")])

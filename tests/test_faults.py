@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from standins import KERNELS, SMALL, put
-from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -37,7 +37,6 @@ from hf_vit_accel.ops import linear_activation, mlp, norm
 from hf_vit_accel.tower import state_of
 
 GRID = GRIDS["mixed"]
-FAMILIES = list(TINY)
 ANYWHERE = Needs(cuda=False, differentiable=True)
 
 
@@ -821,7 +820,7 @@ def test_importing_and_patching_read_and_ask_for_nothing(spoil: str | None) -> N
         "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "0",
     }
-    families = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"] if spoil is None else []
+    families = list(FAMILIES) if spoil is None else []
     code = AUDITED.replace("SPOIL", extra).replace("FAMILIES", str(families))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode == 0) == (spoil is None), done.stderr[-3000:]

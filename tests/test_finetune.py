@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import FAMILIES
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +31,6 @@ from captioning.captioner import load_processor  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
 from finetuning.data import Collator, Examples, find_examples, hold_out, text_column  # noqa: E402
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PROMPT = "describe this picture ."
 RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
 SETTINGS: dict[str, Any] = {

@@ -26,19 +26,20 @@ from test_graphs import draw_grid
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig, backends
 from hf_vit_accel import scales as scales_module
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.ops import e4m3 as e4m3_module
+from hf_vit_accel.ops import linears
 from hf_vit_accel.ops import quantize as quantize_module
 from hf_vit_accel.ops.e4m3 import E4M3, dequantize_reference, fit
 from hf_vit_accel.ops.quantize import center_reference, quantize_reference
 from hf_vit_accel.scales import Amax, Scales
 from hf_vit_accel.tower import state_of
 
-ALWAYS = Fp8Config(min_seqlen=0)
+ALWAYS = Fp8Config(linears=False, min_seqlen=0)
 REAL = {
     "_center_kernel": quantize_module.quantize,
     "_quantize_kernel": quantize_module.quantize,
@@ -105,6 +106,8 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8's own arithmetic in plain torch, wherever tensors are."""
     monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
     monkeypatch.setattr(CudnnFp8, "probe", lambda self: [])
+    monkeypatch.setattr(backends, "LINEARS_NEED", Needs(cuda=False))
+    monkeypatch.setattr(linears, "why_not", lambda device, dtype, *, grad: None)  # calls here have too few rows
     monkeypatch.setattr(CudnnFp8, "prepare", lambda self, plan: plan.request.fp8 and plan.request.fp8.allocate())
     monkeypatch.setattr(cudnn_fp8, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
@@ -484,7 +487,7 @@ def test_calibrated_scales(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None
     assert state_of(tower) is None
     amax = Amax.load(path)
     assert amax.shape == (len(tower.blocks), tower.blocks[0].attn.num_heads) and amax.margin == 2
-    hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path, min_seqlen=0), strict=True)
+    hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path, linears=False, min_seqlen=0), strict=True)
     found = run_tower(tower, GRID)
     assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 0.05
     status = hf_vit_accel.status(model).towers[0]

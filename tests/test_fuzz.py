@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from standins import SMALL
 from test_graphs import draw_grid
-from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, env
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
         return f"pixels {shape} {kinds}, grid {self.grid!r} {getattr(self.grid, 'dtype', '')}"
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module", params=FAMILIES)
 def stock(request: Any) -> Any:
     """A stock tower; its twin, patched, is made from it."""
     return tower_of(TINY[request.param].build())
@@ -190,7 +190,7 @@ def test_any_input_is_served_or_refused(stock: Any, patched: Any) -> None:
     seen: Counter[str] = Counter()
 
     @given(given_=inputs(96))
-    @settings(FUZZ, max_examples=150)
+    @settings(FUZZ, max_examples=80)
     def tried(given_: Inputs) -> None:
         way = check(stock, patched, given_)
         seen[way] += 1
@@ -199,7 +199,7 @@ def test_any_input_is_served_or_refused(stock: Any, patched: Any) -> None:
             assert_close(run_tower(patched, good), run_tower(stock, good))
 
     tried()
-    assert seen["served"] > 25 and seen["refused"] > 25, seen
+    assert seen["served"] > 15 and seen["refused"] > 15, seen
 
 
 # --- good and bad input in turn ---------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def spoil(rng: np.random.Generator, pixels: torch.Tensor, grid: torch.Tensor) ->
     ][int(rng.integers(12))]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", ["eager", "graphs", "strict", "unfused"])
 def test_good_calls_between_bad_ones_are_right(on_cpu: Any, stock: Any, way: str, seed: int) -> None:
     """A stream of new and old layouts of any dtype and strides; every third call fails."""
@@ -265,7 +265,8 @@ def test_good_calls_between_bad_ones_are_right(on_cpu: Any, stock: Any, way: str
 
 # --- nothing grows ----------------------------------------------------------------------------------------------------
 
-CALLS = 10_000
+CALLS = 3_000
+ENTRIES = 64  # of a cache of routes: it is full soon, and what it holds weighs about the same ever after
 BLOCKS = CALLS // 20  # blocks of Python's memory that the second half of the calls may add: not one in ten of them
 
 
@@ -321,14 +322,14 @@ def spec_of(tower: Any, *, fast: bool) -> Spec:
     return state.spec(snapshot, snapshot.weights()[1], torch.device("cpu"), fast=fast, grad=False)
 
 
-@pytest.mark.parametrize(
-    ("family", "attention"), [("qwen2_5_vl", "auto"), ("qwen2_5_vl", "flex"), ("qwen3_vl", "auto")]
-)
+@pytest.mark.parametrize(("family", "attention"), [("qwen2_5_vl", "flex"), ("qwen3_vl", "auto")])
 def test_routes_do_not_grow(family: str, attention: str) -> None:
     tower = hf_vit_accel.patch(tower_of(TINY[family].build()), attention=attention)
     routes, spec = state_of(tower).routes, spec_of(tower, fast=False)
+    assert routes.cache.entries == 1024
+    routes.cache.entries = ENTRIES
     grown, cache = growth_of(lambda grid: routes.get(grid, spec).ready()), routes.cache
-    assert cache.misses == CALLS and len(cache) <= cache.entries == 1024 and cache.held <= cache.cost
+    assert cache.misses == CALLS and len(cache) <= ENTRIES and cache.held <= cache.cost
     assert sum(x.nbytes for route, _ in cache._values.values() for x in route.ready().tensors.values()) <= cache.held
     check_bounded(state_of(tower), 64)
     assert grown < BLOCKS
@@ -339,6 +340,7 @@ def test_graphs_do_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fails:
     """The runner alone, with an encoder that computes nothing; also where captures fail."""
     tower = hf_vit_accel.patch(tower_of(TINY["qwen3_vl"].build()))
     spec, routes = spec_of(tower, fast=True), Routes()
+    routes.cache.entries = ENTRIES
     runner = runner_module.Runner(GraphConfig(max_tokens=128, exact_after=1, max_graphs=8), routes)
     monkeypatch.setattr(runner_module, "encode", lambda route, pixels_TP: [pixels_TP, pixels_TP[::4]])
     monkeypatch.setattr(runner_module, "_REMEMBERED", 256)  # reached before the first half is over
@@ -352,7 +354,7 @@ def test_graphs_do_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fails:
     grown = growth_of(call)
     status = runner.status()
     assert len(status.graphs) <= 8 and (status.captures == 0) == fails
-    assert len(routes.cache) <= 1024 and routes.cache.held <= routes.cache.cost and len(status.eager) <= 64
+    assert len(routes.cache) <= ENTRIES and routes.cache.held <= routes.cache.cost and len(status.eager) <= 64
     check_bounded(runner, 256)
     assert grown < BLOCKS
     runner.close()
@@ -393,29 +395,32 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is told by /proc")
-@pytest.mark.parametrize("graphs", [False, GraphConfig(max_tokens=128, max_graphs=8)], ids=["eager", "graphs"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [("qwen2_5_vl", False), ("qwen3_vl", GraphConfig(max_tokens=128, max_graphs=8))],
+    ids=["eager", "graphs"],
+)
 def test_a_tower_does_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, family: str, graphs: Any) -> None:
-    """Some hundred calls of new shapes, a tenth of them after one that was refused."""
+    """Many calls of new shapes, a tenth of them after one that was refused."""
     monkeypatch.setattr(runner_module, "_REMEMBERED", 32)  # reached before the first third is over
     tower, rng = tower_of(TINY[family].build()), np.random.default_rng(0)
     hf_vit_accel.patch(tower, cuda_graphs=graphs)
     state, held, blocks = state_of(tower), [], []
     state.routes.cache.entries = 32
-    grids = [grid for grid in new_grids() if sum(t * h * w for t, h, w in grid) <= 160][:360]
+    grids = [grid for grid in new_grids() if sum(t * h * w for t, h, w in grid) <= 160][:180]
     for index, grid in enumerate(grids):
         pixels = pixels_for(tower, list(grid), index)
         if index % 10 == 0:
             assert isinstance(outcome(tower, spoil(rng, pixels, torch.tensor(grid))), ValueError)
         with torch.no_grad():
             tower(pixels, grid_thw=torch.tensor(grid))
-        if index + 1 in (120, 240, 360):
+        if index + 1 in (60, 120, 180):
             gc.collect()
             held.append(resident())
             blocks.append(sys.getallocatedblocks())
     check_bounded(state, 64)
-    assert state.calls == len(grids) == 360 and not state.fallbacks
-    assert held[2] - held[1] < 4 << 20 and blocks[2] - blocks[1] < 360, (held, blocks)
+    assert state.calls == len(grids) == 180 and not state.fallbacks
+    assert held[2] - held[1] < 4 << 20 and blocks[2] - blocks[1] < 180, (held, blocks)
 
 
 def test_every_cache_declares_its_bound() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch.autograd import forward_ad
 from transformers import modeling_utils
@@ -19,7 +19,6 @@ import hf_vit_accel
 from hf_vit_accel.tower import state_of
 
 GRID = GRIDS["mixed"]
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @pytest.fixture(params=FAMILIES)

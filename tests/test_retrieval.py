@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import IMAGE, TINY, assert_close, chat_inputs, randomise
+from tiny import FAMILIES, IMAGE, TINY, assert_close, chat_inputs, randomise
 from torch import nn
 from transformers import AutoModel
 
@@ -17,7 +17,6 @@ from hf_vit_accel.tower import state_of
 
 AUTO = "flash_vit_auto"
 PAGES = [[(1, 4, 6)], [(1, 12, 8)], [(1, 8, 8)]]
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 def config_of(family: str) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import (
+    FAMILIES,
     GRIDS,
     TINY,
     assert_close,
@@ -33,10 +34,8 @@ from hf_vit_accel.backends import ORDER
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.tower import state_of
 
-FAMILIES = list(TINY)
 
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=list(TINY))
 def shared(request) -> Any:
     """One model per family for tests that leave it as they found it."""
     return TINY[request.param].build()
@@ -310,8 +309,8 @@ REPLACED = ("blocks.0.attn.qkv", "blocks.1.mlp", "merger", "blocks.2.norm1", "bl
     ("name", "kind"),
     [*((name, Doubled) for name in REPLACED), ("patch_embed", WithParts), ("patch_embed.proj", WithParts)],
 )
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_replaced_modules_are_used(model: Any, name: str, kind: Any, when: str) -> None:
+def test_replaced_modules_are_used(model: Any, name: str, kind: Any) -> None:
+    """Before patching; after it: `test_ops`."""
     tower, grid = tower_of(model), torch.tensor(GRIDS["images"])
     pixels, (parent, _, child) = pixels_for(tower, GRIDS["images"]), name.rpartition(".")
 
@@ -319,11 +318,9 @@ def test_replaced_modules_are_used(model: Any, name: str, kind: Any, when: str) 
         with torch.no_grad():
             return outputs_of(tower(pixels, grid_thw=grid))
 
-    if when == "after":
-        hf_vit_accel.patch(model)
     before = run()
     setattr(tower.get_submodule(parent), child, kind(tower.get_submodule(name)))
-    hf_vit_accel.patch(model) if when == "before" else None
+    hf_vit_accel.patch(model)
     found = run()
     assert "patch_embed" not in name or "patch_embed" not in hf_vit_accel.status(model).towers[0].fused
     hf_vit_accel.unpatch(model)

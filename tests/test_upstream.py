@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, upstream
@@ -75,7 +75,7 @@ class Change:
 
     role: str
     edits: Any
-    families: tuple[str, ...] = tuple(TINY)
+    families: tuple[str, ...] = FAMILIES
     outcome: str = "stock"
     more: str = ""
 
@@ -200,7 +200,7 @@ def test_what_changed_upstream_is_stock_and_what_did_not_is_fast(name: str, fami
     assert_close(run_tower(tower, GRID), expected, 0.0)
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_code_that_changes_after_patching_is_proven_anew(family: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(upstream, "_WARNED", set())
     tower = tower_of(TINY[family].build())
@@ -220,7 +220,7 @@ def test_code_that_changes_after_patching_is_proven_anew(family: str, monkeypatc
 # --- the proof ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=TINY)
+@pytest.fixture(params=FAMILIES)
 def tower(request: Any, monkeypatch: Any) -> Any:
     """A tower of which nothing was proven yet."""
     monkeypatch.setattr(upstream, "_PROOFS", {})

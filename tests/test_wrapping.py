@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import (
     AlignDevicesHook,
     ModelHook,
@@ -19,6 +19,7 @@ from accelerate.hooks import (
 )
 from matrix import flat
 from tiny import (
+    FAMILIES,
     GRIDS,
     TINY,
     assert_close,
@@ -52,7 +53,7 @@ def shared(built: Any) -> Iterator[Any]:
     hf_vit_accel.unpatch(built)
 
 
-@pytest.fixture(params=list(TINY))
+@pytest.fixture(params=FAMILIES)
 def model(request: Any) -> Any:
     return TINY[request.param].build()
 
@@ -191,6 +192,25 @@ def test_cpu_offload_goes_the_stock_way(model: Any, when: str, way: str) -> None
     remove_hook_from_submodules(model)
     assert tower.patch_embed.proj.weight.device.type == "cpu"
     assert_close(run(tower, grid), expected, 0.0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_device_map_through_the_tower_goes_the_stock_way(model: Any, when: str, tmp_path: Any) -> None:
+    """Some layers offloaded, as where a tower does not fit; the passes that are asked for are not for this forward."""
+    tower, grid = tower_of(model), GRIDS["mixed"]
+    expected = run(tower, grid)
+    places: dict[str, Any] = {name: "cpu" for name, _ in tower.named_children() if name != "blocks"}
+    places |= {f"blocks.{index}": "disk" if index > 1 else "cpu" for index in range(len(tower.blocks))}
+    if when == "before":
+        hf_vit_accel.patch(model, max_rows=100)
+    dispatch_model(tower, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    if when == "after":
+        hf_vit_accel.patch(model, max_rows=100)
+    assert tower.blocks[2].attn.qkv.weight.device.type == "meta"
+    assert_close(run(tower, grid), expected)
+    [status] = hf_vit_accel.status(model).towers
+    assert (status.calls, status.stock_calls, status.passes) == (0, 1, None)
+    assert any("accelerate hooks on blocks.2" in why for why in status.fallbacks)
 
 
 def align(tower: Any, places: dict[str, Any]) -> None:

@@ -102,6 +102,9 @@ TINY = {
     "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _QWEN3_VISION, _QWEN3_TEXT),
     "qwen3_vl_moe": Tiny("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", _QWEN3_VISION, _QWEN3_TEXT | _MOE),
 }
+FAMILIES = tuple(name for name in TINY if name != "qwen3_vl_moe")
+"""One model of each family. (The tower of the other is that of `qwen3_vl` by another name: what looks at no more than a
+tower's ways is tested once; exactness, gradients and whole models in all of TINY.)"""
 
 
 def randomise(model: nn.Module, seed: int = 0) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,94 @@ def steps(document: Mapping[str, Any]) -> dict[str, Any]:
     return {way: found for way, found in document.items() if isinstance(found, dict) and "patched" in found}
 
 
+def data_parallel() -> str:
+    """One call shared by several GPUs, beside one of them."""
+    document = load("data_parallel.json")
+    ours: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for run in document["runs"]:
+        for row in run["towers"]:
+            if not row["graphs"] and "448" not in row["size"]:
+                ours.setdefault((row["model"], row["size"]), {})[run["ranks"]] = row
+    counts = [run["ranks"] for run in document["runs"]]
+    rows = [
+        [
+            title(model),
+            size,
+            digits(statistics.median(row["alone_ms"] for row in found.values())),
+            *(_shared(found.get(count)) for count in counts),
+        ]
+        for (model, size), found in ours.items()
+    ]
+    head = ["ms", "input", "one GPU", *(f"{count} GPUs" for count in counts)]
+    command = "torchrun --nproc-per-node N examples/benchmark/data_parallel.py"
+    return grid(head, rows) + f"\n{conditions(document | {'gpus': counts[-1]}, 'data_parallel.json', command)}\n"
+
+
+def _shared(row: Mapping[str, Any] | None) -> str:
+    return "" if row is None else f"{digits(row['shared_ms'])} ({row['alone_ms'] / row['shared_ms']:.2f}x)"
+
+
+def reuse() -> str:
+    """Calls with copies, with and without reuse."""
+    document = load("reuse.json")
+    rows = [
+        [
+            title(row["model"]),
+            row["what"],
+            *(digits(row["ms"][way]) for way in ("without", "reuse")),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in document["rows"]
+    ]
+    command = "python examples/benchmark/reuse.py --seconds 0.6 --calls 300 --models qwen3-vl-8b"
+    head = ["ms", "calls", "without", "with reuse", "share of the time"]
+    return grid(head, rows) + f"\n{conditions(document, 'reuse.json', command)}\n"
+
+
+def max_rows() -> str:
+    """A long video in passes."""
+    document = load("max_rows.json")
+    whole = {row["model"]: row["ms"] for row in document["rows"] if row["max_rows"] is None}
+    rows = [
+        [
+            title(row["model"]),
+            "one pass" if row["max_rows"] is None else f"{row['max_rows']:,}",
+            f"{row['beyond_gb']:.2f}",
+            f"{digits(row['ms'])} ({row['ms'] / whole[row['model']]:.2f})",
+        ]
+        for row in document["rows"]
+    ]
+    head = [f"{document['rows_of_call']:,} patches", "`max_rows`", "GB beyond weights and outputs", "ms (of one pass)"]
+    command = "python examples/benchmark/max_rows.py"
+    return grid(head, rows) + f"\n{conditions(document, 'max_rows.json', command)}\n"
+
+
+def fp8_linears() -> str:
+    """What linears in FP8 gain, and what they cost."""
+    document = load("fp8_linears.json")
+    ways = {
+        "bf16": "bf16",
+        "attention": "`fp8=True`",
+        "attention qkv proj": '`linears=("qkv", "proj")`',
+        "all": "`linears=True`",
+    }
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in document["rows"]:
+        found.setdefault((row["model"], row["size"]), {})[row["way"]] = row
+    rows = [
+        [
+            title(model),
+            size,
+            *(f"{digits(each[way]['ms'])} ({each[way]['error']:.1%}, {each[way]['cosine']:.4f})" for way in ways),
+        ]
+        for (model, size), each in found.items()
+        if size in ("16 x 512²", "one page")
+    ]
+    command = "python examples/benchmark/fp8_linears.py"
+    head = ["ms (error, smallest cosine)", "input", *ways.values()]
+    return grid(head, rows) + f"\n{conditions(document, 'fp8_linears.json', command)}\n"
+
+
 def fp8_errors() -> str:
     """How far FP8 is off."""
     columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+fp8": "`auto` with `fp8=True`"}
@@ -233,6 +322,27 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fp8_errors": fp8_errors,
     "training_step": training_step,
     "captioning": captioning,
+    "data_parallel": data_parallel,
+    "max_rows": max_rows,
+    "reuse": reuse,
+    "fp8_linears": fp8_linears,
+    "backends": Timings(
+        file="backends.json",
+        command="hf-vit-accel bench --backends auto,flash_attention_4,flash_attention_3,flashinfer_cudnn,torch_varlen "
+        '--baselines "" --rounds 2',
+        columns={
+            "torch_varlen": "`torch_varlen` (torch alone)",
+            "flashinfer_cudnn": "`flashinfer_cudnn`",
+            "flash_attention_4": "`flash_attention_4`",
+            "flash_attention_3": "`flash_attention_3` (not from pip)",
+            "auto": "`auto` (all installed)",
+        },
+    ),
+    "families": Timings(
+        file="families.json",
+        command='hf-vit-accel bench --model NAME --sizes "16 x 512²,one 448²" --backends auto,auto+graph --rounds 2',
+        columns={"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+graph": "`auto`, CUDA graph"},
+    ),
     "towers": Timings(
         file="towers.json",
         command="python examples/benchmark/towers.py",

@@ -19,8 +19,9 @@ from typing import Any
 from PIL import Image
 
 from captioning.journal import SHARDS
+from captioning.plan import same_picture
 from captioning.records import Record, json_lines, part_of, write_table
-from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item, size
+from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
 
 __all__ = ["Export", "Texts"]
 
@@ -171,7 +172,7 @@ class Export:
         if record.source is None and root:
             there = Path(os.path.normpath(os.path.join(root, record.key)))
             if there.is_relative_to(top) and there.is_file():
-                return there
+                return there if same_picture(record, Item(key=record.key, file=str(there))) else None
         copied = Path(os.path.normpath(top / record.key))
         inside = copied.is_relative_to(top)
         # Names in shards are anybody's; a folder's own links may lead elsewhere.
@@ -180,7 +181,7 @@ class Export:
         if not inside or not copied.is_file():
             return None
         # A name alone, such as 0001.jpg, may be another picture's.
-        return copied if record.bytes in (None, copied.stat().st_size) else None
+        return copied if same_picture(record, Item(key=record.key, file=str(copied))) else None
 
     # --- data sets --------------------------------------------------------------------------------------------------
 
@@ -208,6 +209,9 @@ class Export:
                     f"expected a name with one number such as captioned-%05d.tar, got {path.name}"
                 ) from None
             self._whole(file, partial(_write_tar, samples=group))
+        # Whoever reads the shards takes all of these names.
+        if numbered and self.written and (left := path.with_name(path.name % self.written)).exists():
+            self.refused.append(f"{left}: it is of an earlier merge into more shards; remove it and those after it")
 
     def _samples(self, captions: Sequence[Record]) -> Iterator[dict[str, bytes]]:
         by_source: dict[str | None, list[Record]] = {}
@@ -220,7 +224,7 @@ class Export:
                 plain = Item(key=key, file=os.path.join(self.entry.get("root") or "", key))
                 item = plain if items is None else items.get(key)
                 try:
-                    if item is None or found[0].bytes not in (None, size(item)):
+                    if item is None or not same_picture(found[0], item):
                         raise ValueError("gone, or another now")
                     with open_item(item) as file:
                         data = file.read()
@@ -242,8 +246,10 @@ class Export:
             if path.suffix.lower() in (".tar", ".parquet"):
                 found = list(in_shard(path, source, column))
             else:
-                name = source.removesuffix(f"/{split}")
-                found = find([f"dataset:{name}"], column=column, split=split).items
+                root, name = self.entry.get("root"), source.removesuffix(f"/{split}")
+                there = os.path.join(root or "", name)
+                name = there if os.path.isdir(there) else name
+                found = find([f"dataset:{name}"], column=column, split=split, root=root).items
         except (OSError, ValueError):
             return {}
         return {item.key: item for item in found}

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,15 @@ class Batches:
         for path in [self.file] if self.file.exists() else sorted(self.folder.glob("*.parquet")):
             yield from read_table(path)
 
+    def replace(self, records: Iterable[Record]) -> None:
+        """Writes the file that stands for all batches. Nobody may be writing."""
+        write_whole(self.file, _groups(iter(records)))
+
     def fold(self) -> None:
         """Makes one file of the batches. Nobody may be writing."""
         if self.folder.exists():
             if not self.file.exists() and any(self.folder.glob("*.parquet")):
-                write_whole(self.file, _groups(self.records()))
+                self.replace(self.records())
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -166,20 +171,27 @@ class Journal:
         for batches in Batches.of(self.folder):
             yield from batches.records()
 
-    def drop(self, stale: Callable[[Record], bool]) -> None:
-        """Removes records, so that what replaces them is the only one. Nobody may be writing."""
-        for shard in self.shards():
-            records = list(_read(shard))
-            kept = [record for record in records if not stale(record)]
-            if len(kept) < len(records):
-                replace_file(shard, json_lines(kept))
-        for batches in Batches.of(self.folder):
-            if any(map(stale, batches.records())):
-                write_whole(batches.file, _groups(record for record in batches.records() if not stale(record)))
+    def rewrite(self, change: Callable[[Record], Record | None]) -> None:
+        """Replaces records or, for None, removes them, so that later ones are the only ones. Nobody may be writing.
+
+        Captions that are removed go to `superseded.jsonl`.
+        """
+        parts = [(_read(shard), partial(_replace, shard)) for shard in self.shards()]
+        parts += [(batches.records(), batches.replace) for batches in Batches.of(self.folder)]
+        for part, write in parts:
+            records = list(part)
+            changed = [change(record) for record in records]
+            if changed == records:
+                continue
+            gone = [record for record, now in zip(records, changed, strict=True) if now is None and record.caption]
+            if gone:
+                with (self.folder / "superseded.jsonl").open("ab") as file:
+                    file.write(_encoded(gone))
+            write([record for record in changed if record is not None])
 
     def append(self, process: int, records: Iterable[Record]) -> None:
         """Adds records to a process's shard, in one write."""
-        data = json_lines(records).encode("utf-8", errors="backslashreplace")
+        data = _encoded(records)
         with (self.folder / f"captions-{process:05d}.jsonl").open("ab", buffering=0) as file:
             while data:
                 data = data[file.write(data) :]
@@ -226,13 +238,13 @@ class Journal:
             raise ValueError(f"{path} is damaged ({error}): mend it, or name another output") from None
         return found
 
-    def begin(self, entry: Mapping[str, Any], stale: Collection[tuple[str, str]]) -> None:
-        """Makes the folder ready for a run: repaired, without records (key, prompt) of it that hold no more, noted.
+    def begin(self, entry: Mapping[str, Any], change: Callable[[Record], Record | None]) -> None:
+        """Makes the folder ready for a run: repaired, with the records that `rewrite` makes of those there are, noted.
 
         Nobody may be writing.
         """
         self.repair()
-        self.drop(lambda record: record.run == entry["run"] and (record.key, record.prompt) in stale)
+        self.rewrite(change)
         self.note(entry)
 
     def note(self, entry: Mapping[str, Any], *, instead: bool = False) -> None:
@@ -251,3 +263,11 @@ def _read(shard: Path) -> Iterator[Record]:
                 return
             if (record := read_line(line)) is not None:
                 yield record
+
+
+def _replace(shard: Path, records: Iterable[Record]) -> None:
+    replace_file(shard, json_lines(records))
+
+
+def _encoded(records: Iterable[Record]) -> bytes:
+    return json_lines(records).encode("utf-8", errors="backslashreplace")

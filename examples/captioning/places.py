@@ -39,8 +39,14 @@ def key_of(path: str | Path, root: str) -> str:
 
 
 def root_of(inputs: list[str]) -> str | None:
-    """The folder that all inputs lie in; None without inputs that lie anywhere (datasets have names of their own)."""
-    folders = [_folder_of(name) for name in inputs if not name.startswith("dataset:")]
+    """The folder that all inputs lie in; None without inputs that lie anywhere, as datasets of the Hub."""
+    folders = []
+    for name in inputs:
+        dataset = name.removeprefix("dataset:")
+        if dataset == name:
+            folders.append(_folder_of(name))
+        elif os.path.isdir(dataset):  # it is one item's name, as a shard is
+            folders.append(_real_folder(os.path.dirname(os.path.normpath(dataset)) or "."))
     try:
         return os.path.commonpath(folders) if folders else None
     except ValueError:

@@ -81,6 +81,11 @@ def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
     records = [record for record in journal.records() if record.run == run]
     plan = make_plan(items, wanted.prompts, records, retry_errors=wanted.retry_errors, refuse_above=wanted.refuse_above)
     say(f"{len(items)} items, {len(plan.tasks)} of them to caption (run {run})")
+    if plan.changed:
+        say(
+            f"{plan.changed} captions hold no more: their pictures, or what is asked of them, are others now. They go "
+            "to superseded.jsonl"
+        )
     if plan.known and not plan.matching:
         say(f"None of the {plan.known} records here is of these inputs; are they another copy? Then see --root.")
     if plan.errors:

@@ -21,6 +21,7 @@ class Record:
 
     asked: the prompt with its fields filled in. source and row: the shard or table that it is from, and the row there.
     run: fingerprint of model and settings. bytes: size of the file (of a row's whole table), None where unknown.
+    checksum: CRC-32 of the picture's bytes. stamp: what tells without reading them that they are the same.
     tokens: generated.
     """
 
@@ -37,10 +38,12 @@ class Record:
     asked: str | None = None
     source: str | None = None
     row: int | None = None
+    checksum: str | None = None
+    stamp: str | None = None
 
 
 _NAMES = tuple(field.name for field in fields(Record))
-_LATER = ("asked", "source", "row")  # not in the records of the first version
+_LATER = ("asked", "source", "row", "checksum", "stamp")  # not in the records of the first version
 _NUMBERS = ("width", "height", "tokens", "bytes", "row")
 _AT_ONCE = 10_000  # rows that are read
 _LINE = "line"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,12 +23,15 @@ __all__ = [
     "VIDEO_SUFFIXES",
     "Found",
     "Item",
+    "checksum",
     "fields",
     "find",
+    "holds_bytes",
     "in_shard",
     "open_item",
     "read",
     "size",
+    "stamp",
 ]
 
 # HEIC is here although Pillow needs a plugin for it: an error record is better than a picture passed over in silence.
@@ -110,7 +115,7 @@ def _find(name: str, column: str | None, split: str, found: Found) -> Iterator[I
     if not name:
         raise ValueError("an input is empty; for the folder that you are in name .")
     if name.startswith("dataset:"):
-        yield from _in_dataset(name.removeprefix("dataset:"), column, split)
+        yield from _in_dataset(name.removeprefix("dataset:"), column, split, found.root)
     elif path.is_dir():
         for file in walk(str(path.resolve()), found.passed_over):
             if file.name.lower().endswith((".tar", ".parquet", *_COMPRESSED)):
@@ -216,12 +221,13 @@ def _in_parquet(path: Path, column: str | None, key: str) -> Iterator[Item]:
             row += 1
 
 
-def _in_dataset(name: str, column: str | None, split: str) -> Iterator[Item]:
+def _in_dataset(name: str, column: str | None, split: str, root: str | None) -> Iterator[Item]:
     rows = _dataset(name, split)
     column, kind = _column(list(rows.column_names), column, name)
+    source = f"{key_of(os.path.normpath(name), root) if root and os.path.isdir(name) else name}/{split}"
     for index in range(len(rows)):
-        place = dict(row=(0, index), column=column, split=split, source=f"{name}/{split}", number=index)
-        yield Item(key=f"{name}/{split}#{index:09d}", file=name, kind=kind, **place)  # type: ignore[arg-type]
+        place = dict(row=(0, index), column=column, split=split, source=source, number=index)
+        yield Item(key=f"{source}#{index:09d}", file=name, kind=kind, **place)  # type: ignore[arg-type]
 
 
 def _column(names: list[str], column: str | None, where: str) -> tuple[str, Literal["image", "video"]]:
@@ -246,7 +252,10 @@ def _dataset(name: str, split: str) -> Any:
     except ImportError:
         raise ValueError("dataset: inputs need the datasets library: pip install datasets") from None
     rows = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split=split)
-    rows = rows[split] if isinstance(rows, Mapping) else rows
+    if isinstance(rows, Mapping):
+        if split not in rows:
+            raise ValueError(f"dataset:{name} has no split {split}; it has {', '.join(rows)}: see --split")
+        rows = rows[split]
     undecoded = tuple(getattr(datasets, name) for name in ("Image", "Video") if hasattr(datasets, name))
     for column, feature in dict(rows.features).items():
         if isinstance(feature, undecoded):
@@ -317,6 +326,37 @@ def size(item: Item) -> int | None:
         return Path(item.file).stat().st_size
     except OSError:
         return None
+
+
+def stamp(item: Item) -> str | None:
+    """What is the same as long as its bytes are, without reading them: of its file the size and time, of a data set
+    the fingerprint. None where there is none."""
+    column = f" {item.column}" if item.row is not None else ""
+    if item.split is not None:
+        with _reading:
+            found = getattr(_dataset(item.file, item.split), "_fingerprint", None)
+        return found and f"{found}{column}"
+    try:
+        stat = os.stat(item.file)
+    except OSError:
+        return None
+    return f"{stat.st_size} {stat.st_mtime_ns}{column}"
+
+
+def holds_bytes(item: Item) -> bool:
+    """Whether its file holds the bytes themselves, and not a path to them."""
+    value = b"" if item.row is None else _row(item)[item.column or ""]
+    return isinstance(value.get("bytes") if isinstance(value, Mapping) else value, bytes | bytearray)
+
+
+def checksum(file: BinaryIO) -> str:
+    """Of all bytes; the file is at its begin before and after."""
+    found = 0
+    file.seek(0)
+    while chunk := file.read(1 << 20):
+        found = zlib.crc32(chunk, found)
+    file.seek(0)
+    return f"{found:08x}"
 
 
 def fields(item: Item, named: set[str]) -> dict[str, Any]:

@@ -14,11 +14,12 @@ import torch
 from PIL import Image
 
 from captioning.batches import Task, cost, memory_of, pack, reduced
-from captioning.captioner import Captioner, Clip, fill, halve_on_oom, named
+from captioning.captioner import Captioner, Clip, halve_on_oom
 from captioning.journal import Batches, Journal, Record
 from captioning.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
+from captioning.plan import filled
 from captioning.progress import Progress, Tally
-from captioning.sources import Item, fields, open_item, size
+from captioning.sources import Item, checksum, holds_bytes, open_item, size, stamp
 
 __all__ = ["Row", "Worker", "decode"]
 
@@ -36,6 +37,8 @@ class Row:
     width: int | None = None
     height: int | None = None
     bytes: int | None = None
+    checksum: str | None = None
+    stamp: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -56,12 +59,14 @@ def decode(
     gate: Gate | None = None,
 ) -> Row:
     """Reads one item. Whatever goes wrong becomes its error: decoders raise nearly anything on damaged files."""
-    item, row = task.item, Row(task, (None,) * len(task.prompts), bytes=size(task.item))
+    item = task.item
+    row = Row(task, (None,) * len(task.prompts), bytes=size(item), stamp=stamp(item))
     # A prompt that cannot be filled is left empty, so that the batch has equally many of all items.
-    filled = [_filled(prompt, item) for prompt in task.prompts]
-    row = replace(row, prompts=tuple(text for text, _ in filled), errors=tuple(error for _, error in filled))
+    texts, errors = zip(*(_filled(prompt, item) for prompt in task.prompts), strict=True)
+    row = replace(row, prompts=texts, errors=errors)
     try:
         with open_item(item) as file:
+            row = replace(row, checksum=checksum(file), stamp=row.stamp if holds_bytes(item) else None)
             if item.kind == "video":
                 frames, metadata = read_frames(file, Path(item.key).suffix, processor, refuse_above)
                 return replace(row, seen=Clip(frames, metadata), width=metadata.width, height=metadata.height)
@@ -76,8 +81,7 @@ def decode(
 def _filled(prompt: str, item: Item) -> tuple[str, str | None]:
     """The text, and why there is none."""
     try:
-        kind = {"kind": "video" if item.kind == "video" else "picture"}
-        return fill(prompt, fields(item, named([prompt])) | kind), None
+        return filled(prompt, item), None
     except Exception as error:
         return "", describe(error)
 
@@ -211,6 +215,8 @@ class Worker:
                     asked=(row.prompts[index] or None) if row.prompts else None,
                     source=row.task.item.source,
                     row=row.task.item.number,
+                    checksum=row.checksum,
+                    stamp=row.stamp,
                 )
                 if error is None:
                     record = replace(record, caption=found[index].text, tokens=found[index].tokens)

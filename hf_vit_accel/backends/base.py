@@ -27,6 +27,7 @@ __all__ = [
     "Plan",
     "Request",
     "ScoreMod",
+    "against_machine",
     "reasons_tried",
 ]
 
@@ -137,7 +138,7 @@ class Backend(ABC):
 
     def reasons_against_machine(self) -> list[str]:
         """Why this backend cannot run on this machine at all, whatever the call; empty if it can."""
-        return _against_machine(self.needs) or self.probe()
+        return against_machine(self.needs) or self.probe()
 
     def probe(self) -> list[str]:
         """What only importing the packages can tell; called where nothing else stands against the backend."""
@@ -145,9 +146,9 @@ class Backend(ABC):
 
     def reasons_against(self, request: Request) -> list[str]:
         """Why this backend cannot serve a request, this machine included; empty if it can."""
-        needs, reasons = self.needs_on(request.device), _against_machine(self.needs)
+        needs, reasons = self.needs_on(request.device), against_machine(self.needs)
         if needs is not self.needs:
-            reasons += _against_machine(needs)
+            reasons += against_machine(needs)
         if needs.cuda and request.device.type != "cuda":
             reasons.append(f"the tensors are on {request.device}, it runs on cuda")
         elif needs.cuda and not reasons:
@@ -198,7 +199,8 @@ class Backend(ABC):
         return [attend] * layers
 
 
-def _against_machine(needs: Needs) -> list[str]:
+def against_machine(needs: Needs) -> list[str]:
+    """Why a machine has not what is needed."""
     reasons = [why for package in needs.packages if (why := env.why_missing(package))]
     if needs.cuda and not env.has_cuda():
         return [*reasons, "torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)"]

@@ -220,7 +220,7 @@ def _check_grid(tower: Any, grid: Grid) -> None:
     """Raise ValueError for a grid that the tower does not take."""
     family = family_of_tower(tower)
     expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
-    read(expected, torch.empty(rows(grid), 1, device="meta"), torch.tensor(grid))
+    read(expected, None, torch.empty(rows(grid), 1, device="meta"), torch.tensor(grid))
     if not family.clips and any(t > 1 for t, _, _ in grid):
         raise ValueError(f"expected images for {family.name}, which takes videos frame by frame, got {grid}")
 

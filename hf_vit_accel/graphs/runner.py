@@ -150,6 +150,11 @@ class Runner:
             self._eager[why] += 1
         return Eager(why, by_choice)
 
+    @property
+    def warming(self) -> bool:
+        """Whether a call of this moment is there to capture a graph of its shape."""
+        return self._exactly is not None
+
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
         """Within the with block: only exact shapes, or only budgets, however often a shape came."""
@@ -259,7 +264,7 @@ class Runner:
 
     def _capture(self, route: Route, bin_: budgets.Bin, signature: _Signature) -> _Graph:
         metadata, recorder, per_token = route.metadata, self._recorder, route.spec.geometry.merge**2
-        assert recorder is not None and route.spec.ops is not None
+        assert recorder is not None and route.ops is not None
         outputs: list[torch.Tensor] = []
 
         def run() -> None:

@@ -6,14 +6,26 @@ says what each computes: kernels are held to it, and `upstream` holds it to tran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from hf_vit_accel.families.base import Block, Parts
-from hf_vit_accel.ops import downsample, heads, linear, merger, mlp, norm, patch_embed, positions, project, rope
+from hf_vit_accel.ops import (
+    downsample,
+    heads,
+    linear,
+    linears,
+    merger,
+    mlp,
+    norm,
+    patch_embed,
+    positions,
+    project,
+    rope,
+)
 from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import Context, Operation, Reads, copied, own_forward, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.ops.launch import why_not_triton
@@ -28,6 +40,7 @@ __all__ = [
     "Reads",
     "build",
     "copied",
+    "linears",
     "own_forward",
     "placed_by_accelerate",
     "reasons_replaced",
@@ -73,7 +86,8 @@ class Ops:
 
     tables: rows and positions (T, 2) to cos and sin (T, D). rotate: see `ops.rope`. deepstack: (x, delta) ->
     (x + delta, what the merger makes of it), x possibly in place. finish: the same of the last layer to the rows that
-    the tower returns, and to features where it has a merger. attend_window: see `ops.window_attention`.
+    the tower returns, and to features where it has a merger. attend_window: see `ops.window_attention`. fp8: the same
+    with linears in FP8, where they are asked for and any can be; not_fp8: parts whose linears cannot, and why.
     """
 
     embed: Callable[[Rows], Rows]
@@ -86,6 +100,8 @@ class Ops:
     deepstack: Mapping[int, AddNorm]
     fused: frozenset[str]
     unfused: Mapping[str, str]
+    fp8: Ops | None = None
+    not_fp8: Mapping[str, str] = field(default_factory=dict)
 
 
 def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) -> Ops:
@@ -97,24 +113,41 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         if why is not None:
             unfused[operation.name] = why
     each = {name: iter(operations) for name, operations in made.items()}
-    layers = tuple(_layer(block, each, context) for block in parts.blocks)
+    shapes = [next(each["heads"]) if block.shaped else None for block in parts.blocks]
+    layers = tuple(_layer(block, shape, each, context) for block, shape in zip(parts.blocks, shapes, strict=True))
     embed_norm = None if parts.embed_norm is None else next(each["norms"])
     final_norm = None if parts.final_norm is None else next(each["norms"])
     if parts.final_norm is not None and _autocasts(context):
         final_norm = norm.plain(parts.final_norm, context)  # what it makes is returned: autocast may have it in fp32
-    merge = None if parts.merger is None else next(each["mergers"])
-    return Ops(
+    downsampled = next(each["downsample"], None)
+
+    def ends(mergers: Iterable[Any]) -> dict[str, Any]:
+        merges = iter(mergers)
+        merge = None if parts.merger is None else next(merges)
+        deepstack = dict(zip(parts.deepstack, merges, strict=True))
+        return {"finish": _finish(final_norm, downsampled, merge), "deepstack": deepstack}
+
+    ops = Ops(
         embed=_embed(made["patch_embed"][0], embed_norm),
         add_positions=next(each["positions"], None),
         tables=rope.tables(parts.rotary, context),
         rotate=made["rope"][0],
         attend_window=next(each["window_attention"], None),
         layers=layers,
-        finish=_finish(final_norm, next(each["downsample"], None), merge),
-        deepstack=dict(zip(parts.deepstack, each["mergers"], strict=True)),
+        **ends(made["mergers"]),
         fused=frozenset(context.fused),
         unfused=unfused,
     )
+    if not context.linears:
+        return ops
+    if context.no_linears is not None:
+        return replace(ops, not_fp8={"linears": context.no_linears})
+    not_fp8: dict[str, str] = {}
+    of_layers = zip(parts.blocks, layers, shapes, strict=True)
+    layers = tuple(linears.layer(*one, context, not_fp8) for one in of_layers)
+    of_mergers = zip(parts.mergers(), made["mergers"], strict=True)
+    mergers = [linears.merger(*one, context, not_fp8) for one in of_mergers]
+    return replace(ops, fp8=replace(ops, layers=layers, **ends(mergers)), not_fp8=not_fp8)
 
 
 def _autocasts(context: Context) -> bool:
@@ -122,8 +155,7 @@ def _autocasts(context: Context) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def _layer(block: Block, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:
-    shape = next(each["heads"]) if block.shaped else None
+def _layer(block: Block, shape: Any, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:
     return LayerOps(
         norm1=next(each["norms"]),
         qkv=project.build(block, context, shape),

@@ -20,12 +20,32 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["E4M3", "LARGEST", "dequantize", "dequantize_reference", "fit", "fit_all", "snapshot"]
+__all__ = [
+    "E4M3",
+    "LARGEST",
+    "dequantize",
+    "dequantize_reference",
+    "fit",
+    "fit_all",
+    "fit_one",
+    "largest",
+    "powers",
+    "rounded",
+    "snapshot",
+]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
 _LOWEST_POWER, _HIGHEST_POWER = -50, 25  # of a scale: products of two, divided by a third, are normal in float32
+
+
+def powers(amax: torch.Tensor) -> torch.Tensor:
+    """The largest powers of two, fp32, by which absolute amax fit into e4m3, each by itself."""
+    mantissa, exponent = torch.frexp(amax.float())  # mantissa in [0.5, 1); 448 = 0.875 * 2**9
+    power = torch.where(mantissa > 0.875, 8 - exponent, 9 - exponent).clamp(_LOWEST_POWER, _HIGHEST_POWER)
+    power = torch.where(amax == 0, _HIGHEST_POWER, power)
+    return torch.ldexp(torch.ones_like(amax, dtype=torch.float32), power)
 
 
 def fit(amax_3H: torch.Tensor) -> torch.Tensor:
@@ -35,11 +55,7 @@ def fit(amax_3H: torch.Tensor) -> torch.Tensor:
     attention has one factor for all scores: a head's are the largest that fit, both smaller by half of what that asks.
     (By all of it, one of the two would sink to zero in heads whose scores are 10,000 times smaller than another's.)
     """
-    mantissa, exponent = torch.frexp(amax_3H.float())  # mantissa in [0.5, 1); 448 = 0.875 * 2**9
-    power = torch.where(mantissa > 0.875, 8 - exponent, 9 - exponent).clamp(_LOWEST_POWER, _HIGHEST_POWER)
-    power = torch.where(amax_3H == 0, _HIGHEST_POWER, power)
-    scales_3H = torch.ldexp(torch.ones_like(amax_3H, dtype=torch.float32), power)
-    q_H, k_H, v_H = scales_3H.unbind(-2)
+    q_H, k_H, v_H = powers(amax_3H).unbind(-2)
     product = (q_H * k_H).amin(-1, keepdim=True)
     excess = torch.frexp(q_H * k_H).exponent - torch.frexp(product).exponent
     k_H = torch.ldexp(k_H, -(excess // 2))
@@ -47,7 +63,8 @@ def fit(amax_3H: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _fit(amax):
+def fit_one(amax):
+    """`powers` within a kernel."""
     bits = amax.to(tl.int32, bitcast=True)
     power = 8 - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.minimum(tl.maximum(power, -50), 25)  # as _LOWEST_POWER, _HIGHEST_POWER
@@ -55,12 +72,25 @@ def _fit(amax):
 
 
 @jit
+def largest(x, axis):
+    """The absolute maximum along an axis, within a kernel, without what is not finite."""
+    size = tl.abs(x)
+    return tl.max(tl.where(size < float("inf"), size, 0.0), axis)
+
+
+@jit
+def rounded(x, scale):
+    """Numbers brought to e4m3 within a kernel: too large ones become the largest, as the hardware rounds."""
+    return (x * scale + (x - x)).to(tl.float8e4nv)  # what is not finite becomes NaN: x - x is
+
+
+@jit
 def fit_all(amax, head, HEADS: tl.constexpr):
     """`fit` within a kernel: pointer to amax (3, H) to the scales of q, k and v, and the product of the first two."""
     inside = head < HEADS
-    q = _fit(tl.load(amax + head, mask=inside, other=0.0))
-    k = _fit(tl.load(amax + HEADS + head, mask=inside, other=0.0))
-    v = _fit(tl.load(amax + 2 * HEADS + head, mask=inside, other=0.0))
+    q = fit_one(tl.load(amax + head, mask=inside, other=0.0))
+    k = fit_one(tl.load(amax + HEADS + head, mask=inside, other=0.0))
+    v = fit_one(tl.load(amax + 2 * HEADS + head, mask=inside, other=0.0))
     product = tl.min(tl.where(inside, q * k, float("inf")))
     excess = ((q * k).to(tl.int32, bitcast=True) >> 23) - (product.to(tl.int32, bitcast=True) >> 23)
     k = k * ((127 - (excess >> 1)) << 23).to(tl.float32, bitcast=True)

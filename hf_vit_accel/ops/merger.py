@@ -22,12 +22,12 @@ from hf_vit_accel.ops.mlp_backward import GeluMlp, gelu_mlp
 from hf_vit_accel.ops.norm_backward import norm_of
 from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["OPERATION"]
+__all__ = ["OPERATION", "fused", "layers_of"]
 
 Merge = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
+def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
     """(norm, the modules that follow it), by the names that the families use."""
     if hasattr(merger, "ln_q"):
         return merger.ln_q, list(merger.mlp)
@@ -46,7 +46,7 @@ def _reasons_against(merger: Any, context: Context) -> list[str]:
         return reasons
     if _gated(merger):
         return norms.reasons_against(merger.post_projection_norm, context) + mlps.reasons_against(merger, context)
-    layers = _layers_of(merger)
+    layers = layers_of(merger)
     if layers is None or not hasattr(merger, "hidden_size"):
         return [f"{type(merger).__name__} is not a merger that is known"]
     if isinstance(getattr(merger, "mlp", None), nn.Sequential) and (reasons := context.reasons_replaced(merger.mlp)):
@@ -54,10 +54,11 @@ def _reasons_against(merger: Any, context: Context) -> list[str]:
     return norms.reasons_against(layers[0], context)
 
 
-def _fused(merger: Any, context: Context) -> Merge:
+def fused(merger: Any, context: Context, after: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Merge:
+    """(x, delta) to (x + delta, what the merger makes of it). after: what takes the place of all after its norm."""
     if _gated(merger):
         return _fused_gated(merger, context)
-    norm, rest = _layers_of(merger) or (None, [])
+    norm, rest = layers_of(merger) or (None, [])
     assert norm is not None
     add_norm, width, merged_width = (
         guarded(KERNELS, norms.fused(norm, context)),
@@ -77,8 +78,8 @@ def _fused(merger: Any, context: Context) -> Merge:
         x_ME = normed_TE.view(-1, merged_width)
         if trained is not None:
             return sum_TE.view(x_TE.shape), trained(x_ME, norm=norm_of(normed_TE))
-        for module in rest:
-            x_ME = module(x_ME)
+        for each in rest if after is None else (after,):
+            x_ME = each(x_ME)
         return sum_TE.view(x_TE.shape), x_ME
 
     return merge
@@ -128,7 +129,7 @@ OPERATION = Operation(
     summary="the residual addition before a merger and its normalisation in one kernel",
     subjects=Parts.mergers,
     reasons_against=_reasons_against,
-    fused=_fused,
+    fused=fused,
     plain=_plain,
     guards=True,
 )

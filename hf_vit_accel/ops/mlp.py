@@ -27,7 +27,7 @@ from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.mlp_backward import GeluMlp, SwigluMlp, gelu_mlp, swiglu_mlp
 from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "reasons_against", "routed"]
+__all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "layers_of", "reasons_against", "routed"]
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,7 +58,7 @@ def _activation_of(activation: Any) -> str | None:
         return next(same, None)
 
 
-def _layers_of(mlp: Any) -> tuple[list[Any], Any, Any] | None:
+def layers_of(mlp: Any) -> tuple[list[Any], Any, Any] | None:
     """(products before the activation, activation, product after it), by the names that the families use."""
     for before, activation, after in _NAMES:
         if all(hasattr(mlp, name) for name in (*before, activation, after)):
@@ -76,7 +76,7 @@ _NAMES = (
 
 def reasons_against(mlp: Any, context: Context) -> list[str]:
     """Why a module is not an MLP that is known: two products with an activation between them, or a SwiGLU."""
-    layers = _layers_of(mlp)
+    layers = layers_of(mlp)
     reasons = context.reasons_replaced(mlp)
     if reasons or layers is None:
         return reasons or [f"{type(mlp).__name__} is not an MLP that is known"]
@@ -95,7 +95,7 @@ def reasons_against(mlp: Any, context: Context) -> list[str]:
 
 def fused(mlp: Any, context: Context) -> Apply:
     """Rows to what the MLP makes of them; the activation in a kernel."""
-    before, activation, after = _layers_of(mlp) or ([], None, None)
+    before, activation, after = layers_of(mlp) or ([], None, None)
     assert activation is not None and after is not None
     context.reads.all_of(activation)
     kind, first, limit = activation_of(activation, context), before[0], context.read(mlp, "swiglu_limit")

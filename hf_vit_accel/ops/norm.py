@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2
 
 try:
@@ -30,6 +31,7 @@ __all__ = [
     "pieces",
     "plain",
     "reasons_against",
+    "settings_of",
 ]
 
 
@@ -72,6 +74,7 @@ def _add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     RMS: tl.constexpr,
     SAVE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):
     # total, which may be x, receives x + delta.
     # A row in two pieces, the largest power of two and the rest: 1152 and 1280 leave no lane idle.
@@ -106,8 +109,14 @@ def _add_norm_kernel(
         y2 = x2 * scale * w2 + tl.load(bias + e2, mask=in2, other=0.0).to(tl.float32)
     if SAVE:
         tl.store(statistics + tl.program_id(0), scale)
-    tl.store(out + row + e1, y1.to(dtype))
-    tl.store(out + row + e2, y2.to(dtype), mask=in2)
+    if QUANTIZE:  # the row's scale to `statistics`
+        fits = fit_one(tl.maximum(largest(y1, 0), largest(y2, 0)))
+        tl.store(statistics + tl.program_id(0), 1.0 / fits)
+        tl.store(out + row + e1, rounded(y1, fits))
+        tl.store(out + row + e2, rounded(y2, fits), mask=in2)
+    else:
+        tl.store(out + row + e1, y1.to(dtype))
+        tl.store(out + row + e2, y2.to(dtype), mask=in2)
 
 
 def add_norm_(
@@ -133,13 +142,19 @@ def add_norm_rows(
     eps: float,
     rms: bool,
     statistics_2T: torch.Tensor | None,
+    scales_T1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The normed rows. sum_TE receives x + delta; statistics_2T, if any, one over the deviation, then the mean."""
+    """The normed rows. sum_TE receives x + delta; statistics_2T, if any, one over the deviation, then the mean.
+
+    scales_T1: for rows in e4m3; receives what they are multiplied by to be themselves again.
+    """
     rows, width = x_TE.shape
     assert rms or bias_E is not None
     delta_TE, weight_E = None if delta_TE is None else delta_TE.contiguous(), weight_E.contiguous()
     bias_E = None if bias_E is None else bias_E.contiguous()
-    out_TE = torch.empty_like(x_TE)
+    assert statistics_2T is None or scales_T1 is None
+    out_TE = torch.empty_like(x_TE, dtype=None if scales_T1 is None else E4M3)
+    written = scales_T1 if statistics_2T is None else statistics_2T
     _add_norm_kernel[(rows,)](
         x_TE,
         x_TE if delta_TE is None else delta_TE,
@@ -147,12 +162,13 @@ def add_norm_rows(
         weight_E if bias_E is None else bias_E,
         sum_TE,
         out_TE,
-        x_TE if statistics_2T is None else statistics_2T,
+        x_TE if written is None else written,
         eps,
         **pieces(width),
         HAS_DELTA=delta_TE is not None,
         RMS=rms,
         SAVE=statistics_2T is not None,
+        QUANTIZE=scales_T1 is not None,
         num_warps=4,
     )
     return out_TE
@@ -180,8 +196,7 @@ def reasons_against(norm: Any, context: Context) -> list[str]:
 
 def fused(norm: Any, context: Context) -> AddNorm:
     """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place."""
-    rms = _is_rms(norm)
-    eps: float = context.read(norm, "variance_epsilon" if rms else "eps")
+    rms, eps = settings_of(norm, context)
     if context.reference:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,6 +217,12 @@ def fused(norm: Any, context: Context) -> AddNorm:
             return x_TE, add_norm_(x_TE, delta_TE, norm.weight, None if rms else norm.bias, eps, rms=rms)
 
     return add_norm
+
+
+def settings_of(norm: Any, context: Context) -> tuple[bool, float]:
+    """Whether it is an RMSNorm, and its epsilon."""
+    rms = _is_rms(norm)
+    return rms, context.read(norm, "variance_epsilon" if rms else "eps")
 
 
 def _is_rms(norm: Any) -> bool:

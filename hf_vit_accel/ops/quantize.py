@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all
+from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2
 
 try:
@@ -114,46 +114,6 @@ def center(qkv_T3HD: torch.Tensor, used_1: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _halves(x, here, is_rotated, c, s, mean1, mean2, HALF: tl.constexpr):
-    # Both halves of one head of some rows: rotated, or without their mean.
-    x1 = tl.load(x, mask=here, other=0.0).to(tl.float32)
-    x2 = tl.load(x + HALF, mask=here, other=0.0).to(tl.float32)
-    y1 = tl.where(is_rotated, x1 * c - x2 * s, x1 - mean1)
-    y2 = tl.where(is_rotated, x2 * c + x1 * s, x2 - mean2)
-    return y1, y2
-
-
-@jit
-def _means(center, h, here, j, HEADS: tl.constexpr, HALF: tl.constexpr):
-    here = here & (h < HEADS)
-    mean1 = tl.load(center + 2 * HALF * h + j, mask=here, other=0.0)
-    return mean1, tl.load(center + 2 * HALF * h + HALF + j, mask=here, other=0.0)
-
-
-@jit
-def _larger(largest, y1, y2, counts):
-    size1, size2 = tl.abs(y1), tl.abs(y2)
-    largest = tl.maximum(largest, tl.where(counts & (size1 < float("inf")), size1, 0.0))
-    return tl.maximum(largest, tl.where(counts & (size2 < float("inf")), size2, 0.0))
-
-
-@jit
-def _rounded(y, scale):
-    # What is too large becomes the largest: so the hardware rounds. What is not finite becomes NaN: y - y is.
-    return (y * scale + (y - y)).to(tl.float8e4nv)
-
-
-@jit
-def _store(out, y1, y2, scale, inside, j, DIM: tl.constexpr, PADDED: tl.constexpr):
-    half: tl.constexpr = DIM // 2
-    tl.store(out, _rounded(y1, scale), mask=inside & (j < half))
-    tl.store(out + half, _rounded(y2, scale), mask=inside & (j < half))
-    zeros = tl.zeros(y1.shape, tl.float32).to(tl.float8e4nv)
-    for at in tl.static_range(DIM, PADDED, PADDED // 2):
-        tl.store(out + at, zeros, mask=inside & (j < PADDED - at))
-
-
-@jit
 def _quantize_kernel(
     qkv,
     cos,
@@ -179,12 +139,12 @@ def _quantize_kernel(
     BLOCK_H: tl.constexpr,
 ):
     # A program takes ROWS rows of 4 heads of q, k or v, BLOCK_T at a time, a head as pairs (j, j + DIM / 2). A tile
-    # has as many pairs as its threads load in vectors of 4: so all loads and stores share one layout. The loads of all
-    # 4 heads are under way before anything is stored.
+    # has as many pairs of each head as its threads load in vectors of 4: so all loads and stores share one layout, and
+    # the loads of all 4 heads are under way before anything is stored.
     half: tl.constexpr = DIM // 2
     groups: tl.constexpr = (HEADS + 3) // 4
     part = tl.program_id(1) // groups
-    h = tl.program_id(1) % groups * 4
+    h = tl.program_id(1) % groups * 4 + tl.arange(0, 4)
     head = tl.arange(0, BLOCK_H)
     inside_h = head < HEADS
     if AGAIN:
@@ -217,48 +177,38 @@ def _quantize_kernel(
     else:
         mine = tl.load(scales + part * HEADS + head, mask=inside_h, other=1.0)
 
-    scale0 = tl.sum(tl.where(head == h, mine, 0.0))
-    scale1 = tl.sum(tl.where(head == h + 1, mine, 0.0))
-    scale2 = tl.sum(tl.where(head == h + 2, mine, 0.0))
-    scale3 = tl.sum(tl.where(head == h + 3, mine, 0.0))
-    j = tl.arange(0, PADDED // 2)[None, :]
-    is_mean = (j < half) & (part == 2)
-    low0, high0 = _means(center, h, is_mean, j, HEADS, half)
-    low1, high1 = _means(center, h + 1, is_mean, j, HEADS, half)
-    low2, high2 = _means(center, h + 2, is_mean, j, HEADS, half)
-    low3, high3 = _means(center, h + 3, is_mean, j, HEADS, half)
-    largest0 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
-    largest1 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
-    largest2 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
-    largest3 = tl.zeros((BLOCK_T, PADDED // 2), tl.float32)
+    scale = tl.sum(tl.where(head[None, :] == h[:, None], mine[None, :], 0.0), 1)[None, :, None]
+    heads, j = h[None, :, None], tl.arange(0, PADDED // 2)[None, None, :]
+    real = (j < half) & (heads < HEADS)
     is_rotated, count = part < 2, tl.load(used_rows)
+    mean1 = tl.load(center + DIM * heads + j, mask=real & (part == 2), other=0.0)
+    mean2 = tl.load(center + DIM * heads + half + j, mask=real & (part == 2), other=0.0)
+    found = tl.zeros((BLOCK_T, 4, PADDED // 2), tl.float32)
+    zeros = tl.zeros((BLOCK_T, 4, PADDED // 2), tl.float32).to(tl.float8e4nv)
     for at in tl.range(0, ROWS, BLOCK_T):
-        t = tl.program_id(0) * ROWS + at + tl.arange(0, BLOCK_T)[:, None]
-        inside = t < rows
-        here = inside & (j < half)
+        t = tl.program_id(0) * ROWS + at + tl.arange(0, BLOCK_T)[:, None, None]
+        inside = (t < rows) & (heads < HEADS)
+        here = (t < rows) & real
         table = t.to(tl.int64) * DIM + j
-        c = tl.load(cos + table, mask=here & is_rotated, other=0.0).to(tl.float32)
-        s = tl.load(sin + table, mask=here & is_rotated, other=0.0).to(tl.float32)
-        x = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + h) * DIM + j)
-        a0, b0 = _halves(x, here, is_rotated, c, s, low0, high0, half)
-        a1, b1 = _halves(x + DIM, here & (h + 1 < HEADS), is_rotated, c, s, low1, high1, half)
-        a2, b2 = _halves(x + 2 * DIM, here & (h + 2 < HEADS), is_rotated, c, s, low2, high2, half)
-        a3, b3 = _halves(x + 3 * DIM, here & (h + 3 < HEADS), is_rotated, c, s, low3, high3, half)
+        turns = (t < rows) & (j < half) & is_rotated
+        c = tl.load(cos + table, mask=turns, other=0.0).to(tl.float32)
+        s = tl.load(sin + table, mask=turns, other=0.0).to(tl.float32)
+        source = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + heads) * DIM + j)
+        x1 = tl.load(source, mask=here, other=0.0).to(tl.float32)
+        x2 = tl.load(source + half, mask=here, other=0.0).to(tl.float32)
+        y1 = tl.where(is_rotated, x1 * c - x2 * s, x1 - mean1)
+        y2 = tl.where(is_rotated, x2 * c + x1 * s, x2 - mean2)
         if not AGAIN:
-            largest0 = _larger(largest0, a0, b0, t < count)
-            largest1 = _larger(largest1, a1, b1, t < count)
-            largest2 = _larger(largest2, a2, b2, t < count)
-            largest3 = _larger(largest3, a3, b3, t < count)
-        z = out + ((part * rows + t).to(tl.int64) * HEADS + h) * PADDED + j
-        _store(z, a0, b0, scale0, inside, j, DIM, PADDED)
-        _store(z + PADDED, a1, b1, scale1, inside & (h + 1 < HEADS), j, DIM, PADDED)
-        _store(z + 2 * PADDED, a2, b2, scale2, inside & (h + 2 < HEADS), j, DIM, PADDED)
-        _store(z + 3 * PADDED, a3, b3, scale3, inside & (h + 3 < HEADS), j, DIM, PADDED)
+            size1, size2 = tl.abs(y1), tl.abs(y2)
+            found = tl.maximum(found, tl.where((t < count) & (size1 < float("inf")), size1, 0.0))
+            found = tl.maximum(found, tl.where((t < count) & (size2 < float("inf")), size2, 0.0))
+        target = out + ((part * rows + t).to(tl.int64) * HEADS + heads) * PADDED + j
+        tl.store(target, rounded(y1, scale), mask=here)
+        tl.store(target + half, rounded(y2, scale), mask=here)
+        for after in tl.static_range(DIM, PADDED, PADDED // 2):
+            tl.store(target + after, zeros, mask=inside & (j < PADDED - after))
     if not AGAIN:
-        tl.atomic_max(amax + part * HEADS + h, tl.max(largest0))
-        tl.atomic_max(amax + part * HEADS + h + 1, tl.max(largest1), mask=h + 1 < HEADS)
-        tl.atomic_max(amax + part * HEADS + h + 2, tl.max(largest2), mask=h + 2 < HEADS)
-        tl.atomic_max(amax + part * HEADS + h + 3, tl.max(largest3), mask=h + 3 < HEADS)
+        tl.atomic_max(amax + part * HEADS + h, tl.max(tl.max(found, 2), 0), mask=h < HEADS)
 
 
 def quantize(

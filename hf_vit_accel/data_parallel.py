@@ -1,0 +1,310 @@
+"""One call shared by the ranks of a process group: each encodes a part of the images and frames, all get all features.
+
+Every rank holds the whole tower and is given the same call, as beside a text model under tensor parallelism. All decide
+the same split from the grid. When a rank is through with its share, or has failed, it says so in a header of 512 bytes;
+where all are through, one grouped exchange brings each rank's rows of all outputs, uneven as they are, to all.
+
+With gradients, all ranks must make the same loss of the features. Then each has what its own part of the work adds to
+the gradients of pixels and weights, and their sum over ranks, made once, is what one process would have.
+
+`T` packed patch rows, `P` pixels of a patch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_vit_accel.metadata import Grid
+from hf_vit_accel.passes import Serve
+from hf_vit_accel.ranks import RankError, Ranks
+from hf_vit_accel.route import Spec
+from hf_vit_accel.split import Places, loads, split
+
+__all__ = ["LEAST", "Sharing"]
+
+LEAST = 2048
+"""What sharing must save, in rows, to pay: an exchange takes as long as some hundred rows, and an eager forward no less
+than 2,400 rows do, however few it has (FACTS). TO BE MEASURED."""
+
+_THROUGH, _WHOLE, _FAILED, _OUT_OF_MEMORY = range(4)
+_WORDS, _OUTPUTS, _TEXT = 64, 8, 28
+"""Of a header: its length, how many outputs it can describe (rows, width, dtype), and where its text begins. Before the
+outputs: what became of the share, digests of the call and of how it is served, and how many outputs there are."""
+
+_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+class _WholeError(Exception):
+    """A rank cannot take its share and says why: each encodes everything."""
+
+
+class Sharing:
+    """The calls of one tower that it shares with other ranks; a context around each call, however it ends.
+
+    counts: of calls, by what became of them. unmet: why the last call was not shared, though it would have paid.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.counts = ranks, Counter[str]()
+        self.unmet: list[str] = []
+        self._calls = 0
+        self._due: Places | None = None  # of a call for which the others wait for this rank
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{count} calls {what}" for what, count in self.counts.items())
+        return f"rank {self.ranks.rank} of {self.ranks.size}, {told or 'no calls yet'}"
+
+    def __enter__(self) -> None:
+        self._calls, self._due, self.unmet = self._calls + 1, None, []
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._due is not None and isinstance(error, Exception):
+            status = _OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else _FAILED
+            with suppress(RankError):  # this rank has an error of its own to raise
+                self._tell(status, text=f"{type(error).__name__}: {error}")
+        self._due = None
+
+    def begin(self, grid: Grid, snapshot: Any, checkpoints: Sequence[Any]) -> bool:
+        """Whether a call is shared. All ranks find the same, and from here on wait for one another.
+
+        snapshot: of the tower; checkpoints: of its layers, in a call with gradients.
+        """
+        clips, full = snapshot.geometry.clips, sum(snapshot.full_layers) / len(snapshot.full_layers)
+        shares = split(grid, self.ranks.size, clips=clips, full=full)
+        costs = loads(grid, shares, clips=clips, full=full)
+        self._due = None
+        if sum(costs) - max(costs) < LEAST:
+            self.counts["too small to share"] += 1
+            return False
+        self.unmet = self._reasons_against(snapshot, checkpoints)
+        if self.unmet:
+            return False
+        self._due = Places(grid, shares)
+        return True
+
+    def _reasons_against(self, snapshot: Any, checkpoints: Sequence[Any]) -> list[str]:
+        """What is the same on all ranks."""
+        reasons = ["not shared by ranks: FSDP2 shards layers"] if snapshot.sharded else []
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None:
+            averaged, own = (set(dist.get_process_group_ranks(g)) for g in (ddp.process_group, self.ranks.group))
+            if len(averaged & own) > 1:
+                reasons.append("not shared by ranks: DDP averages gradients over the same ones")
+        if any(each is not None and getattr(each, "keywords", {}).get("use_reentrant", True) for each in checkpoints):
+            reasons.append("not shared by ranks: reentrant checkpoints bring gradients to weights past their sum")
+        return reasons
+
+    def serve(self, serve: Serve, spec: Spec, tower: nn.Module, grid: Grid, pixels_TP: torch.Tensor) -> list[Any]:
+        """All outputs of a call that has begun. Raises what another rank met, as a RankError or an OutOfMemoryError."""
+        places, rank, grad = self._due, self.ranks.rank, spec.request.grad
+        assert places is not None
+        mine, weights = places.grid_of(rank), _trained(tower) if grad else []
+        how = grad, pixels_TP.requires_grad, spec.request.dtype, [tuple(each.shape) for each, _ in weights]
+        try:
+            if grad:
+                token, share_TP, *others = _Share.apply(self, places, pixels_TP, *(weight for weight, _ in weights))
+                with _replaced(weights, others):
+                    outputs = serve(mine, share_TP) if mine else []
+                outputs = list(_Gather.apply(self, how, token, *outputs))
+            else:
+                outputs = serve(mine, places.taken(pixels_TP, rank)) if mine else []
+                outputs = self.gather(how, outputs, pixels_TP.device)
+        except _WholeError as error:
+            self.unmet = [str(error)]
+        if self.unmet:
+            self.counts["encoded by each rank alone"] += 1
+            return serve(grid, pixels_TP)
+        self.counts["shared"] += 1
+        return outputs
+
+    def decline(self, reasons: Sequence[str]) -> None:
+        """Tell the others, if they wait, that this rank takes no share, for it runs the stock way."""
+        if self._due is not None:
+            self.counts["encoded by each rank alone"] += 1
+            with suppress(_WholeError):
+                self._tell(_WHOLE, text="; ".join(reasons))
+
+    def gather(self, how: Any, outputs: list[torch.Tensor], at: torch.device) -> list[torch.Tensor]:
+        """All rows of all outputs, of this rank's. how: what must be the same on all ranks beside the call."""
+        places, rank = self._due, self.ranks.rank
+        assert places is not None and len(outputs) <= _OUTPUTS
+        told = [word for each in outputs for word in (len(each), each.shape[1], _DTYPES.index(each.dtype))]
+        parts = [each.contiguous().view(-1).view(torch.uint8) for each in outputs]
+        mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=at)
+        # What may not fit is allocated before the others hear that this rank is through.
+        room = _room(places, told, rank, rank, at) if told else None
+        headers = self._tell(_THROUGH, how=how, outputs=told)
+        if room is None:
+            filled = max(range(len(headers)), key=lambda each: headers[each][3])
+            room = _room(places, headers[filled][4 : 4 + headers[filled][3]], filled, rank, at)
+        messages, shapes, whole = room
+        by_rank = self.ranks.to_all(mine, messages, when="while features were exchanged")
+        unpacked = [_unpacked(message, each) for message, each in zip(by_rank, shapes, strict=True)]
+        for index, output in enumerate(whole):
+            places.put_together([each[index] for each in unpacked], output)
+        return whole
+
+    def _tell(self, status: int, *, how: Any = None, outputs: Sequence[int] = (), text: str = "") -> list[list[int]]:
+        """Every rank's header, by rank. Raises, the same on all, what any of them tells of."""
+        assert self._due is not None
+        call, self._due = (self._calls, self._due.grid), None  # nobody waits for this rank any more
+        letters = text.encode("ascii", "replace")[: 8 * (_WORDS - _TEXT)].ljust(8 * (_WORDS - _TEXT), b"\0")
+        words = [int.from_bytes(letters[at : at + 8], "little", signed=True) for at in range(0, len(letters), 8)]
+        before = [status, _digest(call), _digest(how), len(outputs), *outputs]
+        header = [*before, *[0] * (_TEXT - len(before)), *words]
+        headers = self.ranks.words(header, when="for word that they are through with their shares")
+
+        if status >= _FAILED:
+            return headers
+        failed = {rank: each for rank, each in enumerate(headers) if each[0] >= _FAILED}
+        if failed:
+            told = "; ".join(f"rank {rank} of the group failed: {_text(each)}" for rank, each in failed.items())
+            memory = all(each[0] == _OUT_OF_MEMORY for each in failed.values())
+            raise torch.OutOfMemoryError(told) if memory else RankError(told)
+        _check_same([each[1] for each in headers], "grid_thw, and as many calls before it")
+        whole = {rank: _text(each) for rank, each in enumerate(headers) if each[0] == _WHOLE}
+        if whole:
+            raise _WholeError("; ".join(f"not shared: rank {rank} of the group: {why}" for rank, why in whole.items()))
+        _check_same([each[2] for each in headers], "gradients, dtype and weights that are trained")
+        return headers
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _text(header: list[int]) -> str:
+    letters = b"".join(word.to_bytes(8, "little", signed=True) for word in header[_TEXT:])
+    return letters.rstrip(b"\0").decode()
+
+
+def _check_same(digests: list[int], what: str) -> None:
+    common = max(digests, key=digests.count)
+    others = [str(rank) for rank, each in enumerate(digests) if each != common]
+    if others:
+        raise RankError(
+            f"expected the same call on every rank ({what}), got another on {', '.join(others)} of the group; give "
+            "all ranks the same images in the same order, or patch with data_parallel=False"
+        )
+
+
+Room = tuple[list[torch.Tensor], list[list[tuple[int, int, torch.dtype]]], list[torch.Tensor]]
+
+
+def _room(places: Places, told: Sequence[int], rank: int, own: int, at: torch.device) -> Room:
+    """Where messages of ranks other than the own go, what each holds, and where outputs are put together.
+
+    told: of the outputs of a rank, in the words of a header.
+    """
+    kinds = [(told[k], told[k + 1], _DTYPES[told[k + 2]]) for k in range(0, len(told), 3)]
+    of = places.rows[rank]
+    shapes = [[(rows * count // of, width, dtype) for count, width, dtype in kinds] for rows in places.rows]
+    sizes = [sum(count * width * dtype.itemsize for count, width, dtype in each) for each in shapes]
+    messages = [torch.empty(0 if r == own else size, dtype=torch.uint8, device=at) for r, size in enumerate(sizes)]
+    whole = [torch.empty(places.total * count // of, width, dtype=dtype, device=at) for count, width, dtype in kinds]
+    return messages, shapes, whole
+
+
+def _unpacked(message: torch.Tensor, shapes: Sequence[tuple[int, int, torch.dtype]]) -> list[torch.Tensor]:
+    """Outputs out of bytes."""
+    views, at = [], 0
+    for rows, width, dtype in shapes:
+        end = at + rows * width * dtype.itemsize
+        views.append(message[at:end].view(dtype).view(rows, width))
+        at = end
+    return views
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+Held = tuple[nn.Parameter, list[tuple[dict[str, Any], str]]]
+"""A parameter, and under which names modules hold it."""
+
+
+def _trained(tower: nn.Module) -> list[Held]:
+    """Every parameter that requires a gradient, once."""
+    found: dict[int, Held] = {}
+    for module in tower.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                found.setdefault(id(parameter), (parameter, []))[1].append((module._parameters, name))
+    return list(found.values())
+
+
+@contextmanager
+def _replaced(weights: Iterable[Held], by: Sequence[Any]) -> Iterator[None]:
+    """Modules hold others in the place of their parameters, in the same memory."""
+    try:
+        for (_, held), other in zip(weights, by, strict=True):
+            for parameters, name in held:
+                parameters[name] = other
+        yield
+    finally:
+        for parameter, held in weights:
+            for parameters, name in held:
+                parameters[name] = parameter
+
+
+class _Share(torch.autograd.Function):
+    """Pixels and weights to a token, the pixels of this rank's share, and the weights; back, the sums over all ranks.
+
+    The token comes back from `_Gather` on every rank, also where there is no share: all take part, in one order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sharing: Sharing, places: Places, pixels_TP: torch.Tensor, *weights: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.ranks, ctx.places = sharing.ranks, places
+        share_TP = places.taken(pixels_TP, sharing.ranks.rank).detach()
+        ctx.like = [(each.shape, each.dtype, each.device) for each in (share_TP, *weights)]
+        if not pixels_TP.requires_grad:
+            ctx.mark_non_differentiable(share_TP)
+        return torch.zeros((), device=pixels_TP.device), share_TP, *(each.detach() for each in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+        ranks, places, (needs_pixels, *needs) = ctx.ranks, ctx.places, ctx.needs_input_grad[2:]
+        dshare_TP, *found = (
+            torch.zeros(shape, dtype=dtype, device=device) if each is None else each
+            for each, (shape, dtype, device) in zip(given, ctx.like, strict=True)
+        )
+        asked = [index for index, need in enumerate(needs) if need]
+        sums = ranks.add_up([found[index] for index in asked], when="while gradients were summed")
+        dweights: list[Any] = [None] * len(needs)
+        for index, total in zip(asked, sums, strict=True):
+            dweights[index] = total
+        dpixels_TP = None
+        if needs_pixels:
+            room = [dshare_TP.new_empty(rows, dshare_TP.shape[1]) for rows in places.rows]
+            by_rank = ranks.to_all(dshare_TP.contiguous(), room, when="while gradients of pixels were exchanged")
+            dpixels_TP = dshare_TP.new_empty(places.total, dshare_TP.shape[1])
+            places.put_together(by_rank, dpixels_TP)
+        return None, None, dpixels_TP, *dweights
+
+
+class _Gather(torch.autograd.Function):
+    """The outputs of this rank's share to all; back, the share's rows of their gradient, which each rank has whole."""
+
+    @staticmethod
+    def forward(ctx: Any, sharing: Sharing, how: Any, token: torch.Tensor, *outputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.places, ctx.rank, ctx.count = sharing._due, sharing.ranks.rank, len(outputs)
+        ctx.token = token.detach()
+        return tuple(sharing.gather(how, list(outputs), token.device))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+        own = [None if each is None else ctx.places.taken(each, ctx.rank) for each in given[: ctx.count]]
+        return None, None, ctx.token, *own

@@ -1,0 +1,130 @@
+"""The ranks that share calls: which group they are, and what they exchange. Nothing here knows towers.
+
+Whatever torch.distributed raises comes out as a `RankError` that says what may be wrong.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "Ranks", "ranks_of"]
+
+
+class RankError(RuntimeError):
+    """In a call that ranks share: another rank failed, made another call, or did not answer in time."""
+
+
+class Ranks:
+    """A process group. Copies share it; what is pickled comes back with the default group, or without any."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.group is dist.group.WORLD,)
+
+    @property
+    def device(self) -> torch.device:
+        """Where words are exchanged: on the host if the group can, so that nobody waits for a GPU."""
+        return torch.device("cpu" if "cpu" in {each.type for each in self.group._device_types} else "cuda")
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which the group gives up."""
+        return float(self.group._get_backend(self.device).options._timeout.total_seconds())
+
+    def words(self, mine: list[int], *, when: str) -> list[list[int]]:
+        """As many int64 words of every rank, by rank. Raises where one has not come within 0.9 of the timeout."""
+        on, limit = self.device, 0.9 * self.timeout
+        found = list(torch.empty(self.size, len(mine), dtype=torch.int64, device=on))
+        begin = time.monotonic()
+        with _told(when):
+            sent = torch.tensor(mine, dtype=torch.int64).to(on)
+            work: Any = dist.all_gather(found, sent, group=self.group, async_op=True)
+            while on.type == "cuda" and not work.is_completed():  # where NCCL itself gives up, it ends the process
+                if time.monotonic() - begin > limit:
+                    raise RuntimeError(f"no answer within {limit:.0f} s")
+            work.wait()
+        told: list[list[int]] = torch.stack(found).tolist()
+        return told
+
+    def to_all(self, mine: torch.Tensor, received: Sequence[torch.Tensor], *, when: str) -> list[torch.Tensor]:
+        """Each rank's tensor on every rank, by rank; received: where the others' go, of whatever sizes.
+
+        One group of sends and receipts, which NCCL runs as one kernel: nothing is padded to the largest.
+        """
+        by_rank = [mine if rank == self.rank else each for rank, each in enumerate(received)]
+        operations = []
+        for rank, each in enumerate(by_rank):
+            if rank != self.rank:
+                operations += [dist.P2POp(dist.isend, mine, group=self.group, group_peer=rank)] * bool(mine.numel())
+                operations += [dist.P2POp(dist.irecv, each, group=self.group, group_peer=rank)] * bool(each.numel())
+        with _told(when):
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        return by_rank
+
+    def add_up(self, tensors: Sequence[torch.Tensor], *, when: str) -> list[torch.Tensor]:
+        """The sum of each over all ranks, by one reduction for each dtype."""
+        summed: dict[int, torch.Tensor] = {}
+        for dtype in sorted({each.dtype for each in tensors}, key=str):
+            of = [index for index, each in enumerate(tensors) if each.dtype == dtype]
+            flat = torch.cat([tensors[index].reshape(-1) for index in of])
+            with _told(when):
+                dist.all_reduce(flat, group=self.group)
+            pieces = flat.split([tensors[index].numel() for index in of])
+            summed |= {index: piece.view(tensors[index].shape) for index, piece in zip(of, pieces, strict=True)}
+        return [summed[index] for index in range(len(tensors))]
+
+
+@contextmanager
+def _told(when: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch.distributed's own are of this class
+        raise RankError(
+            f"the other ranks could not be reached {when}: {error}. All must make the same calls: one that died, "
+            "raised before it came to its tower, or skipped a call keeps the others waiting"
+        ) from error
+
+
+def _unpickled(default: bool) -> Ranks | None:
+    if default and dist.is_available() and dist.is_initialized():
+        return ranks_of(True)
+    warnings.warn(
+        "a process group cannot be pickled, so calls are no longer shared by ranks; patch again with data_parallel",
+        stacklevel=2,
+    )
+    return None
+
+
+def ranks_of(wanted: Any) -> Ranks | None:
+    """The ranks that `patch(data_parallel=...)` means; None for none, or this one alone. ValueError for no group."""
+    if wanted is False:
+        return None
+    expected = "expected data_parallel to be False, True, a process group or a device mesh of one dimension"
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            f"{expected}, with torch.distributed initialised; call init_process_group first, under torchrun"
+        )
+    group: Any = dist.group.WORLD if wanted is True else wanted
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(f"{expected}, got a mesh of {group.ndim}; pass one of them, such as mesh['tp']")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"{expected}, got {wanted!r}")
+    ranks = Ranks(group)
+    return ranks if ranks.size > 1 else None

@@ -1,0 +1,354 @@
+"""Equal images and videos encoded once: those of one call, and with `across_calls` those of earlier calls, too.
+
+An item is an image or a video. Its fingerprint is made on the device and read together with `grid_thw`, in the one host
+sync of a call. Features of earlier calls serve while the weights are what they were, by a fingerprint of all that they
+hold: version counters do not see what is written through `.data`, as adapters are merged and some optimisers write.
+
+`T` packed patch rows, `P` pixels of a patch, `W` 32-bit words of them, `N` items.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from hf_vit_accel import guard
+from hf_vit_accel.config import Settings
+from hf_vit_accel.env import KERNELS, LRU, guarded
+from hf_vit_accel.guard import Snapshot, Weights
+from hf_vit_accel.metadata import Grid, to_device
+from hf_vit_accel.ops import why_not_triton
+from hf_vit_accel.ops.fingerprint import (
+    CHUNK,
+    draw_keys,
+    hash_items,
+    hash_items_reference,
+    hash_memory,
+    hash_memory_reference,
+    words_of,
+)
+from hf_vit_accel.route import Spec
+from hf_vit_accel.scales import settle
+
+__all__ = ["Marks", "Reuse", "ReuseStatus"]
+
+Serve = Callable[[Grid, torch.Tensor], list[torch.Tensor]]
+"""(grid, pixels (T, P)) of whole items to their outputs."""
+
+
+class Memory:
+    """Where a tower's parameters and buffers lie, cut into rows of words, for a fingerprint of all that they hold.
+
+    form: another object whenever shapes or dtypes are others. reasons: why they cannot be read as words.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], weights: Weights, layout: list[Any], former: Memory | None) -> None:
+        self.weights, self.layout = weights, layout
+        self.form: object = former.form if former is not None and former.layout[1:] == layout[1:] else object()
+        self.reasons: list[str] = []
+        starts = np.array(list(map(torch.Tensor.data_ptr, tensors)), dtype=np.int64)
+        nbytes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+        if not all(map(torch.Tensor.is_contiguous, tensors)) or (starts % 4).any() or (nbytes % 4).any():
+            self.reasons.append("a parameter is not contiguous, or does not lie in whole words of memory")
+            return
+        words = nbytes // 4
+        rows = -(-words // CHUNK)
+        within = np.concatenate([np.arange(each) for each in rows])
+        arrays = {
+            "addresses": np.repeat(starts, rows) + within * (4 * CHUNK),
+            "counts": np.minimum(np.repeat(words, rows) - within * CHUNK, CHUNK),
+        }
+        device = tensors[0].device
+        if any(tensor.device != device for tensor in tensors):
+            self.reasons.append("parameters or buffers are on several devices")
+            return
+        if former is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)  # another stream may read the former tables
+        self.tables = to_device(arrays, device)
+        settle(device)
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor], weights: Weights, snapshot: Snapshot, former: Memory | None) -> Memory:
+        """That of parameters and buffers; the former one while they lie where they did, with shapes as they were.
+
+        weights: another object when parameters have moved.
+        """
+        buffers = list(map(torch.Tensor.data_ptr, tensors[weights.count :]))
+        layout = [buffers, *(list(map(read, tensors)) for read in _FORM)]
+        if former is not None and former.weights is weights and former.layout == layout:
+            return former
+        memory = cls(tensors, weights, layout, former)
+        if snapshot.loose():
+            memory.reasons.append("a module holds a tensor that is neither parameter nor buffer")
+        return memory
+
+
+_FORM: Any = torch.Tensor.is_contiguous, torch.Tensor.numel, torch.Tensor.stride, attrgetter("dtype")
+"""What tells that contiguous tensors have the shapes and dtypes that they had."""
+
+
+# --- what is handed out -----------------------------------------------------------------------------------------------
+
+
+class _HandOut(torch.autograd.Function):
+    """Pieces of rows (of sizes `sizes`), each to where the call has its item; gradients of copies are added up in fp32.
+
+    order: for each item of the call, which piece is its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sizes: list[int], order: list[int]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sizes, ctx.order = sizes, order
+        pieces = rows.split(sizes)
+        return torch.cat([pieces[index] for index in order])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        copies: list[list[torch.Tensor]] = [[] for _ in ctx.sizes]
+        for index, piece in zip(ctx.order, grad.split([ctx.sizes[index] for index in ctx.order]), strict=True):
+            copies[index].append(piece)
+        sums: list[Any] = [None] * len(copies)
+        for count in set(map(len, copies)):  # items of as many copies at once: each as one sum, rounded once
+            chosen = [index for index, each in enumerate(copies) if len(each) == count]
+            added = torch.cat([copies[index][copy] for copy in range(count) for index in chosen])
+            added = added.unflatten(0, (count, -1)).sum(0) if count > 1 else added
+            for index, piece in zip(chosen, added.split([ctx.sizes[index] for index in chosen]), strict=True):
+                sums[index] = piece
+        return torch.cat(sums), None, None
+
+
+# --- a tower's --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """What is known of a call's items before it is served. prints: of each, None where they were not asked for.
+
+    weights: what tells the weights, None where nothing is kept for later calls. unmet: why less than what was asked
+    for is reused.
+    """
+
+    prints: tuple[tuple[int, int], ...] | None = None
+    weights: Any = None
+    unmet: list[str] = field(default_factory=list)
+
+    def distinct(self, grid: Grid) -> Grid:
+        """A call's grid without copies."""
+        prints = self.prints
+        return grid if prints is None else tuple(each for _, each in dict.fromkeys(zip(prints, grid, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReuseStatus:
+    """What was reused. items: images and videos of calls that were looked through; encoded: those that were encoded;
+    hits: those whose features came from earlier calls; the others were copies of another in their call.
+
+    held, nbytes: items whose features are kept now, and device memory that they take.
+    """
+
+    items: int
+    encoded: int
+    hits: int
+    held: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        copies = self.items - self.encoded - self.hits
+        return (
+            f"  reuse      {self.items} items: {self.encoded} encoded, {copies} copies, {self.hits} from earlier "
+            f"calls; {self.held} held ({self.nbytes / 2**20:.0f} MiB)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """One item's outputs. stream, ready: where they were made, and when; None but on CUDA."""
+
+    outputs: list[torch.Tensor]
+    stream: Any
+    ready: Any
+
+    def taken(self) -> list[torch.Tensor]:
+        """The outputs, for work on the current stream."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.outputs[0].device)
+            if stream != self.stream:
+                stream.wait_event(self.ready)
+                for output in self.outputs:
+                    output.record_stream(stream)  # it may go while this stream still reads it
+        return self.outputs
+
+
+class Reuse:
+    """What one tower has encoded, and what of it is kept."""
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.reuse is not None
+        self.settings, self.config = settings, settings.reuse
+        self._items = self._encoded = self._hits = 0
+        self._keys: LRU[torch.Tensor] = LRU(entries=16, cost=1 << 24)  # by device and words
+        self._kept: LRU[_Kept] = LRU(entries=1 << 20, cost=int(self.config.gigabytes * 1e9))
+        self._memory: Memory | None = None
+
+    def status(self) -> ReuseStatus:
+        """What happened so far."""
+        counts = dict(items=self._items, encoded=self._encoded, hits=self._hits)
+        return ReuseStatus(**counts, held=len(self._kept), nbytes=self._kept.held)
+
+    def close(self) -> None:
+        """Drop all that is kept."""
+        self._kept.clear()
+        self._keys.clear()
+        self._memory = None
+
+    def look(
+        self,
+        snapshot: Snapshot,
+        parameters: list[nn.Parameter],
+        weights: Weights,
+        no_kernels: str | None,
+        pixels_TP: torch.Tensor,
+        grid_N3: torch.Tensor,
+    ) -> tuple[list[list[int]], Marks]:
+        """The grid on the host, and in the same sync what tells its items and the weights.
+
+        no_kernels: why kernels are not tried. The grid may be any: nothing is known of it yet.
+        """
+        trains = torch.is_grad_enabled()
+        grad = trains and bool(snapshot.foreign or pixels_TP.requires_grad or snapshot.trained(parameters))
+        if (trains and pixels_TP.requires_grad) or guard.reasons_untraceable() or pixels_TP.is_meta:
+            return grid_N3.tolist(), Marks()  # a copy's pixels have a gradient of their own
+        if snapshot.foreign and snapshot.training():
+            return grid_N3.tolist(), Marks(unmet=[f"{snapshot.foreign}, and may be random in training"])
+        unmet: list[str] = []
+        tensors: list[torch.Tensor] = []
+        if across := self.config.across_calls and not grad:
+            unmet += self._reasons_against_keeping(snapshot, weights)
+            if not unmet:
+                tensors = [*parameters, *snapshot.buffers()]
+                self._memory = memory = Memory.of(tensors, weights, snapshot, self._memory)
+                unmet += memory.reasons
+            across = not unmet and tensors[0].device == pixels_TP.device
+        rows = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
+        distinct = len(grid_N3) < 2 or (rows is not None and len(set(map(tuple, rows))) == len(rows))
+        if not pixels_TP.numel() or not len(grid_N3) or (distinct and not across):
+            return rows or grid_N3.tolist(), Marks(unmet=unmet)
+        device = pixels_TP.device
+        kernels = no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
+        hashes: tuple[Any, Any] = hash_items_reference, hash_memory_reference
+        if kernels:
+            hashes = guarded(KERNELS, hash_items), guarded(KERNELS, hash_memory)
+        words_TW = words_of(pixels_TP)
+        found = torch.zeros(5 * len(grid_N3) + 2, dtype=torch.int64, device=device)
+        grid_N3 = grid_N3.to(device, torch.int64, non_blocking=True).contiguous()
+        hashes[0](words_TW, grid_N3, self._keys_for(words_TW.shape[1], device), found)
+        if across:
+            hashes[1](tensors, memory.tables, self._keys_for(CHUNK, device), found[-2:])
+        *items, low, high = found.tolist()
+        items_N5 = [items[start : start + 5] for start in range(0, len(items), 5)]
+        marks = Marks(
+            prints=tuple((low, high) for frames, *_, low, high in items_N5 if frames),  # others pad a batch
+            weights=(low, high, memory.form, pixels_TP.dtype) if across else None,
+            unmet=unmet,
+        )
+        return [item[:3] for item in items_N5] if rows is None else rows, marks
+
+    def _keys_for(self, words: int, device: torch.device) -> torch.Tensor:
+        def make() -> tuple[torch.Tensor, int]:
+            keys_LK = draw_keys(words, device)
+            settle(device)
+            return keys_LK, 0
+
+        return self._keys.get((words, device), make)
+
+    def _reasons_against_keeping(self, snapshot: Snapshot, weights: Weights) -> list[str]:
+        """Why features cannot serve later calls: something else than what the weights hold may decide them."""
+        reasons = [f"{snapshot.foreign}, and might act otherwise at a later call"] if snapshot.foreign else []
+        if self.settings.score_mod is not None:
+            reasons.append("a score_mod may read what changes between calls")
+        if snapshot.sharded or snapshot.offloaded or weights.pointers is None:
+            reasons.append("weights are sharded, offloaded or of a class of their own, and cannot be told from others")
+        return reasons
+
+    def serve(self, serve: Serve, spec: Spec, marks: Marks, grid: Grid, pixels_TP: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs of a call, of which only what is new and no copy is encoded, by `serve`, all at once."""
+        if marks.prints is None:
+            return serve(grid, pixels_TP)
+        keys = list(zip(marks.prints, grid, strict=True))
+        first = {key: index for index, key in reversed(list(enumerate(keys)))}
+        distinct = sorted(first, key=first.__getitem__)
+        known: dict[Any, list[torch.Tensor]] = {}
+        owner: Any = None
+        if marks.weights is not None and not spec.request.grad:
+            owner = weakref.ref(spec), marks.weights, _numerics()
+            found = {key: self._kept.find((owner, key)) for key in distinct}
+            known = {key: kept.taken() for key, kept in found.items() if kept is not None}
+        missing = [key for key in distinct if key not in known]
+        whole = len(missing) == len(keys)
+        fresh = serve(grid, pixels_TP) if whole else self._encode(serve, keys, first, missing, pixels_TP)
+        patches = [t * h * w for _, (t, h, w) in missing]
+        sizes = [[each * len(rows) // sum(patches) for each in patches] for rows in fresh]
+        if owner is None and not whole:
+            place = {key: index for index, key in enumerate(missing)}
+            order = [place[key] for key in keys]
+            outputs = [_HandOut.apply(*each, order) for each in zip(fresh, sizes, strict=True)]
+        elif owner is None:
+            outputs = fresh
+        else:
+            split = (rows.split(each) for rows, each in zip(fresh, sizes, strict=True))
+            pieces = known | dict(zip(missing, map(list, zip(*split, strict=True)), strict=True))
+            outputs = fresh if whole else [torch.cat(each) for each in zip(*(pieces[key] for key in keys), strict=True)]
+            self._keep({(owner, key): pieces[key] for key in missing})
+        self._items, self._encoded = self._items + len(keys), self._encoded + len(missing)
+        self._hits += sum(key in known for key in keys)
+        return outputs
+
+    def _encode(
+        self, serve: Serve, keys: list[Any], first: dict[Any, int], missing: list[Any], pixels_TP: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The outputs of items that are part of a call; none if there are none."""
+        if not missing:
+            return []
+        pieces = pixels_TP.split([t * h * w for _, (t, h, w) in keys])
+        chosen = [pieces[first[key]] for key in missing]
+        return serve(tuple(entry for _, entry in missing), torch.cat(chosen) if len(chosen) > 1 else chosen[0])
+
+    def _keep(self, fresh: dict[Any, list[torch.Tensor]]) -> None:
+        """Copies, since whoever gets an output may write to it; of no kind that gradients would refuse later."""
+        stream = ready = None
+        kept = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for key, outputs in fresh.items():
+                if sum(output.nbytes for output in outputs) <= self._kept.cost:
+                    kept[key] = [output.clone() for output in outputs]
+        device = next((output.device for outputs in kept.values() for output in outputs), None)
+        if device is not None and device.type == "cuda":
+            stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()
+            ready.record(stream)
+        for key, outputs in kept.items():
+            cost = sum(output.nbytes for output in outputs)
+            self._kept.keep(key, _Kept(outputs=outputs, stream=stream, ready=ready), cost)
+
+
+def _numerics() -> tuple[Any, ...]:
+    """What of torch's state decides how numbers are rounded."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )

@@ -1,0 +1,249 @@
+"""A caption is of the picture that is there now, and of what is asked of it now; how else a run or a merge misleads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import types
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from caption_cli import (
+    EXAMPLES,
+    batch_caption,
+    call,
+    caption,
+    captions_in,
+    draw,
+    encode,
+    lines,
+    load_once,
+    put,
+    texts,
+    words,
+    write_tar,
+)
+from captioning import sources
+from captioning.journal import Journal
+from captioning.plan import make_plan
+from captioning.sources import Item, checksum
+from PIL import Image
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_caption, "load_model", load_once)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    put(tmp_path / "photos", "a.png", "b.png", "0/c.png")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "captions"
+
+
+FIRST, SECOND = (draw(seed)[0].resize((160, 160), Image.Resampling.NEAREST) for seed in (0, 1))
+"""Two scenes that are equally large in a format without compression."""
+
+
+def as_file(folder: Path, image: Image.Image) -> str:
+    (folder / "x.bmp").write_bytes(encode(image, "BMP"))
+    return str(folder / "x.bmp")
+
+
+def as_member(folder: Path, image: Image.Image) -> str:
+    return str(write_tar(folder / "x.tar", ("x.bmp", encode(image, "BMP"))))
+
+
+def as_row(folder: Path, image: Image.Image) -> str:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"image": [encode(image, "BMP")]})
+    pq.write_table(table, folder / "x.parquet", compression="none", use_dictionary=False, write_statistics=False)
+    return str(folder / "x.parquet")
+
+
+def as_row_that_names_a_file(folder: Path, image: Image.Image) -> str:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    as_file(folder, image)
+    if not (folder / "x.parquet").exists():
+        pq.write_table(pa.table({"image": ["x.bmp"]}), folder / "x.parquet")
+    return str(folder / "x.parquet")
+
+
+class Rows:
+    """Stands in for a `Dataset` of the `datasets` library."""
+
+    column_names = ("image",)
+    features: Any = {}  # noqa: RUF012
+
+    def __init__(self, data: list[bytes], fingerprint: str | None) -> None:
+        self.data, self._fingerprint = data, fingerprint
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": {"bytes": self.data[index], "path": None}}
+
+
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the stand-in of the `datasets` library loads."""
+    loads: dict[str, Any] = {}
+    stub: Any = types.ModuleType("datasets")
+    stub.load_dataset = lambda name, split: loads[split]
+    stub.load_from_disk = lambda name: loads
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    return loads
+
+
+KINDS = {"file": as_file, "member": as_member, "row": as_row, "row that names a file": as_row_that_names_a_file}
+
+
+def anew() -> None:
+    """Another run is another process."""
+    for cached in (sources._parquet, sources._row_group, sources._dataset):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dataset", "dataset without a fingerprint"])
+def test_another_picture_of_the_same_name_and_size_is_captioned_anew(
+    tmp_path: Path, output: Path, kind: str, datasets: dict[str, Any]
+) -> None:
+    def write(image: Image.Image) -> str:
+        anew()
+        if kind in KINDS:
+            return KINDS[kind](tmp_path, image)
+        data = encode(image, "BMP")
+        datasets["train"] = Rows([data], checksum(BytesIO(data)) if kind == "dataset" else None)
+        return "dataset:org/name"
+
+    place = write(FIRST)
+    assert "1 of them to caption" in words(caption(place, output))
+    before = next(iter(captions_in(output).values()))
+    assert "0 of them to caption" in words(caption(place, output))
+    size = sum(path.stat().st_size for path in tmp_path.glob("x.*"))
+    write(SECOND)
+    assert sum(path.stat().st_size for path in tmp_path.glob("x.*")) == size
+    # Merged before it is captioned anew, nothing is paired with a caption of another picture.
+    done = call("merge", output, tmp_path / "out.tar")
+    assert done.exit_code == 1 and "1 pictures are not in" in words(done) and not (tmp_path / "out.tar").exists()
+    if kind == "file":
+        assert call("merge", output, tmp_path).exit_code == 1 and not texts(tmp_path, "x.txt")
+    told = words(caption(place, output))
+    assert "1 of them to caption" in told and "1 captions hold no more" in told
+    after = next(iter(captions_in(output).values()))
+    assert after != before and len(list(Journal(output).records())) == 1
+    assert [line["caption"] for line in lines(output / "superseded.jsonl")] == [before]
+    assert call("merge", output, tmp_path / "out.tar").exit_code == 0
+    assert "0 of them to caption" in words(caption(place, output))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_is_read_once_and_captioned_no_more(
+    tmp_path: Path, output: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = KINDS[kind](tmp_path, FIRST)
+    caption(place, output)
+    os.utime(place, (1, 1))
+    anew()
+    assert "1 items, 0 of them to caption" in words(caption(place, output))
+    assert "hold no more" not in words(caption(place, output)) and not (output / "superseded.jsonl").exists()
+    if kind != "row that names a file":  # whose own time tells nothing
+        monkeypatch.setattr("captioning.plan.checksum", lambda file: pytest.fail("read again"))
+    assert "1 items, 0 of them to caption" in words(caption(place, output))
+
+
+def test_another_column_is_another_picture(tmp_path: Path, output: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    scenes = {name: draw(seed) for seed, name in enumerate(("image", "thumb"))}
+    pq.write_table(pa.table({name: [encode(image)] for name, (image, _) in scenes.items()}), tmp_path / "t.parquet")
+    for name, (_, expected) in scenes.items():
+        assert "1 of them to caption" in words(caption(tmp_path / "t.parquet", output, f"--column={name}"))
+        assert list(captions_in(output).values()) == [expected]
+
+
+def test_a_prompt_that_names_another_text_now_is_asked_anew(photos: Path, output: Path) -> None:
+    for name in ("a", "b", "0/c"):
+        (photos / f"{name}.txt").write_text("picture")
+    asked = dict(prompt="describe this {txt} .")
+    caption(photos, output, **asked)
+    assert "0 of them to caption" in words(caption(photos, output, **asked))
+    (photos / "a.txt").write_text("video")
+    (photos / "b.txt").unlink()  # what was asked with it stays
+    told = words(caption(photos, output, **asked))
+    assert "3 items, 1 of them to caption" in told and "1 captions hold no more" in told
+    found = {record.key: record.asked for record in Journal(output).merged()}
+    assert found == {name: f"describe this {'video' if name[0] == 'a' else 'picture'} ." for name in found}
+    assert len(found) == 3
+
+
+def test_what_cannot_be_read_now_keeps_its_caption(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caption(photos, output)
+    records, times = list(Journal(output).records()), (1, 1)
+    os.utime(photos / "a.png", times)
+    (item,) = [Item(key="a.png", file=str(photos / "a.png"))]
+
+    def fail(item: Item) -> None:
+        raise PermissionError("not today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("captioning.plan.open_item", fail)
+        plan = make_plan([item], [records[0].prompt], records)
+    assert not plan.tasks and not plan.stale and not plan.stamps  # nor is it taken for seen
+    assert make_plan([item], [records[0].prompt], records).stamps.keys() == {"a.png"}
+
+
+def test_a_dataset_is_the_same_however_it_is_spelt(
+    tmp_path: Path, output: Path, datasets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sets" / "ds").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    datasets["train"] = Rows([encode(draw(0)[0]), encode(draw(1)[0])], "f")
+    anew()
+    assert caption("dataset:sets/ds", output).exit_code == 0
+    for other in ("dataset:sets/ds/", f"dataset:{tmp_path}/sets/ds", "dataset:./sets/../sets/ds"):
+        assert "2 items, 0 of them to caption" in words(caption(other, output)), other
+    monkeypatch.chdir(tmp_path / "sets")  # and merged from anywhere
+    assert call("merge", output, tmp_path / "out.tar").exit_code == 0
+    assert "dataset:ds has no split val; it has train" in words(caption("dataset:ds", output, "--split=val"))
+
+
+def test_shards_of_an_earlier_merge_are_told(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    names = tmp_path / "x-%d.tar"
+    assert call("merge", output, names, "--shard-size=1").exit_code == 0
+    done = call("merge", output, names)
+    assert done.exit_code == 1 and "x-1.tar: it is of an earlier merge" in words(done)
+    for name in ("x-1.tar", "x-2.tar"):
+        (tmp_path / name).unlink()
+    assert call("merge", output, names).exit_code == 0
+
+
+def test_pixel_limits_that_cross_are_not_the_models_fault(photos: Path, output: Path) -> None:
+    told = words(caption(photos, output, "--min-pixels=100000", "--max-pixels=1000"))
+    assert "Invalid value for --min-pixels: --min-pixels 100000 is above --max-pixels 1000" in told
+
+
+def test_ctrl_c_while_it_starts_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "accelerate.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, str(EXAMPLES / "batch_caption.py"), "caption", "photos", "--output=o", "--demo"]
+    run = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert run.stdout is not None and run.stdout.readline() == "importing\n"
+    run.send_signal(signal.SIGINT)
+    assert run.communicate(timeout=60)[0].strip() == "stopped before anything was begun" and run.returncode == 130

@@ -1,0 +1,357 @@
+"""`max_rows`: what is cut between frames equals what is not, takes a pass's memory, and survives memory running out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from standins import SMALL
+from standins import patch as patch_with_graphs
+from test_families import CLASSES, GRIDS, build, run, trained
+from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_vit_accel
+from hf_vit_accel import passes, route
+from hf_vit_accel import tower as tower_module
+from hf_vit_accel.passes import FREE, NEVER, Passes, cut, rows_of
+from hf_vit_accel.tower import state_of
+
+Grid = list[tuple[int, int, int]]
+VIDEO: Grid = [(1, 4, 6), (7, 4, 4), (1, 2, 18)]
+
+
+def status_of(model: Any) -> Any:
+    return hf_vit_accel.status(model).towers[0]
+
+
+def drawn(generator: random.Random) -> Grid:
+    """Images and videos of a few sizes; at most 1,100 rows."""
+    sizes = [2 * generator.randint(1, 5) for _ in range(4)]
+    entries = range(generator.randint(1, 5))
+    return [(generator.choice((1, 1, 2, 5)), generator.choice(sizes), generator.choice(sizes)) for _ in entries]
+
+
+# --- where a call is cut ----------------------------------------------------------------------------------------------
+
+
+def frames_of(grid: Any, *, clips: bool = False) -> list[tuple[int, int, int]]:
+    """What is never cut, in order."""
+    return list(grid) if clips else [(1, h, w) for t, h, w in grid for _ in range(t)]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_passes_hold_all_frames_in_order_within_bounds_and_are_as_few_as_can_be(clips: bool) -> None:
+    generator = random.Random(0)
+    for _ in range(2000):
+        grid = tuple(drawn(generator))
+        most = generator.randint(1, rows_of(grid) + 5)
+        found = cut(grid, most, clips=clips)
+        units = frames_of(grid, clips=clips)
+        assert [unit for each in found for unit in frames_of(each, clips=clips)] == units
+        assert all(rows_of(each) <= most or len(frames_of(each, clips=clips)) == 1 for each in found)
+        fewest, room = 0, -1  # whatever is cut in order needs as many as one that fills each pass
+        for unit in units:
+            room -= rows_of((unit,))
+            if room < 0:
+                fewest, room = fewest + 1, most - rows_of((unit,))
+        assert len(found) == fewest
+
+
+def test_a_video_is_cut_into_passes_of_two_lengths_at_most() -> None:
+    for frames in range(1, 90):
+        lengths = [rows_of(each) // 2304 for each in cut(((frames, 36, 64),), FREE, clips=False)]
+        assert len(set(lengths)) <= 2 and max(lengths) <= FREE // 2304 == 12 and sum(lengths) == frames
+    assert [t for ((t, _, _),) in cut(((64, 36, 64),), FREE, clips=False)] == [11, 11, 11, 11, 11, 9]
+
+
+def test_a_frame_or_a_clip_is_never_cut() -> None:
+    page = (1, 136, 106)
+    assert cut((page, page), 4096, clips=False) == ((page,), (page,))
+    assert cut(((4, 4, 4), (2, 4, 4)), 40, clips=True) == (((4, 4, 4),), ((2, 4, 4),))
+    assert cut(((4, 4, 4), (2, 4, 4)), 40, clips=False) == (((2, 4, 4),), ((2, 4, 4),), ((2, 4, 4),))
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "device", "grad", "sharded", "most"),
+    [
+        ("auto", CUDA, False, False, FREE),
+        ("auto", CUDA, True, False, NEVER),
+        ("auto", CPU, False, False, None),
+        ("auto", CUDA, False, True, None),
+        (None, CUDA, False, False, None),
+        (100, CPU, True, False, 100),
+        (100, CUDA, False, True, None),
+    ],
+)
+def test_from_how_many_rows_on(max_rows: Any, device: Any, grad: bool, sharded: bool, most: int | None) -> None:
+    assert Passes(max_rows).most(device, grad=grad, sharded=sharded) == most
+
+
+@pytest.mark.parametrize("max_rows", [0, -1, 1.5, True, "all"])
+def test_what_is_no_number_of_rows(max_rows: Any) -> None:
+    model = TINY["qwen2_vl"].build()
+    with pytest.raises(ValueError, match="expected max_rows, unless 'auto' or None, to be an integer of at least 1"):
+        hf_vit_accel.patch(model, max_rows=max_rows)
+    assert state_of(tower_of(model)) is None
+
+
+# --- what is cut equals what is not -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_random_cuts_equal_one_pass(family: str) -> None:
+    """70 of each family; rounding is that of products over other numbers of rows."""
+    tower, generator = tower_of(TINY[family].build()), random.Random(0)
+    grids = [drawn(generator) for _ in range(70)]
+    hf_vit_accel.patch(tower, strict=True)
+    expected = [run_tower(tower, grid) for grid in grids]
+    for grid, outputs in zip(grids, expected, strict=True):
+        hf_vit_accel.patch(tower, strict=True, max_rows=generator.randint(1, rows_of(grid)))
+        assert_close(run_tower(tower, grid), outputs, 2e-6)
+        assert status_of(tower).calls == 1 and not status_of(tower).fallbacks
+
+
+@pytest.mark.parametrize("each", CLASSES, ids=lambda each: each[2])
+def test_every_tower_in_passes_equals_one_pass_with_its_gradients(each: Any) -> None:
+    tower, grid = build(*each), GRIDS[1]
+    hf_vit_accel.patch(tower, strict=True)
+    expected, (outputs, gradients) = run(tower, grid), trained(tower, grid)
+    hf_vit_accel.patch(tower, strict=True, max_rows=50)
+    assert_close(run(tower, grid), expected)
+    found, ours = trained(tower, grid)
+    assert_close(found, outputs)
+    assert max(map(relative_error, ours, gradients)) < 1e-5
+    told = f"2 calls in {2 * len(cut(tuple(grid), 50, clips=False))} passes"
+    assert status_of(tower).passes == told and status_of(tower).calls == 2
+    assert f"  passes     {told}" in str(hf_vit_accel.status(tower))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_passes_over_checkpointed_layers(reentrant: bool) -> None:
+    tower = build(*next(each for each in CLASSES if each[0].name == "qwen3_vl"))
+    expected, gradients = trained(tower, GRIDS[1])
+    hf_vit_accel.patch(tower.train(), strict=True, max_rows=50)
+    checkpoint_layers(tower, reentrant=reentrant)
+    if not reentrant:
+        found, ours = trained(tower, GRIDS[1])
+        assert_close(found, expected)
+        assert max(map(relative_error, ours, gradients)) < 1e-4
+        return
+    outputs = hold(tower, GRIDS[1])
+    sum(each.square().sum() for each in outputs).backward()  # which alone knows reentrant checkpoints
+    found = [parameter.grad for parameter in tower.parameters()]
+    hf_vit_accel.unpatch(tower.zero_grad() or tower.eval())
+    sum(each.square().sum() for each in hold(tower, GRIDS[1])).backward()
+    assert max(relative_error(f, p.grad) for f, p in zip(found, tower.parameters(), strict=True)) < 1e-4
+
+
+def hold(tower: Any, grid: Grid) -> list[torch.Tensor]:
+    output = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid))
+    return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
+
+
+def test_fused_and_replayed_passes(references: Any, on_cpu: Any) -> None:
+    """Of a call that is cut, passes of one size share a graph; kernels are their references, buffers poisoned."""
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        model = TINY[family].build()
+        grid = [(8, 8, 8), (1, 4, 6)]
+        expected = run_tower(tower_of(model), grid)
+        graphs = patch_with_graphs(model, SMALL, max_rows=128, strict=True)
+        assert_close(run_tower(tower_of(model), grid), expected)
+        assert graphs.status().replays == 5 and not graphs.status().eager
+        assert graphs.status().captures <= 3, "of passes of two lengths, and of the image"
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+class Made(TorchDispatchMode):
+    """The largest number of rows that anything has which is made."""
+
+    rows = 0
+    allocated: frozenset[int] = frozenset()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        view = isinstance(made, torch.Tensor) and any(
+            isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+            for a in args
+        )
+        if isinstance(made, torch.Tensor) and made.dim() and not view and "new_empty" not in func.name():
+            self.rows = max(self.rows, made.shape[0])
+        return made
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_nothing_but_the_outputs_is_larger_than_a_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything laid out for the whole call, or kept for it."""
+    tower, grid, laid_out, lay_out = tower_of(TINY[family].build()), [(40, 4, 6)], [], route.build
+    monkeypatch.setattr(route, "build", lambda grid, *rest: laid_out.append(rows_of(grid)) or lay_out(grid, *rest))
+    hf_vit_accel.patch(tower, max_rows=96, strict=True)
+    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    with torch.no_grad(), Made() as made:
+        outputs = tower(pixels, grid_thw=grid_thw)
+    assert len(outputs.last_hidden_state) == 960 and 96 <= made.rows <= 3 * 96, "queries, keys and values of a pass"
+    assert laid_out == [96], "one route for all"
+
+
+def test_a_call_that_fits_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tower_of(TINY["qwen2_vl"].build())
+    hf_vit_accel.patch(tower, max_rows=rows_of(VIDEO))
+    monkeypatch.setattr(passes, "cut", None)
+    run_tower(tower, VIDEO)
+    assert status_of(tower).passes is None and "passes" not in str(hf_vit_accel.status(tower))
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_what_is_kept_for_the_backward_pass_is_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are made again one at a time: of a call that is cut, nothing of the layers is held meanwhile."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    pixels, grid, saved = pixels_for(tower, VIDEO).requires_grad_(), torch.tensor(VIDEO), []
+    for max_rows in (None, 40):
+        hf_vit_accel.patch(tower, max_rows=max_rows)
+        held: set[int] = set()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: held.add(storage(x)) or x, lambda x: x):  # noqa: B023
+            tower(pixels, grid_thw=grid)
+        saved.append(len(held - set(map(storage, (pixels, *tower.parameters())))))
+    assert saved[0] > 20 and saved[1] == 0
+
+
+# --- memory that runs out ---------------------------------------------------------------------------------------------
+
+
+def tight(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """As on a device where more than so many rows do not fit; the rows of all that was tried."""
+    tried, encode = [], tower_module.encode
+
+    def encoded(route: Any, pixels_TP: torch.Tensor, *rest: Any) -> Any:
+        tried.append(len(pixels_TP))
+        if len(pixels_TP) > most:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+        return encode(route, pixels_TP, *rest)
+
+    monkeypatch.setattr(tower_module, "encode", encoded)
+    return tried
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_memory_that_runs_out_halves_passes_once(monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
+    tower, grid = tower_of(TINY["qwen2_vl"].build().requires_grad_(grad)), [(12, 4, 4)]
+    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    expected = tower(pixels, grid_thw=grid_thw)
+    hf_vit_accel.patch(tower, max_rows=100, strict=True)
+    with monkeypatch.context() as small:
+        tried = tight(small, 64)
+        for _ in range(2):
+            found = tower(pixels, grid_thw=grid_thw)
+            assert relative_error(found.pooler_output, expected.pooler_output) < 1e-5
+    assert tried == [96, 48, 48, 48, 48] + [48] * 4
+    words = " with gradients" if grad else ""
+    assert status_of(tower).passes == f"2 calls in 8 passes, at most 50 rows{words} since memory ran out"
+    with monkeypatch.context() as smaller:
+        tight(smaller, 40)
+        with pytest.raises(torch.OutOfMemoryError, match=r"20\.00 GiB"):
+            tower(pixels, grid_thw=grid_thw)
+    assert status_of(tower).calls == 2 and not status_of(tower).fallbacks
+
+
+def test_memory_that_runs_out_later_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made before stays; the rest is cut anew, images and the frames of a video."""
+    tower, grid = tower_of(TINY["qwen2_vl"].build()), [(1, 2, 4), (1, 2, 2), (5, 4, 4), (1, 2, 4)]
+    expected = run_tower(tower, grid)
+    hf_vit_accel.patch(tower, max_rows=100)
+    with monkeypatch.context() as small:
+        tried = tight(small, 50)
+        assert_close(run_tower(tower, grid), expected)
+    assert max(tried) > 50 and sum(rows for rows in tried if rows <= 50) == rows_of(grid)
+
+
+def test_memory_that_runs_out_in_one_pass_of_a_call_that_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, grid = tower_of(TINY["qwen3_vl"].build()), [(1, 4, 4), (3, 4, 4)]
+    expected = run_tower(tower, grid)
+    for max_rows, fits in ((100, True), (40, False), (None, False), ("auto", False)):  # "auto" is not for the CPU
+        hf_vit_accel.patch(tower, max_rows=max_rows)
+        with monkeypatch.context() as small:
+            tried = tight(small, 50 if fits else 15)
+            if fits:
+                assert_close(run_tower(tower, grid), expected)
+                assert tried == [64, 32, 32]
+            else:
+                with pytest.raises(torch.OutOfMemoryError):
+                    run_tower(tower, grid)
+                assert len(tried) == (2 if max_rows == 40 else 1)
+
+
+def test_a_frame_that_does_not_fit_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tower_of(TINY["qwen2_vl"].build())
+    hf_vit_accel.patch(tower, max_rows=100)
+    tried = tight(monkeypatch, 100)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_tower(tower, [(1, 12, 12)])
+    assert tried == [144] and status_of(tower).passes is None
+
+
+def test_what_a_failed_pass_made_is_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is handled holds its frames, and they all that was made."""
+    import sys
+
+    tower, grid, during = tower_of(TINY["qwen2_vl"].build()), [(12, 4, 4)], []
+    hf_vit_accel.patch(tower, max_rows=100)
+    tight(monkeypatch, 64)
+    real = passes.Passes.serve
+    monkeypatch.setattr(
+        passes.Passes,
+        "serve",
+        lambda self, serve, *rest: real(self, lambda *a: during.append(sys.exc_info()[1]) or serve(*a), *rest),
+    )
+    run_tower(tower, grid)
+    assert during == [None] * 5
+
+
+# --- beside other settings --------------------------------------------------------------------------------------------
+
+
+def test_copies_and_pickles_keep_the_setting() -> None:
+    model = hf_vit_accel.patch(TINY["qwen2_vl"].build(), max_rows=40)
+    expected = run_tower(tower_of(model), VIDEO)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_close(run_tower(tower_of(twin), VIDEO), expected, 0.0)
+        assert status_of(twin).passes == f"1 calls in {len(cut(tuple(VIDEO), 40, clips=False))} passes"
+
+
+def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Any) -> None:
+    """Each rank has pictures of its own, and all must bring a layer's weights equally often."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
+    try:
+        mesh, tower = init_device_mesh("cpu", (1,)), tower_of(TINY["qwen2_vl"].build())
+        for block in tower.blocks:
+            fully_shard(block, mesh=mesh)
+        hf_vit_accel.patch(tower, max_rows=40)
+        output = tower(pixels_for(tower, VIDEO), grid_thw=torch.tensor(VIDEO))
+        assert len(output.last_hidden_state) == rows_of(VIDEO) and status_of(tower).passes is None
+        assert status_of(tower).calls == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_stock_way_is_not_cut() -> None:
+    tower = tower_of(TINY["qwen2_5_vl"].build())
+    expected = run_tower(tower, VIDEO)
+    hf_vit_accel.patch(tower, max_rows=40)
+    tower.blocks[0].register_forward_hook(lambda *_: None)
+    assert_close(run_tower(tower, VIDEO), expected)
+    assert status_of(tower).stock_calls == 1 and status_of(tower).passes is None
