@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -46,37 +46,20 @@ import typer
 from accelerate import PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, parse_flag_from_env
 from PIL import Image
-from transformers import AutoModelForImageTextToText
-from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from captioning.batches import VIDEO_TOKENS, Task, cost, limit_pixels, pack, spread, vision_tokens
-from captioning.captioner import Captioner, load_processor, why_not_on_gpu
+from captioning.batches import Task, cost, header_of, limit_pixels, pack, spread
+from captioning.captioner import Captioner, load_model, load_processor, why_not_on_gpu
 from captioning.exports import Export, Texts
 from captioning.journal import Journal, Record, lock
-from captioning.pictures import REFUSE_ABOVE, upright_size
+from captioning.options import MaxFailures, Options, command
+from captioning.pictures import REFUSE_ABOVE
 from captioning.plan import missing_processes
-from captioning.prepare import Wanted, prepare, say, some
+from captioning.prepare import Prepared, prepare, say, some
 from captioning.progress import Progress, clear, read_counts, summary
-from captioning.sources import Item, open_item
 from captioning.worker import Worker
 
 import hf_vit_accel
-
-TINY = Path(__file__).resolve().parent / "tiny_captioner" / "qwen3_vl"
-PROMPT, TINY_PROMPT = "Describe this {kind}.", "describe this {kind} ."
-
-
-def header_of(item: Item, processor: Any, refuse_above: int) -> tuple[int, int]:
-    """Merged vision tokens and pixels, from the header; 0 for what cannot be read."""
-    if item.kind == "video":
-        return VIDEO_TOKENS, 0
-    try:
-        with open_item(item) as file:
-            width, height = upright_size(file, refuse_above)
-            return vision_tokens(processor, width, height), width * height
-    except Exception:  # it is decoded later all the same, and its error recorded
-        return 0, 0
 
 
 def measured(
@@ -91,181 +74,103 @@ def measured(
     return [replace(task, tokens=tokens, pixels=pixels) for task, (tokens, pixels) in zip(tasks, found, strict=True)]
 
 
-def load_model(model: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> Any:
-    """The model, ready to caption."""
-    disable_progress_bar()
-    loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, revision=revision)
-    return loaded.to(device).eval()
+def entry_of(options: Options, ready: Prepared, processes: int | None, device: str, status: str) -> dict[str, Any]:
+    """What the manifest holds of a run. processes: None for as many as there are."""
+    modules = (torch, transformers, accelerate, hf_vit_accel)
+    return {
+        "run": ready.run,
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": ready.title,
+        "settings": ready.settings,
+        "prompts": ready.prompts,
+        "inputs": options.inputs,
+        "root": ready.root,
+        "column": options.column,
+        "split": options.split,
+        "records": ready.plan.expected,
+        "processes": processes,
+        "device": device,
+        "versions": {module.__name__: module.__version__ for module in modules} | {"python": platform.python_version()},
+        "status": status,
+    }
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-MaxFailures = Annotated[float, typer.Option(min=0, max=1, help="Exit with 1 if a larger share of records are errors.")]
 
 
-@app.command()
-def caption(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            help="Folders, globs, pictures, videos, .txt lists of paths, .tar shards, .parquet files, dataset:NAME."
-        ),
-    ],
-    output: Annotated[Path, typer.Option(help="Folder for the records; an earlier run into it is resumed.")],
-    model: Annotated[str | None, typer.Option(help="Folder of a checkpoint, or its name on the Hub.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
-    demo: Annotated[
-        bool, typer.Option("--demo", help="A toy model, which knows drawn scenes and nothing else.")
-    ] = False,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="May name {name}, {stem}, {folder}, {kind} and metadata. Repeatable.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 for greedy decoding.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of sampling; every record has one of its own, made of this.")] = 0,
-    min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller pictures are enlarged to it.")] = None,
-    max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger pictures are reduced to it.")] = None,
-    refuse_above: Annotated[int, typer.Option(min=1, help="Pictures of more pixels are errors.")] = REFUSE_ABOVE,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Most vision tokens (merged patches) in a batch.")] = 16384,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most items in a batch.")] = 64,
-    attention: Annotated[str, typer.Option(help="Attention backend of the vision tower.")] = "auto",
-    cuda_graphs: Annotated[bool, typer.Option(help="Replay the tower from CUDA graphs.")] = False,
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="By default bfloat16 on CUDA, else float32."),
-    ] = None,
-    no_patch: Annotated[bool, typer.Option("--no-patch", help="The stock vision tower, for comparison.")] = False,
-    column: Annotated[str | None, typer.Option(help="Of the pictures, in parquet files and datasets.")] = None,
-    split: Annotated[str, typer.Option(help="Of datasets.")] = "train",
-    root: Annotated[
-        Path | None, typer.Option(help="Keys are paths below it; by default that of the folder's last run.")
-    ] = None,
-    skip_with: Annotated[
-        str | None, typer.Option(help="Pass over pictures that have a file of this extension beside them, as .txt.")
-    ] = None,
-    decoders: Annotated[int, typer.Option(min=1, help="Threads that decode, per process.")] = 8,
-    memory: Annotated[float, typer.Option(min=0.1, help="GiB for pictures ahead of the model, per process.")] = 2.0,
+@dataclass(frozen=True, kw_only=True)
+class Here(Options):
+    """What only processes of one's own know."""
+
+    decoders: Annotated[int, typer.Option(min=1, help="Threads that decode, per process.")] = 8
+    memory: Annotated[float, typer.Option(min=0.1, help="GiB for pictures ahead of the model, per process.")] = 2.0
     processor_on: Annotated[
         Literal["auto", "cpu", "gpu"],
         typer.Option(help="Where pictures are resized and cut into patches; auto: on the GPU, with torchvision."),
-    ] = "auto",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many items.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Caption everything anew.")] = False,
-    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Try failed items again.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
-    max_failures: MaxFailures = 0.5,
-) -> None:
+    ] = "auto"
+
+
+@command(app)
+def caption(options: Here) -> None:
     """Caption pictures and videos."""
-    if demo == (model is not None):
-        raise typer.BadParameter(
-            "name a model, such as --model Qwen/Qwen3-VL-8B-Instruct, or --demo for a toy that knows drawn scenes only",
-            param_hint="--model",
-        )
-    named = model or str(TINY)
-    Image.MAX_IMAGE_PIXELS = max(refuse_above, REFUSE_ABOVE)  # else Pillow refuses what is allowed here
+    named, output = options.named, options.output
+    Image.MAX_IMAGE_PIXELS = max(options.refuse_above, REFUSE_ABOVE)  # else Pillow refuses what is allowed here
     # Sharing out the work waits for the slowest: a folder of millions takes its time.
     # Without being told of the CPU, a `PartialState` takes each of several processes on it for the only one.
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=cpu, **InitProcessGroupKwargs(timeout=timedelta(hours=6)).to_kwargs())
     process, processes, first = state.process_index, state.num_processes, state.is_main_process
     on_cuda = state.device.type == "cuda"
-    dtype = dtype or ("bfloat16" if on_cuda else "float32")
-    prompts = list(dict.fromkeys(prompt or [TINY_PROMPT if demo else PROMPT]))
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "sampling": [temperature, top_p, seed] if temperature else None,
-        "dtype": dtype,
-        "pixels": [min_pixels, max_pixels],
-    }
-    wanted = Wanted(
-        inputs=inputs,
-        output=output,
-        model=named,
-        revision=revision,
-        settings=settings,
-        prompts=prompts,
-        column=column,
-        split=split,
-        root=root,
-        skip_with=skip_with,
-        limit=limit,
-        refuse_above=refuse_above,
-        overwrite=overwrite,
-        retry_errors=retry_errors,
-        dry_run=dry_run,
-    )
+    dtype = getattr(torch, options.dtype_on(on_cuda))
     journal = Journal(output)
     loaded = False
     try:
         with ExitStack() as stack:
             answer: list[Any] = [None]
             if first:
-                if demo:
+                if options.demo:
                     print("the toy of the demo: it knows drawn scenes and nothing else")
                 if warning := missing_processes(processes):
                     print(warning)
                 try:
-                    answer = [(prepare(wanted, stack), None)]
+                    answer = [(prepare(options.wanted(on_cuda), stack), None)]
                 except (OSError, ValueError) as error:
                     answer = [(None, str(error))]
             ready, mistake = broadcast_object_list(answer)[0]
             if mistake is not None:
                 raise typer.BadParameter(mistake) if first else typer.Exit(2)
             plan, run, tasks = ready.plan, ready.run, ready.plan.tasks
-            if not first and not dry_run:
+            if not first and not options.dry_run:
                 stack.enter_context(lock(output, alone=False))
             commit = ready.settings.get("revision")
-            vlm, processor = None, None
-            try:
-                if tasks:
-                    processor = load_processor(named, commit)
-                if tasks and not dry_run:
-                    vlm = load_model(named, getattr(torch, dtype), state.device, commit)
-            except Exception as error:
-                if isinstance(error, torch.OutOfMemoryError):
+            processor = processor_for(options, commit, first) if tasks else None
+            vlm = None
+            if tasks and not options.dry_run:
+                try:
+                    vlm = load_model(named, dtype, state.device, commit)
+                except torch.OutOfMemoryError:
                     raise
-                raise _refused(f"cannot load {named}: {_sentence(error)}", "--model", first) from None
-            if processor is not None:
+                except Exception as error:
+                    raise cannot_load(options, error, first) from None
+            if vlm is not None and not options.no_patch:
                 try:
-                    limit_pixels(processor, min_pixels, max_pixels)
-                except ValueError as error:
-                    raise _refused(str(error), "--min-pixels", first) from None
-            if vlm is not None and not no_patch:
-                try:
-                    hf_vit_accel.patch(vlm, attention=attention, cuda_graphs=cuda_graphs)
+                    hf_vit_accel.patch(vlm, attention=options.attention, cuda_graphs=options.cuda_graphs)
                 except (ValueError, hf_vit_accel.BackendUnavailableError) as error:
-                    raise _refused(str(error), "--attention", first) from None
+                    raise refused(str(error), "--attention", first) from None
             loaded = True
-            if first and not dry_run:  # nobody writes yet: all wait for each other's share of the headers
-                journal.repair()
-                journal.rewrite(partial(plan.revised, run))
+            if first and not options.dry_run:  # nobody writes yet: all wait for each other's share of the headers
                 clear(output / "progress")
-                versions = {each.__name__: each.__version__ for each in (torch, transformers, accelerate, hf_vit_accel)}
-                status = "stock" if no_patch else str(hf_vit_accel.status(vlm)) if vlm is not None else "nothing to do"
-                entry = {
-                    "run": run,
-                    "begun": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "model": ready.title,
-                    "settings": ready.settings,
-                    "prompts": prompts,
-                    "inputs": inputs,
-                    "root": ready.root,
-                    "column": column,
-                    "split": split,
-                    "records": plan.expected,
-                    "processes": processes,
-                    "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-                    "versions": versions | {"python": platform.python_version()},
-                    "status": status,
-                }
-                journal.note(entry)
-            tasks = measured(tasks, processor, refuse_above, decoders, state)
+                nothing = "nothing to do" if vlm is None else "stock" if options.no_patch else None
+                status = nothing or str(hf_vit_accel.status(vlm))
+                device = torch.cuda.get_device_name() if on_cuda else "cpu"
+                journal.begin(entry_of(options, ready, processes, device, status), partial(plan.revised, run))
+            tasks = measured(tasks, processor, options.refuse_above, options.decoders, state)
             state.destroy_process_group()  # from here on nobody waits for anybody
-            costs = [cost(task, max_new_tokens) for task in tasks]
+            costs = [cost(task, options.max_new_tokens) for task in tasks]
             shares = spread(costs, processes)
-            if dry_run:
+            if options.dry_run:
                 for number, share in enumerate(shares if first else []):
-                    batches = list(pack([tasks[index] for index in share], batch_tokens, batch_size))
+                    batches = list(pack([tasks[index] for index in share], options.batch_tokens, options.batch_size))
                     tokens = sum(tasks[index].tokens for index in share)
                     load = sum(costs[index] for index in share) / (sum(costs) or 1)
                     print(
@@ -277,10 +182,10 @@ def caption(
             progress = Progress(output / "progress", process, processes, len(shares[process]), total)
             if vlm is not None:
                 against = why_not_on_gpu(processor, state.device)
-                if first and against and processor_on == "gpu":
+                if first and against and options.processor_on == "gpu":
                     print(f"pictures are prepared on the CPU: {'; '.join(against)}", flush=True)
-                on_gpu = processor_on != "cpu" and not against
-                captioner = Captioner(vlm, processor, max_new_tokens, temperature, top_p, seed)
+                on_gpu = options.processor_on != "cpu" and not against
+                captioner = Captioner(vlm, processor, *options.decoding)
                 captioner.pictures_on = state.device if on_gpu else torch.device("cpu")
                 Worker(
                     captioner=captioner,
@@ -288,31 +193,31 @@ def caption(
                     progress=progress,
                     process=process,
                     run=run,
-                    batch_tokens=batch_tokens,
-                    batch_size=batch_size,
-                    refuse_above=refuse_above,
-                    decoders=decoders,
-                    memory=int(memory * 2**30),
+                    batch_tokens=options.batch_tokens,
+                    batch_size=options.batch_size,
+                    refuse_above=options.refuse_above,
+                    decoders=options.decoders,
+                    memory=int(options.memory * 2**30),
                     slack=4.0 if on_gpu else 1.0,
                 ).work([tasks[index] for index in shares[process]])
             progress.close()
     except KeyboardInterrupt:
-        _stop("stopped", 130, overwrite and loaded, first)
+        stop("stopped", 130, options.overwrite and loaded, first)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES):
             raise
-        _stop(f"cannot write to {output}: {error.strerror}", 1, overwrite and loaded, True)
+        stop(f"cannot write to {output}: {error.strerror}", 1, options.overwrite and loaded, True)
     all_counts = read_counts(output / "progress", processes)
     all_ended = len(all_counts) == processes and all(counts.items == counts.of for counts in all_counts)
-    if first and vlm is not None and not no_patch:
+    if first and vlm is not None and not options.no_patch:
         print(hf_vit_accel.status(vlm))
     if first or all_ended:
         print(summary(all_counts))
     if all_ended:  # so this is the process that ended last
-        _exit_by(journal.merged(run), plan.expected, max_failures, ready.clashed)
+        exit_by(journal.merged(run), plan.expected, options.max_failures, ready.clashed)
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
     """The first line of an error, in which libraries say what is wrong."""
     text = _first_line(str(error)) or type(error).__name__
     return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
@@ -322,11 +227,31 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def _refused(message: str, option: str, first: bool) -> Exception:
+def processor_for(options: Options, commit: str | None, first: bool) -> Any:
+    """The model's processor, told how large pictures are to be. Ends a process for a mistake in either."""
+    try:
+        processor = load_processor(options.named, commit)
+    except Exception as error:
+        raise cannot_load(options, error, first) from None
+    try:
+        limit_pixels(processor, options.min_pixels, options.max_pixels)
+    except ValueError as error:
+        raise refused(str(error), "--min-pixels", first) from None
+    return processor
+
+
+def cannot_load(options: Options, error: Exception, first: bool) -> Exception:
+    """What ends a process without a model."""
+    return refused(f"cannot load {options.named}: {sentence(error)}", "--model", first)
+
+
+def refused(message: str, option: str, first: bool) -> Exception:
+    """What ends a process for a mistake in an option: the first one says which."""
     return typer.BadParameter(message, param_hint=option) if first else typer.Exit(2)
 
 
-def _stop(why: str, code: int, overwriting: bool, speaks: bool) -> NoReturn:
+def stop(why: str, code: int, overwriting: bool, speaks: bool) -> NoReturn:
+    """Ends a run that is to be started again."""
     if speaks:
         how = "start the same command without --overwrite" if overwriting else "start the same command"
         print(f"\n{why}; what is captioned so far is kept: {how} to go on", flush=True)
@@ -378,10 +303,11 @@ def merge(
             f"{len(export.refused)} not written; --extension .caption names texts otherwise, --overwrite replaces files"
         )
     failed = bool(export.refused) or not export.written
-    _exit_by(chosen.records, entry["records"], max_failures, failed)
+    exit_by(chosen.records, entry["records"], max_failures, failed)
 
 
-def _exit_by(records: Sequence[Record], expected: int, max_failures: float, failed: bool = False) -> None:
+def exit_by(records: Sequence[Record], expected: int, max_failures: float, failed: bool = False) -> None:
+    """Says how many records there are, and ends with 1 if some are missing or too many are errors."""
     failures = Counter(_first_line(record.error or "") for record in records if record.status == "error")
     errors = failures.total()
     for error, count in failures.most_common(5):

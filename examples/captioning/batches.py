@@ -8,10 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from captioning.pictures import Resize
-from captioning.sources import Item
+from captioning.pictures import Resize, upright_size
+from captioning.sources import Item, open_item
 
-__all__ = ["VIDEO_TOKENS", "Task", "cost", "limit_pixels", "memory_of", "pack", "reduced", "spread", "vision_tokens"]
+__all__ = [
+    "VIDEO_TOKENS",
+    "Task",
+    "cost",
+    "header_of",
+    "limit_pixels",
+    "memory_of",
+    "pack",
+    "reduced",
+    "spread",
+    "vision_tokens",
+]
 
 VIDEO_TOKENS = 8192
 """Merged tokens that a video is taken for before it is decoded: a video is a batch of its own."""
@@ -83,6 +94,18 @@ def vision_tokens(processor: Any, width: int, height: int) -> int:
         return int(images.get_number_of_image_patches(height, width, {})) // images.merge_size**2
     except ValueError:  # an aspect ratio that it refuses: an error record, later
         return 0
+
+
+def header_of(item: Item, processor: Any, refuse_above: int) -> tuple[int, int]:
+    """Merged vision tokens and pixels, from the header; 0 for what cannot be read."""
+    if item.kind == "video":
+        return VIDEO_TOKENS, 0
+    try:
+        with open_item(item) as file:
+            width, height = upright_size(file, refuse_above)
+            return vision_tokens(processor, width, height), width * height
+    except Exception:  # it is decoded later all the same, and its error recorded
+        return 0, 0
 
 
 def cost(task: Task, new_tokens: int) -> float:

@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import (
     PROCESSOR_MAPPING,
     AutoConfig,
+    AutoModelForImageTextToText,
     AutoProcessor,
     LogitsProcessor,
     LogitsProcessorList,
@@ -26,8 +27,20 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.utils import is_torchvision_available
+from transformers.utils.logging import disable_progress_bar
 
-__all__ = ["Caption", "Captioner", "Clip", "fill", "halve_on_oom", "load_processor", "named", "why_not_on_gpu"]
+__all__ = [
+    "Absent",
+    "Caption",
+    "Captioner",
+    "Clip",
+    "fill",
+    "halve_on_oom",
+    "load_model",
+    "load_processor",
+    "named",
+    "why_not_on_gpu",
+]
 
 
 def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin:
@@ -51,6 +64,13 @@ def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin
         processor = WithoutVideo.from_pretrained(model_id, revision=revision)
     processor.tokenizer.padding_side = "left"
     return processor
+
+
+def load_model(model: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> Any:
+    """The model, ready to caption."""
+    disable_progress_bar()
+    loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, revision=revision)
+    return loaded.to(device).eval()
 
 
 def why_not_on_gpu(processor: Any, device: torch.device) -> list[str]:
@@ -94,6 +114,14 @@ class Clip:
 
 
 @dataclass(frozen=True)
+class Absent:
+    """In the place of a model that is in another process: what making its inputs asks of it."""
+
+    dtype: torch.dtype
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+
+
+@dataclass(frozen=True)
 class Caption:
     """What the model wrote, and how many tokens."""
 
@@ -127,7 +155,7 @@ class Captioner:
     temperature 0 is greedy; above, every record samples with a seed of its own, made of `seed`, its key and its prompt.
     """
 
-    model: PreTrainedModel
+    model: PreTrainedModel | Absent
     processor: ProcessorMixin
     max_new_tokens: int = 64
     temperature: float = 0.0

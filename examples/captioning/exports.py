@@ -9,7 +9,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
@@ -18,8 +18,9 @@ from typing import Any
 
 from PIL import Image
 
-from captioning.journal import SHARDS, Record, json_lines, part_of
+from captioning.journal import SHARDS
 from captioning.plan import same_picture
+from captioning.records import Record, json_lines, part_of, write_table
 from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
 
 __all__ = ["Export", "Texts"]
@@ -76,7 +77,7 @@ class Export:
         elif path.suffix == ".jsonl":
             self._whole(path, lambda part: part.write_bytes(_encoded(json_lines(records))))
         elif path.suffix == ".parquet":
-            self._whole(path, lambda part: _parquet(records, part))
+            self._whole(path, lambda part: write_table(part, records))
         elif path.suffix == ".tar":
             self._webdataset(captions, path)
         else:
@@ -104,8 +105,9 @@ class Export:
                 raise  # else somebody else's folder: what is written counts as theirs next time
 
     def _whole(self, path: Path, write: Callable[[Path], object]) -> None:
-        if path.parent.resolve() == self.folder.resolve() and fnmatchcase(path.name, SHARDS):
-            raise ValueError(f"names such as {SHARDS} are those of the records in {self.folder}; choose another")
+        if path.parent.resolve() == self.folder.resolve() and any(fnmatchcase(path.name, name) for name in SHARDS):
+            names = " and ".join(SHARDS)
+            raise ValueError(f"names such as {names} are those of the records in {self.folder}; choose another")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not self.overwrite and _digest(path.name, path) not in self._ours():
             raise ValueError(
@@ -289,21 +291,3 @@ def _write_tar(part: Path, samples: Iterator[tuple[int, dict[str, bytes]]]) -> N
                 info = tarfile.TarInfo(f"{number:09d}.{suffix}")
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
-
-
-def _parquet(records: Sequence[Record], part: Path) -> None:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise ValueError("parquet files need pyarrow: pip install pyarrow") from None
-    numbers = ("width", "height", "tokens", "bytes", "row")
-    names = [each.name for each in fields(Record)]
-    schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in names])
-    rows = [{name: _valid(value) for name, value in asdict(record).items()} for record in records]
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), part)
-
-
-def _valid(value: Any) -> Any:
-    # Parquet's strings are valid UTF-8, names of files need not be.
-    return _encoded(value).decode() if isinstance(value, str) else value

@@ -1,50 +1,41 @@
-"""Records on disk: a shard of JSON lines per process, what is done already, the manifest.
+"""Records on disk: a shard of JSON lines per process, parquet files of a cluster, what is done already, the manifest.
 
 A record is one line, written at once. Of a line that was torn by a kill nothing is kept, so it is written again.
+A cluster writes a parquet file per batch into a folder of its run, whole, under the batch's number: written twice it is
+the same one. In the end, or before the next run, they become one file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["SHARDS", "Journal", "Record", "Selection", "fingerprint", "json_lines", "lock", "part_of", "replace_file"]
+from captioning.records import Record, json_lines, part_of, read_line, read_table, replace_file, write_whole
 
-SHARDS = "captions-*.jsonl"
+__all__ = [
+    "SHARDS",
+    "Batches",
+    "Journal",
+    "Record",
+    "Selection",
+    "fingerprint",
+    "json_lines",
+    "lock",
+    "part_of",
+    "replace_file",
+]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One caption, or why there is none. key and prompt say of what; run and bytes, whether it still holds.
-
-    asked: the prompt with its fields filled in. source and row: the shard or table that it is from, and the row there.
-    run: fingerprint of model and settings. bytes: size of the file (of a row's whole table), None where unknown.
-    checksum: CRC-32 of the picture's bytes. stamp: what tells without reading them that they are the same.
-    tokens: generated.
-    """
-
-    key: str
-    prompt: str
-    status: Literal["ok", "error"]
-    caption: str | None = None
-    error: str | None = None
-    width: int | None = None
-    height: int | None = None
-    tokens: int | None = None
-    bytes: int | None = None
-    run: str = ""
-    asked: str | None = None
-    source: str | None = None
-    row: int | None = None
-    checksum: str | None = None
-    stamp: str | None = None
+SHARDS = ("captions-*.jsonl", "captions-ray-*.parquet")
+_FOLDERS = "captions-ray-" + "[0-9]" * 5
+_ROWS = 50_000  # records in a row group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +47,9 @@ class Selection:
     runs: int
 
 
-_NAMES = tuple(field.name for field in fields(Record))
-_LATER = ("asked", "source", "row", "checksum", "stamp")  # not in the records of the first version
-
-
 def fingerprint(settings: Mapping[str, Any]) -> str:
     """A short name for model and settings: equal settings have equal names, in any order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a whole file or, if it is interrupted, none of it."""
-    with part_of(path) as part:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-@contextmanager
-def part_of(path: Path) -> Iterator[Path]:
-    """A file to write into, that becomes `path` if all goes well. Its name is short, for `path` may be a long one."""
-    part = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{os.getpid()}.part")
-    try:
-        yield part
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
@@ -112,18 +80,78 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
             yield lambda: fcntl.flock(file, fcntl.LOCK_SH)
 
 
+class Batches:
+    """The records of a run on a cluster while it goes on: a folder with a parquet file for every batch.
+
+    Its file, of the same name, has them all. Once that is there the folder is nothing but waste.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder.with_suffix(".parquet")
+
+    @classmethod
+    def of(cls, output: Path) -> list[Batches]:
+        """Those of all runs into a folder, the oldest first."""
+        files = {path.with_suffix("") for path in output.glob(_FOLDERS + ".parquet")}
+        return [cls(path) for path in sorted(files | set(output.glob(_FOLDERS)))]
+
+    @classmethod
+    def new(cls, output: Path) -> Batches:
+        """One more, in a folder of a number that none had."""
+        number = max((int(each.folder.name.rpartition("-")[2]) for each in cls.of(output)), default=-1) + 1
+        found = cls(output / f"captions-ray-{number:05d}")
+        found.folder.mkdir()
+        return found
+
+    def append(self, batch: int, records: Sequence[Record]) -> None:
+        """Writes the records of a batch, in place of any that it has."""
+        write_whole(self._name(batch), [records])
+
+    def read(self, batch: int) -> list[Record] | None:
+        """The records of a batch; None if it has none yet."""
+        path = self._name(batch)
+        return list(read_table(path)) if path.exists() else None
+
+    def _name(self, batch: int) -> Path:
+        return self.folder / f"{batch:08d}.parquet"
+
+    def records(self) -> Iterator[Record]:
+        """All of them, each once."""
+        for path in [self.file] if self.file.exists() else sorted(self.folder.glob("*.parquet")):
+            yield from read_table(path)
+
+    def replace(self, records: Iterable[Record]) -> None:
+        """Writes the file that stands for all batches. Nobody may be writing."""
+        write_whole(self.file, _groups(iter(records)))
+
+    def fold(self) -> None:
+        """Makes one file of the batches. Nobody may be writing."""
+        if self.folder.exists():
+            if not self.file.exists() and any(self.folder.glob("*.parquet")):
+                self.replace(self.records())
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
+    while group := list(islice(records, _ROWS)):
+        yield group
+
+
 class Journal:
-    """The records of an output folder: `captions-00000.jsonl` and so on, one per process."""
+    """The records of an output folder: `captions-00000.jsonl` and so on, one per process, and `Batches` of clusters."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def shards(self) -> list[Path]:
-        """The shards there are, of this run and of earlier ones with any number of processes."""
-        return sorted(self.folder.glob(SHARDS))
+        """The JSON lines there are, of this run and of earlier ones with any number of processes."""
+        return sorted(self.folder.glob(SHARDS[0]))
 
     def repair(self) -> None:
-        """Cuts off lines that were torn by a kill. Nobody may be writing."""
+        """Cuts off lines that were torn by a kill, and folds what clusters left. Nobody may be writing."""
+        for batches in Batches.of(self.folder):
+            batches.fold()
         for shard in self.shards():
             with shard.open("rb+") as file:
                 end = file.seek(0, 2)
@@ -140,14 +168,18 @@ class Journal:
         """All records, in the order of their shards. Lines that are no records (torn ones) are passed over."""
         for shard in self.shards():
             yield from _read(shard)
+        for batches in Batches.of(self.folder):
+            yield from batches.records()
 
     def rewrite(self, change: Callable[[Record], Record | None]) -> None:
         """Replaces records or, for None, removes them, so that later ones are the only ones. Nobody may be writing.
 
         Captions that are removed go to `superseded.jsonl`.
         """
-        for shard in self.shards():
-            records = list(_read(shard))
+        parts = [(_read(shard), partial(_replace, shard)) for shard in self.shards()]
+        parts += [(batches.records(), batches.replace) for batches in Batches.of(self.folder)]
+        for part, write in parts:
+            records = list(part)
             changed = [change(record) for record in records]
             if changed == records:
                 continue
@@ -155,7 +187,7 @@ class Journal:
             if gone:
                 with (self.folder / "superseded.jsonl").open("ab") as file:
                     file.write(_encoded(gone))
-            replace_file(shard, json_lines(record for record in changed if record is not None))
+            write([record for record in changed if record is not None])
 
     def append(self, process: int, records: Iterable[Record]) -> None:
         """Adds records to a process's shard, in one write."""
@@ -206,9 +238,20 @@ class Journal:
             raise ValueError(f"{path} is damaged ({error}): mend it, or name another output") from None
         return found
 
-    def note(self, entry: Mapping[str, Any]) -> None:
-        """Adds a run to the manifest."""
+    def begin(self, entry: Mapping[str, Any], change: Callable[[Record], Record | None]) -> None:
+        """Makes the folder ready for a run: repaired, with the records that `rewrite` makes of those there are, noted.
+
+        Nobody may be writing.
+        """
+        self.repair()
+        self.rewrite(change)
+        self.note(entry)
+
+    def note(self, entry: Mapping[str, Any], *, instead: bool = False) -> None:
+        """Adds a run to the manifest, or puts it in the place of the last one."""
         manifest = self.manifest()
+        if instead:
+            manifest["runs"].pop()
         manifest["runs"].append(dict(entry))
         replace_file(self.folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
@@ -218,17 +261,13 @@ def _read(shard: Path) -> Iterator[Record]:
         for line in file:
             if not line.endswith("\n"):  # whole as it may look, `repair` will cut it off
                 return
-            try:
-                found = json.loads(line)
-                yield Record(**{name: found[name] for name in _NAMES if name not in _LATER or name in found})
-            except (ValueError, KeyError, TypeError):
-                continue
+            if (record := read_line(line)) is not None:
+                yield record
+
+
+def _replace(shard: Path, records: Iterable[Record]) -> None:
+    replace_file(shard, json_lines(records))
 
 
 def _encoded(records: Iterable[Record]) -> bytes:
     return json_lines(records).encode("utf-8", errors="backslashreplace")
-
-
-def json_lines(records: Iterable[Record]) -> str:
-    # A file name that is no valid UTF-8 holds lone surrogates; whoever encodes this makes JSON's own escapes of them.
-    return "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)

@@ -41,13 +41,15 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run: its name and settings, what it has to do, the model's name for people, and where keys are relative to.
+    """A run: its name, settings and prompts, what it has to do, the model's name for people, and where keys are
+    relative to.
 
     clashed: whether items share a name.
     """
 
     run: str
     settings: dict[str, Any]
+    prompts: list[str]
     plan: Plan
     title: str
     root: str | None
@@ -92,7 +94,15 @@ def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
         say("a new run: " + ("; ".join(differences(before, settings)) or "nothing was recorded by the last one"))
     if share is not None:
         share()
-    return Prepared(run=run, settings=settings, plan=plan, title=title, root=found.root, clashed=bool(found.clashes))
+    return Prepared(
+        run=run,
+        settings=settings,
+        prompts=wanted.prompts,
+        plan=plan,
+        title=title,
+        root=found.root,
+        clashed=bool(found.clashes),
+    )
 
 
 def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[dict[str, Any], str]:

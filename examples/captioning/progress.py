@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from captioning.journal import replace_file
 
-__all__ = ["Counts", "Progress", "clear", "read_counts", "summary"]
+__all__ = ["Counts", "Progress", "Tally", "clear", "read_counts", "summary"]
 
 _EVERY, _LINE_EVERY = 1.0, 30.0  # seconds; on a terminal, and in a log file
 
@@ -38,6 +39,17 @@ class Counts:
     text: int = 0
     halved: int = 0
     seconds: float = 0.0
+
+
+class Tally(Counter[str]):
+    """Counts of one batch, in place of a process's `Progress`."""
+
+    def add(self, **more: float) -> None:
+        """Add to the counts, by their names."""
+        self.update(more)  # type: ignore[arg-type]
+
+    def read(self, items: int) -> None:
+        """What is decoded is nothing done."""
 
 
 class Progress:

@@ -15,10 +15,10 @@ from PIL import Image
 
 from captioning.batches import Task, cost, memory_of, pack, reduced
 from captioning.captioner import Captioner, Clip, halve_on_oom
-from captioning.journal import Journal, Record
+from captioning.journal import Batches, Journal, Record
 from captioning.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
 from captioning.plan import filled
-from captioning.progress import Progress
+from captioning.progress import Progress, Tally
 from captioning.sources import Item, checksum, holds_bytes, open_item, size, stamp
 
 __all__ = ["Row", "Worker", "decode"]
@@ -92,11 +92,11 @@ def _fail(row: Row, error: Exception) -> Row:
 
 @dataclass
 class Worker:
-    """What captions the tasks of one process and writes their records."""
+    """What captions the tasks of one process and writes their records. process: with `Batches`, the batch's number."""
 
     captioner: Captioner
-    journal: Journal
-    progress: Progress
+    journal: Journal | Batches
+    progress: Progress | Tally
     process: int
     run: str
     batch_tokens: int
@@ -112,37 +112,45 @@ class Worker:
 
         memory: bytes of pictures that are decoded (a quarter) and of batches ahead of the model (the rest).
         """
-        gate, pool = Gate(self.memory // 4), ThreadPoolExecutor(self.decoders)
-        processor = self.captioner.processor
-        read = partial(
-            decode,
-            processor=processor,
-            refuse_above=self.refuse_above,
-            resize=reduced(processor, self.slack) if processor is not None else None,
-            gate=gate,
-        )
+        pool, read, processor = ThreadPoolExecutor(self.decoders), self.reader(), self.captioner.processor
         unit = (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2 if processor else 1
 
         def weigh(batch: list[Task]) -> tuple[int, int]:
             weights = [memory_of(task, unit) for task in batch]
             return sum(most for most, _ in weights), sum(least for _, least in weights)
 
-        def prepare(batch: list[Task]) -> tuple[list[Row], list[Row], list[Any]]:
-            return self._prepare(list(pool.map(read, batch)))
+        def make(batch: list[Task]) -> tuple[list[Row], list[Row], list[Any]]:
+            failed, good, inputs = self.prepare(list(pool.map(read, batch)))
+            return failed, good, self.captioner.send(inputs)
 
         batches = pack(tasks, self.batch_tokens, self.batch_size)
         try:
-            for failed, good, inputs in _ahead(batches, prepare, weigh, self.memory * 3 // 4):
-                found: list[Any] = []
-                for part in _split(good, self.batch_tokens):
-                    ready = inputs if len(part) == len(good) else None
-                    found += halve_on_oom(partial(self._caption, ready), part)
-                self._write(failed + good, [None] * len(failed) + found)
+            for failed, good, inputs in _ahead(batches, make, weigh, self.memory * 3 // 4):
+                self.caption(failed, good, inputs)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, rows: list[Row]) -> tuple[list[Row], list[Row], list[Any]]:
-        """The items that failed, the others, and the others' inputs, one a prompt."""
+    def reader(self) -> Callable[[Task], Row]:
+        """What reads one item, in any thread: all of them together take a quarter of the memory."""
+        processor = self.captioner.processor
+        return partial(
+            decode,
+            processor=processor,
+            refuse_above=self.refuse_above,
+            resize=reduced(processor, self.slack) if processor is not None else None,
+            gate=Gate(self.memory // 4),
+        )
+
+    def caption(self, failed: list[Row], good: list[Row], inputs: list[Any]) -> None:
+        """Captions what `prepare` made of a batch, and writes its records."""
+        found: list[Any] = []
+        for part in _split(good, self.batch_tokens):
+            ready = inputs if len(part) == len(good) else None
+            found += halve_on_oom(partial(self._caption, ready), part)
+        self._write(failed + good, [None] * len(failed) + found)
+
+    def prepare(self, rows: list[Row]) -> tuple[list[Row], list[Row], list[Any]]:
+        """The items of a batch that failed, the others, and the others' inputs, one a prompt."""
         self.progress.read(len(rows))
         good = [row for row in rows if not row.failed]
         try:
@@ -151,7 +159,7 @@ class Worker:
             rows = [self._checked(row) for row in rows]
             good = [row for row in rows if not row.failed]
             inputs = self._encode(good)
-        return [row for row in rows if row.failed], good, self.captioner.send(inputs)
+        return [row for row in rows if row.failed], good, inputs
 
     def _checked(self, row: Row) -> Row:
         try:
