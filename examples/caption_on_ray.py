@@ -47,12 +47,17 @@ def caption(options: OnRay) -> None:
         try:
             work(options, ready, on_gpu)
         except KeyboardInterrupt:
-            stop("stopped", 130, options.overwrite, True)
+            stop("stopped", 130, _begun_anew(options, ready), True)
         except (ray.exceptions.RayError, ExecutionTimeoutError, OSError) as error:
             why = getattr(error, "cause", None) or error
-            stop(f"the cluster gave up: {sentence(why)}", 1, options.overwrite, True)
+            stop(f"the cluster gave up: {sentence(why)}", 1, _begun_anew(options, ready), True)
     if not options.dry_run:
         exit_by(Journal(options.output).merged(ready.run), ready.plan.expected, options.max_failures, ready.clashed)
+
+
+def _begun_anew(options: OnRay, ready: Prepared) -> bool:
+    """Whether `--overwrite` has done its part: the run that it asks for is noted, and is gone on with without it."""
+    return options.overwrite and any(run["run"] == ready.run for run in Journal(options.output).manifest()["runs"])
 
 
 def work(options: OnRay, ready: Prepared, on_gpu: bool) -> None:

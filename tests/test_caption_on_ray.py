@@ -372,6 +372,18 @@ def test_either_goes_on_where_ray_stopped(
     assert counted(tmp_path) == alone
 
 
+def test_overwrite_that_is_stopped_says_how_to_go_on(
+    no_cluster: NoCluster, photos: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the new run is noted, to go on without --overwrite would be to go on with the old one."""
+    assert on_ray(photos, tmp_path).exit_code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["on_ray"], "processor_for", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert "start the same command to go on" in on_ray(photos, tmp_path, "--overwrite").output
+    no_cluster.died = KeyboardInterrupt()
+    assert "start the same command without --overwrite to go on" in on_ray(photos, tmp_path, "--overwrite").output
+
+
 def test_ray_goes_on_where_one_stopped(
     no_cluster: NoCluster, photos: list[str], alone: Counter[Record], tmp_path: Path
 ) -> None:
