@@ -6,6 +6,7 @@ Workflows run what is tagged: "ci" at every change, "nightly" every night.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -79,12 +80,17 @@ def floors(session: nox.Session) -> None:
 @nox.session(default=False, tags=["nightly"])
 @nox.parametrize("of", ["transformers", "torch"])
 def coming(session: nox.Session, of: str) -> None:
-    """The whole suite with what is not released yet: transformers' main branch, or torch's newest build."""
+    """The whole suite with what is not released yet: transformers' main branch, or torch's newest build.
+
+    TORCH_NIGHTLY_INDEX: the package index that holds torch's nightly builds.
+    """
+    if of == "torch" and not os.environ.get("TORCH_NIGHTLY_INDEX"):
+        session.error("set TORCH_NIGHTLY_INDEX to the index of torch's nightly builds, as pytorch.org gives it")
     install(session)
     if of == "transformers":
         session.install("transformers @ git+https://github.com/huggingface/transformers")
     else:
-        session.install("--pre", "--upgrade", "torch", "--index-url", "https://download.pytorch.org/whl/nightly/cpu")
+        session.install("--pre", "--upgrade", "torch", "--index-url", os.environ["TORCH_NIGHTLY_INDEX"])
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
     run_suite(session)
 
