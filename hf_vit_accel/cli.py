@@ -162,7 +162,7 @@ def bench(
         on_cpu = device.type == "cpu"
         chosen = benchmark.DTYPES[dtype] if dtype else benchmark.default_dtype(device)
         if train or (on_cpu and model is None):  # several backends are as many copies of the tower
-            backends = backends or "auto"
+            backends = backends or ("auto,auto+graph" if train and not on_cpu else "auto")
         sizes = sizes or (CPU_SIZE if on_cpu else TRAIN_SIZES if train else ",".join(benchmark.SIZES))
         baselines = (TRAIN_BASELINES if train else "sdpa") if baselines is None else baselines
         rounds = rounds or (1 if on_cpu else 5)

@@ -124,6 +124,9 @@ class GraphConfig:
     budgets: merged tokens of every budget, instead of the ladder up to `max_tokens`.
     exact_after: a shape that came this often is captured as it is, without padding; 0 for never.
     max_graphs, max_bytes: the least recently used graphs go when there are more, or when they hold more device memory.
+    max_training_bytes: the same of graphs with gradients, which hold what a backward pass needs and a copy of all
+    gradients: of 4096 patches 3 to 4 GB. A layout of up to `max_tokens` that came `exact_after` times is captured,
+    forward and backward. 0: steps with gradients run eagerly.
 
     Raises ValueError for values that make no sense.
     """
@@ -133,9 +136,16 @@ class GraphConfig:
     exact_after: int = 3
     max_graphs: int = 192
     max_bytes: int = 2 << 30
+    max_training_bytes: int = 8 << 30
 
     def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 1), ("exact_after", 0), ("max_graphs", 1), ("max_bytes", 1)):
+        for name, least in (
+            ("max_tokens", 1),
+            ("exact_after", 0),
+            ("max_graphs", 1),
+            ("max_bytes", 1),
+            ("max_training_bytes", 0),
+        ):
             _check_integer(name, getattr(self, name), least=least)
         if self.budgets is None:
             return

@@ -12,7 +12,7 @@ from hf_vit_accel import guard
 from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import LINEARS, Fp8Config, Settings
 from hf_vit_accel.families import FAMILIES, Family, find_towers
-from hf_vit_accel.graphs.runner import GraphStatus
+from hf_vit_accel.graphs.held import GraphStatus
 from hf_vit_accel.guard import Snapshot
 from hf_vit_accel.ops import PARTS, Ops
 from hf_vit_accel.ops.window_attention import LONGEST
@@ -32,6 +32,7 @@ class TowerStatus:
     reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
     fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
+    training: those of forward and backward; None before a step with gradients.
     fp8: by what attention in FP8 is scaled, and what it cut off; which linears are. passes: the calls that were cut,
     and what memory told. ranks: what became of calls under `data_parallel`. reuse: what was encoded once. None where
     that is not asked for, or no call was cut.
@@ -52,6 +53,7 @@ class TowerStatus:
     layouts: tuple[int, int, int] = (0, 0, 0)
     attention_only: bool = False
     graphs: GraphStatus | None = None
+    training: GraphStatus | None = None
     fp8: str | None = None
     passes: str | None = None
     ranks: str | None = None
@@ -76,7 +78,7 @@ class TowerStatus:
         lines += [f"  passes     {self.passes}"] if self.passes is not None else []
         lines += [f"  shared     {self.ranks}"] if self.ranks is not None else []
         lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
-        lines += [str(each) for each in (self.graphs, self.reuse) if each is not None]
+        lines += [str(each) for each in (self.graphs, self.training, self.reuse) if each is not None]
         return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
 
     def _reasons(self) -> Iterator[tuple[str, str, str]]:
@@ -164,6 +166,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         unfused=dict(ops.unfused) if ops is not None else {},
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
+        training=None if state.training is None or not state.training.used else state.training.status(),
         fp8=_fp8_status(state, choices, ops),
         passes=str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),

@@ -29,7 +29,10 @@ from hf_vit_accel.data_parallel import Sharing
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.env import KERNELS, LINEARS, Fault, refuse
 from hf_vit_accel.families import Family
-from hf_vit_accel.graphs.runner import Eager, Runner, why_not_graphs
+from hf_vit_accel.graphs.held import Eager
+from hf_vit_accel.graphs.recorder import why_not_graphs
+from hf_vit_accel.graphs.runner import Runner
+from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.guard import Snapshot, Weights
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
@@ -65,6 +68,7 @@ class TowerState:
         self.sharing = None if settings.ranks is None or family.attention_only else Sharing(settings.ranks)
         graphs = None if family.attention_only else settings.graphs
         self.runner = None if graphs is None else Runner(graphs, self.routes)
+        self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
         self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)
         self._snapshot: Snapshot | None = None
         self._specs: dict[Any, Spec] = {}
@@ -169,12 +173,9 @@ class TowerState:
 
     def close(self) -> None:
         """Drop everything that was cached, device memory included."""
-        if self.runner is not None:
-            self.runner.close()
-        if self.reuse is not None:
-            self.reuse.close()
-        if self._scales is not None:
-            self._scales.close()
+        for held in (self.runner, self.training, self.reuse, self._scales):
+            if held is not None:
+                held.close()
         self.routes.cache.clear()
         self._specs.clear()
         self._snapshot = self._scales = None
@@ -363,31 +364,35 @@ def _serve(
     unmet += [why for why in route.unmet if why not in unmet]
     if state.settings.strict:
         refuse(unmet)
-    outputs = _replay(state, snapshot, weights, route, pixels_TP) if state.runner and not grad else None
-    if outputs is None:
-        checkpoints = guard.checkpoints(snapshot) if grad else ()
-        outputs = encode(route.ready(), pixels_TP, checkpoints, snapshot.sharded)
+    checkpoints = guard.checkpoints(snapshot) if grad else []
+    runner = state.training if grad else state.runner
+    outputs = None if runner is None else _replay(runner, snapshot, weights, route, pixels_TP, any(checkpoints))
+    if isinstance(outputs, Eager) and state.settings.strict and not outputs.by_choice:
+        refuse([f"not replayed from a CUDA graph: {outputs.why}"])
+    if outputs is None or isinstance(outputs, Eager):
+        return encode(route.ready(), pixels_TP, checkpoints, snapshot.sharded)
     return outputs
 
 
 def _replay(
-    state: TowerState, snapshot: Snapshot, weights: Weights, route: Route, pixels_TP: torch.Tensor
-) -> list[torch.Tensor] | None:
-    """The encoder's outputs from CUDA graphs; None where it is to run eagerly. Under `strict`, raises where it must."""
-    runner = state.runner
-    assert runner is not None
+    runner: Runner | TrainingRunner,
+    snapshot: Snapshot,
+    weights: Weights,
+    route: Route,
+    pixels_TP: torch.Tensor,
+    checkpointed: bool,
+) -> list[torch.Tensor] | Eager:
+    """The encoder's outputs from CUDA graphs, or why it is to run eagerly."""
     against = why_not_graphs(route.spec.request.device)
     # A module of someone else's may act on state that Python holds (an adapter that is switched off, a counter).
     against = against or (snapshot.foreign and f"{snapshot.foreign}, and might act otherwise at a later call")
     # A graph's weights are told by where they lie; other strides over the same memory would not be noticed.
     against = against or (None if weights.contiguous else "a parameter is not contiguous")
     against = against or ("FSDP2 brings weights anew at every call" if snapshot.sharded else None)
+    against = against or ("gradient checkpointing runs layers again" if checkpointed else None)
     if against:
-        result: list[torch.Tensor] | Eager = runner.eager(against)
-    else:
-        result = runner.run(route, pixels_TP, [weights, *map(torch.Tensor.data_ptr, snapshot.buffers())])
-    if isinstance(result, Eager):
-        if state.settings.strict and not result.by_choice:
-            refuse([f"not replayed from a CUDA graph: {result.why}"])
-        return None
-    return result
+        return runner.eager(against)
+    memory = [weights, *map(torch.Tensor.data_ptr, snapshot.buffers())]
+    if isinstance(runner, Runner):
+        return runner.run(route, pixels_TP, memory)
+    return runner.run(route, pixels_TP, [*snapshot.weights()[0]], memory)

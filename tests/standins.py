@@ -7,6 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from hf_vit_accel import GraphConfig, backends, encoder, ops
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.backends import ORDER, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.graphs import runner
+from hf_vit_accel.graphs import held
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import activation, mlp
 from hf_vit_accel.tower import state_of
@@ -161,16 +162,17 @@ class Recorder:
     def against(self) -> str | None:
         return self.reason
 
-    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        run()
+    def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
+        for run in runs:
+            run()
         if self.fail is not None:
             raise self.fail
 
-        def replay() -> None:
+        def replay(run: Callable[[], None]) -> None:
             assert self.waiting, "replayed without waiting for the last replay"
             run()
 
-        return replay, self.nbytes
+        return [partial(replay, run) for run in runs], self.nbytes
 
     def wait(self) -> None:
         assert not self.waiting, "the last use never said that it was done"
@@ -197,7 +199,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
         pass
 
     masked = Masked()
-    monkeypatch.setattr(runner, "CudaRecorder", Fresh)
+    monkeypatch.setattr(held, "CudaRecorder", Fresh)
     monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
     return Fresh
@@ -207,14 +209,14 @@ def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
     """Patch with graphs, and poison all their buffers before every use."""
     hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
     graphs = state_of(tower_of(model)).runner
-    make = runner.CudaRecorder
+    make = held.CudaRecorder
 
     def recorder(device: torch.device) -> Any:
         made = make(device)
         made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
         return made
 
-    runner.CudaRecorder = recorder  # put back by the fixture
+    held.CudaRecorder = recorder  # put back by the fixture
     return graphs
 
 

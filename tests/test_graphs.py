@@ -26,7 +26,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.backends import ORDER
-from hf_vit_accel.graphs import budgets, runner
+from hf_vit_accel.graphs import budgets, held, runner
 from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
 from hf_vit_accel.metadata import Geometry, Segments, build
 from hf_vit_accel.tower import state_of
@@ -486,7 +486,7 @@ def test_a_failed_capture_leaves_the_model_working(on_cpu: Any, model: Any) -> N
 
 def test_backends_that_cannot_be_captured_say_so(monkeypatch: Any, model: Any) -> None:
     monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
-    monkeypatch.setattr(runner, "CudaRecorder", Recorder)
+    monkeypatch.setattr(held, "CudaRecorder", Recorder)
     hf_vit_accel.patch(model, cuda_graphs=True)
     run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).eager == {"sdpa cannot be captured: its launches depend on the layout": 1}

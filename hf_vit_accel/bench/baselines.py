@@ -27,10 +27,10 @@ from hf_vit_accel.guard import Snapshot
 from hf_vit_accel.metadata import Grid, build, to_device
 from hf_vit_accel.route import POPPED
 
-__all__ = ["BASELINES", "NO_GRAPHS", "Open", "Run", "grid_tensor", "request_of", "stock", "trained"]
+__all__ = ["BASELINES", "Open", "Run", "grid_tensor", "request_of", "stock", "trained"]
 
 LIGER = env.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
-NO_GRAPHS = "a CUDA graph of a forward has no backward"
+_NO_GRAPHS = "a CUDA graph of a forward has no backward"
 _BY_MODULE = {
     "flash_attention_2": "flash_attention_2_of_torch",
     "flash_attention_3": "flash_attention_3_by_module",
@@ -200,7 +200,7 @@ def _baseline_of_attention(attention: str, tower: Any) -> Open | list[str]:
 def _baseline_without_syncs(compiled: bool, graph: bool, tower: Any) -> Open | list[str]:
     flash, against = _best_flash(tower)
     if graph and trained(tower):
-        against = [NO_GRAPHS, *against]
+        against = [_NO_GRAPHS, *against]
     if flash is None or against:
         return against
     inner = partial(_stock_without_syncs, flash, compiled)

@@ -16,7 +16,7 @@ import torch
 
 from hf_vit_accel import backends
 from hf_vit_accel.api import patched
-from hf_vit_accel.bench.baselines import BASELINES, NO_GRAPHS, Open, Run, grid_tensor, request_of, trained
+from hf_vit_accel.bench.baselines import BASELINES, Open, Run, grid_tensor, request_of
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.metadata import Grid
@@ -54,7 +54,7 @@ def choose(
     request = request_of(tower, device)
     against = {backend.name: tuple(backend.reasons_against(request)) for backend in backends.ORDER}
     if attentions is None:
-        graphed = [f"auto{_GRAPH}"] if request.device.type == "cuda" and not request.grad else []
+        graphed = [f"auto{_GRAPH}"] if request.device.type == "cuda" else []
         attentions = ["auto", *graphed, *(name for name, reasons in against.items() if not reasons)]
     contenders = []
     for name in baselines:
@@ -65,8 +65,7 @@ def choose(
     for name in attentions:
         attention, graph, fp8 = _parts(name)
         reasons = against.get(attention, ())
-        why = NO_GRAPHS if trained(tower) else why_not_graphs(request.device)
-        if graph and why:
+        if graph and (why := why_not_graphs(request.device)):
             reasons = (*reasons, why)
         if fp8:
             reasons = (*reasons, *backends.FP8.reasons_against(request))
@@ -96,6 +95,7 @@ def _patched(name: str, tower: Any, grid: Grid) -> Iterator[Run]:
     """Our tower; strict, so that nothing but what is named is ever timed."""
     grid_thw = grid_tensor(grid, tower)
     attention, graph, fp8 = _parts(name)
-    graphs = GraphConfig(exact_after=1) if graph else False
+    every: Any = dict(exact_after=1, max_tokens=1 << 20, budgets=(1280,), max_training_bytes=1 << 40)
+    graphs = GraphConfig(**every) if graph else False
     with patched(tower, attention=attention, cuda_graphs=graphs, fp8=fp8, strict=True):
         yield Run(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw))

@@ -23,8 +23,11 @@ class Recorder(Protocol):
     def against(self) -> str | None:
         """Why nothing can be captured or replayed just now."""
 
-    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        """Run once to warm up, capture, and return what replays it and the device memory that it took in bytes."""
+    def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
+        """Run all in turn to warm up, capture each, and return what replays each and the device memory they took.
+
+        What one leaves for the next is where it was when that replays, if nothing else was replayed between them.
+        """
 
     def wait(self) -> None:
         """Let work queued from now on begin after the last `done`."""
@@ -56,18 +59,20 @@ class CudaRecorder:
             return "a CUDA graph is being captured around the call"
         return None
 
-    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        """Run once to warm up, capture, and return what replays it and the device memory that it took in bytes."""
-        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
-        free = torch.cuda.mem_get_info(self._device)[0]
+    def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
+        """Run all in turn to warm up, capture each, and return what replays each and the device memory they took."""
+        current, graphs = torch.cuda.current_stream(self._device), [torch.cuda.CUDAGraph() for _ in runs]
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                run()  # kernels are compiled, library plans built
-                self._capture(graph, run)
+                for run in runs:
+                    run()  # kernels are compiled, library plans built
+                free = torch.cuda.mem_get_info(self._device)[0]
+                for graph, run in zip(graphs, runs, strict=True):
+                    self._capture(graph, run)
         finally:  # the warm-up reads and writes buffers that are free for others from here on, whatever happened
             current.wait_stream(self._stream)
-        return graph.replay, max(free - torch.cuda.mem_get_info(self._device)[0], 0)
+        return [graph.replay for graph in graphs], max(free - torch.cuda.mem_get_info(self._device)[0], 0)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         # cuBLAS keeps its scratch memory per stream: inside the capture it must come from the graphs' own pool, or

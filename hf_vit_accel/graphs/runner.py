@@ -10,11 +10,10 @@ pool and one set of input and output buffers: replays follow one another, whatev
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from threading import RLock
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -22,49 +21,12 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.buffers import Shape, pad
-from hf_vit_accel.graphs.recorder import CudaRecorder, Recorder, why_not_graphs
+from hf_vit_accel.graphs.held import CaptureError, Eager, GraphStatus, Held, numerics
+from hf_vit_accel.graphs.recorder import Recorder
 from hf_vit_accel.metadata import pack, send
 from hf_vit_accel.route import Route, Routes, Spec
 
-__all__ = ["Eager", "GraphStatus", "Runner", "why_not_graphs"]
-
-_FAILURES, _REFUSED, _CHANGES, _REMEMBERED = 3, 32, 4, 4096
-"""Limits: failed captures in a row; signatures whose capture failed; replaced weights before calls run eagerly;
-signatures that are counted."""
-
-
-@dataclass(frozen=True)
-class Eager:
-    """A call that runs without graphs, and why. by_choice: it could be replayed, but that would not pay."""
-
-    why: str
-    by_choice: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphStatus:
-    """What a tower's graphs did. budgets: merged tokens. graphs: (what it serves, bytes, replays) of each one held.
-
-    replays: graph launches. captures: graphs made. eager: reason -> calls that ran without. padding: rows replayed per
-    row asked for. nbytes: device memory of all graphs. off: why graphs are no longer tried.
-    """
-
-    budgets: tuple[int, ...]
-    graphs: tuple[tuple[str, int, int], ...] = ()
-    replays: int = 0
-    captures: int = 0
-    eager: Mapping[str, int] = field(default_factory=dict)
-    padding: float = 1.0
-    nbytes: int = 0
-    off: str | None = None
-
-    def __str__(self) -> str:
-        lines = [
-            f"  graphs     {len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured, "
-            f"{self.replays} replays, {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
-        ]
-        lines += [f"  graphs off {self.off}"] if self.off else []
-        return "\n".join(lines + [f"  eager      {count} x {why}" for why, count in self.eager.items()])
+__all__ = ["Runner"]
 
 
 class _Signature:
@@ -95,36 +57,19 @@ class _Graph:
     replays: int = 0
 
 
-class Runner:
+class Runner(Held[_Graph]):
     """The graphs of one tower: which there are, which serves a call, and the one place where they are replayed."""
 
     def __init__(self, config: GraphConfig, routes: Routes) -> None:
-        self.config, self._routes = config, routes
+        self._routes = routes
         self.budgets = config.budgets or budgets.ladder(config.max_tokens)
-        self._lock = RLock()
-        self._replays = self._captures = self._asked = self._replayed = 0
-        self._eager: Counter[str] = Counter()
-        self._changes = 0
+        self._asked = self._replayed = 0
         self._exactly: bool | None = None
-        self._reset()
+        super().__init__(config, config.max_bytes)
 
     def _reset(self) -> None:
-        self._identity: object = None
-        self._off: str | None = None
-        self._failures = 0
-        self._recorder: Recorder | None = None
-        self._graphs: OrderedDict[_Signature, _Graph] = OrderedDict()
-        self._seen: OrderedDict[_Signature, int] = OrderedDict()
-        self._refused: dict[_Signature, str] = {}
+        super()._reset()
         self._arena: list[torch.Tensor] = []
-        self._retired: list[_Graph] = []  # a replay may still be running: they go once it is known to be over
-
-    def close(self) -> None:
-        """Give back every graph and buffer."""
-        with self._lock:
-            if self._recorder is not None:
-                self._recorder.settle()
-            self._reset()
 
     def budgets_of(self, merge: int) -> tuple[int, ...]:
         """The budgets in the tokens of a tower: where it merges no patches, those are a quarter of what is meant."""
@@ -132,23 +77,8 @@ class Runner:
 
     def status(self) -> GraphStatus:
         """What happened so far."""
-        with self._lock:
-            return GraphStatus(
-                budgets=self.budgets,
-                graphs=tuple((graph.label, graph.nbytes, graph.replays) for graph in self._graphs.values()),
-                replays=self._replays,
-                captures=self._captures,
-                eager=dict(self._eager),
-                padding=self._replayed / self._asked if self._asked else 1.0,
-                nbytes=sum(graph.nbytes for graph in self._graphs.values()),
-                off=self._off,
-            )
-
-    def eager(self, why: str, *, by_choice: bool = False) -> Eager:
-        """Count a call that runs without graphs."""
-        with self._lock:
-            self._eager[why] += 1
-        return Eager(why, by_choice)
+        padding = self._replayed / self._asked if self._asked else 1.0
+        return replace(super().status(), budgets=self.budgets, padding=padding)
 
     @property
     def warming(self) -> bool:
@@ -171,30 +101,18 @@ class Runner:
         route: of the call in its own shape. memory: equal while weights and buffers lie where they did; with the
         route's spec that is all that a graph bakes in beside its layout, so another makes every graph stale.
         """
-        identity = (
-            *(route.spec, memory, pixels_TP.shape[1], torch.are_deterministic_algorithms_enabled()),
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        )
+        identity = route.spec, memory, pixels_TP.shape[1], numerics()
         with self._lock:
-            if identity == self._identity:
-                self._changes = max(self._changes - 1, 0)
-            else:
-                self.close()
-                self._identity, self._recorder = identity, CudaRecorder(route.spec.request.device)
-                self._width = pixels_TP.shape[1]
-                self._budgets = self.budgets_of(route.spec.geometry.merge)
-                self._changes = min(self._changes + 1, 2 * _CHANGES)  # after as many quiet calls all is forgotten
-            assert self._recorder is not None
-            if self._changes > _CHANGES:
-                return self.eager("weights or modules were replaced at call after call", by_choice=True)
-            if why := self._recorder.against():
-                return self.eager(why)
+            if against := self._begin(identity, route.spec.request.device):
+                return against
+            self._width = pixels_TP.shape[1]
+            self._budgets = self.budgets_of(route.spec.geometry.merge)
             bins = self._bins(route)
             if isinstance(bins, Eager):
                 return bins
             try:
                 chosen = [self._graph(route, bin_) for bin_ in bins]
-            except _CaptureError as error:
+            except CaptureError as error:
                 return self.eager(str(error))
             per_token = route.spec.geometry.merge**2
             outputs = self._replay(pixels_TP, per_token, bins, chosen)
@@ -210,11 +128,7 @@ class Runner:
                 return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
         if self._exactly:
             return [exact]
-        count = self._seen[signature] = self._seen.pop(signature, 0) + 1
-        if len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
-        may_capture = self._off is None and signature not in self._refused
-        often = 0 < self.config.exact_after <= count and may_capture
+        often = 0 < self.config.exact_after <= self._came(signature) and self._may_capture(signature)
         if self._exactly is None and (often or signature in self._graphs):
             return [exact]
         bins = budgets.pack(grid, merge, self._budgets)
@@ -251,20 +165,10 @@ class Runner:
     def _graph(self, route: Route, bin_: budgets.Bin) -> tuple[_Graph, Route]:
         """The graph that serves a bin, captured if it is not there, and the bin's own route."""
         padded = self._padded(route, bin_)
-        signature = _signature(padded)
-        graph = self._graphs.get(signature)
-        if graph is None:
-            if why := self._off or self._refused.get(signature):
-                raise _CaptureError(why)
-            graph = self._capture(padded, bin_, signature)
-            self._graphs[signature] = graph
-            self._make_room()
-        self._graphs.move_to_end(signature)
-        return graph, padded
+        return self._held(_signature(padded), partial(self._capture, padded, bin_)), padded
 
-    def _capture(self, route: Route, bin_: budgets.Bin, signature: _Signature) -> _Graph:
-        metadata, recorder, per_token = route.metadata, self._recorder, route.spec.geometry.merge**2
-        assert recorder is not None and route.ops is not None
+    def _capture(self, route: Route, bin_: budgets.Bin, recorder: Recorder) -> _Graph:
+        metadata, per_token = route.metadata, route.spec.geometry.merge**2
         outputs: list[torch.Tensor] = []
 
         def run() -> None:
@@ -274,24 +178,11 @@ class Runner:
             for static, fresh in zip(outputs, found, strict=True):
                 static.copy_(fresh)
 
-        try:
-            recorder.wait()
-            # Buffers made under inference_mode could not be written outside of it.
-            with torch.inference_mode(False), torch.no_grad():
-                packed = send(pack(route.arrays), route.spec.request.device)
-                bound = route.bind(packed)
-                pixels_TP = self._pixel_buffer(metadata.rows, per_token, route.spec).zero_()
-                replay, nbytes = recorder.record(run)
-        except Exception as error:
-            self._failures += 1
-            why = self._refused[signature] = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
-            if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
-                self._off = f"{len(self._refused)} captures failed, the last: {why}"
-            raise _CaptureError(why) from error
-        finally:
-            recorder.done()
-        self._captures += 1
-        self._failures = 0
+        with torch.no_grad():
+            packed = send(pack(route.arrays), route.spec.request.device)
+            bound = route.bind(packed)
+            pixels_TP = self._pixel_buffer(metadata.rows, per_token, route.spec).zero_()
+            (replay,), nbytes = recorder.record(run)
         if metadata.rows > self._budgets[-1] * per_token:
             nbytes += sum(buffer.nbytes for buffer in (pixels_TP, *outputs))
         what = f"{metadata.rows} patches exactly" if bin_.budget is None else f"up to {metadata.rows} patches"
@@ -323,18 +214,6 @@ class Runner:
         if len(self._arena) == 1:
             self._arena += [fresh.new_empty(len(fresh) * most // rows, *fresh.shape[1:]) for fresh in found]
         return [buffer[: len(fresh)] for buffer, fresh in zip(self._arena[1:], found, strict=True)]
-
-    def _make_room(self) -> None:
-        """The least recently used graphs go while there are too many or they hold too much."""
-        assert self._recorder is not None
-        most, held = self.config.max_graphs, sum(graph.nbytes for graph in self._graphs.values())
-        while len(self._graphs) > 1 and (len(self._graphs) > most or held > self.config.max_bytes):
-            if self._retired:
-                self._recorder.settle()
-                self._retired.clear()
-            _, graph = self._graphs.popitem(last=False)
-            held -= graph.nbytes
-            self._retired.append(graph)
 
     def _replay(
         self, pixels_TP: torch.Tensor, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]
@@ -370,10 +249,6 @@ class Runner:
             self._replays += 1
             self._asked += bin_.tokens * per_token
             self._replayed += len(graph.pixels_TP)
-
-
-class _CaptureError(RuntimeError):
-    """A capture that failed, now or before."""
 
 
 def _signature(route: Route) -> _Signature:

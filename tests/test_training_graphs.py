@@ -1,0 +1,466 @@
+"""Graphs of forward and backward, without a GPU: the recorder replays by running again, on poisoned buffers.
+
+What is asked: gradients are stock's whatever a program does between a forward and its backward. On a GPU: the same with
+real captures.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_vit_accel
+from hf_vit_accel import FallbackError, GraphConfig
+from hf_vit_accel.graphs import held
+from hf_vit_accel.graphs import training as training_module
+from hf_vit_accel.tower import state_of
+
+Grid = list[tuple[int, int, int]]
+CONFIG = GraphConfig(max_tokens=128, exact_after=1)
+SMALL, LARGE, VIDEO = [(1, 6, 8)], [(1, 4, 6), (1, 8, 8)], [(2, 6, 4), (1, 2, 2)]
+LAYOUTS: list[Grid] = [SMALL, LARGE, VIDEO]
+
+
+def patch(tower: Any, config: GraphConfig = CONFIG, **kwargs: Any) -> Any:
+    """Patch with graphs; before each use what it must write is spoilt. Returns the runner."""
+    hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
+    runner, make = state_of(tower).training, held.CudaRecorder
+
+    def poisoned() -> list[torch.Tensor]:
+        last = runner._last and runner._last()
+        steps = list(runner._graphs.values())
+        buffers = [each for step in steps for each in (*step.incoming, *step.gradients) if each is not None]
+        # The pixels of a call whose backward is to come are still needed.
+        return [each.detach() for each in buffers + [s.pixels_TP for s in steps if last is None]]
+
+    def recorder(device: torch.device) -> Any:
+        made = make(device)
+        made.poisoned = poisoned
+        return made
+
+    held.CudaRecorder = recorder  # type: ignore[misc,assignment]  # put back by the fixture
+    return runner
+
+
+def grown(tower: Any) -> dict[str, torch.Tensor | None]:
+    """The gradient of every parameter, taken off."""
+    found = {name: parameter.grad for name, parameter in tower.named_parameters()}
+    tower.zero_grad(set_to_none=True)
+    return found
+
+
+def weighted(outputs: list[torch.Tensor], seed: int, among: Callable[[int], bool] = bool) -> torch.Tensor:
+    """A loss of outputs; `among`: by their index, by default all but the first, as models use them."""
+    generator = torch.Generator().manual_seed(seed)
+    terms = []
+    for index, output in enumerate(outputs):
+        weight = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+        if among(index):
+            terms.append((output * weight).sum())
+    return torch.stack(terms).sum()
+
+
+def forward(tower: Any, grid: Grid, seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
+    weight = tower.patch_embed.proj.weight
+    pixels = pixels_for(tower, grid, seed, device=weight.device, dtype=weight.dtype)
+    return outputs_of(tower(pixels, grid_thw=torch.tensor(grid), **kwargs))
+
+
+def step(tower: Any, grid: Grid, seed: int = 0, **kwargs: Any) -> dict[str, torch.Tensor | None]:
+    weighted(forward(tower, grid, seed), seed, **kwargs).backward()
+    return grown(tower)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], bound: float = 1e-4) -> None:
+    """Gradients where stock has one, none elsewhere, and near."""
+    assert {name for name, each in found.items() if each is None} == {n for n, each in expected.items() if each is None}
+    for name, each in found.items():
+        if each is not None:
+            assert relative_error(each, expected[name]) < bound or float(expected[name].abs().max()) < 1e-6, name
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request: Any, on_cpu: Any) -> Iterator[tuple[Any, Any]]:
+    """A stock tower and one like it, to be patched."""
+    model = TINY[request.param].build()
+    yield tower_of(model), tower_of(copy.deepcopy(model))
+
+
+@pytest.fixture
+def one(on_cpu: Any) -> tuple[Any, Any]:
+    """The same of one family, where families do not differ."""
+    model = TINY["qwen3_vl"].build()
+    return tower_of(model), tower_of(copy.deepcopy(model))
+
+
+# --- steps as programs make them --------------------------------------------------------------------------------------
+
+
+def test_steps_of_several_layouts(pair: Any) -> None:
+    """New pixels each time, weights that an optimiser changes in place, the graphs' buffers spoilt between."""
+    _stock, tower = pair
+    runner = patch(tower, strict=True)
+    optimisers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in pair]
+    for seed, grid in enumerate(itertools.islice(itertools.cycle(LAYOUTS), 9)):
+        losses = []
+        for each in pair:
+            losses.append(weighted(forward(each, grid, seed), seed))
+            losses[-1].backward()
+        assert relative_error(losses[1], losses[0]) < 1e-4
+        kept = [{name: p.grad.clone() for name, p in each.named_parameters() if p.grad is not None} for each in pair]
+        assert_same(kept[1], kept[0])
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+    told = hf_vit_accel.status(tower).towers[0].training
+    # The first step told which outputs gradients are given for; from then on they are all replayed.
+    assert told.replays == 9 and not told.eager and told.captures == 4
+    assert runner._given[0] is False and all(runner._given[1:])
+    assert "training" in str(hf_vit_accel.status(tower))
+
+
+def test_which_outputs_have_gradients_may_change(pair: Any) -> None:
+    """A parameter that a loss does not reach has no gradient, not one of zeros."""
+    stock, tower = pair
+    patch(tower)
+    count = len(forward(stock, SMALL))
+    for seed, among in enumerate([bool, bool, lambda i: i == 0, lambda i: True, lambda i: i == count - 1, bool] * 2):
+        assert_same(step(tower, SMALL, seed, among=among), step(stock, SMALL, seed, among=among))
+    assert state_of(tower).training.status().replays
+
+
+def test_what_is_trained_may_change(pair: Any) -> None:
+    stock, tower = pair
+    patch(tower)
+
+    def freeze(part: str) -> None:
+        for each in pair:
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(part in name)
+
+    for seed, part in enumerate(["", "blocks.1", "merger", "merger", "patch_embed", "bias", "bias", ""]):
+        freeze(part)
+        assert_same(step(tower, LARGE, seed), step(stock, LARGE, seed))
+
+
+def test_gradients_of_pixels(pair: Any) -> None:
+    _stock, tower = pair
+    patch(tower, strict=True)
+    for frozen in (False, True, True):
+        found = []
+        for each in pair:
+            each.requires_grad_(not frozen)
+            pixels = pixels_for(each, LARGE, 3).double().requires_grad_()
+            weighted(outputs_of(each(pixels.float(), grid_thw=torch.tensor(LARGE))), 5).backward()
+            found.append(grown(each) | {"pixels": pixels.grad})
+        assert found[1]["pixels"].dtype == torch.float64
+        assert_same(found[1], found[0])
+    assert state_of(tower).training.status().replays == 3
+
+
+def test_gradients_are_added_up_and_never_overwritten(one: Any) -> None:
+    stock, tower = one
+    patch(tower)
+    for seed in range(3):
+        for each in one:
+            weighted(forward(each, SMALL, seed), seed).backward()
+    first, expected = grown(tower), grown(stock)
+    assert_same(first, expected)
+    outputs = forward(tower, SMALL, 7)
+    copies = [each.detach().clone() for each in outputs]
+    weighted(outputs, 7).backward()
+    grown(tower)
+    step(tower, SMALL, 8)
+    assert_same(first, expected)
+    assert all(map(torch.equal, outputs, copies)), "what a call returned is its caller's"
+
+
+def test_two_forwards_before_their_backwards(one: Any) -> None:
+    """As the halves of a contrastive batch: the second one runs eagerly, and so do their gradients come right."""
+    stock, tower = one
+    runner = patch(tower, strict=True)
+    step(tower, SMALL), step(tower, SMALL)
+    for order in (1, -1):
+        found = []
+        for each in (tower, stock):
+            losses = [weighted(forward(each, grid, seed), seed) for seed, grid in enumerate([SMALL, SMALL, LARGE])]
+            for loss in losses[::order]:
+                loss.backward()
+            found.append(grown(each))
+        assert_same(*found)
+    assert runner.status().eager == {"the gradients of an earlier call are still to come": 4}
+    assert runner.status().replays == 4
+
+
+def test_a_forward_without_a_backward_stands_in_nobodys_way(one: Any) -> None:
+    stock, tower = one
+    runner = patch(tower, strict=True)
+    step(tower, SMALL)
+    gc.disable()
+    try:
+        for seed in range(3):
+            outputs = forward(tower, SMALL, seed)
+            call = weakref.ref(runner._last())
+            del outputs
+            assert call() is None, "kept by a cycle"
+    finally:
+        gc.enable()
+    assert_same(step(tower, SMALL, 5), step(stock, SMALL, 5))
+    assert not runner.status().eager
+
+
+def test_a_retained_graph(one: Any) -> None:
+    """Its second backward finds the memory of the first one written to."""
+    _stock, tower = one
+    patch(tower)
+    step(tower, SMALL)
+    for again in (False, True):
+        found = []
+        for each in one:
+            loss = weighted(forward(each, SMALL, 3), 3)
+            loss.backward(retain_graph=True)
+            if again:
+                step(each, SMALL, 4)
+            loss.backward()
+            found.append(grown(each))
+        assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("between", ["closed", "repatched", "another layout", "no gradients", "weights move"])
+def test_what_happens_between_forward_and_backward(one: Any, between: str) -> None:
+    _stock, tower = one
+    patch(tower)
+    step(tower, SMALL), step(tower, LARGE)
+    found = []
+    for each in one:
+        losses = [weighted(forward(each, SMALL, 3), 3)]
+        if between == "closed" and each is tower:
+            state_of(tower).close()
+        elif between == "repatched" and each is tower:
+            hf_vit_accel.patch(tower, cuda_graphs=True)
+        elif between == "another layout":
+            losses.append(weighted(forward(each, LARGE, 1), 1))
+        elif between == "no gradients":
+            with torch.no_grad():
+                forward(each, SMALL, 9), forward(each, LARGE, 9)
+        elif between == "weights move":  # with the same values, and a call that notices
+            for parameter in each.parameters():
+                parameter.data = parameter.data.clone()
+            losses.append(weighted(forward(each, LARGE, 1), 1))
+        torch.stack(losses).sum().backward()
+        found.append(grown(each))
+    assert_same(found[1], found[0])
+
+
+def test_weights_that_change_before_the_backward_raise_as_in_stock(one: Any) -> None:
+    patch(one[1])
+    step(one[1], SMALL)
+    for each in one:
+        loss = weighted(forward(each, SMALL), 0)
+        with torch.no_grad():
+            each.blocks[0].attn.qkv.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_as_a_whole(one: Any, reentrant: bool) -> None:
+    """A forward that is run again for its gradient must save what it saved."""
+    _stock, tower = one
+    runner = patch(tower, strict=reentrant)
+    step(tower, SMALL)
+    for seed in range(3):
+        found = []
+        for each in one:
+            pixels = pixels_for(each, SMALL, seed).requires_grad_()
+            run = partial(lambda each, p: tuple(outputs_of(each(p, grid_thw=torch.tensor(SMALL)))), each)
+            weighted(list(checkpoint(run, pixels, use_reentrant=reentrant)), seed).backward()
+            found.append(grown(each) | {"pixels": pixels.grad})
+        assert_same(found[1], found[0])
+    assert (runner.status().replays > 1) == reentrant
+
+
+def test_hooks_of_others(one: Any) -> None:
+    stock, tower = one
+    runner = patch(tower)
+    step(tower, SMALL)
+    calls, weight = [], tower.blocks[0].attn.qkv.weight
+    handle = weight.register_hook(lambda grad: calls.append(1) or grad * 2)
+    expected = step(stock, SMALL, 1)
+    found = step(tower, SMALL, 1)
+    handle.remove()
+    assert calls == [1]
+    expected["blocks.0.attn.qkv.weight"] *= 2
+    assert_same(found, expected)
+    weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(2))
+    assert_same(step(tower, SMALL, 2), step(stock, SMALL, 2))
+    assert calls == [1, 2] and list(runner.status().eager.values()) == [1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        assert_same(step(tower, SMALL, 3), step(stock, SMALL, 3))
+    assert list(runner.status().eager.values()) == [1, 1]
+
+
+def test_layers_that_are_checkpointed_and_modules_of_others_run_eagerly(one: Any) -> None:
+    stock, tower = one
+    runner = patch(tower)
+
+    class Adapter(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    checkpoint_layers(tower.train(), reentrant=False)
+    assert_same(step(tower, SMALL), step(stock, SMALL))
+    tower.eval()
+    tower.blocks[0].attn.qkv.__class__ = Adapter
+    assert_same(step(tower, SMALL), step(stock, SMALL))
+    assert len(runner.status().eager) == 2 and not runner.status().captures
+
+
+def test_under_autocast(one: Any) -> None:
+    """As eagerly, bit for bit, also where gradients are computed anew."""
+    _, tower = one
+    twin = hf_vit_accel.patch(copy.deepcopy(tower))
+    patch(tower)
+    for seed, again in enumerate([False, False, True]):
+        found = []
+        for each in (tower, twin):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = forward(each, SMALL, seed)
+            loss = weighted(outputs, seed)
+            loss.backward(retain_graph=again)
+            if again:
+                loss.backward()
+            found.append((*outputs, *[p.grad for p in each.parameters() if p.grad is not None]))
+            grown(each)
+        assert all(map(torch.equal, *found))
+    assert state_of(tower).training.status().replays == 3
+
+
+def test_parts_of_a_call(one: Any) -> None:
+    """Equal pictures encoded once, and passes with gradients."""
+    _stock, tower = one
+    for options in ({"reuse": True}, {"max_rows": 48}):
+        patch(tower, **options)
+        for seed in range(4):
+            found = []
+            for each in one:
+                pixels = pixels_for(each, SMALL, seed).repeat(3, 1)
+                weighted(outputs_of(each(pixels, grid_thw=torch.tensor(SMALL * 3))), seed).backward()
+                found.append(grown(each))
+            assert_same(found[1], found[0])
+
+
+# --- what is captured, what is held -----------------------------------------------------------------------------------
+
+
+def test_layouts_are_captured_when_they_come_often_and_are_small(one: Any) -> None:
+    stock, tower = one
+    runner = patch(tower, GraphConfig(max_tokens=16, exact_after=3), strict=True)
+    for seed in range(5):
+        assert_same(step(tower, SMALL, seed), step(stock, SMALL, seed))
+        assert_same(step(tower, LARGE, seed), step(stock, LARGE, seed))
+    assert runner.status().replays == 3 and sum(runner.status().eager.values()) == 7
+    for config in (GraphConfig(max_training_bytes=0), GraphConfig(exact_after=0)):
+        hf_vit_accel.patch(tower, cuda_graphs=config)
+        assert_same(step(tower, SMALL), step(stock, SMALL))
+        training = state_of(tower).training
+        assert training is None or not training.status().captures
+
+
+def test_memory_is_bounded(one: Any, on_cpu: Any) -> None:
+    stock, tower = one
+    on_cpu.nbytes = 1 << 20
+    runner = patch(tower, GraphConfig(max_tokens=128, exact_after=1, max_training_bytes=5 << 19))
+    step(tower, SMALL)
+    for seed in range(2):
+        for grid in LAYOUTS:
+            assert_same(step(tower, grid, seed), step(stock, grid, seed))
+    assert len(runner.status().graphs) <= 2 and runner.status().captures >= 5
+
+
+def test_a_capture_that_fails(one: Any, on_cpu: Any) -> None:
+    stock, tower = one
+    runner = patch(tower)
+    on_cpu.fail = torch.OutOfMemoryError("none left")
+    assert_same(step(tower, SMALL), step(stock, SMALL))
+    on_cpu.fail = None
+    assert_same(step(tower, SMALL), step(stock, SMALL))
+    assert runner.status().eager == {"capture failed: OutOfMemoryError: none left": 2}
+    assert_same(step(tower, LARGE), step(stock, LARGE))
+    assert runner.status().captures == 1
+    patch(tower, strict=True)
+    on_cpu.fail = RuntimeError("again")
+    with pytest.raises(FallbackError, match="capture failed"):
+        step(tower, SMALL)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gpu_steps_are_as_eagerly(family: str, dtype: torch.dtype) -> None:
+    """Layouts in random order, weights that change, calls without gradients and foreign work between."""
+    model = TINY[family].build().to("cuda", dtype)
+    twin, tower = tower_of(copy.deepcopy(model)), tower_of(model)
+    # In fp32 there is sdpa alone, which serves no graph without gradients.
+    hf_vit_accel.patch(twin), hf_vit_accel.patch(tower, cuda_graphs=CONFIG, strict=dtype == torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    optimisers = [torch.optim.SGD(each.parameters(), lr=1e-3, foreach=True) for each in (twin, tower)]
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for seed in range(24):
+        grid = LAYOUTS[int(torch.randint(3, (), generator=generator))]
+        found = []
+        for each in (tower, twin):
+            loss = weighted(forward(each, grid, seed), seed)
+            if seed % 3 == 0:
+                with torch.no_grad():
+                    forward(each, LAYOUTS[seed % 2], seed)
+            spoilt = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(4)]
+            del spoilt
+            loss.backward()
+            found.append({name: None if p.grad is None else p.grad.clone() for name, p in each.named_parameters()})
+        assert_same(*found, bound=bound)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+        for one_, other in zip(twin.parameters(), tower.parameters(), strict=True):
+            other.data.copy_(one_.data)
+    told = state_of(tower).training.status()
+    assert told.replays == 24 and not told.eager
+
+
+@pytest.mark.gpu
+def test_gpu_a_step_waits_for_nothing_and_runs_on_any_stream() -> None:
+    tower = tower_of(TINY["qwen2_5_vl"].build().to("cuda", torch.bfloat16))
+    twin = hf_vit_accel.patch(copy.deepcopy(tower))
+    hf_vit_accel.patch(tower, cuda_graphs=CONFIG, strict=True)
+    step(tower, SMALL), step(tower, SMALL)
+    pixels = pixels_for(tower, SMALL, device="cuda", dtype=torch.bfloat16)
+    incoming = [torch.ones_like(each) for each in forward(twin, SMALL)[1:]]
+    torch.autograd.backward(outputs_of(twin(pixels, grid_thw=torch.tensor(SMALL)))[1:], incoming)
+    expected = grown(twin)
+    torch.cuda.synchronize()
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                torch.autograd.backward(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL)))[1:], incoming)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            assert_same(grown(tower), expected, bound=2e-2)
+    assert state_of(tower).training.status().replays == 5
+    assert training_module.TrainingRunner is type(state_of(tower).training)
