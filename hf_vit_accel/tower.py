@@ -140,7 +140,8 @@ class TowerState:
         key = device, autocast, fast, grad, weights.dtype, weights.count, scales, len(self.passes.fewer)
         spec = self._specs.get(key)
         if spec is None:
-            wants = dict(grad=grad, graphs=self.runner is not None and not grad, score_mod=settings.score_mod)
+            graphs, replayed = self.runner is not None and not grad, self.training is not None and grad
+            wants: Any = dict(grad=grad, graphs=graphs, replayed=replayed, score_mod=settings.score_mod)
             request = snapshot.request(device, autocast, packed=fast, fp8=scales, **wants)
             self._specs[key] = spec = Spec(
                 geometry=snapshot.geometry,

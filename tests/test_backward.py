@@ -604,6 +604,12 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for dim in (72, 80)
         for back in (False, True)
     },
+    "fill_up": (
+        "rope",
+        "_fill_up_kernel",
+        "first:*bf16 second:*bf16 out:*bf16 count:i32",
+        dict(DIM=72, TO=96, BLOCK=2048),
+    ),
     "rope_gather_back": (
         "rope",
         "_rope_gather_kernel",

@@ -91,6 +91,7 @@ def test_rotation_is_a_part_of_it(interface: Interface, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(flash_attention_4, "_rotate", rope.rope_reference)
     monkeypatch.setattr(flash_attention_4, "rope_back", back)
+    monkeypatch.setattr(flash_attention_4, "_fill_up", rope.fill_up_reference)
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sum(LENGTHS), 3, HEADS, DIM, generator=generator).requires_grad_()
     angles = torch.randn(sum(LENGTHS), DIM // 2, generator=generator).repeat(1, 2)

@@ -166,7 +166,9 @@ def test_gradients_of_pixels(pair: Any) -> None:
             found.append(grown(each) | {"pixels": pixels.grad})
         assert found[1]["pixels"].dtype == torch.float64
         assert_same(found[1], found[0])
-    assert state_of(tower).training.status().replays == 3
+    runner = state_of(tower).training
+    assert runner.status().replays == 3
+    assert not any(each.pixels_TP.requires_grad for each in runner._graphs.values()), "a buffer holds a graph"
 
 
 def test_gradients_are_added_up_and_never_overwritten(one: Any) -> None:

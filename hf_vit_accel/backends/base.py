@@ -53,6 +53,7 @@ class Request:
     will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score. fp8: the
     scales of the tower's layers, where attention in FP8 is asked for. max_seqlen, rows: of the longest
     segment, and of all, where they are known. graphs: whether a CUDA graph of it is to serve other layouts, too.
+    replayed: whether this very layout may be replayed from one, so that the host's part does not count.
     """
 
     device: torch.device
@@ -68,6 +69,7 @@ class Request:
     max_seqlen: int = 0
     rows: int = 0
     graphs: bool = False
+    replayed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

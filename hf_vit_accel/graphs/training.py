@@ -56,10 +56,11 @@ class _Step:
 
 
 class _Call:
-    """A forward that was replayed. over: its backward was replayed, or can no longer be."""
+    """A forward that was replayed. outputs: until they are handed out. over: its backward was, or can no longer be."""
 
     def __init__(self, step: _Step) -> None:
         self.step, self.over = step, False
+        self.outputs = Tensors()
 
 
 class TrainingRunner(Held[_Step]):
@@ -91,7 +92,8 @@ class TrainingRunner(Held[_Step]):
                 step = self._held((route.metadata.grid, self._given), capture)
             except CaptureError as error:
                 return self.eager(str(error))
-        return list(_Replay.apply(self, step, route, pixels_TP, *trained))
+            call = self._forward(step, pixels_TP)
+        return list(_Replay.apply(self, call, route, pixels_TP, *trained))  # while the GPU is busy
 
     def _against(self, route: Route, parameters: Tensors) -> Eager | None:
         """Why a call runs eagerly."""
@@ -146,21 +148,20 @@ class TrainingRunner(Held[_Step]):
             nbytes=nbytes + sum(each.nbytes for each in (static_TP, *incoming)),
         )
 
-    def forward(self, step: _Step, pixels_TP: torch.Tensor) -> tuple[_Call, Tensors]:
-        """A call's outputs, which its backward may follow."""
+    @torch.no_grad()
+    def _forward(self, step: _Step, pixels_TP: torch.Tensor) -> _Call:
         recorder, call = self._recorder, _Call(step)
-        with self._lock:
-            assert recorder is not None
-            recorder.wait()
-            try:
-                step.pixels_TP.copy_(pixels_TP)
-                step.forward()
-                outputs = [output.clone() for output in step.outputs]
-            finally:
-                recorder.done()
-            self._last = weakref.ref(call)
-            self._replays, step.replays = self._replays + 1, step.replays + 1
-            return call, outputs
+        assert recorder is not None
+        recorder.wait()
+        try:
+            step.pixels_TP.copy_(pixels_TP)
+            step.forward()
+            call.outputs = [output.clone() for output in step.outputs]
+        finally:
+            recorder.done()
+        self._last = weakref.ref(call)
+        self._replays, step.replays = self._replays + 1, step.replays + 1
+        return call
 
     def backward(self, call: _Call, incoming: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
         """The gradients of a call, fresh tensors; None where they must be computed anew."""
@@ -192,15 +193,15 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: TrainingRunner, step: _Step, route: Route, pixels_TP: torch.Tensor, *trained: torch.Tensor
+        ctx: Any, runner: TrainingRunner, call: _Call, route: Route, pixels_TP: torch.Tensor, *trained: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(pixels_TP, *trained)  # weights that change before the backward pass raise, as in stock
         kind = pixels_TP.device.type
-        ctx.runner, ctx.route = runner, route
+        ctx.runner, ctx.call, ctx.route = runner, call, route
+        outputs, call.outputs = call.outputs, Tensors()
         ctx.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        ctx.call, outputs = runner.forward(step, pixels_TP)
-        constant = [one for one, wanted in zip(outputs, step.differentiable, strict=True) if not wanted]
+        constant = [one for one, wanted in zip(outputs, call.step.differentiable, strict=True) if not wanted]
         ctx.mark_non_differentiable(*constant)
         return tuple(outputs)
 

@@ -25,6 +25,8 @@ except ImportError:  # pragma: no cover
 
 __all__ = [
     "OPERATION",
+    "fill_up",
+    "fill_up_reference",
     "reasons_against_rotation",
     "rope",
     "rope_",
@@ -119,26 +121,30 @@ def _rope_copy_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    # As `_rope_kernel`, with the pairs of v, which stay, after those of k. A head takes FROM elements, and then TO.
+    # A pair of q, of k and of v by each lane, so that the tables are read once. A head takes FROM elements, then TO.
     half: tl.constexpr = DIM // 2
+    dtype: tl.constexpr = out.dtype.element_ty
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
     pair = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
-    inside = (t < rows) & (pair < 3 * HEADS * half)
-    turns = inside & (pair < 2 * HEADS * half)
+    inside = (t < rows) & (pair < HEADS * half)
     d, head = pair % half, pair // half
     table = t * table_stride + d
-    c = tl.load(cos + table, mask=turns, other=0.0).to(tl.float32)
-    s = tl.load(sin + table, mask=turns, other=0.0).to(tl.float32)
+    c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
     s = -s if BACK else s
-    first = qkv + t * (3 * HEADS * FROM) + (head * FROM + d)
-    x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = out.dtype.element_ty
+    source = qkv + t * (3 * HEADS * FROM) + (head * FROM + d)
     target = out + t * (3 * HEADS * TO) + (head * TO + d)
-    tl.store(target, tl.where(turns, x1 * c - x2 * s, x1).to(dtype), mask=inside)
-    tl.store(target + half, tl.where(turns, x2 * c + x1 * s, x2).to(dtype), mask=inside)
-    if TO > DIM:
-        tl.store(target + DIM, tl.zeros((BLOCK_T, BLOCK_P), dtype), mask=inside & (d < TO - DIM))
+    for part in tl.static_range(3):
+        x1 = tl.load(source + part * HEADS * FROM, mask=inside, other=0.0)
+        x2 = tl.load(source + part * HEADS * FROM + half, mask=inside, other=0.0)
+        if part < 2:
+            w1, w2 = x1.to(tl.float32), x2.to(tl.float32)
+            x1, x2 = (w1 * c - w2 * s).to(dtype), (w2 * c + w1 * s).to(dtype)
+        tl.store(target + part * HEADS * TO, x1, mask=inside)
+        tl.store(target + part * HEADS * TO + half, x2, mask=inside)
+        if TO > DIM:
+            zeros = tl.zeros((BLOCK_T, BLOCK_P), dtype)
+            tl.store(target + part * HEADS * TO + DIM, zeros, mask=inside & (d < TO - DIM))
 
 
 def _copy(
@@ -149,7 +155,7 @@ def _copy(
     assert dim % 2 == 0 and dim <= to <= dim + dim // 2 and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
     out_T3HP = torch.empty(rows, 3, heads, to, dtype=qkv_T3HP.dtype, device=qkv_T3HP.device)
     block_t, block_p = 8, 128
-    _rope_copy_kernel[(-(-rows // block_t), -(-3 * heads * dim // 2 // block_p))](
+    _rope_copy_kernel[(-(-rows // block_t), -(-heads * dim // 2 // block_p))](
         qkv_T3HP,
         cos_TD,
         sin_TD,
@@ -256,6 +262,31 @@ def rope_gather_back(
         enable_fp_fusion=False,
     )
     return out_T3HD
+
+
+@jit
+def _fill_up_kernel(first, second, out, count, DIM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    head, d = at // TO, at % TO
+    which = tl.program_id(1)
+    source = first if which == 0 else second
+    x = tl.load(source + head * DIM + d, mask=(head < count) & (d < DIM), other=0.0)
+    tl.store(out + which.to(tl.int64) * count * TO + at, x, mask=head < count)
+
+
+def fill_up(first_THD: torch.Tensor, second_THD: torch.Tensor, padded: int) -> torch.Tensor:
+    """Two tensors of heads, each filled up with zeros to P, as one: (2, T, H, P); autograd does not see it."""
+    rows, heads, dim = first_THD.shape
+    out_2THP = first_THD.new_empty(2, rows, heads, padded)
+    both = first_THD.contiguous(), second_THD.contiguous()
+    grid = -(-rows * heads * padded // 2048), 2
+    _fill_up_kernel[grid](*both, out_2THP, rows * heads, DIM=dim, TO=padded, BLOCK=2048, num_warps=8)
+    return out_2THP
+
+
+def fill_up_reference(first_THD: torch.Tensor, second_THD: torch.Tensor, padded: int) -> torch.Tensor:
+    """`fill_up` in plain torch."""
+    return F.pad(torch.stack((first_THD, second_THD)), (0, padded - first_THD.shape[-1]))
 
 
 class _Rope(torch.autograd.Function):
