@@ -40,6 +40,8 @@ WARM_UPS, TIMED = 2, 4
 CALLS, STEPS = 2, 5
 """Batches to verify by: a second call meets what the first one cached; errors of gradients in half precision are
 measured, which takes more of them than to see that nothing but rounding is wrong."""
+_NEAR = 1.25
+"""Errors above what is allowed by less than that are compared in more batches, up to four times as many."""
 PROMISED, PEERS = 1.1, 2.0
 """Times stock's own error in the dtype: what is allowed, and what is allowed for the gradients of other libraries,
 which promise less; a wrong gradient is many times off."""
@@ -289,10 +291,13 @@ def _verify(
     Returns what was found of every contender, and the batch to time with.
     """
     train, own, errors = trained(tower), Errors(), {contender.name: Errors() for contender in contenders}
+    verdicts: dict[str, _Verdict] = {}
     with stock("sdpa", reference, grid) as exact, stock("sdpa", deepcopy(tower), grid) as same:
         count = STEPS if train and ROUNDING[weight_of(tower).dtype] > 1e-4 else CALLS
-        for seed in range(count):
-            now(f"running stock in fp32, {seed + 1} of {count}")
+        for seed in range(4 * count if train else count):
+            if seed >= count and not _undecided(verdicts, runs, contenders):
+                break
+            now(f"running stock in fp32, {seed + 1} of {max(count, seed + 1)}")
             batch = draw_batch(same, grid, seed)
             with _without_tf32():
                 expected = results(exact, batch.float())
@@ -306,14 +311,21 @@ def _verify(
                 except Exception as raised:
                     del runs[contender.name]
                     problems[contender.name] = _failed(contender, raised)
-    verdicts = {}
+            known = own.by_name()
+            verdicts = {c.name: _judge(c, errors[c.name].by_name(), known, tower) for c in contenders}
     for contender in contenders:
-        verdicts[contender.name] = verdict = _judge(contender, errors[contender.name].by_name(), own.by_name(), tower)
+        verdict = verdicts[contender.name]
         if contender.name in runs and not verdict.error <= verdict.bound:
             del runs[contender.name]
             told = f"relative error {verdict.error:.1e}, at most {verdict.bound:.1e} is allowed"
             problems[contender.name] = _Problem("wrong", told + (f", of {verdict.worst}" if train else ""))
     return verdicts, batch
+
+
+def _undecided(verdicts: Mapping[str, _Verdict], runs: Mapping[str, Run], contenders: Sequence[Contender]) -> bool:
+    """Whether more batches may tell: what few numbers, as of a norm, say of an error scatters by some percent."""
+    own = [verdicts[contender.name] for contender in contenders if not contender.baseline and contender.name in runs]
+    return any(verdict.bound < verdict.error < _NEAR * verdict.bound for verdict in own)
 
 
 def _judge(contender: Contender, errors: Mapping[str, float], own: Mapping[str, float], tower: Any) -> _Verdict:
