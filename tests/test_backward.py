@@ -599,7 +599,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "_rope_copy_kernel",
             "qkv:*bf16 cos:*fp32 sin:*fp32 out:*bf16 rows:i32 table_stride:i32",
             dict(HEADS=16, DIM=dim, FROM=96 if back else dim, TO=dim if back else 96, BACK=back)
-            | dict(BLOCK_T=8, BLOCK_P=128),
+            | dict(BLOCK_T=2, BLOCK_P=1024),
         )
         for dim in (72, 80)
         for back in (False, True)
