@@ -49,7 +49,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from captioning.batches import Task, cost, header_of, limit_pixels, pack, spread
-from captioning.captioner import Captioner, load_model, load_processor, why_not_on_gpu
+from captioning.captioner import Captioner, load_model, load_processor, reuse_for, why_not_on_gpu
 from captioning.exports import Export, Texts
 from captioning.journal import Journal, Record, lock
 from captioning.options import MaxFailures, Options, command
@@ -154,7 +154,8 @@ def caption(options: Here) -> None:
                     raise cannot_load(options, error, first) from None
             if vlm is not None and not options.no_patch:
                 try:
-                    hf_vit_accel.patch(vlm, attention=options.attention, cuda_graphs=options.cuda_graphs)
+                    how = dict(attention=options.attention, cuda_graphs=options.cuda_graphs)
+                    hf_vit_accel.patch(vlm, **how, reuse=reuse_for(vlm, ready.prompts))
                 except (ValueError, hf_vit_accel.BackendUnavailableError) as error:
                     raise refused(str(error), "--attention", first) from None
             loaded = True

@@ -4,7 +4,7 @@ An item is an image or a video. Its fingerprint is made on the device and read t
 sync of a call. Features of earlier calls serve while the weights are what they were, by a fingerprint of all that they
 hold: version counters do not see what is written through `.data`, as adapters are merged and some optimisers write.
 
-`T` packed patch rows, `P` pixels of a patch, `W` 32-bit words of them, `N` items.
+`T` packed patch rows, `P` pixels of a patch, `W` 32-bit words of them, `N` items, `C` chunks of memory.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ from hf_vit_accel.scales import settle
 
 __all__ = ["Marks", "Reuse", "ReuseStatus"]
 
+_BY_TORCH: tuple[Any, Any] = hash_items_reference, hash_memory_reference
+_BY_KERNELS: tuple[Any, Any] = guarded(KERNELS, hash_items), guarded(KERNELS, hash_memory)
+
 Serve = Callable[[Grid, torch.Tensor], list[torch.Tensor]]
 """(grid, pixels (T, P)) of whole items to their outputs."""
 
 
 class Memory:
-    """Where a tower's parameters and buffers lie, cut into rows of words, for a fingerprint of all that they hold.
+    """Where a tower's parameters and buffers lie, cut into chunks of words, for a fingerprint of all that they hold.
 
     form: another object whenever shapes or dtypes are others. reasons: why they cannot be read as words.
     """
@@ -60,11 +63,11 @@ class Memory:
             self.reasons.append("a parameter is not contiguous, or does not lie in whole words of memory")
             return
         words = nbytes // 4
-        rows = -(-words // CHUNK)
-        within = np.concatenate([np.arange(each) for each in rows])
+        chunks = -(-words // CHUNK)
+        within_C = np.concatenate([np.arange(each) for each in chunks])
         arrays = {
-            "addresses": np.repeat(starts, rows) + within * (4 * CHUNK),
-            "counts": np.minimum(np.repeat(words, rows) - within * CHUNK, CHUNK),
+            "addresses": np.repeat(starts, chunks) + within_C * (4 * CHUNK),
+            "counts": np.minimum(np.repeat(words, chunks) - within_C * CHUNK, CHUNK),
         }
         device = tensors[0].device
         if any(tensor.device != device for tensor in tensors):
@@ -116,17 +119,30 @@ class _HandOut(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         if grad is None:
             return None, None, None
-        copies: list[list[torch.Tensor]] = [[] for _ in ctx.sizes]
-        for index, piece in zip(ctx.order, grad.split([ctx.sizes[index] for index in ctx.order]), strict=True):
-            copies[index].append(piece)
-        sums: list[Any] = [None] * len(copies)
-        for count in set(map(len, copies)):  # items of as many copies at once: each as one sum, rounded once
-            chosen = [index for index, each in enumerate(copies) if len(each) == count]
-            added = torch.cat([copies[index][copy] for copy in range(count) for index in chosen])
+        places: list[list[int]] = [[] for _ in ctx.sizes]
+        for place, index in enumerate(ctx.order):
+            places[index].append(place)
+        if (steps := _steps(places)) is not None and len(set(ctx.sizes)) == 1:  # read once, written once
+            pieces = grad.contiguous().view(len(ctx.order), -1)
+            shape, strides = (*np.shape(places), pieces.shape[1]), (*(pieces.shape[1] * step for step in steps), 1)
+            return pieces.as_strided(shape, strides).sum(1).view(-1, *grad.shape[1:]), None, None
+        pieces_of_call = grad.split([ctx.sizes[index] for index in ctx.order])
+        sums: list[Any] = [None] * len(places)
+        for count in set(map(len, places)):  # items of as many copies at once: each as one sum, rounded once
+            chosen = [index for index, each in enumerate(places) if len(each) == count]
+            added = torch.cat([pieces_of_call[places[index][copy]] for copy in range(count) for index in chosen])
             added = added.unflatten(0, (count, -1)).sum(0) if count > 1 else added
             for index, piece in zip(chosen, added.split([ctx.sizes[index] for index in chosen]), strict=True):
                 sums[index] = piece
         return torch.cat(sums), None, None
+
+
+def _steps(places: list[list[int]]) -> tuple[int, int] | None:
+    """How far items, and copies of one, lie apart where all have as many copies and all lie evenly, the first at 0."""
+    between = (places[1] if len(places) > 1 else [0])[0], (places[0] if len(places[0]) > 1 else [0, 0])[1]
+    counts = range(len(places)), range(len(places[0]))
+    even = [[between[0] * item + between[1] * copy for copy in counts[1]] for item in counts[0]]
+    return between if places == even else None
 
 
 # --- a tower's --------------------------------------------------------------------------------------------------------
@@ -198,7 +214,7 @@ class Reuse:
         assert settings.reuse is not None
         self.settings, self.config = settings, settings.reuse
         self._items = self._encoded = self._hits = 0
-        self._keys: LRU[torch.Tensor] = LRU(entries=16, cost=1 << 24)  # by device and words
+        self._keys: LRU[torch.Tensor] = LRU(entries=16, cost=1 << 24)  # by device
         self._kept: LRU[_Kept] = LRU(entries=1 << 20, cost=int(self.config.gigabytes * 1e9))
         self._memory: Memory | None = None
 
@@ -247,16 +263,14 @@ class Reuse:
             return rows or grid_N3.tolist(), Marks(unmet=unmet)
         device = pixels_TP.device
         kernels = no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
-        hashes: tuple[Any, Any] = hash_items_reference, hash_memory_reference
-        if kernels:
-            hashes = guarded(KERNELS, hash_items), guarded(KERNELS, hash_memory)
-        words_TW = words_of(pixels_TP)
-        found = torch.zeros(5 * len(grid_N3) + 2, dtype=torch.int64, device=device)
+        of_items, of_memory = _BY_KERNELS if kernels else _BY_TORCH
+        keys = self._keys_for(device)
+        found = torch.zeros(2 + 5 * len(grid_N3), dtype=torch.int64, device=device)
+        if across:  # first, since it takes longest: what follows is prepared meanwhile
+            of_memory(tensors, memory.tables, keys, found[:2])
         grid_N3 = grid_N3.to(device, torch.int64, non_blocking=True).contiguous()
-        hashes[0](words_TW, grid_N3, self._keys_for(words_TW.shape[1], device), found)
-        if across:
-            hashes[1](tensors, memory.tables, self._keys_for(CHUNK, device), found[-2:])
-        *items, low, high = found.tolist()
+        of_items(words_of(pixels_TP), grid_N3, keys, found[2:])
+        low, high, *items = found.tolist()
         items_N5 = [items[start : start + 5] for start in range(0, len(items), 5)]
         marks = Marks(
             prints=tuple((low, high) for frames, *_, low, high in items_N5 if frames),  # others pad a batch
@@ -265,13 +279,13 @@ class Reuse:
         )
         return [item[:3] for item in items_N5] if rows is None else rows, marks
 
-    def _keys_for(self, words: int, device: torch.device) -> torch.Tensor:
+    def _keys_for(self, device: torch.device) -> torch.Tensor:
         def make() -> tuple[torch.Tensor, int]:
-            keys_LK = draw_keys(words, device)
+            keys = draw_keys(device)
             settle(device)
-            return keys_LK, 0
+            return keys, 0
 
-        return self._keys.get((words, device), make)
+        return self._keys.get(device, make)
 
     def _reasons_against_keeping(self, snapshot: Snapshot, weights: Weights) -> list[str]:
         """Why features cannot serve later calls: something else than what the weights hold may decide them."""
@@ -300,12 +314,12 @@ class Reuse:
         fresh = serve(grid, pixels_TP) if whole else self._encode(serve, keys, first, missing, pixels_TP)
         patches = [t * h * w for _, (t, h, w) in missing]
         sizes = [[each * len(rows) // sum(patches) for each in patches] for rows in fresh]
-        if owner is None and not whole:
+        if owner is None and whole:
+            outputs = fresh
+        elif owner is None:
             place = {key: index for index, key in enumerate(missing)}
             order = [place[key] for key in keys]
             outputs = [_HandOut.apply(*each, order) for each in zip(fresh, sizes, strict=True)]
-        elif owner is None:
-            outputs = fresh
         else:
             split = (rows.split(each) for rows, each in zip(fresh, sizes, strict=True))
             pieces = known | dict(zip(missing, map(list, zip(*split, strict=True)), strict=True))

@@ -42,7 +42,16 @@ import scenes  # noqa: E402
 from captioning import captioner as captioner_module  # noqa: E402
 from captioning import sources  # noqa: E402
 from captioning.batches import Task, cost, pack, spread, vision_tokens  # noqa: E402
-from captioning.captioner import Caption, Captioner, fill, halve_on_oom, load_processor, named  # noqa: E402
+from captioning.captioner import (  # noqa: E402
+    Caption,
+    Captioner,
+    fill,
+    halve_on_oom,
+    load_processor,
+    named,
+    reuse_for,
+    takes_encoded,
+)
 from captioning.exports import Export  # noqa: E402
 from captioning.journal import Journal, Record, fingerprint, lock, replace_file  # noqa: E402
 from captioning.pictures import read_image, upright_size  # noqa: E402
@@ -50,6 +59,8 @@ from captioning.plan import checkpoint, differences, make_plan  # noqa: E402
 from captioning.progress import Counts, Progress, clear, read_counts, state, summary  # noqa: E402
 from captioning.sources import Found, Item, fields, open_item, size  # noqa: E402
 from captioning.worker import Worker, decode  # noqa: E402
+
+import hf_vit_accel  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:PIL")  # of damaged metadata, and of bombs
 FAMILIES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32}  # the side of a merged token, in pixels
@@ -1288,8 +1299,8 @@ def test_prompts_share_the_encoded_pictures(family: str) -> None:
     calls = []
     captioner.model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
     together = generate(captioner, images, *prompts)
-    assert captioner._takes_encoded() == (Version(transformers.__version__) >= Version("5.18"))
-    assert len(calls) == (1 if captioner._takes_encoded() else 3)
+    assert takes_encoded(captioner.model) == (Version(transformers.__version__) >= Version("5.18"))
+    assert len(calls) == (1 if takes_encoded(captioner.model) else 3)
     calls.clear()
     assert together == [generate(captioner, images, prompt)[0] for prompt in prompts]
     assert len(calls) == 3
@@ -1300,10 +1311,17 @@ def test_prompts_share_the_encoded_pictures(family: str) -> None:
 def test_prompts_are_encoded_one_by_one_by_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     captioner, image = load("qwen2_vl"), draw(0, 28)[0]
     together = generate(captioner, [image], PROMPT, "is the text above ?")
-    monkeypatch.setattr(Captioner, "_takes_encoded", lambda _: False)
+    assert (reuse_for(captioner.model, ["one", "two"]) is False) == takes_encoded(captioner.model)
+    monkeypatch.setattr("captioning.captioner.takes_encoded", lambda _: False)
     calls = []
     captioner.model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
     assert generate(captioner, [image], PROMPT, "is the text above ?") == together and len(calls) == 2
+    # Patched as here, the tower is still called, and encodes once.
+    assert reuse_for(captioner.model, [PROMPT]) is False
+    with hf_vit_accel.patched(captioner.model, reuse=reuse_for(captioner.model, [PROMPT, "is the text above ?"])):
+        assert generate(captioner, [image], PROMPT, "is the text above ?") == together
+        reused = hf_vit_accel.status(captioner.model).towers[0].reuse
+    assert (reused.items, reused.encoded, reused.hits) == (2, 1, 1)
 
 
 def test_inputs_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

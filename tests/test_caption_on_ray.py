@@ -318,7 +318,7 @@ def test_graphs_are_warm_before_the_first_batch(
     monkeypatch.setattr(stages, "load_model", lambda name, dtype, device, commit: calls.append((str(device), {})))
     job, _ = job_of(photos, tmp_path, cuda_graphs=True, attention="torch_varlen")
     stages.Answer(replace(job, on_gpu=True))
-    patched = ("patch", {"attention": "torch_varlen", "cuda_graphs": True})
+    patched = ("patch", {"attention": "torch_varlen", "cuda_graphs": True, "reuse": False})
     assert calls == [("cuda", {}), patched, ("warmup", {"progress": False})]
 
 

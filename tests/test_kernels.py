@@ -697,7 +697,9 @@ def test_kernels_compile_for_hopper(name: str) -> None:
     compile_for_hopper(*COMPILED[name])
 
 
-def compile_for_hopper(module: str, kernel: str, arguments: str, constants: dict[str, Any]) -> Any:
+def compile_for_hopper(
+    module: str, kernel: str, arguments: str, constants: dict[str, Any], options: dict[str, Any] | None = None
+) -> Any:
     """A kernel of an operation, compiled: its arguments as "name:type ...", its constants by name."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -707,6 +709,6 @@ def compile_for_hopper(module: str, kernel: str, arguments: str, constants: dict
     assert list(types) == list(function.arg_names)
     values = {(list(types).index(constant),): value for constant, value in constants.items()}
     source = ASTSource(fn=function, signature=types, constexprs=values)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.asm["cubin"]
     return compiled

@@ -1,9 +1,11 @@
-"""Equal pictures encoded once: a step of GRPO, a chat that sends all its pictures again, and calls without any copy.
+"""Equal pictures encoded once: a step of GRPO, a chat that sends all its pictures again, many questions about each
+picture, and calls without any copy.
 
 python examples/benchmark/reuse.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda] [--seconds 2]
 
 Towers alone, random weights in real shapes. Results are compared before anything is timed; times are medians, with and
-without reuse in turn. `ratio` is the time with reuse over that without; `bar` what is asked of it.
+without reuse in turn. `ratio` is the time with reuse over that without; `bar` what is asked of it. Where nothing can be
+reused, `again` is a second tower without reuse: what two equal towers differ by.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from hf_vit_accel import ReuseConfig, patch, status
 from hf_vit_accel.bench.towers import build_tower, weight_of
 from hf_vit_accel.bench.work import milliseconds, outputs_of
 
-PICTURES, COPIES, OLD = 8, 8, 10
+PICTURES, COPIES, OLD, QUESTIONS = 8, 8, 10, 16
 PICTURE = (1, 32, 32)
 ACROSS = ReuseConfig(across_calls=True)
 Step = Callable[[], Any]
@@ -107,6 +109,15 @@ def chat(tower: Any, calls: int, cuda: bool, *, seed: int) -> list[float]:
     return times
 
 
+def ask(tower: Any, pictures: int, cuda: bool, *, seed: int) -> list[float]:
+    """Milliseconds of all questions about each of so many pictures, every question a call."""
+    times = []
+    for index in range(pictures):
+        picture = draw(tower, 1, seed * 100_003 + index)
+        times.append(sum(milliseconds(lambda: forward(tower, picture), cuda=cuda) for _ in range(QUESTIONS)))  # noqa: B023
+    return times
+
+
 def measure(
     model: str, device: torch.device, seconds: float, calls: int, build: Any = build_tower
 ) -> list[dict[str, Any]]:
@@ -172,7 +183,18 @@ def measure(
         medians = {name: statistics.median(each) for name, each in times.items()}
         row(what, medians, 0.15, calls=len(times["reuse"]), reuse=str(told).split(maxsplit=1)[1])
 
+        asked: dict[str, list[float]] = {"without": [], "reuse": []}
+        for block in range(3):
+            for name, tower in (("without", plain), ("reuse", kept)):
+                asked[name] += ask(tower, max(calls // 100, 1), cuda, seed=20 + block)
+        what = f"{QUESTIONS} questions about a picture, one after the other{', graphs' if graphs else ''}"
+        row(what, {name: statistics.median(each) for name, each in asked.items()})
+
     patch(plain), patch(reused, reuse=True, strict=True), patch(kept, reuse=ACROSS, strict=True)
+    pictures = draw(plain, 1) * QUESTIONS
+    steps = {name: lambda tower=tower: forward(tower, pictures) for name, tower in each.items()}
+    row(f"{QUESTIONS} questions about a picture, in one call", in_turn(steps, seconds, cuda))
+    each["again"] = patch(deepcopy(plain))
     for count in (16, 2, 1):
         pictures = draw(plain, count)
         steps = {name: lambda tower=tower: forward(tower, pictures) for name, tower in each.items()}  # noqa: B023

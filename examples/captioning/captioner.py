@@ -29,6 +29,8 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 from transformers.utils.logging import disable_progress_bar
 
+from hf_vit_accel import ReuseConfig
+
 __all__ = [
     "Absent",
     "Caption",
@@ -39,6 +41,8 @@ __all__ = [
     "load_model",
     "load_processor",
     "named",
+    "reuse_for",
+    "takes_encoded",
     "why_not_on_gpu",
 ]
 
@@ -242,7 +246,8 @@ class Captioner:
     def generate(self, inputs: Sequence[Any], seeds: Sequence[Sequence[int]]) -> list[list[Caption]]:
         """Captions of one batch: per prompt its inputs (of the same pictures) and a seed for every row.
 
-        The tower runs once if transformers lets `generate` take its outputs (5.18 and later), else once per prompt.
+        The tower runs once if transformers lets `generate` take its outputs; else once per prompt, unless it was
+        patched as `reuse_for` has it.
         """
         encoded: Mapping[str, Any] | None = None
         found = []
@@ -255,15 +260,12 @@ class Captioner:
                     value.record_stream(stream)  # made on another one: not to be used again before this one is done
             # Not `each.to`, which moves in place: after running out of memory the caller still holds `inputs`.
             each = {name: value.to(self.model.device) for name, value in each.items()}
-            if len(inputs) > 1 and self._takes_encoded():
+            if len(inputs) > 1 and takes_encoded(self.model):
                 encoded = encoded or self._encode(each)
                 each = {name: value for name, value in each.items() if not name.startswith("pixel_values")}
                 each["mm_encoder_outputs"] = dict(encoded)
             found.append(self._generate(each, seeds_of_rows))
         return found
-
-    def _takes_encoded(self) -> bool:
-        return "mm_encoder_outputs" in inspect.signature(type(self.model).forward).parameters
 
     def _encode(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         if "pixel_values" in inputs:
@@ -294,6 +296,16 @@ class Captioner:
         """The seed of a record: the same in whatever batch, process or run it is made."""
         digest = hashlib.sha256(f"{self.seed}\0{key}\0{prompt}".encode(errors="surrogatepass")).digest()
         return int.from_bytes(digest[:8], "big") >> 1
+
+
+def takes_encoded(model: Any) -> bool:
+    """Whether `generate` takes what the tower made of pictures (transformers 5.18 and later)."""
+    return "mm_encoder_outputs" in inspect.signature(type(model).forward).parameters
+
+
+def reuse_for(model: Any, prompts: Sequence[str]) -> ReuseConfig | bool:
+    """What `patch` is told so that a picture is encoded once for several prompts where transformers cannot."""
+    return ReuseConfig(across_calls=True) if len(prompts) > 1 and not takes_encoded(model) else False
 
 
 def halve_on_oom(run: Callable[[Sequence[Any]], list[Any]], rows: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from PIL import Image
 
 import hf_vit_accel
 from captioning.batches import Task, header_of, limit_pixels
-from captioning.captioner import Absent, Captioner, load_model, load_processor
+from captioning.captioner import Absent, Captioner, load_model, load_processor, reuse_for
 from captioning.journal import Batches, lock
 from captioning.options import Options
 from captioning.pictures import REFUSE_ABOVE
@@ -116,7 +116,8 @@ class Answer:
         device = torch.device("cuda" if job.on_gpu else "cpu")
         model = load_model(options.named, job.dtype, device, job.commit)
         if not options.no_patch:
-            hf_vit_accel.patch(model, attention=options.attention, cuda_graphs=options.cuda_graphs)
+            how = dict(attention=options.attention, cuda_graphs=options.cuda_graphs)
+            hf_vit_accel.patch(model, **how, reuse=reuse_for(model, options.prompt or ()))
             if options.cuda_graphs and job.on_gpu:
                 hf_vit_accel.warmup(model, progress=False)
         self.worker = job.worker(model)

@@ -1,12 +1,14 @@
 """Fingerprints of 128 bits: of each image or video among packed patches, and of all that lies in a tower's memory.
 
-`T` packed patch rows, `P` pixels of a patch, `N` items, `R` rows of `W` 32-bit words, `L` lanes of the hash.
+`T` packed patch rows, `P` pixels of a patch, `W` 32-bit words of a row or a chunk, `N` items, `C` chunks of words, each
+of `S` strands, `L` lanes of the hash.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ except ImportError:  # pragma: no cover
 
 __all__ = [
     "CHUNK",
+    "ITEM_CHUNK",
     "draw_keys",
     "hash_items",
     "hash_items_reference",
@@ -30,80 +33,117 @@ __all__ = [
     "words_of",
 ]
 
-CHUNK = 1024
-"""Words of memory that are hashed as one row."""
-_LANES = 4
-_BLOCKS = dict(BLOCK_R=8, BLOCK_W=128, num_warps=4)
+_LANES, _STRANDS, _VECTOR = 4, 32, 4
+_STEP = 2 * _STRANDS * _VECTOR
+"""Words that a warp takes at a time: each of its threads loads four neighbours for its strand, and four more."""
+_ITEM_STEPS, _STEPS = 16, 64
+ITEM_CHUNK, CHUNK = _STEP * _ITEM_STEPS, _STEP * _STEPS
+"""Words that a warp hashes, of an item and of memory."""
+_TAIL = _STEPS * _LANES * _VECTOR  # pairs of 32-bit keys, of a strand's words; then come 64-bit ones
 
 
-def draw_keys(words: int, device: torch.device) -> torch.Tensor:
-    """(L, W + 3) random 64-bit numbers: keys of a row's words, of its place, of nothing; and, in lane 0, of Philox."""
-    numbers = np.frombuffer(bytearray(os.urandom(8 * _LANES * (words + 3))), dtype=np.int64)
+def draw_keys(device: torch.device) -> torch.Tensor:
+    """Random 64-bit numbers: keys of a strand's words, of what they and its place make in each lane, and of Philox."""
+    numbers = np.frombuffer(bytearray(os.urandom(8 * (_TAIL + 4 * _LANES + 1))), dtype=np.int64)
     with torch.inference_mode(False):
-        return torch.from_numpy(numbers).view(_LANES, words + 3).to(device)
+        return torch.from_numpy(numbers).to(device)
 
 
-def hash_rows_reference(blocks: Sequence[torch.Tensor], place_R: torch.Tensor, keys_LK: torch.Tensor) -> torch.Tensor:
-    """128 bits (R, 2) of each row of 32-bit words and its place; what an item's rows add up to, wrapping, tells it.
+def hash_chunks_reference(blocks: Sequence[torch.Tensor], place_C: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """128 bits (C, 2) of chunks and their places; what an item's chunks add up to, wrapping, tells it.
 
-    blocks: the rows, some (any number, W) at a time.
+    blocks: the chunks, some (any number, W) at a time.
 
-    Four numbers of 32 bits are made of a row and its place by multilinear hashing (Lemire and Kaser, "Strongly
-    universal string hashing is fast", 2014): words times random 64-bit keys, added up, the upper half kept. That two
-    different ones agree in all four has a probability of 2**-128, whatever they are. Philox-4x32-10 (Salmon et al.,
-    "Parallel random numbers: as easy as 1, 2, 3", 2011) makes 128 bits of the four, that are added up in any order.
+    A chunk is 32 strands of pairs of words. In each of four lanes, the words of a pair are added to random 32-bit keys,
+    and their products are added up to 64 bits: NH (Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC: fast and secure
+    message authentication", 1999). Where two strands differ in one word, the key of its partner makes their sums equal
+    by one of its 2**32 values at most, whatever the other keys are. The sum and the strand's place become 32 bits by
+    multilinear hashing, whose upper half is kept (Lemire and Kaser, "Strongly universal string hashing is fast", 2014):
+    again different ones agree with 2**-32. So strands of one place agree in all four lanes with a probability of at
+    most (2 * 2**-32)**4 = 2**-124, strands of different places with 2**-128. Philox-4x32-10 (Salmon et al., "Parallel
+    random numbers: as easy as 1, 2, 3", 2011) makes 128 bits of the four numbers, that are added up in any order.
 
-    So two items that differ in d rows get one fingerprint with a probability of about 2 * d**2 / 2**128: below 2**-92
-    for videos of 100,000 patches, and below 2**-52 that any two of a million such items do. This rests on the keys,
-    drawn by each process from the system's source of randomness and unknown to whoever makes the pixels, and on sums of
-    Philox's numbers being as evenly spread as they are known to be.
+    So two items that differ in d strands get one fingerprint with a probability of about (d**2 + 8 * d) * 2**-127:
+    below 2**-88 for videos of 100,000 patches in bf16, and below 2**-49 that any two of a million such items do. This
+    rests on the keys, drawn by each process from the system's source of randomness and unknown to whoever makes the
+    pixels, and on sums of Philox's numbers being as evenly spread as they are known to be.
     """
+    sums_LCS = torch.cat([_lanes_reference(chunks_CW, keys) for chunks_CW in blocks], 1)
+    place_CS = place_C[:, None] * _STRANDS + torch.arange(_STRANDS, device=place_C.device)
     fours = []
-    for key_K in keys_LK:
-        sums = [(words.long().bitwise_and_(_LOW) * key_K[:-3]).sum(1) for words in blocks]
-        fours.append((torch.cat(sums) + place_R * key_K[-3] + key_K[-2] >> 32) & _LOW)
+    for sums, (low, high, at, more) in zip(sums_LCS, keys[_TAIL:-1].view(_LANES, 4), strict=True):
+        fours.append((sums & _LOW) * low + (sums >> 32 & _LOW) * high + place_CS * at + more >> 32 & _LOW)
     c0, c1, c2, c3 = fours
-    k0, k1 = keys_LK[0, -1] & _LOW, keys_LK[0, -1] >> 32 & _LOW
+    k0, k1 = keys[-1] & _LOW, keys[-1] >> 32 & _LOW
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = b >> 32 & _LOW ^ c1 ^ k0, b & _LOW, a >> 32 & _LOW ^ c3 ^ k1, a & _LOW
         k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
-    return torch.stack([c0 | c1 << 32, c2 | c3 << 32], 1)
+    return torch.stack([c0 | c1 << 32, c2 | c3 << 32], 2).sum(1)
+
+
+def _lanes_reference(chunks_CW: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Sums of products (L, C, strands)."""
+    steps = chunks_CW.shape[1] // _STEP
+    pairs = keys[:_TAIL].view(torch.int32).view(_STEPS, 2, _LANES, _VECTOR)[:steps].repeat(1, 1, 1, _STRANDS)
+    halves, sums = chunks_CW.view(-1, steps, 2, _STRANDS * _VECTOR), []
+    for lane in range(_LANES):
+        x, y = (halves + pairs[:, :, lane]).long().bitwise_and_(_LOW).unbind(2)
+        sums.append((x * y).sum(1).view(-1, _STRANDS, _VECTOR).sum(2))
+    return torch.stack(sums)
 
 
 _LOW = 0xFFFFFFFF
 
 
 @jit
-def _hash_rows(rows, count, place, keys, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
-    """`hash_rows_reference` of rows that begin at pointers and have so many words."""
-    a0 = tl.zeros((BLOCK_R, BLOCK_W), tl.int64)
+def _hash_chunk(address, count, place, keys, STEPS: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):
+    """`hash_chunks_reference` of so many words from an address on; others are zeros. By one warp."""
+    count = tl.minimum(tl.maximum(count, 0), STEPS * 256).to(tl.int32)
+    if (address % 16 == 0) & (count % 4 == 0):
+        a0, a1, a2, a3 = _lanes(address, count, keys, STEPS, UNROLL, 4)
+    else:
+        a0, a1, a2, a3 = _lanes(address, count, keys, STEPS, 1, 1)
+    strand = place * 32 + tl.arange(0, 32)
+    tail = keys + TAIL
+    c0, c1 = _upper(a0, strand, tail), _upper(a1, strand, tail + 4)
+    c2, c3 = _upper(a2, strand, tail + 8), _upper(a3, strand, tail + 12)
+    c0, c1, c2, c3 = tl.philox(tl.load(tail + 16), c0, c1, c2, c3)
+    low, high = c0.to(tl.int64) | (c1.to(tl.int64) << 32), c2.to(tl.int64) | (c3.to(tl.int64) << 32)
+    return tl.sum(low, 0), tl.sum(high, 0)
+
+
+@jit
+def _lanes(address, count, keys, STEPS: tl.constexpr, UNROLL: tl.constexpr, ALIGNED: tl.constexpr):
+    """Sums of products in four lanes; of words that lie, and end, at a multiple of so many of them."""
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 4 * ALIGNED)
+    column = tl.broadcast_to(tl.arange(0, 4)[None, :], (32, 4))
+    w = tl.arange(0, 32)[:, None] * 4 + column
+    count = count // ALIGNED * ALIGNED
+    pairs = keys.to(tl.pointer_type(tl.uint32)) + column  # every thread loads the same: no exchange, and one access
+    a0 = tl.zeros((32, 4), tl.uint64)
     a1, a2, a3 = a0, a0, a0
-    STRIDE: tl.constexpr = WORDS + 3
-    for start in tl.range(0, WORDS, BLOCK_W):
-        w = start + tl.arange(0, BLOCK_W)
-        x = tl.load(rows[:, None] + w[None, :], mask=w[None, :] < count[:, None], other=0)
-        x = x.to(tl.uint32, bitcast=True).to(tl.int64)
-        known = w < WORDS
-        a0 += x * tl.load(keys + w, mask=known, other=0)[None, :]
-        a1 += x * tl.load(keys + STRIDE + w, mask=known, other=0)[None, :]
-        a2 += x * tl.load(keys + 2 * STRIDE + w, mask=known, other=0)[None, :]
-        a3 += x * tl.load(keys + 3 * STRIDE + w, mask=known, other=0)[None, :]
-    c0 = _upper(a0, place, keys + WORDS)
-    c1 = _upper(a1, place, keys + STRIDE + WORDS)
-    c2 = _upper(a2, place, keys + 2 * STRIDE + WORDS)
-    c3 = _upper(a3, place, keys + 3 * STRIDE + WORDS)
-    c0, c1, c2, c3 = tl.philox(tl.load(keys + WORDS + 2), c0, c1, c2, c3)
-    return c0.to(tl.int64) | (c1.to(tl.int64) << 32), c2.to(tl.int64) | (c3.to(tl.int64) << 32)
+    for step in tl.range(0, STEPS, UNROLL):
+        for more in tl.static_range(UNROLL):
+            at = (step + more) * 256 + w
+            x = tl.load(words + at, mask=at < count, other=0).to(tl.uint32, bitcast=True)
+            y = tl.load(words + at + 128, mask=at + 128 < count, other=0).to(tl.uint32, bitcast=True)
+            key = pairs + (step + more) * 32
+            a0 += (x + tl.load(key)).to(tl.uint64) * (y + tl.load(key + 16)).to(tl.uint64)
+            a1 += (x + tl.load(key + 4)).to(tl.uint64) * (y + tl.load(key + 20)).to(tl.uint64)
+            a2 += (x + tl.load(key + 8)).to(tl.uint64) * (y + tl.load(key + 24)).to(tl.uint64)
+            a3 += (x + tl.load(key + 12)).to(tl.uint64) * (y + tl.load(key + 28)).to(tl.uint64)
+    return a0, a1, a2, a3
 
 
 @jit
-def _upper(sums, place, keys):
-    total = tl.sum(sums, 1) + place * tl.load(keys) + tl.load(keys + 1)
-    return (total >> 32).to(tl.int32)
+def _upper(sums, strand, keys):
+    total = tl.sum(sums, 1).to(tl.int64)
+    total = (total & 0xFFFFFFFF) * tl.load(keys) + ((total >> 32) & 0xFFFFFFFF) * tl.load(keys + 1)
+    return ((total + strand * tl.load(keys + 2) + tl.load(keys + 3)) >> 32).to(tl.int32)
 
 
-@jit
+@partial(jit, do_not_specialize=("rows", "items"))  # any call is served by what the first one compiled
 def _items_kernel(
     words,
     grid,
@@ -112,98 +152,106 @@ def _items_kernel(
     rows,
     items,
     WORDS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    item = tl.zeros((BLOCK_R,), tl.int64)
-    begin, end = tl.zeros((BLOCK_R,), tl.int64), tl.zeros((1,), tl.int64)
-    for start in tl.range(0, items, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
+    """A program hashes one chunk, of an item that it finds by adding up the chunks of all."""
+    CHUNK: tl.constexpr = STEPS * 256
+    at = tl.program_id(0)
+    item, chunk, begin, done = 0, at, 0, 0
+    for start in tl.range(0, items, 64):
+        n = start + tl.arange(0, 64)
         inside = n < items
         frames = tl.load(grid + 3 * n, mask=inside, other=0)
         height = tl.load(grid + 3 * n + 1, mask=inside, other=0)
         width = tl.load(grid + 3 * n + 2, mask=inside, other=0)
-        first = inside & (tl.program_id(0) == 0)
-        tl.store(out + 5 * n, frames, mask=first)
-        tl.store(out + 5 * n + 1, height, mask=first)
-        tl.store(out + 5 * n + 2, width, mask=first)
-        count = frames * height * width
-        past = inside[None, :] & ((end + tl.cumsum(count, 0))[None, :] <= r[:, None])
-        item += tl.sum(past.to(tl.int64), 1)
-        begin += tl.sum(tl.where(past, count[None, :], 0), 1)
-        end += tl.sum(count, 0)
-    valid = (r < rows) & (item < items)  # a grid that does not fit is refused once it was read
-    count = tl.where(valid, WORDS, 0)
-    low, high = _hash_rows(words + r * WORDS, count, r - begin, keys, WORDS, BLOCK_R, BLOCK_W)
-    one = tl.min(item, 0)  # most rows of a program are of one item, and are added up before they meet others
-    same = valid & (item == one)
-    tl.atomic_add(out + 5 * one + 3, tl.sum(tl.where(same, low, 0), 0), mask=one < items, sem="relaxed")
-    tl.atomic_add(out + 5 * one + 4, tl.sum(tl.where(same, high, 0), 0), mask=one < items, sem="relaxed")
-    tl.atomic_add(out + 5 * item + 3, low, mask=valid & (item != one), sem="relaxed")
-    tl.atomic_add(out + 5 * item + 4, high, mask=valid & (item != one), sem="relaxed")
+        if at == 0:
+            tl.store(out + 5 * n, frames, mask=inside)
+            tl.store(out + 5 * n + 1, height, mask=inside)
+            tl.store(out + 5 * n + 2, width, mask=inside)
+        # A grid that does not fit is refused once it was read: until then nothing but the rows may be touched.
+        count = tl.minimum(tl.maximum(frames * height * width, 0), rows).to(tl.int32)
+        chunks = tl.cdiv(count.to(tl.int64) * WORDS, CHUNK).to(tl.int32)
+        past = inside & (done + tl.cumsum(chunks, 0) <= at)
+        item += tl.sum(past.to(tl.int32), 0)
+        chunk -= tl.sum(tl.where(past, chunks, 0), 0)
+        begin += tl.sum(tl.where(past, count, 0), 0)
+        done += tl.sum(chunks, 0)
+    if (item < items) & (begin >= 0) & (chunk >= 0):
+        size = tl.load(grid + 3 * item) * tl.load(grid + 3 * item + 1) * tl.load(grid + 3 * item + 2)
+        offset = tl.cast(begin, tl.int64) * WORDS + tl.cast(chunk, tl.int64) * CHUNK
+        end = tl.minimum(begin + tl.minimum(tl.maximum(size, 0), rows), rows)
+        left = tl.cast(end, tl.int64) * WORDS - offset
+        low, high = _hash_chunk(tl.cast(words, tl.int64) + 4 * offset, left, chunk, keys, STEPS, UNROLL, TAIL)
+        tl.atomic_add(out + 5 * item + 3, low, sem="relaxed")
+        tl.atomic_add(out + 5 * item + 4, high, sem="relaxed")
 
 
 @jit
-def _memory_kernel(
-    addresses, counts, keys, out, rows, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
-):
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = r < rows
-    begin = tl.load(addresses + r, mask=inside, other=0).to(tl.pointer_type(tl.int32))
-    count = tl.load(counts + r, mask=inside, other=0)
-    low, high = _hash_rows(begin, count, r, keys, WORDS, BLOCK_R, BLOCK_W)
-    tl.atomic_add(out, tl.sum(tl.where(inside, low, 0), 0), sem="relaxed")
-    tl.atomic_add(out + 1, tl.sum(tl.where(inside, high, 0), 0), sem="relaxed")
+def _memory_kernel(addresses, counts, keys, out, STEPS: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):
+    at = tl.program_id(0)
+    low, high = _hash_chunk(tl.load(addresses + at), tl.load(counts + at), at, keys, STEPS, UNROLL, TAIL)
+    tl.atomic_add(out, low, sem="relaxed")
+    tl.atomic_add(out + 1, high, sem="relaxed")
 
 
-def hash_items_reference(
-    words_TW: torch.Tensor, grid_N3: torch.Tensor, keys_LK: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Writes (frames, height, width, and 128 bits) of each item of a grid to what starts with zeros (N, 5), flat."""
+def hash_items_reference(words_TW: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes (frames, height, width, and 128 bits) of each item of a grid to what starts with zeros (N, 5), flat.
+
+    An item's rows are one run of words, cut into chunks of which the last is filled up with zeros.
+    """
+    (rows, words), device = words_TW.shape, words_TW.device
     out_N5 = out[: 5 * len(grid_N3)].view(-1, 5)
-    ends_N = grid_N3.prod(1).cumsum(0)
-    row_T = torch.arange(len(words_TW), device=words_TW.device)
-    item_T = torch.searchsorted(ends_N, row_T, right=True)
-    begin_N = torch.cat([ends_N.new_zeros(1), ends_N])
+    count_N = grid_N3.prod(1).clamp(0, rows)
+    chunks_N = (count_N * words + ITEM_CHUNK - 1) // ITEM_CHUNK
+    ends_N, upto_N = count_N.cumsum(0), chunks_N.cumsum(0)
+    row_T = torch.arange(rows, device=device)
+    item_T = torch.searchsorted(ends_N, row_T, right=True).clamp(max=len(grid_N3) - 1)
+    to_T = (upto_N - chunks_N)[item_T] * ITEM_CHUNK + (row_T - (ends_N - count_N)[item_T]) * words
+    chunks_CW = words_TW.new_zeros(-(-rows * words // ITEM_CHUNK) + len(grid_N3), ITEM_CHUNK)
+    chunks_CW.view(-1)[to_T[:, None] + torch.arange(words, device=device)] = words_TW
+    at_C = torch.arange(len(chunks_CW), device=device)
+    item_C = torch.searchsorted(upto_N, at_C, right=True)
+    place_C = at_C - F.pad(upto_N, (1, 0))[item_C]
     sums_N2 = out_N5.new_zeros(len(grid_N3) + 1, 2)
-    sums_N2.index_add_(0, item_T, hash_rows_reference(words_TW.split(1 << 10), row_T - begin_N[item_T], keys_LK))
+    sums_N2.index_add_(0, item_C, hash_chunks_reference(chunks_CW.split(32), place_C, keys))
     out_N5.copy_(torch.cat([grid_N3, sums_N2[:-1]], 1))
 
 
-def hash_items(words_TW: torch.Tensor, grid_N3: torch.Tensor, keys_LK: torch.Tensor, out: torch.Tensor) -> None:
+def hash_items(words_TW: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
     """`hash_items_reference` as one kernel."""
-    rows, words = words_TW.shape
-    blocks = -(-rows // _BLOCKS["BLOCK_R"])
-    _items_kernel[(blocks,)](words_TW, grid_N3, keys_LK, out, rows, len(grid_N3), WORDS=words, BLOCK_N=64, **_BLOCKS)
+    (rows, words), items = words_TW.shape, len(grid_N3)
+    programs = -(-rows * words // ITEM_CHUNK) + items  # at most one chunk of an item is not full
+    settings = dict(WORDS=words, STEPS=_ITEM_STEPS, UNROLL=4, TAIL=_TAIL, num_warps=1)
+    _items_kernel[(programs,)](words_TW, grid_N3, keys, out, rows, items, **settings)
 
 
 def words_of(pixels_TP: torch.Tensor) -> torch.Tensor:
     """The bits of rows as 32-bit words (T, W), the last one filled up with zeros; a view where that is possible."""
-    bytes_TB = pixels_TP.detach().contiguous().view(torch.uint8)
-    if bytes_TB.shape[1] % 4 or bytes_TB.data_ptr() % 4:
-        bytes_TB = F.pad(bytes_TB, (0, -bytes_TB.shape[1] % 4)).clone()
-    return bytes_TB.view(torch.int32)
+    pixels_TP = pixels_TP.detach().contiguous()
+    if pixels_TP.shape[1] * pixels_TP.itemsize % 4 or pixels_TP.data_ptr() % 4:
+        bytes_TB = pixels_TP.view(torch.uint8)
+        pixels_TP = F.pad(bytes_TB, (0, -bytes_TB.shape[1] % 4)).clone()
+    return pixels_TP.view(torch.int32)
 
 
 def hash_memory_reference(
-    tensors: list[torch.Tensor], tables: Mapping[str, torch.Tensor], keys_LK: torch.Tensor, out: torch.Tensor
+    tensors: list[torch.Tensor], tables: Mapping[str, torch.Tensor], keys: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Adds the 128 bits of all that contiguous tensors hold to (2,).
 
-    tables: where rows of `CHUNK` words begin in memory, "addresses", and how many words each has, "counts".
+    tables: where chunks begin in memory, "addresses", and how many words each has, "counts".
     """
     words = [tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors if tensor.numel()]
     blocks = [(F.pad(each, (0, -len(each) % CHUNK)) if len(each) % CHUNK else each).view(-1, CHUNK) for each in words]
-    place_R = torch.arange(sum(map(len, blocks)), device=out.device)
-    out += hash_rows_reference(blocks, place_R, keys_LK).sum(0)
+    place_C = torch.arange(sum(map(len, blocks)), device=out.device)
+    out += hash_chunks_reference([some for each in blocks for some in each.split(8)], place_C, keys).sum(0)
 
 
 def hash_memory(
-    tensors: list[torch.Tensor], tables: Mapping[str, torch.Tensor], keys_LK: torch.Tensor, out: torch.Tensor
+    tensors: list[torch.Tensor], tables: Mapping[str, torch.Tensor], keys: torch.Tensor, out: torch.Tensor
 ) -> None:
     """`hash_memory_reference` as one kernel."""
-    addresses_R, counts_R = tables["addresses"], tables["counts"]
-    blocks = -(-len(addresses_R) // _BLOCKS["BLOCK_R"])
-    _memory_kernel[(blocks,)](addresses_R, counts_R, keys_LK, out, len(addresses_R), WORDS=CHUNK, **_BLOCKS)
+    addresses_C, settings = tables["addresses"], dict(STEPS=_STEPS, UNROLL=2, TAIL=_TAIL, num_warps=1)
+    _memory_kernel[(len(addresses_C),)](addresses_C, tables["counts"], keys, out, **settings)

@@ -23,9 +23,9 @@ __all__ = ["DTYPES", "jit", "next_power_of_2", "why_not_descriptors", "why_not_t
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any], **options: Any) -> Any:
     """`triton.jit` where Triton is installed; without it the function stays as it is and is never launched."""
-    return function if triton is None else triton.jit(function)
+    return function if triton is None else triton.jit(function, **options)
 
 
 def next_power_of_2(value: int) -> int:
