@@ -182,7 +182,7 @@ def reuse() -> str:
         ]
         for row in document["rows"]
     ]
-    command = "python examples/benchmark/reuse.py --seconds 0.6 --calls 300 --models qwen3-vl-8b"
+    command = "python examples/benchmark/reuse.py --seconds 0.6 --calls 200 --models qwen3-vl-8b"
     head = ["ms", "calls", "without", "with reuse", "share of the time"]
     return grid(head, rows) + f"\n{conditions(document, 'reuse.json', command)}\n"
 
