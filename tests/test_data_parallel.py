@@ -34,6 +34,7 @@ from hf_vit_accel import FallbackError, RankError, data_parallel, env
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.bench.towers import SIZES
 from hf_vit_accel.config import Settings
+from hf_vit_accel.data_parallel import checksum
 from hf_vit_accel.passes import rows_of
 from hf_vit_accel.split import Piece, Places, cost, loads, split
 from hf_vit_accel.tower import state_of
@@ -399,6 +400,67 @@ def test_calls_that_differ_are_refused_on_all_ranks(on_ranks: Any) -> None:
     on_ranks(_differing, 3)
 
 
+def _other_pixels(rank: int) -> None:
+    """Each gets the features and gradients of its own: nothing that others encoded."""
+    model = TINY["qwen3_vl"].build()
+    tower, grid = tower_of(model), [(1, 4, 6)] * 4 + [(2, 4, 4)]
+    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    swapped, nearly = pixels.clone(), pixels.clone()
+    swapped[:48] = pixels[:48].roll(24, 0)  # the same pictures in another order
+    nearly[-1, -1] = torch.nextafter(nearly[-1, -1], torch.tensor(9.0))
+    zero = pixels.clone()
+    zero[5, 7] = 0.0
+    negative = zero.clone()
+    negative[5, 7] = -0.0  # differs in one bit, and in nothing that is computed
+    cases = [(pixels, swapped), (pixels, nearly), (pixels, torch.cat([pixels[24:], pixels[:24]])), (zero, negative)]
+    hf_vit_accel.patch(model)
+    expected = []
+    for mine in (case[rank == 1] for case in cases):
+        tower.zero_grad()
+        loss = loss_of(tower, mine, grid)
+        loss.backward()
+        expected.append((loss.detach(), tower.blocks[1].mlp.linear_fc1.weight.grad.clone()))
+    for grad in (False, True):
+        hf_vit_accel.patch(model, data_parallel=True)
+        for mine, (loss, gradient) in zip((case[rank == 1] for case in cases), expected, strict=True):
+            tower.zero_grad()
+            with torch.set_grad_enabled(grad):
+                found = loss_of(tower, mine, grid)
+            assert relative_error(found.detach(), loss) < 1e-6
+            if grad:
+                found.backward()
+                assert relative_error(tower.blocks[1].mlp.linear_fc1.weight.grad, gradient) < 1e-5
+        status = hf_vit_accel.status(model).towers[0]
+        assert status.fallbacks == {"not shared: pixel values on 1 of the group are not those of the others": 4}
+        assert status.ranks == f"rank {rank} of 3, 4 calls encoded by each rank alone"
+        run_tower(tower, MIXED)
+        assert "1 calls shared" in told(model)
+    hf_vit_accel.patch(model, data_parallel=True, strict=True)
+    with pytest.raises(FallbackError, match="pixel values on 1 of the group"):
+        tower(cases[0][rank == 1], grid_thw=grid_thw)
+
+
+def test_ranks_with_other_pixels_of_the_same_sizes_share_nothing(on_ranks: Any) -> None:
+    on_ranks(_other_pixels, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_tells_rows_and_their_order(dtype: torch.dtype) -> None:
+    """Of rows of whatever number of bytes and strides."""
+    for width in (7, 8):
+        rows = torch.randn(50, width).to(dtype)
+        assert checksum(rows).equal(checksum(rows.clone())) and checksum(rows).equal(checksum(rows.T.contiguous().T))
+        seen = {int(checksum(rows))}
+        for index in range(49):
+            order = list(range(50))
+            order[index], order[index + 1] = order[index + 1], order[index]
+            seen.add(int(checksum(rows[order])))
+            other = rows.clone()
+            other.view(torch.uint8)[index, index % width] ^= 1
+            seen.add(int(checksum(other)))
+        assert len(seen) == 1 + 2 * 49
+
+
 def _unserved(rank: int) -> None:
     model = TINY["qwen2_5_vl"].build()
     tower = tower_of(model)
@@ -423,6 +485,32 @@ def _unserved(rank: int) -> None:
 
 def test_a_rank_that_is_served_by_stock(on_ranks: Any) -> None:
     on_ranks(_unserved, 3)
+
+
+def _no_memory_in_backward(rank: int) -> None:
+    """Who runs out says so; the others wait for its gradients, and give up at the group's timeout."""
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=3))
+    tower = tower_of(TINY["qwen2_vl"].build().train())
+    hf_vit_accel.patch(tower, data_parallel=group)
+    encode, error = tower_module.encode, torch.OutOfMemoryError("Tried to allocate 20 GiB")
+
+    def encoded(*args: Any) -> Any:
+        outputs = encode(*args)
+        outputs[-1].register_hook(_breaks(error))
+        return outputs
+
+    tower_module.encode = encoded if rank == 1 else encode
+    loss = loss_of(tower, pixels_for(tower, MIXED), MIXED)
+    begin = time.monotonic()
+    with pytest.raises(torch.OutOfMemoryError if rank == 1 else RankError) as found:
+        loss.backward()
+    assert time.monotonic() - begin < 5
+    assert rank == 1 or "could not be reached while gradients were summed" in str(found.value)
+    dist.destroy_process_group()
+
+
+def test_memory_that_runs_out_in_a_backward_pass_of_one_rank(on_ranks: Any) -> None:
+    on_ranks(_no_memory_in_backward, 3)
 
 
 def _late(rank: int, dies: bool) -> None:

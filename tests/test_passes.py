@@ -346,6 +346,27 @@ def test_memory_that_runs_out_halves_passes_once(monkeypatch: pytest.MonkeyPatch
     assert status_of(tower).calls == 2 and not status_of(tower).fallbacks
 
 
+def test_memory_that_runs_out_in_a_backward_pass_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a pass is made again. Nothing is tried anew, for what came before it is gone; the next step is served."""
+    tower, grid = tower_of(TINY["qwen2_vl"].build()), [(6, 4, 4)]
+    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+
+    def step() -> torch.Tensor:
+        tower.zero_grad()
+        tower(pixels, grid_thw=grid_thw).pooler_output.square().sum().backward()
+        return tower.blocks[1].mlp.fc1.weight.grad
+
+    expected = step()
+    hf_vit_accel.patch(tower, max_rows=40, strict=True)
+    output = tower(pixels, grid_thw=grid_thw).pooler_output
+    with monkeypatch.context() as small:
+        tried = tight(small, 10)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            output.square().sum().backward()
+    assert tried == [32] and status_of(tower).passes == "1 calls in 3 passes"
+    assert relative_error(step(), expected) < 1e-5
+
+
 def test_memory_that_runs_out_later_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made before stays; the rest is cut anew, images and the frames of a video."""
     tower, grid = tower_of(TINY["qwen2_vl"].build()), [(1, 2, 4), (1, 2, 2), (5, 4, 4), (1, 2, 4)]

@@ -26,6 +26,7 @@ import hf_vit_accel
 from hf_vit_accel import data_parallel, env
 from hf_vit_accel.bench import require_matplotlib
 from hf_vit_accel.bench.towers import build_tower, family_of_tower
+from hf_vit_accel.data_parallel import checksum
 from hf_vit_accel.split import loads, split
 from hf_vit_accel.tower import state_of
 
@@ -208,7 +209,8 @@ def exchanges(rounds: int) -> list[dict[str, Any]]:
             "ours": lambda: ranks.to_all(mine, room, when="timed"),  # noqa: B023
             "all_gather": lambda: dist.all_gather(room, mine),  # noqa: B023
             "padded": lambda: dist.all_gather_into_tensor(padded, largest),  # noqa: B023
-            "words": lambda: ranks.words([0] * 64, when="timed"),
+            "words": lambda: ranks.words([0] * 64, torch.zeros(1, dtype=torch.int64, device="cuda"), when="timed"),
+            "checksum": lambda: checksum(mine[: len(mine) // 3072 * 3072].view(-1, 3072)),  # noqa: B023
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds + 2):
