@@ -113,7 +113,7 @@ class Sharing:
         places, rank, grad = self._due, self.ranks.rank, spec.request.grad
         assert places is not None
         mine, weights = places.grid_of(rank), _trained(tower) if grad else []
-        self._checksum = checksum(pixels_TP).to(self.ranks.device)
+        self._checksum = checksum(pixels_TP).to(self.ranks.device)  # one more sync only where words go by the host
         how = grad, pixels_TP.requires_grad, spec.request.dtype, [tuple(each.shape) for each, _ in weights]
         try:
             if grad:
