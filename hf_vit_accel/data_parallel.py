@@ -1,8 +1,9 @@
 """One call shared by the ranks of a process group: each encodes a part of the images and frames, all get all features.
 
 Every rank holds the whole tower and is given the same call, as beside a text model under tensor parallelism. All decide
-the same split from the grid. When a rank is through with its share, or has failed, it says so in a header of 512 bytes;
-where all are through, one grouped exchange brings each rank's rows of all outputs, uneven as they are, to all.
+the same split from the grid. When a rank is through with its share, or has failed, it says so in a header of 520 bytes;
+where all are through, one grouped exchange brings each rank's rows of all outputs, uneven as they are, to all. With
+the header goes a checksum of the call's pixels: ranks that hold other ones encode them each for itself, as stock does.
 
 With gradients, all ranks must make the same loss of the features. Then each has what its own part of the work adds to
 the gradients of pixels and weights, and their sum over ranks, made once, is what one process would have.
@@ -25,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_vit_accel.metadata import Grid
+from hf_vit_accel.ops.fingerprint import words_of
 from hf_vit_accel.passes import Serve
 from hf_vit_accel.ranks import RankError, Ranks
 from hf_vit_accel.route import Spec
@@ -38,8 +40,9 @@ than 2,400 rows do, however few it has (FACTS). TO BE MEASURED."""
 
 _THROUGH, _WHOLE, _FAILED, _OUT_OF_MEMORY = range(4)
 _WORDS, _OUTPUTS, _TEXT = 64, 8, 28
-"""Of a header: its length, how many outputs it can describe (rows, width, dtype), and where its text begins. Before the
-outputs: what became of the share, digests of the call and of how it is served, and how many outputs there are."""
+"""Of a header: its length without the checksum, how many outputs it can describe (rows, width, dtype), and where its
+text begins. Before the outputs: what became of the share, digests of the call and of how it is served, and how many
+outputs there are."""
 
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -59,6 +62,7 @@ class Sharing:
         self.unmet: list[str] = []
         self._calls = 0
         self._due: Places | None = None  # of a call for which the others wait for this rank
+        self._checksum: torch.Tensor | None = None  # of its pixels
 
     def __str__(self) -> str:
         told = ", ".join(f"{count} calls {what}" for what, count in self.counts.items())
@@ -109,6 +113,7 @@ class Sharing:
         places, rank, grad = self._due, self.ranks.rank, spec.request.grad
         assert places is not None
         mine, weights = places.grid_of(rank), _trained(tower) if grad else []
+        self._checksum = checksum(pixels_TP).to(self.ranks.device)  # one more sync only where words go by the host
         how = grad, pixels_TP.requires_grad, spec.request.dtype, [tuple(each.shape) for each, _ in weights]
         try:
             if grad:
@@ -162,7 +167,10 @@ class Sharing:
         words = [int.from_bytes(letters[at : at + 8], "little", signed=True) for at in range(0, len(letters), 8)]
         before = [status, _digest(call), _digest(how), len(outputs), *outputs]
         header = [*before, *[0] * (_TEXT - len(before)), *words]
-        headers = self.ranks.words(header, when="for word that they are through with their shares")
+        last, self._checksum = self._checksum, None
+        if status != _THROUGH or last is None:
+            last = torch.zeros(1, dtype=torch.int64, device=self.ranks.device)
+        headers = self.ranks.words(header, last, when="for word that they are through with their shares")
 
         if status >= _FAILED:
             return headers
@@ -176,6 +184,10 @@ class Sharing:
         if whole:
             raise _WholeError("; ".join(f"not shared: rank {rank} of the group: {why}" for rank, why in whole.items()))
         _check_same([each[2] for each in headers], "gradients, dtype and weights that are trained")
+        if others := _others([each[-1] for each in headers]):
+            raise _WholeError(
+                f"not shared: pixel values on {', '.join(others)} of the group are not those of the others"
+            )
         return headers
 
 
@@ -184,14 +196,27 @@ def _digest(value: Any) -> int:
 
 
 def _text(header: list[int]) -> str:
-    letters = b"".join(word.to_bytes(8, "little", signed=True) for word in header[_TEXT:])
+    letters = b"".join(word.to_bytes(8, "little", signed=True) for word in header[_TEXT:_WORDS])
     return letters.rstrip(b"\0").decode()
 
 
+def checksum(pixels_TP: torch.Tensor) -> torch.Tensor:
+    """(1,) int64 of the bits of rows and of their order, without a host sync; the same for the same rows anywhere.
+
+    It is against mistakes, not against who looks for other rows of the same sum.
+    """
+    sums_T = words_of(pixels_TP).sum(1)
+    return (sums_T * torch.arange(1, 2 * len(sums_T), 2, device=sums_T.device)).sum().view(1)
+
+
+def _others(words: list[int]) -> list[str]:
+    """Ranks whose word is not the most common one."""
+    common = max(words, key=words.count)
+    return [str(rank) for rank, each in enumerate(words) if each != common]
+
+
 def _check_same(digests: list[int], what: str) -> None:
-    common = max(digests, key=digests.count)
-    others = [str(rank) for rank, each in enumerate(digests) if each != common]
-    if others:
+    if others := _others(digests):
         raise RankError(
             f"expected the same call on every rank ({what}), got another on {', '.join(others)} of the group; give "
             "all ranks the same images in the same order, or patch with data_parallel=False"

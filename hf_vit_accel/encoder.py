@@ -30,13 +30,17 @@ def encode(
     pixels_TP: torch.Tensor,
     checkpoints: Sequence[Checkpoint | None] = (),
     through: Mapping[int, nn.Module] = MappingProxyType({}),
+    into: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """The last rows, (T, E) or what they are downsampled to, the merged features (M, width of the text), if the tower
     merges them, and those of deepstack layers.
 
     What is returned belongs to the caller. The layers only compute: all decisions are in the route, which was made for
     gradients where they are required. checkpoints: by layer, None for a layer that keeps what its gradient needs.
-    through: blocks, by layer, that a layer is run through, so that what hangs on them brings its weights.
+    through: blocks, by layer, that a layer is run through, so that what hangs on them brings its weights. into: where
+    the outputs of a pass will lie; features of deepstack layers go there at once.
+
+    Without gradients nothing is held longer than it is needed, for that decides how many rows fit.
     """
     ops, tensors, request = route.ops, route.tensors, route.spec.request
     assert ops is not None
@@ -44,27 +48,33 @@ def encode(
     if ops.add_positions is not None:
         x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
     positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
-    if window_index_M is not None:
-        both = x_TE, positions_T2  # whole merge blocks of rows go to the order of the windows
+    if window_index_M is not None:  # whole merge blocks of rows go to the order of the windows
         merges = len(window_index_M), -1
-        x_TE, positions_T2 = (rows.unflatten(0, merges)[window_index_M].flatten(0, 1) for rows in both)
+        x_TE = x_TE.unflatten(0, merges)[window_index_M].flatten(0, 1)
+        positions_T2 = positions_T2.unflatten(0, merges)[window_index_M].flatten(0, 1)
     cos_TD, sin_TD = (table_TD.contiguous() for table_TD in ops.tables(x_TE, positions_T2))
 
     heads = 3, request.heads, request.head_dim
     merged_by_layer: list[torch.Tensor] = []
+    places = iter(into[-len(ops.deepstack) :])
     delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
     for index, (layer, attend) in enumerate(zip(ops.layers, route.attends or route.begin(), strict=True)):
-        run = (request.grad and layer_of(layer, attend)) or partial(_layer, layer, attend)
-        if index in through:
-            run = partial(_through, through[index], run)
-        if checkpoints and checkpoints[index] is not None:
-            run = partial(run, heads, cos_TD, sin_TD)
-            x_TE, delta_TE = _checkpointed(checkpoints[index], run, x_TE, delta_TE)
+        if not request.grad and index not in through:
+            added, delta_TE = [delta_TE], None  # handed over: nobody but the layer holds it
+            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, added.pop())
         else:
-            x_TE, delta_TE = run(heads, cos_TD, sin_TD, x_TE, delta_TE)
+            run = (request.grad and layer_of(layer, attend)) or partial(_layer, layer, attend)
+            if index in through:
+                run = partial(_through, through[index], run)
+            if checkpoints and checkpoints[index] is not None:
+                run = partial(run, heads, cos_TD, sin_TD)
+                x_TE, delta_TE = _checkpointed(checkpoints[index], run, x_TE, delta_TE)
+            else:
+                x_TE, delta_TE = run(heads, cos_TD, sin_TD, x_TE, delta_TE)
         if index in ops.deepstack:
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
-            merged_by_layer.append(merged)
+            merged_by_layer.append(next(places).copy_(merged) if into else merged)
+            del merged
             delta_TE = None
     outputs = list(ops.finish(x_TE, delta_TE))
     if window_index_M is not None:
@@ -82,8 +92,9 @@ def _layer(
     delta_TE: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x_TE, normed_TE = layer.norm1(x_TE, delta_TE)
-    attended_THD = attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD)
-    x_TE, normed_TE = layer.norm2(x_TE, layer.proj(attended_THD.flatten(1)))
+    delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1))
+    x_TE, normed_TE = layer.norm2(x_TE, delta_TE)
+    del delta_TE
     return x_TE, layer.mlp(normed_TE)
 
 

@@ -9,10 +9,10 @@ So a call is cut between frames, and each pass computes what one forward does, o
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from typing import Literal
 
 import torch
@@ -23,14 +23,16 @@ from hf_vit_accel.route import Spec
 
 __all__ = ["FREE", "NEVER", "Passes", "Serve", "cut", "rows_of"]
 
-Serve = Callable[[Grid, torch.Tensor], list[torch.Tensor]]
-"""(grid, pixels (T, P)) of whole images and videos, or of some of their frames, to the outputs of a tower."""
+Serve = Callable[..., list[torch.Tensor]]
+"""(grid, pixels (T, P)) of whole images and videos, or of some of their frames, to the outputs of a tower; a pass also
+says where they will lie."""
 
-FREE = 28672
-"""Rows of a pass under `max_rows="auto"` on CUDA: at most 0.8 GB beyond weights and outputs in every family.
+FREE = 36864
+"""Rows of a pass under `max_rows="auto"` on CUDA, so that a forward takes at most 0.8 GB beyond weights and outputs.
 
-H200, 147,456 rows, Qwen3-VL-8B / Qwen2.5-VL-7B: one pass 2.4 / 2.7 GB; passes of 32,768 rows 0.87 / 0.75 GB and 3 / 2%
-more time, of 65,536 1.47 / 1.26 GB and 0.5 / 1.4% more.
+A row takes 15 to 19 kB (Qwen3-VL-8B, Qwen2.5-VL-7B, Qwen2-VL-7B, bf16), by what is held at once while an MLP runs: the
+stream, its norm, the hidden rows and the result, and the tables of the rotation. A pass more costs about 1 ms (H200):
+the ends of its kernels leave the GPU half empty, and each output is copied to its place once. TO BE MEASURED.
 """
 
 NEVER = sys.maxsize
@@ -45,34 +47,30 @@ def rows_of(grid: Grid) -> int:
 def cut(grid: Grid, most: int, *, clips: bool) -> tuple[Grid, ...]:
     """A call as few passes of at most `most` rows each (more only where a frame has), in order and nearly equal.
 
-    clips: all frames of an entry stay together. Passes of one long video are of two lengths at most, so that they share
-    routes and CUDA graphs.
+    clips: all frames of an entry stay together. Passes of one long video differ by one frame at most, so that they
+    share routes and CUDA graphs.
     """
-    passes = _fill(grid, most, clips)
-    # The lowest bound that needs no more passes makes the longest of them as short as can be.
-    bounds = range(-(-rows_of(grid) // len(passes)), most)
-    at = bisect_left(bounds, True, key=lambda bound: len(_fill(grid, bound, clips)) <= len(passes))
-    return tuple(passes if at == len(bounds) else _fill(grid, bounds[at], clips))
+    units = [(entry, t if clips else 1, h, w) for entry, (t, h, w) in enumerate(grid) for _ in range(1 if clips else t)]
+    rows = [0, *accumulate(t * h * w for _, t, h, w in units)]
 
+    def ends(begin: int, bound: int) -> list[int]:
+        """Where passes end that take what still fits into them, one unit at least."""
+        found = []
+        while begin < len(units):
+            begin = max(bisect_right(rows, rows[begin] + bound) - 1, begin + 1)
+            found.append(begin)
+        return found
 
-def _fill(grid: Grid, most: int, clips: bool) -> list[Grid]:
-    """Each pass takes what still fits into it, and one frame or clip at least."""
-    passes: list[Grid] = []
-    current: list[tuple[int, int, int]] = []
-    room = most
-    for t, h, w in grid:
-        together = t if clips else 1
-        each, left = together * h * w, t // together
-        while left:
-            taken = min(left, room // each)
-            if not taken and current:
-                passes.append(tuple(current))
-                current, room = [], most
-                continue
-            taken = max(taken, 1)
-            current.append((taken * together, h, w))
-            room, left = max(room - taken * each, 0), left - taken
-    return [*passes, tuple(current)]
+    passes, begin = [], 0
+    for left in range(len(ends(0, most)), 0, -1):
+        # The lowest bound that needs no more passes for what is left makes the longest of them as short as can be.
+        bounds = range(min(-(-(rows[-1] - rows[begin]) // left), most), most)
+        bound = bisect_left(bounds, True, key=lambda bound: len(ends(begin, bound)) <= left) + bounds.start
+        end = ends(begin, bound)[0]
+        alike = (list(each) for _, each in groupby(units[begin:end]))
+        passes.append(tuple((len(each) * each[0][1], *each[0][2:]) for each in alike))
+        begin = end
+    return tuple(passes)
 
 
 class Passes:
@@ -120,8 +118,9 @@ class Passes:
         while todo:
             rows, found = rows_of(todo[0]), None
             run = partial(checkpoint, serve, use_reentrant=False) if grad and rows < total else serve
+            into = [each[start * len(each) // total : (start + rows) * len(each) // total] for each in outputs]
             try:
-                found = run(todo[0], pixels_TP[start : start + rows])
+                found = run(todo[0], pixels_TP[start : start + rows], into)
             except torch.OutOfMemoryError:
                 if not self.halve(todo[0], spec):
                     raise
@@ -134,9 +133,7 @@ class Passes:
                 by_pass.append(found)
             else:
                 outputs = outputs or [each.new_empty(len(each) * total // rows, *each.shape[1:]) for each in found]
-                for output, each in zip(outputs, found, strict=True):
-                    at = start * len(output) // total
-                    output[at : at + len(each)].copy_(each)
+                _put(found, into or [output[: len(each)] for output, each in zip(outputs, found, strict=True)])
             todo, start, count = todo[1:], start + rows, count + 1
             del found  # before the next pass begins
         self.calls, self.count = self.calls + 1, self.count + count
@@ -149,3 +146,10 @@ class Passes:
             for grad, rows in self.fewer.items()
         ]
         return ", ".join(told)
+
+
+def _put(found: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    """A pass's outputs to where they are to lie, unless they were made there."""
+    for each, place in zip(found, into, strict=True):
+        if each is not place:
+            place.copy_(each)

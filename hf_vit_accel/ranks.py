@@ -43,13 +43,16 @@ class Ranks:
         """Seconds after which the group gives up."""
         return float(self.group._get_backend(self.device).options._timeout.total_seconds())
 
-    def words(self, mine: list[int], *, when: str) -> list[list[int]]:
-        """As many int64 words of every rank, by rank. Raises where one has not come within 0.9 of the timeout."""
+    def words(self, mine: list[int], last: torch.Tensor, *, when: str) -> list[list[int]]:
+        """As many int64 words of every rank, by rank. Raises where one has not come within 0.9 of the timeout.
+
+        last: a word, (1,), that the host does not know; on `device`.
+        """
         on, limit = self.device, 0.9 * self.timeout
-        found = list(torch.empty(self.size, len(mine), dtype=torch.int64, device=on))
+        found = list(torch.empty(self.size, len(mine) + 1, dtype=torch.int64, device=on))
         begin = time.monotonic()
         with _told(when):
-            sent = torch.tensor(mine, dtype=torch.int64).to(on)
+            sent = torch.cat([torch.tensor(mine, dtype=torch.int64).to(on), last])
             work: Any = dist.all_gather(found, sent, group=self.group, async_op=True)
             while on.type == "cuda" and not work.is_completed():  # where NCCL itself gives up, it ends the process
                 if time.monotonic() - begin > limit:

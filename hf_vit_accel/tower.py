@@ -14,7 +14,7 @@ import copy
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -355,10 +355,11 @@ def _serve(
     unmet: list[str],
     grid: Grid,
     pixels_TP: torch.Tensor,
+    into: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it.
 
-    unmet: what the call does not get, to which is added what this part does not. Raises for any under `strict`.
+    unmet: what the call does not get, and then what this part does not; any raises under `strict`. into: see `encode`.
     """
     route, grad = state.routes.get(grid, spec), spec.request.grad
     state.choices, state.few_rows = route.choices, route.few_rows
@@ -371,7 +372,7 @@ def _serve(
     if isinstance(outputs, Eager) and state.settings.strict and not outputs.by_choice:
         refuse([f"not replayed from a CUDA graph: {outputs.why}"])
     if outputs is None or isinstance(outputs, Eager):
-        return encode(route.ready(), pixels_TP, checkpoints, snapshot.sharded)
+        return encode(route.ready(), pixels_TP, checkpoints, snapshot.sharded, into)
     return outputs
 
 

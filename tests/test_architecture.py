@@ -25,7 +25,7 @@ IMPORTS = {
     "passes": "metadata route",
     "split": "metadata passes",
     "ranks": "",
-    "data_parallel": "metadata passes ranks route split",
+    "data_parallel": "metadata ops passes ranks route split",
     "encoder": "backends ops route",
     "graphs": "config encoder metadata route",
     "upstream": "backends config encoder families metadata ops route",

@@ -34,6 +34,7 @@ from hf_vit_accel import FallbackError, RankError, data_parallel, env
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.bench.towers import SIZES
 from hf_vit_accel.config import Settings
+from hf_vit_accel.data_parallel import checksum
 from hf_vit_accel.passes import rows_of
 from hf_vit_accel.split import Piece, Places, cost, loads, split
 from hf_vit_accel.tower import state_of
@@ -124,6 +125,40 @@ def test_ranks_take_as_long_as_each_other_from_four_images_a_rank_on(kind: str) 
             largest = max(cost(h * w, 1.0) for _, h, w in grid)
             found.append(max(costs) / max(sum(costs) / ranks, largest))
         assert statistics.mean(found) <= (1.10 if each == 4 else 1.03), (ranks, each)
+
+
+def least(costs: list[float], ranks: int, known: float) -> float:
+    """The smallest that the slowest rank can take, by trying every assignment that could be better than a known one."""
+    costs = sorted(costs, reverse=True)
+    # Nothing is below the mean, the costliest, or two of the costliest ones of which two must meet.
+    bound, best = max(sum(costs) / ranks, costs[0], sum(costs[ranks - 1 : ranks + 1])), known
+
+    def assign(index: int, taken: list[float]) -> None:
+        nonlocal best
+        if index == len(costs):
+            best = min(best, max(taken))
+            return
+        for rank in {load: rank for rank, load in enumerate(taken)}.values():  # ranks with equal loads are alike
+            if best > bound * (1 + 1e-9) and taken[rank] + costs[index] < best * (1 - 1e-9):
+                assign(index + 1, [load + costs[index] * (each == rank) for each, load in enumerate(taken)])
+
+    assign(0, [0.0] * ranks)
+    return best
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TRAFFIC if "videos" not in kind])  # whose frames are too many to try
+def test_no_assignment_is_much_better(kind: str) -> None:
+    """Of photos among which are pages, that of a rank with a page is above the mean, and nothing can be done."""
+    assert least([3, 3, 2, 2, 2], 2, 7) == 6 and least([4, 1, 1], 2, 5) == 4 and least([5, 4, 3, 3, 3], 3, 9) == 7
+    found, generator = [], random.Random(5)
+    for ranks in (2, 3) * 10:
+        grid = tuple(TRAFFIC[kind](generator) for _ in range(4 * ranks))
+        shares = split(grid, ranks, clips=False, full=1.0)
+        ours = max(loads(grid, shares, clips=False, full=1.0))
+        costs = [cost(h * w, 1.0) for t, h, w in grid for _ in range(t)]
+        found.append(ours / least(costs, ranks, ours))
+    assert min(found) >= 1.0 and max(found) <= 1.10
+    assert statistics.mean(found) <= (1.01 if "30%" in kind else 1.03)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -399,6 +434,67 @@ def test_calls_that_differ_are_refused_on_all_ranks(on_ranks: Any) -> None:
     on_ranks(_differing, 3)
 
 
+def _other_pixels(rank: int) -> None:
+    """Each gets the features and gradients of its own: nothing that others encoded."""
+    model = TINY["qwen3_vl"].build()
+    tower, grid = tower_of(model), [(1, 4, 6)] * 4 + [(2, 4, 4)]
+    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    swapped, nearly = pixels.clone(), pixels.clone()
+    swapped[:48] = pixels[:48].roll(24, 0)  # the same pictures in another order
+    nearly[-1, -1] = torch.nextafter(nearly[-1, -1], torch.tensor(9.0))
+    zero = pixels.clone()
+    zero[5, 7] = 0.0
+    negative = zero.clone()
+    negative[5, 7] = -0.0  # differs in one bit, and in nothing that is computed
+    cases = [(pixels, swapped), (pixels, nearly), (pixels, torch.cat([pixels[24:], pixels[:24]])), (zero, negative)]
+    hf_vit_accel.patch(model)
+    expected = []
+    for mine in (case[rank == 1] for case in cases):
+        tower.zero_grad()
+        loss = loss_of(tower, mine, grid)
+        loss.backward()
+        expected.append((loss.detach(), tower.blocks[1].mlp.linear_fc1.weight.grad.clone()))
+    for grad in (False, True):
+        hf_vit_accel.patch(model, data_parallel=True)
+        for mine, (loss, gradient) in zip((case[rank == 1] for case in cases), expected, strict=True):
+            tower.zero_grad()
+            with torch.set_grad_enabled(grad):
+                found = loss_of(tower, mine, grid)
+            assert relative_error(found.detach(), loss) < 1e-6
+            if grad:
+                found.backward()
+                assert relative_error(tower.blocks[1].mlp.linear_fc1.weight.grad, gradient) < 1e-5
+        status = hf_vit_accel.status(model).towers[0]
+        assert status.fallbacks == {"not shared: pixel values on 1 of the group are not those of the others": 4}
+        assert status.ranks == f"rank {rank} of 3, 4 calls encoded by each rank alone"
+        run_tower(tower, MIXED)
+        assert "1 calls shared" in told(model)
+    hf_vit_accel.patch(model, data_parallel=True, strict=True)
+    with pytest.raises(FallbackError, match="pixel values on 1 of the group"):
+        tower(cases[0][rank == 1], grid_thw=grid_thw)
+
+
+def test_ranks_with_other_pixels_of_the_same_sizes_share_nothing(on_ranks: Any) -> None:
+    on_ranks(_other_pixels, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_tells_rows_and_their_order(dtype: torch.dtype) -> None:
+    """Of rows of whatever number of bytes and strides."""
+    for width in (7, 8):
+        rows = torch.randn(50, width).to(dtype)
+        assert checksum(rows).equal(checksum(rows.clone())) and checksum(rows).equal(checksum(rows.T.contiguous().T))
+        seen = {int(checksum(rows))}
+        for index in range(49):
+            order = list(range(50))
+            order[index], order[index + 1] = order[index + 1], order[index]
+            seen.add(int(checksum(rows[order])))
+            other = rows.clone()
+            other.view(torch.uint8)[index, index % width] ^= 1
+            seen.add(int(checksum(other)))
+        assert len(seen) == 1 + 2 * 49
+
+
 def _unserved(rank: int) -> None:
     model = TINY["qwen2_5_vl"].build()
     tower = tower_of(model)
@@ -423,6 +519,32 @@ def _unserved(rank: int) -> None:
 
 def test_a_rank_that_is_served_by_stock(on_ranks: Any) -> None:
     on_ranks(_unserved, 3)
+
+
+def _no_memory_in_backward(rank: int) -> None:
+    """Who runs out says so; the others wait for its gradients, and give up at the group's timeout."""
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=3))
+    tower = tower_of(TINY["qwen2_vl"].build().train())
+    hf_vit_accel.patch(tower, data_parallel=group)
+    encode, error = tower_module.encode, torch.OutOfMemoryError("Tried to allocate 20 GiB")
+
+    def encoded(*args: Any) -> Any:
+        outputs = encode(*args)
+        outputs[-1].register_hook(_breaks(error))
+        return outputs
+
+    tower_module.encode = encoded if rank == 1 else encode
+    loss = loss_of(tower, pixels_for(tower, MIXED), MIXED)
+    begin = time.monotonic()
+    with pytest.raises(torch.OutOfMemoryError if rank == 1 else RankError) as found:
+        loss.backward()
+    assert time.monotonic() - begin < 5
+    assert rank == 1 or "could not be reached while gradients were summed" in str(found.value)
+    dist.destroy_process_group()
+
+
+def test_memory_that_runs_out_in_a_backward_pass_of_one_rank(on_ranks: Any) -> None:
+    on_ranks(_no_memory_in_backward, 3)
 
 
 def _late(rank: int, dies: bool) -> None:

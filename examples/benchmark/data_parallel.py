@@ -1,9 +1,11 @@
 """Times towers whose calls are shared by the GPUs of one machine, beside one GPU alone, after checking their outputs.
 
-torchrun --nproc-per-node 2 examples/benchmark/data_parallel.py [--json results.json]
+torchrun --nproc-per-node 4 examples/benchmark/data_parallel.py --json results.json
+python examples/benchmark/data_parallel.py --plot results.png --json results.json     draws what was measured
 
-Weights and pixels are random. First outputs, then 500 calls of random sizes and a rank that raises are checked, then
-both ways are timed in turns. `exchange` times what brings features to all ranks: ours, and two ways of torch's own.
+Weights and pixels are random. First calls of random sizes and a rank that raises are checked, then every number of
+ranks that there is (1, 2, 4, 8) is timed in turns, in one run. `pays` shares small calls, too, and says what that
+takes; `exchange` times what brings features to all ranks: ours, and two ways of torch's own.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,11 @@ import torch
 import torch.distributed as dist
 
 import hf_vit_accel
+from hf_vit_accel import data_parallel, env
+from hf_vit_accel.bench import require_matplotlib
 from hf_vit_accel.bench.towers import build_tower, family_of_tower
+from hf_vit_accel.data_parallel import checksum
+from hf_vit_accel.split import loads, split
 from hf_vit_accel.tower import state_of
 
 SIZES = {
@@ -30,8 +37,8 @@ SIZES = {
     "video 64 x 36x64": [(64, 36, 64)],
     "32 pages": [(1, 136, 106)] * 32,
 }
-SMALL = {f"{count} x 448²": [(1, 28, 28)] * count for count in (1, 2, 3, 4, 6, 8)}
-"""Around the size from which sharing pays."""
+SMALL = (2, 3, 4, 6, 8)
+"""Images of 448², around the size from which on sharing pays."""
 
 
 def pixels_for(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> torch.Tensor:
@@ -67,30 +74,80 @@ def milliseconds(act: Callable[[], Any]) -> float:
     return float(taken)
 
 
-def compare(tower: Any, grid: list[tuple[int, int, int]], rounds: int, **options: Any) -> dict[str, Any]:
-    """One GPU's time and the shared one's, in turns, and how far their outputs differ."""
-    pixels, ways = pixels_for(tower, grid), {"alone": False, "shared": True}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    expected, row = [], {}
-    for _ in range(2):
-        for name, shared in ways.items():
-            hf_vit_accel.patch(tower, data_parallel=shared, **options)
-            outputs = [outputs_of(tower, pixels, grid) for _ in range(4)][-1]  # layouts, plans and graphs are made
-            if not expected:
-                expected = outputs
-            elif not row:
-                status = hf_vit_accel.status(tower).towers[0]
-                row = dict(rows=len(pixels), difference=difference(outputs, expected), status=status.ranks)
-                row["fallbacks"] = dict(status.fallbacks)
-            del outputs
-            times[name] += [milliseconds(lambda: outputs_of(tower, pixels, grid)) for _ in range(rounds)]
-    row |= {f"{name}_ms": statistics.median(taken) for name, taken in times.items()}
-    return row | {"shared_by_alone": row["shared_ms"] / row["alone_ms"]}
+def in_turns(
+    tower: Any, grid: list[tuple[int, int, int]], groups: dict[int, Any], rounds: int, repeats: int = 1, **options: Any
+) -> dict[int, dict[str, Any]]:
+    """By number of ranks: the slowest rank's median time, and how far its outputs are from those of one rank."""
+    pixels, rank = pixels_for(tower, grid), dist.get_rank()
+    found: dict[int, dict[str, Any]] = {}
+    times: dict[int, list[float]] = {count: [] for count in (1, *groups)}
+    expected: list[torch.Tensor] = []
+    for _ in range(rounds):
+        for count in times:
+            off = 0.0
+            if rank < count or count == 1:
+                hf_vit_accel.patch(tower, data_parallel=groups.get(count, False), **options)
+                warm = 4 if options.get("cuda_graphs") else 1  # layouts and plans are made, and graphs
+                outputs = [outputs_of(tower, pixels, grid) for _ in range(warm)][-1]
+                expected = expected or outputs
+                off = difference(outputs, expected)
+                del outputs
+            for _ in range(repeats):
+                taken = milliseconds(lambda: outputs_of(tower, pixels, grid) if rank < count or count == 1 else None)  # noqa: B023
+                times[count].append(taken)
+            worst = torch.tensor(off, device="cuda")
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            row = found.setdefault(count, {"rows": len(pixels), "difference": 0.0})
+            row["difference"] = max(row["difference"], float(worst))
+            status = hf_vit_accel.status(tower).towers[0]
+            row |= {"status": status.ranks, "fallbacks": dict(status.fallbacks)}
+            assert row["difference"] < 2e-2, row
+    for count, all_ in times.items():
+        found[count]["ms"] = statistics.median(all_)
+    return found
+
+
+def compared(found: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
+    """A row of the file: so many ranks beside one."""
+    shared, alone = found[count], found[1]["ms"]
+    row = {key: shared[key] for key in ("rows", "difference", "status", "fallbacks")}
+    return row | {"alone_ms": alone, "shared_ms": shared["ms"], "shared_by_alone": shared["ms"] / alone}
+
+
+def balance(tower: Any, grid: list[tuple[int, int, int]], count: int) -> float:
+    """Slowest rank by the mean, as the split takes it to be."""
+    family = family_of_tower(tower)
+    parts, clips = family.parts(tower), family.geometry(tower).clips
+    full = sum(map(parts.full, range(len(parts.blocks)))) / len(parts.blocks)
+    costs = loads(tuple(grid), split(tuple(grid), count, clips=clips, full=full), clips=clips, full=full)
+    return max(costs) / statistics.mean(costs)
+
+
+def pays(tower: Any, groups: dict[int, Any]) -> list[dict[str, Any]]:
+    """Small calls, shared however small they are: rows that the slowest rank is spared, and milliseconds."""
+    least, found = data_parallel.LEAST, []
+    data_parallel.LEAST = 1e-9
+    try:
+        for graphs in (False, True):
+            for images in SMALL:
+                rounds = 1 if graphs else 3  # a graph is captured anew each time
+                grid = [(1, 28, 28)] * images
+                by_count = in_turns(tower, grid, groups, rounds, 18 // rounds, cuda_graphs=graphs)
+                for count in groups:
+                    spared = (images - -(-images // count)) * 784
+                    row = dict(graphs=graphs, images=images, ranks=count, spared_rows=spared)
+                    found.append(row | {key: compared(by_count, count)[key] for key in ("alone_ms", "shared_ms")})
+    finally:
+        data_parallel.LEAST = least
+    return found
 
 
 def random_calls(tower: Any, calls: int) -> dict[str, Any]:
-    """Calls of random sizes, each beside one GPU's; how many were wrong, and whether a rank that raises is heard."""
-    generator, wrong, equal = random.Random(0), 0, 0
+    """Calls of random sizes, each beside one GPU's; how many were wrong, and whether a rank that raises is heard.
+
+    Images and videos, also fewer than ranks; every 50th call holds none, which is the user's mistake on every rank.
+    """
+    generator, wrong, equal, empty, shared = random.Random(0), 0, 0, 0, 0
     grids = [
         [
             (generator.choice((1, 1, 1, 2, 8)), *(2 * generator.randint(2, 24) for _ in "hw"))
@@ -104,8 +161,18 @@ def random_calls(tower: Any, calls: int) -> dict[str, Any]:
         expected = [outputs_of(tower, pixels_for(tower, grids[seed], seed), grids[seed]) for seed in some]
         hf_vit_accel.patch(tower, data_parallel=True)
         for seed, outputs in zip(some, expected, strict=True):
+            if seed % 50 == 0:
+                try:
+                    tower(pixels_for(tower, grids[seed])[:0], grid_thw=torch.empty(0, 3, dtype=torch.long))
+                except ValueError:
+                    empty += 1
             off = difference(outputs_of(tower, pixels_for(tower, grids[seed], seed), grids[seed]), outputs)
             wrong, equal = wrong + (off > 2e-2), equal + (off == 0.0)
+        state = state_of(tower)
+        assert state is not None and state.sharing is not None
+        shared += state.sharing.counts["shared"]
+    counts = torch.tensor([wrong, calls - equal], device="cuda")
+    dist.all_reduce(counts)  # of all ranks
     heard, grid = "nothing", SIZES["16 x 512²"]
     pixels, state = pixels_for(tower, grid), state_of(tower)
     assert state is not None
@@ -122,7 +189,8 @@ def random_calls(tower: Any, calls: int) -> dict[str, Any]:
     except (ValueError, hf_vit_accel.RankError) as error:
         heard = f"{type(error).__name__}: {error}"
     outputs_of(tower, pixels, grid)  # and the next call is served
-    return dict(calls=calls, wrong=wrong, equal=equal, heard=heard)
+    told = dict(calls=calls, shared=shared, empty=empty, wrong=int(counts[0]), unequal=int(counts[1]))
+    return told | dict(outputs_compared=calls * dist.get_world_size(), heard=heard)
 
 
 def exchanges(rounds: int) -> list[dict[str, Any]]:
@@ -143,7 +211,8 @@ def exchanges(rounds: int) -> list[dict[str, Any]]:
             "ours": lambda: ranks.to_all(mine, room, when="timed"),  # noqa: B023
             "all_gather": lambda: dist.all_gather(room, mine),  # noqa: B023
             "padded": lambda: dist.all_gather_into_tensor(padded, largest),  # noqa: B023
-            "words": lambda: ranks.words([0] * 64, when="timed"),
+            "words": lambda: ranks.words([0] * 64, torch.zeros(1, dtype=torch.int64, device="cuda"), when="timed"),
+            "checksum": lambda: checksum(mine[: len(mine) // 3072 * 3072].view(-1, 3072)),  # noqa: B023
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds + 2):
@@ -153,43 +222,80 @@ def exchanges(rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+def draw(document: dict[str, Any], path: Path) -> None:
+    """How many times as fast, over the number of GPUs; the dashed line is as many times as there are GPUs."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines: dict[tuple[str, str], dict[int, float]] = {}
+    for run in document["runs"]:
+        for row in run["towers"]:
+            lines.setdefault((row["model"], row["size"]), {1: 1.0})[run["ranks"]] = 1 / row["shared_by_alone"]
+    models, counts = sorted({model for model, _ in lines}), [1, *(run["ranks"] for run in document["runs"])]
+    figure = Figure(figsize=(5 * len(models), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, model in zip(figure.subplots(1, len(models), sharey=True, squeeze=False)[0], models, strict=True):
+        axes.plot(counts, counts, "--", color="grey", label="linear")
+        for (of, size), speedups in lines.items():
+            if of == model:
+                axes.plot(list(speedups), list(speedups.values()), marker="o", label=size)
+        axes.set(title=model, xlabel="GPUs", xticks=counts)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("times as fast as one GPU")
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(f"One call shared by GPUs ({document['device']}, {document['dtype']})")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     """All of it, told by rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="qwen2.5-vl-7b,qwen3-vl-8b")
     parser.add_argument("--sizes", default=",".join(SIZES), help="of those in SIZES, by name")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=500)
+    parser.add_argument("--calls", type=int, default=250, help="of each model")
+    parser.add_argument("--no-pays", action="store_true", help="leave out what small calls take when they are shared")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="measure nothing: draw what the JSON file holds")
     arguments = parser.parse_args()
+    if arguments.plot is not None:
+        draw(json.loads(arguments.json.read_text(encoding="utf-8")), arguments.plot)
+        return
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    results: dict[str, Any] = {"ranks": dist.get_world_size(), "gpu": torch.cuda.get_device_name(), "towers": []}
+    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
+    size = dist.get_world_size()
+    groups = {count: dist.new_group(list(range(count))) for count in (2, 4, 8) if count <= size}
+    runs = {count: {"ranks": count, "gpu": torch.cuda.get_device_name(), "towers": []} for count in groups}
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "versions": env.versions()}
+    results |= {"runs": list(runs.values()), "pays": {}}
 
     def tell(row: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
             print(json.dumps(row, ensure_ascii=False), flush=True)
+            if arguments.json is not None:  # what was found is kept if the rest takes too long
+                arguments.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     with torch.inference_mode():
-        if dist.get_world_size() > 1:
-            results["exchange"] = exchanges(arguments.rounds)
-            tell({"exchange": results["exchange"]})
         for model in arguments.models.split(","):
             tower = build_tower(model, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
-            if arguments.calls and dist.get_world_size() > 1:
-                results[f"random calls, {model}"] = found = random_calls(tower, arguments.calls)
-                tell({"model": model} | found)
-            for graphs in (False, True):
-                for name, grid in ({name: SIZES[name] for name in arguments.sizes.split(",")} | SMALL).items():
-                    if graphs and name not in SMALL:
-                        continue
-                    row = {"model": model, "size": name, "graphs": graphs}
-                    row |= compare(tower, grid, arguments.rounds, cuda_graphs=graphs)
-                    results["towers"].append(row)
-                    tell(row)
+            if arguments.calls and size > 1:
+                results[f"random calls, {model}"] = random_calls(tower, arguments.calls)
+                tell({"model": model} | results[f"random calls, {model}"])
+            for name in arguments.sizes.split(","):
+                found = in_turns(tower, SIZES[name], groups, arguments.rounds)
+                for count, run in runs.items():
+                    row = {"model": model, "size": name, "graphs": False, "balance": balance(tower, SIZES[name], count)}
+                    run["towers"].append(row | compared(found, count))
+                    tell({"ranks": count} | run["towers"][-1])
+            if groups and not arguments.no_pays:
+                results["pays"][model] = pays(tower, groups)
+                for row in results["pays"][model]:
+                    tell({"pays": model} | row)
             del tower
-    if arguments.json is not None and dist.get_rank() == 0:
-        arguments.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        if size > 1:
+            results["exchange"] = exchanges(arguments.rounds)
+            tell({"exchange": results["exchange"]})
     dist.destroy_process_group()
 
 

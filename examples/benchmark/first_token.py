@@ -60,6 +60,29 @@ def build(
     return model.eval()
 
 
+def inputs_for(model: Any, grid: list[tuple[int, int, int]], *, video: bool = False) -> dict[str, torch.Tensor]:
+    """What `generate` takes: random pictures of a grid, or a video whose frames stand apart as Qwen3-VL's; and text."""
+    config, tower = model.config, model.model.visual
+    token, kind = (config.video_token_id, "video") if video else (config.image_token_id, "image")
+    weight, ids = tower.patch_embed.proj.weight, [3, 4]
+    for t, h, w in grid:
+        some = h * w // tower.spatial_merge_size**2
+        for _ in range(t):
+            ids += [config.vision_start_token_id, *[token] * some, config.vision_end_token_id]
+    ids += range(5, 25)
+    rows = sum(t * h * w for t, h, w in grid)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    pixels = torch.randn(rows, weight[0].numel(), device=weight.device, dtype=weight.dtype, generator=generator)
+    ids_ = torch.tensor([ids], device=weight.device)
+    return {
+        "input_ids": ids_,
+        "attention_mask": torch.ones_like(ids_),
+        "mm_token_type_ids": (ids_ == token).long() * (2 if video else 1),
+        f"pixel_values{'_videos' if video else ''}": pixels,
+        f"{kind}_grid_thw": torch.tensor(grid, device=weight.device),
+    }
+
+
 def first_token(model: Any, inputs: dict[str, torch.Tensor]) -> float:
     """Milliseconds of one greedy token, by the clock."""
     torch.cuda.synchronize()
@@ -72,15 +95,7 @@ def first_token(model: Any, inputs: dict[str, torch.Tensor]) -> float:
 def main() -> None:
     for name in sys.argv[1:] or TEXT:
         model = build(name)
-        ids = [100, 101, START, *[IMAGE] * 1024, END, *range(200, 220)]
-        pixels = torch.randn(4096, model.model.visual.patch_embed.proj.weight[0].numel(), device="cuda")
-        inputs = {
-            "input_ids": torch.tensor([ids], device="cuda"),
-            "attention_mask": torch.ones(1, len(ids), dtype=torch.long, device="cuda"),
-            "mm_token_type_ids": torch.tensor([[int(token == IMAGE) for token in ids]], device="cuda"),
-            "pixel_values": pixels.bfloat16(),
-            "image_grid_thw": torch.tensor([[1, 64, 64]], device="cuda"),
-        }
+        inputs = inputs_for(model, [(1, 64, 64)])
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(4):  # interleaved, each way warmed up anew
             for way, options in WAYS.items():
