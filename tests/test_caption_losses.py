@@ -18,7 +18,6 @@ from caption_cli import (
     draw,
     encode,
     lines,
-    load_once,
     put,
     texts,
     words,
@@ -27,21 +26,8 @@ from caption_cli import (
 from captioning import sources
 from captioning.journal import Journal
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    put(tmp_path / "photos", "a.png", "b.png", "0/c.png")
-    return tmp_path / "photos"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "captions"
+pytest_plugins = ("caption_fixtures",)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def stored(output: Path) -> list[str]:

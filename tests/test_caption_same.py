@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 from caption_cli import (
     EXAMPLES,
-    batch_caption,
     call,
     caption,
     captions_in,
     draw,
     encode,
     lines,
-    load_once,
-    put,
     texts,
     words,
     write_tar,
@@ -33,21 +30,8 @@ from captioning.plan import make_plan
 from captioning.sources import Item, checksum
 from PIL import Image
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    put(tmp_path / "photos", "a.png", "b.png", "0/c.png")
-    return tmp_path / "photos"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "captions"
+pytest_plugins = ("caption_fixtures",)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 FIRST, SECOND = (draw(seed)[0].resize((160, 160), Image.Resampling.NEAREST) for seed in (0, 1))

@@ -20,21 +20,14 @@ from captioning.progress import Progress
 from PIL import Image
 from typer.testing import CliRunner
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
+pytest_plugins = ("caption_fixtures",)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     put(tmp_path / "photos", "a.png", "b.png")
     return tmp_path / "photos"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "captions"
 
 
 # --- 7: the model is named -------------------------------------------------------------------------------------------
