@@ -110,7 +110,7 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def read_list(path: Path) -> Iterator[str]:
     """The lines of a list of paths. Names may hold bytes that are no UTF-8, and all line ends but one."""
-    for line in path.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n"):
+    for line in path.read_bytes().decode("utf-8-sig", errors="surrogateescape").split("\n"):
         if name := line.strip():
             yield name
 
