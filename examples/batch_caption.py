@@ -337,7 +337,7 @@ def exit_by(records: Sequence[Record], expected: int, max_failures: float, faile
         print(f"  and {len(failures) - 5} other errors")
     print(f"{len(records) - errors} of {len(records)} records have captions")
     if len(records) < expected:
-        print(f"{expected - len(records)} records are missing: start the same run once more")
+        print(f"{expected - len(records)} records are missing: wait for the run, or start it once more")
     if failed or len(records) < expected or errors > max_failures * len(records):
         raise typer.Exit(1)
 

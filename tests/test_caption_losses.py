@@ -267,6 +267,19 @@ def test_a_picture_is_the_same_however_it_is_spelt(
     assert set(texts(photos)) == {"a.txt", "b.txt", "0/c.txt"}
 
 
+def test_a_link_that_leads_back_is_no_other_picture(photos: Path, output: Path) -> None:
+    """Named by hand: a folder is searched by one way only."""
+    write_tar(photos / "0" / "s.tar", ("x.png", encode(draw(3)[0])))
+    (photos / "self").symlink_to(photos)
+    (photos / "0" / "above").symlink_to(photos.parent)
+    caption([photos, photos / "0" / "s.tar"], output)
+    assert len(stored(output)) == 4
+    (photos / "list.txt").write_text("self/a.png\n0/above/photos/self/0/c.png\n")
+    for other in ("self/a.png", "self/0/s.tar", "self/self/0/*.*", "0/above/photos/0/s.tar", "self", "list.txt"):
+        assert re.search(r"\d items?, 0 of them to caption", words(caption(photos / other, output))), other
+    assert len(stored(output)) == 4
+
+
 def test_a_folder_that_moved_is_known_again(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output)
     photos.rename(tmp_path / "moved")
