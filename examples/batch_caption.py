@@ -15,11 +15,11 @@ through a common file system.
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +34,19 @@ from typing import Annotated, Any, Literal, NoReturn
 def _leave(*_: object) -> NoReturn:
     os.write(1, b"\nstopped before anything was begun\n")
     os._exit(130)
+
+
+_PRESSED: list[float] = []
+
+
+def _stop(*_: object) -> None:
+    """The first Ctrl-C ends the run; others would only end how it ends, unless that takes long."""
+    _PRESSED.append(time.monotonic())
+    if len(_PRESSED) == 1:
+        raise KeyboardInterrupt
+    if _PRESSED[-1] - _PRESSED[0] > 2:
+        os.write(1, b"\nstopped at once; start the same command, without --overwrite, to go on\n")
+        os._exit(130)
 
 
 if __name__ == "__main__":  # what follows takes seconds to import
@@ -57,6 +70,7 @@ from captioning.pictures import REFUSE_ABOVE
 from captioning.plan import missing_processes
 from captioning.prepare import Prepared, prepare, say, some
 from captioning.progress import Progress, clear, read_counts, summary
+from captioning.records import CANNOT_WRITE
 from captioning.worker import Worker
 
 import hf_vit_accel
@@ -205,7 +219,7 @@ def caption(options: Here) -> None:
     except KeyboardInterrupt:
         stop("stopped", 130, options.overwrite and loaded, first)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES):
+        if error.errno not in CANNOT_WRITE:
             raise
         stop(f"cannot write to {output}: {error.strerror}", 1, options.overwrite and loaded, True)
     all_counts = read_counts(output / "progress", processes)
@@ -254,8 +268,9 @@ def refused(message: str, option: str, first: bool) -> Exception:
 def stop(why: str, code: int, overwriting: bool, speaks: bool) -> NoReturn:
     """Ends a run that is to be started again."""
     if speaks:
-        how = "start the same command without --overwrite" if overwriting else "start the same command"
-        print(f"\n{why}; what is captioned so far is kept: {how} to go on", flush=True)
+        how = "start the same command" + (" without --overwrite" if overwriting else "")
+        first = "mend that, and " if code == 1 else ""
+        print(f"\n{why}; what is captioned so far is kept: {first}{how} to go on", flush=True)
     raise typer.Exit(code)
 
 
@@ -286,7 +301,12 @@ def merge(
         entry, chosen = journal.newest(run), journal.select(run, all_prompts=all_prompts)
         texts = Texts(extension=extension, prefix=prefix, suffix=suffix)
         export = Export(folder, entry, texts=texts, overwrite=overwrite, samples=shard_size)
-        export(chosen.records, result)
+        try:
+            export(chosen.records, result)
+        except OSError as error:
+            reason = error.strerror or error
+            say(f"cannot write {result}: {reason}; what was there before is there still: mend that, and merge again")
+            raise typer.Exit(1) from None
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     if chosen.prompts:
@@ -317,11 +337,11 @@ def exit_by(records: Sequence[Record], expected: int, max_failures: float, faile
         print(f"  and {len(failures) - 5} other errors")
     print(f"{len(records) - errors} of {len(records)} records have captions")
     if len(records) < expected:
-        print(f"{expected - len(records)} records are missing: start the same run once more")
+        print(f"{expected - len(records)} records are missing: wait for the run, or start it once more")
     if failed or len(records) < expected or errors > max_failures * len(records):
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _stop)
     app()

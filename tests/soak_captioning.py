@@ -91,8 +91,9 @@ def lay_out(top: Path, pictures: int, chance: random.Random) -> Data:
     for index in range(pictures):
         suffix, content, good = kinds[index % len(kinds)]
         if index % 20 == 7:
-            members[index % 2].append((f"{index}{suffix}", content))
-            data.add(f"shards/{index % 2}.tar/{index}{suffix}", content, good)
+            shard = index // 20 % 2
+            members[shard].append((f"{index}{suffix}", content))
+            data.add(f"shards/{shard}.tar/{index}{suffix}", content, good)
         elif index % 20 == 13:
             data.add(f"table.parquet#{len(rows):09d}", content, good)
             rows.append(content)
@@ -252,6 +253,8 @@ def soak(folder: Path, pictures: int, kills: int, seed: int) -> dict[str, Any]:
         inputs = spelt[0] if number == 0 else chance.choice(spelt)
         watch = start(inputs, output, prompt, log)
         ended = watch.until(count(output) + chance.randint(1, max(2, int(1.6 * total / kills))))
+        if ended and watch.process.wait() != 0:
+            raise RuntimeError(f"a run failed before it was killed, see {log}")
         time.sleep(chance.uniform(0, 0.5))
         watch.kill()
         done += not ended

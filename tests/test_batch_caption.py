@@ -561,12 +561,12 @@ def test_globs_and_single_files(tree: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_lists_of_paths(tree: Path) -> None:
     (tree / "list.txt").write_bytes(
-        b"\xef\xbb\xbfa.jpg\r\n\n  sub/c.webp  \nsub/x\x0c\xc2\x85.png\nn\xff.jpg\nsub/deep/d.Mp4\n"
+        b"\xef\xbb\xbfa.jpg\r\n\n  sub/c.webp  \nsub/x\x0c\xc2\x85\r.png\nn\xff.jpg\nsub/deep/d.Mp4\n"
         + str(tree).encode()
         + b"/B.PNG"
     )
     items = find([str(tree / "list.txt")])
-    names = ["a.jpg", "n\udcff.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x\x0c\x85.png", "B.PNG"]
+    names = ["a.jpg", "n\udcff.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x\x0c\x85\r.png", "B.PNG"]
     assert sorted(item.key for item in items) == sorted(names)
     assert {item.kind for item in items if item.key.endswith("Mp4")} == {"video"}
     assert sum(size(item) is None for item in items) == 2  # not there: an error record each
@@ -640,6 +640,11 @@ def test_tar_shards(tmp_path: Path, format: int) -> None:
     assert fields(second, {"title"})["title"] == "Two"
 
 
+def test_notes_of_macos_in_a_shard_are_no_pictures(tmp_path: Path) -> None:
+    members = {"a.png": b"a", "._a.png": b"\0\5\x16\7", "b/._c.json": b"\0\5", "b/c.jpg": b"c"}
+    assert keys(write_tar(tmp_path / "s.tar", members)) == ["s.tar/a.png", "s.tar/b/c.jpg"]
+
+
 def test_damaged_tar_shards(tmp_path: Path) -> None:
     """Cut or broken at any block: members before are read, and an error stands for the rest."""
     members = {f"{index}.png": bytes([65 + index]) * 700 for index in range(3)}
@@ -696,6 +701,36 @@ def test_parquet_files(tmp_path: Path) -> None:
     assert [item.kind for item in videos] == ["video"]
     with pytest.raises(ValueError, match=r"expected a column 'nope' in .*, it has blob, bytes; name it with --column"):
         find([str(mixed)], column="nope")
+
+
+def test_columns_that_say_nothing_or_cannot_be_read_are_no_matter_to_others(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = write_parquet(
+        tmp_path / "p.parquet",
+        image=[b"A", b"B"],
+        title=["one", None],
+        price=[float("nan"), 2.5],
+        tags=[["x"], None],
+        at=pyarrow.array([1, 2], pyarrow.timestamp("ns")),  # no Python datetime, but pandas' own
+    )
+    first, second = find([str(path)])
+    assert [content(first), content(second)] == [b"A", b"B"]
+    wanted = {"title", "price", "tags"}
+    assert {name: value for name, value in fields(first, wanted).items() if name in wanted} == {"title": "one"}
+    assert {name: value for name, value in fields(second, wanted).items() if name in wanted} == {"price": 2.5}
+    with pytest.raises(
+        ValueError, match=r"the prompt names \{title\}; there are at, folder, image, key, name, price, "
+    ):
+        fill("{title}", fields(second, {"title"}))
+
+
+def test_a_column_that_comes_twice_is_not_guessed(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table([[b"A"], [b"B"], [b"C"]], names=["image", "image", "jpg"])
+    parquet.write_table(table, tmp_path / "p.parquet")
+    assert [content(item) for item in find([str(tmp_path / "p.parquet")])] == [b"C"]
+    with pytest.raises(ValueError, match=r"expected a column 'image' in .*, it has image, image, jpg"):
+        find([str(tmp_path / "p.parquet")], column="image")
 
 
 def test_damaged_parquet_files(tmp_path: Path) -> None:
@@ -804,12 +839,13 @@ def test_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_metadata_beside_a_file(tree: Path) -> None:
-    (tree / "a.json").write_text('{"title": "Ä", "name": "another", "nested": {"x": 1}}')
-    (tree / "a.txt").write_text("words\n")
+    (tree / "a.json").write_text('{"title": "Ä", "name": "another", "nested": {"x": 1}, "none": null, "n": NaN}')
+    (tree / "a.txt").write_bytes(b"\xef\xbb\xbfwords\r\n")
     (tree / "sub/c.json").write_text("{broken")
     (tree / "sub/c.txt").write_bytes(b"\xff")
     items = {item.key: item for item in find([str(tree)])}
     found = fields(items["a.jpg"], {"title"})
+    assert not {"none", "n", "nested"} & found.keys()  # "None", "nan" and "{'x': 1}" would be asked
     assert (found["title"], found["txt"], found["name"], found["stem"], found["folder"]) == (
         "Ä",
         "words",

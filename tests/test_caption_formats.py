@@ -7,12 +7,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from caption_cli import batch_caption, call, caption, captions_in, draw, encode, lines, load_once, put, words, write_tar
+from caption_cli import call, caption, captions_in, draw, encode, lines, put, words, write_tar
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
+pytest_plugins = ("caption_fixtures",)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture
@@ -20,11 +18,6 @@ def photos(tmp_path: Path) -> Path:
     put(tmp_path / "photos", "a.png", "sub/b.c.png")
     (tmp_path / "photos" / "bad.png").write_bytes(b"no picture")
     return tmp_path / "photos"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "captions"
 
 
 def members(path: Path) -> dict[str, bytes]:

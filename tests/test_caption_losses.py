@@ -18,7 +18,6 @@ from caption_cli import (
     draw,
     encode,
     lines,
-    load_once,
     put,
     texts,
     words,
@@ -27,21 +26,8 @@ from caption_cli import (
 from captioning import sources
 from captioning.journal import Journal
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    put(tmp_path / "photos", "a.png", "b.png", "0/c.png")
-    return tmp_path / "photos"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "captions"
+pytest_plugins = ("caption_fixtures",)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def stored(output: Path) -> list[str]:
@@ -279,6 +265,19 @@ def test_a_picture_is_the_same_however_it_is_spelt(
     assert len(stored(output)) == 3
     assert call("merge", output, "photos").exit_code == 0
     assert set(texts(photos)) == {"a.txt", "b.txt", "0/c.txt"}
+
+
+def test_a_link_that_leads_back_is_no_other_picture(photos: Path, output: Path) -> None:
+    """Named by hand: a folder is searched by one way only."""
+    write_tar(photos / "0" / "s.tar", ("x.png", encode(draw(3)[0])))
+    (photos / "self").symlink_to(photos)
+    (photos / "0" / "above").symlink_to(photos.parent)
+    caption([photos, photos / "0" / "s.tar"], output)
+    assert len(stored(output)) == 4
+    (photos / "list.txt").write_text("self/a.png\n0/above/photos/self/0/c.png\n")
+    for other in ("self/a.png", "self/0/s.tar", "self/self/0/*.*", "0/above/photos/0/s.tar", "self", "list.txt"):
+        assert re.search(r"\d items?, 0 of them to caption", words(caption(photos / other, output))), other
+    assert len(stored(output)) == 4
 
 
 def test_a_folder_that_moved_is_known_again(photos: Path, output: Path, tmp_path: Path) -> None:

@@ -440,7 +440,7 @@ def test_what_was_given_up_is_told_and_made_up_for(
 ) -> None:
     no_cluster.schedule = lambda numbers: list(numbers)[1:]
     done = on_ray(photos, tmp_path)
-    assert done.exit_code == 1 and "4 records are missing: start the same run once more" in done.output
+    assert done.exit_code == 1 and "4 records are missing: wait for the run, or start it once more" in done.output
     no_cluster.schedule = list
     assert on_ray(photos, tmp_path).exit_code == 0 and counted(tmp_path) == alone
 

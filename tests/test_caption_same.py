@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from caption_cli import (
     EXAMPLES,
+    MODEL,
+    ROOT,
     batch_caption,
     call,
     caption,
@@ -21,8 +24,6 @@ from caption_cli import (
     draw,
     encode,
     lines,
-    load_once,
-    put,
     texts,
     words,
     write_tar,
@@ -33,25 +34,16 @@ from captioning.plan import make_plan
 from captioning.sources import Item, checksum
 from PIL import Image
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    put(tmp_path / "photos", "a.png", "b.png", "0/c.png")
-    return tmp_path / "photos"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "captions"
+pytest_plugins = ("caption_fixtures",)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 FIRST, SECOND = (draw(seed)[0].resize((160, 160), Image.Resampling.NEAREST) for seed in (0, 1))
 """Two scenes that are equally large in a format without compression."""
+
+
+def encoded(*images: Image.Image) -> list[bytes]:
+    return [encode(image, "BMP") for image in images]
 
 
 def as_file(folder: Path, image: Image.Image) -> str:
@@ -162,6 +154,42 @@ def test_a_copy_is_read_once_and_captioned_no_more(
     assert "1 items, 0 of them to caption" in words(caption(place, output))
 
 
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_shard_that_is_replaced_while_a_run_goes(
+    tmp_path: Path, output: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its index was read before: what stands at a place is another picture now, or the old one from an open file."""
+    place, measured, first, second = tmp_path / f"x.{kind}", batch_caption.measured, *encoded(FIRST, SECOND)
+
+    def write(*members: tuple[str, bytes]) -> None:
+        if kind == "tar":
+            write_tar(tmp_path / "new", *members)
+        else:
+            pq = pytest.importorskip("pyarrow.parquet")
+            pq.write_table(
+                pytest.importorskip("pyarrow").table({"image": [data for _, data in members]}), tmp_path / "new"
+            )
+        (tmp_path / "new").replace(place)
+
+    def replaced(*arguments: Any) -> Any:
+        write(("b.bmp", second), ("a.bmp", first))
+        return measured(*arguments)
+
+    write(("a.bmp", first), ("b.bmp", second))
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_caption, "measured", replaced)
+        assert "2 of them to caption" in words(caption(place, output))
+    anew()
+    done = call("merge", output, tmp_path / "out.tar")
+    assert done.exit_code == 1 and "2 pictures are not in" in words(done) and not (tmp_path / "out.tar").exists()
+    anew()
+    assert "2 captions hold no more" in words(caption(place, output))
+    anew()
+    caption(place, tmp_path / "undisturbed")
+    assert captions_in(output) == captions_in(tmp_path / "undisturbed")
+    assert "0 of them to caption" in words(caption(place, output))
+
+
 def test_another_column_is_another_picture(tmp_path: Path, output: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     scenes = {name: draw(seed) for seed, name in enumerate(("image", "thumb"))}
@@ -233,17 +261,47 @@ def test_pixel_limits_that_cross_are_not_the_models_fault(photos: Path, output: 
     assert "Invalid value for --min-pixels: --min-pixels 100000 is above --max-pixels 1000" in told
 
 
-def test_ctrl_c_while_it_starts_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "accelerate.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    command = [sys.executable, str(EXAMPLES / "batch_caption.py"), "caption", "photos", "--output=o", "--demo"]
-    run = subprocess.Popen(
-        command,
+def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """The command, that Ctrl-C reaches as in a terminal."""
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "batch_caption.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | environment,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
+
+
+def test_ctrl_c_while_it_starts_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "accelerate.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    run = started("caption", "photos", "--output=o", "--demo", PYTHONPATH=str(tmp_path))
     assert run.stdout is not None and run.stdout.readline() == "importing\n"
     run.send_signal(signal.SIGINT)
     assert run.communicate(timeout=60)[0].strip() == "stopped before anything was begun" and run.returncode == 130
+
+
+def test_ctrl_c_again_and_again_is_one_sentence(photos: Path, output: Path) -> None:
+    arguments = ["caption", str(photos), f"--output={output}", f"--model={MODEL}", "--batch-size=1"]
+    run = started(*arguments, "--max-new-tokens=2000", PYTHONPATH=str(ROOT))
+    while not (output / "progress").exists() and run.poll() is None:
+        time.sleep(0.05)
+    while run.poll() is None:
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    said = run.communicate(timeout=60)[0]
+    assert said.endswith("\nstopped; what is captioned so far is kept: start the same command to go on\n"), said
+    assert run.returncode in (130, -signal.SIGINT)  # a shell calls both 130; Python's last steps have no handler
+
+
+def test_ctrl_c_ends_what_takes_long_to_end(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    clock, ended = iter([0.0, 1.9, 2.1]), []
+    monkeypatch.setattr(batch_caption, "_PRESSED", [])
+    monkeypatch.setattr(batch_caption.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(batch_caption.os, "_exit", ended.append)
+    with pytest.raises(KeyboardInterrupt):
+        batch_caption._stop()
+    batch_caption._stop()
+    assert not ended
+    batch_caption._stop()
+    assert ended == [130] and "without --overwrite, to go on" in capfd.readouterr().out

@@ -6,35 +6,46 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from caption_cli import EXAMPLES, MODEL, batch_caption, call, caption, captions_in, draw, load_once, merged, put, words
+from caption_cli import (
+    EXAMPLES,
+    MODEL,
+    batch_caption,
+    call,
+    caption,
+    captions_in,
+    draw,
+    load_once,
+    merged,
+    put,
+    texts,
+    words,
+)
 from captioning import progress as progress_module
 from captioning.journal import Journal
 from captioning.progress import Progress
+from captioning.records import json_lines
 from PIL import Image
 from typer.testing import CliRunner
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_caption, "load_model", load_once)
+pytest_plugins = ("caption_fixtures",)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     put(tmp_path / "photos", "a.png", "b.png")
     return tmp_path / "photos"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "captions"
 
 
 # --- 7: the model is named -------------------------------------------------------------------------------------------
@@ -318,3 +329,71 @@ def test_errors_are_told_with_their_reasons(photos: Path, output: Path) -> None:
     assert "error, 1 x ValueError: the file is empty 2 of 3 records have captions" in words(done)
     done = caption(photos, output, prompt="describe {nope}")
     assert done.exit_code == 1 and "error, 3 x ValueError: the prompt names {nope}" in words(done)
+
+
+# --- a file system that takes no more ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def limited(size: int) -> Iterator[None]:
+    """Files of this process grow no larger, as by `ulimit -f`: what is written is cut off there, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_are_whole_where_files_grow_no_larger(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos / "a.png", output, f"--root={photos}")
+    shard = output / "captions-00000.jsonl"
+    (record,) = Journal(output).records()
+    with shard.open("a") as file:  # of an earlier run, so that nothing else is as large
+        file.write(json_lines([replace(record, run="another", caption="x" * 9000)]))
+    size = shard.stat().st_size
+    with limited(size + 1):
+        done = caption(photos, output, "--batch-size=1")
+    told = f"cannot write to {output}: File too large; what is captioned so far is kept: mend that, and start the same"
+    assert done.exit_code == 1 and f"{told} command to go on" in words(done) and "Traceback" not in words(done)
+    assert shard.stat().st_size == size + 1  # a line is torn
+    assert captions_in(output).keys() == {"a.png"} and call("merge", output, tmp_path / "all.jsonl").exit_code == 1
+    assert "2 items, 1 of them to caption" in words(caption(photos, output))
+    assert captions_in(output).keys() == {"a.png", "b.png"}
+    found = [json.loads(line) for line in shard.read_text().splitlines()]
+    assert len(found) == 3 and found[1]["caption"] == "x" * 9000
+
+
+def test_a_run_that_cannot_begin_to_write_says_so(photos: Path, output: Path) -> None:
+    with limited(100):
+        done = caption(photos, output)
+    assert done.exit_code == 1 and f"cannot write to {output}: File too large;" in words(done)
+    assert "2 items, 2 of them to caption" in words(caption(photos, output))
+
+
+@pytest.mark.parametrize("name", ["all.jsonl", "metadata.jsonl", "all.parquet", "all.tar", "all-%d.tar"])
+def test_merge_leaves_what_is_there_where_files_grow_no_larger(photos: Path, output: Path, name: str) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    caption(photos, output)
+    assert call("merge", output, photos / name).exit_code == 0
+    files = {path: path.read_bytes() for path in photos.iterdir()}
+    caption(photos, output, prompt="describe this video .")
+    with limited(60):
+        done = call("merge", output, photos / name)
+    assert done.exit_code == 1 and f"cannot write {photos / name}: " in words(done), words(done)
+    assert "File too large" in words(done) and "mend that, and merge again" in words(done)
+    assert {path: path.read_bytes() for path in photos.iterdir()} == files
+    assert call("merge", output, photos / name).exit_code == 0
+
+
+def test_texts_are_merges_own_after_a_disk_was_full(photos: Path, output: Path) -> None:
+    caption(photos, output)
+    assert call("merge", output, photos).exit_code == 0
+    with limited((output / ".written").stat().st_size + 40):  # texts are smaller
+        done = call("merge", output, photos, "--suffix=!")
+    assert done.exit_code == 1 and f"cannot write {photos}: File too large" in words(done)
+    for suffix in ("!", ""):
+        assert call("merge", output, photos, f"--suffix={suffix}").exit_code == 0
+        expected = {key.replace(".png", ".txt"): f"{text}{suffix}\n" for key, text in captions_in(output).items()}
+        assert texts(photos) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
@@ -20,7 +19,7 @@ from PIL import Image
 
 from captioning.journal import SHARDS
 from captioning.plan import same_picture
-from captioning.records import Record, json_lines, part_of, write_table
+from captioning.records import FULL, Record, json_lines, part_of, write_table
 from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
 
 __all__ = ["Export", "Texts"]
@@ -99,9 +98,9 @@ class Export:
         """Before the file is written: after a kill between the two it still counts as ours."""
         try:
             with self._ledger.open("a") as file:
-                file.write(digest + "\n")
+                file.write(f"\n{digest}")  # what a full disk cut off before is a line of its own
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 raise  # else somebody else's folder: what is written counts as theirs next time
 
     def _whole(self, path: Path, write: Callable[[Path], object]) -> None:
@@ -148,7 +147,7 @@ class Export:
                 part.write_bytes(data)
             self.written += 1
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 raise
             self.refused.append(f"{file}: {error.strerror}")
 

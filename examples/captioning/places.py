@@ -27,15 +27,26 @@ _real = cache(os.path.realpath)  # asked for every picture in a folder
 def key_of(path: str | Path, root: str) -> str:
     """The path of a file relative to the root: another path for every file, the same for all spellings of one.
 
-    A link to a folder within the root keeps its name; on the way to the root links are followed.
+    A link to a folder within the root keeps its name; on the way to the root, and back to it, links are followed.
     """
     whole = os.path.abspath(path)
     if ".." in Path(path).parts or not whole.startswith(os.path.join(root, "")):
         whole = os.path.join(_real_folder(os.path.dirname(os.fspath(path)) or "."), os.path.basename(path))
+    whole = os.path.join(_straight(os.path.dirname(whole), root), os.path.basename(whole))
     try:
         return Path(os.path.relpath(whole, root)).as_posix()
     except ValueError:  # another drive of Windows
         return Path(whole).as_posix()
+
+
+@cache
+def _straight(folder: str, root: str) -> str:
+    """The folder without the circles of links in the root that lead to it or to a folder above it."""
+    for link in (*reversed(Path(folder).parents), Path(folder)):
+        real = _real(str(link))
+        if link.is_relative_to(root) and real != str(link) and Path(root).is_relative_to(real):
+            return _straight(os.path.normpath(os.path.join(real, Path(folder).relative_to(link))), root)
+    return folder
 
 
 def root_of(inputs: list[str]) -> str | None:
@@ -110,7 +121,7 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def read_list(path: Path) -> Iterator[str]:
     """The lines of a list of paths. Names may hold bytes that are no UTF-8, and all line ends but one."""
-    for line in path.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n"):
+    for line in path.read_bytes().decode("utf-8-sig", errors="surrogateescape").split("\n"):
         if name := line.strip():
             yield name
 

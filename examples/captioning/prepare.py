@@ -123,7 +123,8 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
         if not files:
             raise ValueError(f"{model} holds no checkpoint")
         if write and not sums.items() <= known.items():
-            replace_file(file, json.dumps(known | sums))
+            with suppress(OSError):  # a full disk: what cannot do without it says so
+                replace_file(file, json.dumps(known | sums))
         return {"files": files}, f"{model} (checksum {fingerprint(files)})"
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)

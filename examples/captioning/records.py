@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -12,7 +13,21 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Record", "json_lines", "part_of", "read_line", "read_table", "replace_file", "write_table", "write_whole"]
+__all__ = [
+    "CANNOT_WRITE",
+    "FULL",
+    "Record",
+    "json_lines",
+    "part_of",
+    "read_line",
+    "read_table",
+    "replace_file",
+    "write_table",
+    "write_whole",
+]
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CANNOT_WRITE = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
 
 
 @dataclass(frozen=True, kw_only=True)

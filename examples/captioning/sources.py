@@ -53,8 +53,8 @@ class Item:
 
     file: where its bytes are: all of it, or `length` bytes from `offset` (tar), or a row (of a parquet file; with a
     split, of the dataset of that name). source: the key of the shard, table or dataset that it is a part of, and
-    number the row there. extra: (suffix, offset, length) of the members of a tar that belong to it. problem: why it
-    cannot be read at all.
+    number the row there. stamp: of a part, what its file was before its index was read. extra: (suffix, offset, length)
+    of the members of a tar that belong to it. problem: why it cannot be read at all.
     """
 
     key: str
@@ -67,6 +67,7 @@ class Item:
     split: str | None = None
     source: str | None = None
     number: int | None = None
+    stamp: str | None = None
     extra: tuple[tuple[str, int, int], ...] = ()
     problem: str | None = None
 
@@ -170,18 +171,19 @@ def _kind(suffix: str) -> Literal["image", "video"] | None:
 
 def _in_tar(path: Path, key: str) -> Iterator[Item]:
     """Members that share a name up to its first dot belong together."""
-    pictures: list[tuple[str, str, tarfile.TarInfo]] = []
+    pictures: list[tuple[str, tarfile.TarInfo]] = []
     extras: dict[str, list[tuple[str, int, int]]] = {}
+    listed = stamp(Item(key=key, file=str(path)))
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 folder, _, base = member.name.rpartition("/")
                 stem, _, suffix = base.partition(".")
                 name = f"{folder}/{stem}"
-                if not member.isfile():
+                if not member.isfile() or base.startswith("._"):  # macOS's notes on files
                     continue
                 if _kind("." + suffix.rpartition(".")[2]):
-                    pictures.append((name, member.name, member))
+                    pictures.append((name, member))
                 elif suffix.lower() in _FIELD_SUFFIXES:
                     extras.setdefault(name, []).append((suffix.lower(), member.offset_data, member.size))
             end = archive.offset
@@ -192,19 +194,21 @@ def _in_tar(path: Path, key: str) -> Iterator[Item]:
     except (tarfile.TarError, OSError, EOFError) as error:
         problem = f"the shard is damaged, only members before the damage are read: {error}"
         yield Item(key=key, file=str(path), problem=problem)
-    for name, member_name, member in pictures:
+    for name, member in pictures:
         yield Item(
-            key=f"{key}/{member_name}",
+            key=f"{key}/{member.name}",
             file=str(path),
-            kind=_kind(Path(member_name).suffix) or "image",
+            kind=_kind(Path(member.name).suffix) or "image",
             source=key,
             offset=member.offset_data,
             length=member.size,
+            stamp=listed,
             extra=tuple(extras.get(name, ())),
         )
 
 
 def _in_parquet(path: Path, column: str | None, key: str) -> Iterator[Item]:
+    listed = stamp(Item(key=key, file=str(path)))
     try:
         file = _parquet(str(path))
     except ImportError:
@@ -213,10 +217,10 @@ def _in_parquet(path: Path, column: str | None, key: str) -> Iterator[Item]:
         yield Item(key=key, file=str(path), problem=f"{type(error).__name__}: {error}")
         return
     column, kind = _column(file.schema_arrow.names, column, str(path))
-    row = 0
+    row, listed = 0, listed and f"{listed} {column}"
     for group in range(file.metadata.num_row_groups):
         for index in range(file.metadata.row_group(group).num_rows):
-            place = dict(row=(group, index), column=column, source=key, number=row)
+            place = dict(row=(group, index), column=column, source=key, number=row, stamp=listed)
             yield Item(key=f"{key}#{row:09d}", file=str(path), kind=kind, **place)  # type: ignore[arg-type]
             row += 1
 
@@ -225,13 +229,14 @@ def _in_dataset(name: str, column: str | None, split: str, root: str | None) -> 
     rows = _dataset(name, split)
     column, kind = _column(list(rows.column_names), column, name)
     source = f"{key_of(os.path.normpath(name), root) if root and os.path.isdir(name) else name}/{split}"
+    listed = f"{found} {column}" if (found := getattr(rows, "_fingerprint", None)) else None
     for index in range(len(rows)):
-        place = dict(row=(0, index), column=column, split=split, source=source, number=index)
+        place = dict(row=(0, index), column=column, split=split, source=source, number=index, stamp=listed)
         yield Item(key=f"{source}#{index:09d}", file=name, kind=kind, **place)  # type: ignore[arg-type]
 
 
 def _column(names: list[str], column: str | None, where: str) -> tuple[str, Literal["image", "video"]]:
-    found = next((name for name in ([column] if column else _COLUMNS) if name in names), None)
+    found = next((name for name in ([column] if column else _COLUMNS) if names.count(name) == 1), None)
     if found is None:
         wanted = repr(column) if column else "one of " + ", ".join(_COLUMNS)
         raise ValueError(f"expected a column {wanted} in {where}, it has {', '.join(names)}; name it with --column")
@@ -272,22 +277,21 @@ def _row_group(file: str, group: int) -> Any:
     return _parquet(file).read_row_group(group)
 
 
-def _row(item: Item) -> Mapping[str, Any]:
+def _row(item: Item) -> Mapping[str, Callable[[], Any]]:
+    """By column what reads its value: one that cannot be read is no matter to the others."""
     assert item.row is not None
     group, index = item.row
     with _reading:
         table = _row_group(item.file, group) if item.split is None else _dataset(item.file, item.split)
     if item.split is not None:
         row: Mapping[str, Any] = table[index]
-        return row
-    return {name: table.column(name)[index].as_py() for name in table.column_names}
+        return {name: partial(row.__getitem__, name) for name in row}
+    return {name: column[index].as_py for name, column in zip(table.column_names, table.columns, strict=True)}
 
 
 def open_item(item: Item) -> BinaryIO:
     """Its bytes as a binary file, to be closed. Raises ValueError and OSError for what cannot be read."""
-    if item.problem is not None:
-        raise ValueError(item.problem)
-    if item.row is None and item.length is None:
+    if item.problem is None and item.row is None and item.length is None:
         return Path(item.file).open("rb")
     return io.BytesIO(read(item))
 
@@ -297,7 +301,7 @@ def read(item: Item) -> bytes:
     if item.problem is not None:
         raise ValueError(item.problem)
     if item.row is not None:
-        return _bytes_of(_row(item)[item.column or ""], item)
+        return _bytes_of(_row(item)[item.column or ""](), item)
     with Path(item.file).open("rb") as file:
         file.seek(item.offset)
         data = file.read() if item.length is None else file.read(item.length)
@@ -329,23 +333,20 @@ def size(item: Item) -> int | None:
 
 
 def stamp(item: Item) -> str | None:
-    """What is the same as long as its bytes are, without reading them: of its file the size and time, of a data set
-    the fingerprint. None where there is none."""
-    column = f" {item.column}" if item.row is not None else ""
-    if item.split is not None:
-        with _reading:
-            found = getattr(_dataset(item.file, item.split), "_fingerprint", None)
-        return found and f"{found}{column}"
+    """What is the same as long as its bytes are, without reading them: the size and time of its file, a data set's
+    fingerprint. None where there is none. A part has that of the file that was listed, whatever is there by now."""
+    if item.source is not None:
+        return item.stamp
     try:
         stat = os.stat(item.file)
     except OSError:
         return None
-    return f"{stat.st_size} {stat.st_mtime_ns}{column}"
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def holds_bytes(item: Item) -> bool:
     """Whether its file holds the bytes themselves, and not a path to them."""
-    value = b"" if item.row is None else _row(item)[item.column or ""]
+    value = b"" if item.row is None else _row(item)[item.column or ""]()
     return isinstance(value.get("bytes") if isinstance(value, Mapping) else value, bytes | bytearray)
 
 
@@ -363,24 +364,31 @@ def fields(item: Item, named: set[str]) -> dict[str, Any]:
     """What a prompt may name, at least what of `named` there is: `name`, `stem`, `folder`, `key`, and metadata.
 
     Metadata are the other columns of a row, or the keys of a `.json` and the text of a `.txt` (as `txt`) of the same
-    name. They are read only if something else is named: a broken file is no matter to prompts that do not use it.
+    name: texts and numbers. They are read only if something else is named: a broken file or column is no matter to
+    prompts that do not use it, and of columns that are not named there is nothing but the name.
     """
     path = Path(item.key)
     known: dict[str, Any] = {"name": path.name, "stem": path.stem, "folder": path.parent.name, "key": item.key}
     if item.row is not None:
         columns = _row(item) if named - {"key", "kind"} else {}
-        return known | {name: value for name, value in columns.items() if isinstance(value, str | int | float)}
+        known |= dict.fromkeys(columns.keys() - named, "")
+        return known | _said({name: columns[name]() for name in named & columns.keys()})
     if named <= known.keys() | {"kind"}:
         return known
     found: dict[str, Any] = {}
     for suffix, read_text in _beside(item):
         with suppress(FileNotFoundError):
-            text = read_text().decode("utf-8")
+            text = read_text().decode("utf-8-sig")
             if suffix == "txt":
                 found["txt"] = text.strip()
             elif isinstance(values := json.loads(text), dict):
-                found |= values
+                found |= _said(values)
     return found | known
+
+
+def _said(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a prompt can hold: null and NaN stand for nothing, lists and objects are no text."""
+    return {name: each for name, each in values.items() if isinstance(each, str | int | float) and each == each}
 
 
 def _beside(item: Item) -> Iterator[tuple[str, Callable[[], bytes]]]:
