@@ -34,9 +34,13 @@ from hf_vit_accel.split import Places, loads, split
 
 __all__ = ["LEAST", "Sharing"]
 
-LEAST = 2048
-"""What sharing must save, in rows, to pay: an exchange takes as long as some hundred rows, and an eager forward no less
-than 2,400 rows do, however few it has (FACTS). TO BE MEASURED."""
+LEAST = {"eager": 4096, "graphs": 1024}
+"""What sharing must save, in rows, to pay: an exchange takes as long as some hundred rows, and an eager forward as long
+as its launches, however few rows it has.
+
+Two H200, images of 448², ms alone / shared, Qwen2.5-VL-7B, Qwen3-VL-8B. Eager, 3136 rows saved: 18.7 / 20.6, 15.1 /
+17.4; 8192: 40.7 / 23.0, 34.4 / 23.4. With CUDA graphs, 784: 5.0 / 4.3, 4.8 / 4.6; 1568: 9.3 / 6.6, 8.1 / 6.6.
+"""
 
 _THROUGH, _WHOLE, _FAILED, _OUT_OF_MEMORY = range(4)
 _WORDS, _OUTPUTS, _TEXT = 64, 8, 28
@@ -57,8 +61,9 @@ class Sharing:
     counts: of calls, by what became of them. unmet: why the last call was not shared, though it would have paid.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, graphs: bool) -> None:
         self.ranks, self.counts = ranks, Counter[str]()
+        self._least = LEAST["graphs" if graphs else "eager"]
         self.unmet: list[str] = []
         self._calls = 0
         self._due: Places | None = None  # of a call for which the others wait for this rank
@@ -87,7 +92,7 @@ class Sharing:
         shares = split(grid, self.ranks.size, clips=clips, full=full)
         costs = loads(grid, shares, clips=clips, full=full)
         self._due = None
-        if sum(costs) - max(costs) < LEAST:
+        if sum(costs) - max(costs) < self._least:
             self.counts["too small to share"] += 1
             return False
         self.unmet = self._reasons_against(snapshot, checkpoints)

@@ -65,8 +65,8 @@ class TowerState:
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.routes, self.passes = Routes(), Passes(settings.max_rows)
-        self.sharing = None if settings.ranks is None or family.attention_only else Sharing(settings.ranks)
-        graphs = None if family.attention_only else settings.graphs
+        graphs, ranks = (None, None) if family.attention_only else (settings.graphs, settings.ranks)
+        self.sharing = None if ranks is None else Sharing(ranks, graphs=graphs is not None)
         self.runner = None if graphs is None else Runner(graphs, self.routes)
         self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
         self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)

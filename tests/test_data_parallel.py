@@ -179,7 +179,7 @@ def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """(check, size, arguments): check(rank, *arguments) in so many processes; however small, a call is shared."""
     if torch.cuda.is_initialized():
         pytest.skip("a process that uses CUDA cannot be forked")
-    monkeypatch.setattr(data_parallel, "LEAST", 1e-9)
+    monkeypatch.setattr(data_parallel, "LEAST", dict.fromkeys(data_parallel.LEAST, 1e-9))
 
     def go(check: Callable[..., None], size: int, *arguments: Any) -> None:
         start_processes(_process, (check, size, str(tmp_path), arguments), nprocs=size, start_method="fork")
@@ -599,7 +599,7 @@ def _beside(rank: int) -> None:
     [why] = unmet(model, lambda: loss_of(tower_of(model), pixels, MIXED).backward())
     assert why.startswith("not shared by ranks: reentrant checkpoints")
 
-    data_parallel.LEAST = 2048
+    data_parallel.LEAST = dict.fromkeys(data_parallel.LEAST, 2048)
     model = fresh()
     run_tower(tower_of(model), MIXED)
     assert told(model) == f"rank {rank} of 2, 1 calls too small to share"

@@ -126,7 +126,7 @@ def balance(tower: Any, grid: list[tuple[int, int, int]], count: int) -> float:
 def pays(tower: Any, groups: dict[int, Any]) -> list[dict[str, Any]]:
     """Small calls, shared however small they are: rows that the slowest rank is spared, and milliseconds."""
     least, found = data_parallel.LEAST, []
-    data_parallel.LEAST = 1e-9
+    data_parallel.LEAST = dict.fromkeys(least, 1e-9)
     try:
         for graphs in (False, True):
             for images in SMALL:
