@@ -206,13 +206,14 @@ def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     rows = [row("small", "stock sdpa", 123.4, 4.25), row("small", "stock liger", None), row("small", "auto", 100, 2)]
-    rows += [row("large", "stock sdpa", 30, 1), row("large", "stock liger", 20), row("large", "auto", None)]
+    rows += [row("large", "stock sdpa", 30, 1), row("large", "stock compile_blocks", 20), row("large", "auto", None)]
+    rows += [row("large", "auto+graph", 10, 1)]
     written = document(rows, dtype=torch.bfloat16, rounds=5, peak=None, train=True) | {"commit": "abc1234"}
     monkeypatch.setattr(tables, "load", lambda file: json.loads(json.dumps(written)))
     head, _, *cells, _, told = tables.TABLES["training"]().splitlines()
     assert cells == [
-        "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  |  |  | 100 (2.0) |",
-        "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) |  | 20.0 |  |  |",
+        "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  |  | 100 (2.0) |  |",
+        "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) |  | 20.0 |  | 10.0 |",
     ]
     assert head.count("|") == cells[0].count("|") and "commit abc1234" in told and torch.__version__ in told
     assert list(tables.gains("training.json", "auto")) == ["", "1.2x", ""]
