@@ -104,7 +104,7 @@ def ways(session: nox.Session, transformers: str) -> None:
     (Liger 0.8.5 takes transformers 5.17, not 5.23.)
     """
     install(session, *WRAPPERS, transformers=transformers)
-    files = ("matrix", "finetune", "fuzz", "caption_soak", "families", "tiny_captioner")
+    files = ("matrix", "finetune", "fuzz", "caption_soak", "caption_memory", "families", "tiny_captioner")
     run_suite(session, "--matrix", *(f"tests/test_{name}.py" for name in files))
 
 

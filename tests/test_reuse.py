@@ -29,6 +29,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.families import FAMILIES
 from hf_vit_accel.ops import fingerprint
+from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.report import beyond_attention
 from hf_vit_accel.reuse import Memory, _HandOut
 from hf_vit_accel.tower import TowerState, state_of

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 import typer
+from accelerate.state import AcceleratorState
 from tiny import assert_close
 
 import hf_vit_accel
@@ -295,6 +296,7 @@ def test_parity_fails_beyond_half_a_point(capsys: Any, monkeypatch: Any) -> None
 def test_patched_models_learn_as_stock(family: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """From scratch, shortened: on a CPU in fp32 the curves are the same up to rounding, which seeds are far from."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    AcceleratorState._reset_state(True)  # that of an earlier test, in another precision
     path = tmp_path / "curves.json"
     short = dict(steps=20, seeds=2, batch=4, scenes=4, workers=0)
     curves.main(families=family, json_path=path, plots=tmp_path, **short)
