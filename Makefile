@@ -1,4 +1,5 @@
 # make test   lint, types and tests (those marked gpu only where a CUDA device is present)
+# make quick  the core in a minute: every family against stock, gradients, guard, registration, metadata; no lint
 # make matrix every cell of SUPPORT.md, every supported version, and transformers' own tests: more than an hour; see noxfile.py
 # make support  SUPPORT.md, written anew
 # make tables   the tables of README.md and docs/, written anew from examples/benchmark/*.json
@@ -10,11 +11,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: test lint matrix demo gpu-test support tables docs dist format clean
+.PHONY: test quick lint matrix demo gpu-test support tables docs dist format clean
 .DELETE_ON_ERROR:
 
 test: lint
 	$(BIN)/pytest -q -n 2 --dist worksteal
+
+QUICK := architecture families guard metadata registration
+
+quick: $(VENV)/.installed-test
+	$(BIN)/pytest -q -n 2 --dist worksteal $(QUICK:%=tests/test_%.py) -k "not interpreter and not replaced and not autocast"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -34,7 +34,8 @@ def install(session: nox.Session, *more: str, **versions: str) -> None:
 
 
 def run_suite(session: nox.Session, *arguments: str) -> None:
-    session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", *arguments, *session.posargs)
+    options = ["-q", "-n", "auto", "--dist", "worksteal", "--hypothesis-profile=all"]
+    session.run("pytest", *options, *arguments, *session.posargs)
 
 
 @nox.session(tags=["ci"])
@@ -103,7 +104,7 @@ def ways(session: nox.Session, transformers: str) -> None:
     (Liger 0.8.5 takes transformers 5.17, not 5.23.)
     """
     install(session, *WRAPPERS, transformers=transformers)
-    files = ("matrix", "finetune", "fuzz", "caption_soak")
+    files = ("matrix", "finetune", "fuzz", "caption_soak", "caption_memory", "families", "tiny_captioner")
     run_suite(session, "--matrix", *(f"tests/test_{name}.py" for name in files))
 
 
@@ -111,7 +112,8 @@ def ways(session: nox.Session, transformers: str) -> None:
 @nox.parametrize("transformers", TESTED["transformers"])
 def upstream(session: nox.Session, transformers: str) -> None:
     """transformers' own model tests, stock beside patched; `-- CHECKOUT` for its suites of the single models."""
-    install(session, "parameterized", transformers=transformers)
+    suites = ["requests", "datasets"] if session.posargs else []  # what those of the single models import
+    install(session, "parameterized", *suites, transformers=transformers)
     if session.posargs:
         source = Path(session.posargs[0])
     else:

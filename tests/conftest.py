@@ -12,8 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from standins import model, on_cpu, references  # noqa: F401  (fixtures)
 
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+settings.register_profile("few", deadline=None, max_examples=30)
+settings.register_profile("all", deadline=None)  # --hypothesis-profile=all, as noxfile.py gives it
+settings.load_profile("few")
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tiny import FAMILIES, TINY, tower_of
@@ -24,8 +27,11 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import held
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import activation, mlp
+from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.tower import state_of
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Read when kernels are defined, so whatever is interpreted runs in a process of its own."""
 SMALL = GraphConfig(max_tokens=128, exact_after=0)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -104,10 +110,13 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def hurry_interpreter() -> None:
-    """Triton's interpreter puts its own functions into the language anew in every call, also of a helper: once will do.
+    """Triton's interpreter does some work anew in every call that is needed once, or not at all.
 
-    For a process that compiles nothing, since they stay.
+    It puts its own functions into the language, also in every call of a helper; it looks dtypes up in a table that it
+    makes every time; it checks sums and products of 32-bit integers by doing them in 64. For a process that compiles
+    nothing, since all of it stays.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patch, patched = interpreter._patch_lang, set()
@@ -120,7 +129,30 @@ def hurry_interpreter() -> None:
             patch(function)
         return SimpleNamespace(restore=lambda: None)
 
-    interpreter._patch_lang = once
+    of_scalar = cache(interpreter._get_np_dtype)
+
+    def np_dtype(kind: Any) -> Any:
+        scalar = kind.scalar
+        return numpy.dtype(numpy.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = once, np_dtype
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+if INTERPRETED:
+    hurry_interpreter()
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
+def test_by_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """The tests named "interpreted" of the file that imports this one, in a process of their own."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "interpreted"]
+    command += ["--matrix"] * request.config.getoption("--matrix")
+    done = subprocess.run([*command, request.path], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

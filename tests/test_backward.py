@@ -6,23 +6,21 @@ reference in fp64; the bound is stock's own error, that is the reference's under
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_kernels import INTERPRETED, compile_for_hopper, draw, tables
+from standins import INTERPRETED, test_by_the_interpreter  # noqa: F401  (a test)
+from test_kernels import compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel.ops import column_sum as column_sum_module
-from hf_vit_accel.ops import norm_backward
+from hf_vit_accel.ops import mlp_backward, norm_backward
+from hf_vit_accel.ops.activation import pad_swiglu_reference
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
 from hf_vit_accel.ops.heads import shape_heads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
@@ -199,7 +197,7 @@ def layer_case(kind: str, *, rms: bool, delta: bool) -> Callable[[At], Case]:
     """A whole layer as one node, with the attention that runs anywhere."""
 
     def make(at: At) -> Case:
-        heads, dim, lengths = at["heads"], 40, [8, 1, 0, 12] * sized(at, 1, 90)
+        heads, dim, lengths = at["heads"], 40, [8, 1, 0, 12][: at.get("segments")] * sized(at, 1, 90)
         rows, width, inner = sum(lengths), heads * dim, sized(at, 36, 3420)
         cos, sin = tables(rows, dim, at)
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
@@ -366,21 +364,13 @@ DTYPES = [
 ]
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
-def test_gradients_by_the_interpreter() -> None:
-    """TRITON_INTERPRET is read when kernels are defined, so the interpreted tests have a process of their own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
-
-
 @pytest.fixture(autouse=True)
 def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
     for module in (column_sum_module, norm_backward):
         monkeypatch.setattr(module, "_FEW_ROWS", 0)
+    if INTERPRETED:  # a program for every row of weights, bit for bit tests/test_kernels.py's
+        monkeypatch.setattr(mlp_backward, "pad_swiglu", pad_swiglu_reference)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul
     before = products.allow_fp16_reduced_precision_reduction
@@ -484,7 +474,7 @@ def run(case: Case, mine: Tensors, way: str = "") -> Tensors:
 def test_frozen_and_checkpointed(name: str, at: At) -> None:
     """Any two tensors, one trained and the other frozen; checkpointed; weights that are cast copies of fp32 ones."""
     atomic = "positions" in name and at["device"] == "cuda"  # they add in any order
-    case = CASES[name](at | ({"rows": 9, "most": 18} if at["device"] == "cpu" else {}))
+    case = CASES[name](at | ({"rows": 9, "most": 18, "segments": 3} if at["device"] == "cpu" else {}))
     all_names = set(case.leaves)
     expected = run(case, fresh(case.leaves))
     for only in separating(sorted(all_names)):

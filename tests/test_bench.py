@@ -43,10 +43,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "has_cuda", lambda: False)
 
 
-@pytest.fixture(params=FAMILY_NAMES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with a tiny model's config.json and nothing else."""
-    return write_config(request.param, tmp_path)
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder with a tiny model's config.json and nothing else; of the family that has windows."""
+    return write_config("qwen2_5_vl", tmp_path)
 
 
 def write_config(name: str, folder: Path) -> Path:
@@ -441,7 +441,7 @@ def test_compiled_blocks_are_whole_graphs(name: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch, "compile", whole)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        tower = tiny.tower_of(tiny.TINY[name].build()).requires_grad_(True).train()
+        tower = tiny.tower_of(tiny.TINY[name].build(fresh=True)).requires_grad_(True).train()
         pixels = tiny.pixels_for(tower, list(grid))
         with baselines._compiled_blocks("flash_attention_2", tower, grid) as run:
             outputs = outputs_of(run(pixels))

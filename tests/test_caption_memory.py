@@ -45,6 +45,7 @@ def peak(*command: object) -> int:
     return usage.ru_maxrss * 1024
 
 
+@pytest.mark.matrix  # forty of them are decoded
 def test_photos_of_24_megapixels_stay_under_2_gb(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     (tmp_path / "one").mkdir()

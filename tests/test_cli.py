@@ -153,6 +153,9 @@ def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: S
     assert lines[-1] == "  wrong or crashed: spoiled"
     assert said in result.stdout
 
+
+def test_a_wrong_backend_in_json(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    use(monkeypatch, lambda out_THD: out_THD * 1.02)
     result = doctor("--json")
     assert result.exit_code == 1
     report = read(result)
@@ -258,31 +261,19 @@ def test_on_a_gpu() -> None:
         )
 
 
-def test_the_package_is_a_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "hf_vit_accel", "--version"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("hf-vit-accel ")
-
-
-def test_the_terminal_ends_with_our_last_line() -> None:
+def test_the_package_is_a_light_command_whose_line_is_the_terminals_last() -> None:
     """Bindings write to standard error when their modules are torn down, after all that Python runs at exit."""
     code = """
-import os, sys
+import os, runpy, sys
+import torch, hf_vit_accel.cli
+assert not torch.cuda.is_initialized()
+assert not {'flashinfer', 'cudnn', 'flash_attn_interface'} & set(sys.modules)
 class Leaky:
     def __del__(self): os.write(2, b"nanobind: leaked 123 instances!\\n")
 sys.leaky = Leaky()
 sys.argv = ["hf-vit-accel", "--version"]
-from hf_vit_accel.__main__ import run
-try: run()
+try: runpy.run_module("hf_vit_accel", run_name="__main__")
 finally: print("told", file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "told\n" and done.stdout.startswith("hf-vit-accel ")
-
-
-def test_importing_is_light() -> None:
-    code = (
-        "import sys, torch, hf_vit_accel.cli; "
-        "assert not torch.cuda.is_initialized(); "
-        "assert not {'flashinfer', 'cudnn', 'flash_attn_interface'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

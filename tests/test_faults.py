@@ -507,19 +507,19 @@ def test_a_kernel_that_cannot_be_launched(kernels: Any, built: Any, name: str, e
         tower, launches = tower_of(model), kernels(name, LAUNCH[error])
         hf_vit_accel.patch(model)
         assert "norms" in status_of(model).fused
-        for _ in range(3):
+        for _ in range(2):
             with torch.set_grad_enabled(trains):
                 found = outputs_of(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))
             assert_close([x.detach() for x in found], expected)
         status, tried[launches.tried] = status_of(model), (model, trains)
-        assert (status.calls, status.stock_calls) == (3, 0)
+        assert (status.calls, status.stock_calls) == (2, 0)
         if not launches.tried:
             assert not faults_of(model)
             continue
         message = " ".join(str(LAUNCH[error]).split())
         why = f"failed when it ran: {type(LAUNCH[error]).__name__}: {message}"
         assert status.fused == ("patch_embed",) and status.unfused["norms"] == status.unfused["rope"] == why
-        assert status.fallbacks == {f"no fused kernel can serve the call: one {why}": 3} and message in str(status)
+        assert status.fallbacks == {f"no fused kernel can serve the call: one {why}": 2} and message in str(status)
     if tried.keys() == {0}:
         pytest.skip("it runs in the backward pass only")
     assert tried.keys() in ({1}, {0, 1}), "it is not tried again"
@@ -764,7 +764,7 @@ def test_out_of_memory_with_graphs(on_cpu: Any, built: Any, monkeypatch: Any, fa
 # --- nothing is run, read or asked for that the user did not name -----------------------------------------------------
 
 AUDITED = """
-import sys
+import socket, sys
 FORBIDDEN = ("socket.", "pickle.", "marshal.loads", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork",
              "os.remove", "os.rename", "os.mkdir", "urllib.", "http.client.", "ftplib.", "shutil.", "tempfile.")
 QUIET = ("open", "exec", "compile", "import", "ctypes.dlopen")  # besides, while a model is patched and used
@@ -801,31 +801,27 @@ for model in models:
         str(hf_vit_accel.status(model))
         hf_vit_accel.unpatch(model)
 phase = "before"
-SPOIL
 assert not seen, seen
+for event, act in {"socket": socket.socket, "open": lambda: open(sys.executable, "rb").close()}.items():
+    phase = "use"
+    act()
+    phase = "before"
+    assert any(found.startswith(event) for _, found, _ in seen), f"the hook did not hear of {event}"
+    seen.clear()
 print("quiet")
 """
 
 
-@pytest.mark.parametrize("spoil", [None, "socket", "open"])
-def test_importing_and_patching_read_and_ask_for_nothing(spoil: str | None) -> None:
+def test_importing_and_patching_read_and_ask_for_nothing() -> None:
     """Watched from inside by an audit hook, which is shown to work by what it is to find."""
-    extra = {
-        None: "",
-        "socket": "phase = 'use'; import socket; socket.socket(); phase = 'before'",
-        "open": "phase = 'use'; open(sys.executable, 'rb').close(); phase = 'before'",
-    }[spoil]
     folder = Path(__file__).parent
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "0",
     }
-    families = list(FAMILIES) if spoil is None else []
-    code = AUDITED.replace("SPOIL", extra).replace("FAMILIES", str(families))
+    code = AUDITED.replace("FAMILIES", str(list(FAMILIES)))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert (done.returncode == 0) == (spoil is None), done.stderr[-3000:]
-    assert ("quiet" in done.stdout) == (spoil is None)
-    assert spoil is None or f"'{spoil}" in done.stderr
+    assert done.returncode == 0 and "quiet" in done.stdout, done.stderr[-3000:]
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

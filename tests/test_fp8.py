@@ -283,8 +283,9 @@ def test_replays_do_not_depend_on_earlier_calls(fp8_on_cpu: None, on_cpu: Any, m
     check_replays(model, kind, 2e-3)
 
 
-def test_warmup_captures_what_calls_replay(fp8_on_cpu: None, on_cpu: Any, model: Any) -> None:
+def test_warmup_captures_what_calls_replay(fp8_on_cpu: None, on_cpu: Any) -> None:
     """A call that fills a budget goes without FP8, for its empty segment: others need other graphs."""
+    model = TINY["qwen2_5_vl"].build()
     patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=ALWAYS)
     hf_vit_accel.warmup(model, progress=False)
     captured = status_of(model).captures

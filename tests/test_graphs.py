@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from standins import SMALL, Recorder, patch, status_of
-from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import FAMILIES, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -198,9 +198,9 @@ def test_patch_wants_a_config() -> None:
 # --- whole towers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["auto", "flex"])
-def test_a_stream_of_layouts_equals_eager(on_cpu: Any, model: Any, attention: str) -> None:
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize(("family", "attention"), [*((family, "auto") for family in FAMILIES), ("qwen2_5_vl", "flex")])
+def test_a_stream_of_layouts_equals_eager(on_cpu: Any, family: str, attention: str) -> None:
+    model, rng = TINY[family].build(), np.random.default_rng(0)
     grids = [draw_grid(rng) for _ in range(25)]
     grids += [[(1, 4, 12), (1, 4, 4)], [(1, 8, 8)], [(4, 4, 4)], [(1, 2, 32)], [(2, 4, 8)]]  # 16 tokens, five layouts
     expected = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
@@ -581,7 +581,8 @@ def test_threads_get_their_own_answers(on_cpu: Any, model: Any) -> None:
     assert not wrong
 
 
-def test_warmup_captures_every_budget(on_cpu: Any, model: Any, capsys: Any) -> None:
+def test_warmup_captures_every_budget(on_cpu: Any, capsys: Any) -> None:
+    model = TINY["qwen2_5_vl"].build()  # the family with most to capture: windows
     patch(model)
     status = hf_vit_accel.warmup(model, progress=False).towers[0].graphs
     assert status is not None and status.captures == len(status.budgets) == len(status.graphs)

@@ -311,8 +311,11 @@ def test_outputs_are_returned_as_the_config_says(tower: Any) -> None:
 # --- autocast -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("fuse", ["auto", False], ids=["fused", "unfused"])
+@pytest.mark.parametrize(
+    ("dtype", "fuse"),
+    [*((dtype, "auto") for dtype in (torch.bfloat16, torch.float16, torch.float32)), (torch.bfloat16, False)],
+    ids=str,
+)
 def test_autocast_is_served_fast(tower: Any, dtype: torch.dtype, fuse: Any) -> None:
     """Dtypes as stock's under autocast; errors against fp32 at most stock's own."""
     tower = tower.to(dtype)

@@ -6,15 +6,11 @@ The interpreter truncates to bf16 where hardware rounds, and cannot multiply it:
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from standins import hurry_interpreter
+from standins import INTERPRETED, test_by_the_interpreter  # noqa: F401  (a test)
 from tiny import relative_error
 
 from hf_vit_accel.ops.activation import (
@@ -55,9 +51,6 @@ from hf_vit_accel.ops.scaled import (
 )
 from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    hurry_interpreter()
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
 LARGE = dict(device="cuda", rows=2053, heads=16)
 
@@ -74,16 +67,6 @@ def where(test: Any) -> Any:
         ),
     ]
     return pytest.mark.parametrize("at", cases)(test)
-
-
-@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
-def test_kernels_by_the_interpreter() -> None:
-    """TRITON_INTERPRET is read when kernels are defined, so the interpreted tests have a process of their own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
 
 
 def draw(*shape: int, at: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -246,16 +229,17 @@ def test_tiles_of_products(rows: int, columns: int, expected: tuple[int, int]) -
 @where
 @pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (212, 160), (7, 9)])
 def test_pad_swiglu(at: dict[str, Any], width: int, inner: int) -> None:
-    if at["device"] == "cpu" and width > 1000:
-        width, inner = 61, 1100  # more than one block of columns
+    outer = inner
+    if at["device"] == "cpu":  # a program for every row; more than one block of columns
+        width, inner, outer = (13, 1100, 5) if width > 1000 else (min(width, 20), min(inner, 16), min(inner, 9))
     weights = [draw(width, inner, at=at, seed=seed) for seed in range(2)]
     biases = [draw(width, at=at, seed=seed) for seed in range(2)]
-    down = draw(inner, width, at=at)
+    down = draw(outer, width, at=at)
     for found, expected in zip(
         pad_swiglu(*weights, *biases, down), pad_swiglu_reference(*weights, *biases, down), strict=True
     ):
         assert torch.equal(found, expected) and found.is_contiguous()
-    strided = draw(inner, 2 * width, at=at)[:, ::2]
+    strided = draw(outer, 2 * width, at=at)[:, ::2]
     assert torch.equal(pad_swiglu(*weights, *biases, strided)[2], pad_swiglu_reference(*weights, *biases, strided)[2])
 
 
@@ -385,8 +369,9 @@ def test_scales_of_extremes_are_normal_numbers(at: dict[str, Any]) -> None:
     sizes = torch.tensor([0.0, 1e-45, 1e-30, 1e-5, 1.0, 1e5, 1e16, 1e30, 3e38])
     amax_L3H = torch.stack([each.view(-1, 1).expand(3, 2) for each in torch.cartesian_prod(sizes, sizes, sizes)])
     amax_L3H = torch.cat((amax_L3H, amax_L3H.roll(1, 1), amax_L3H.flip(0)), 2).to(at["device"])
-    scales_L3H, _ = snapshot(amax_L3H.unsqueeze(1))
-    assert torch.equal(scales_L3H, fit(amax_L3H))
+    scales_L3H = fit(amax_L3H)
+    some = slice(None, None, 11 if at["device"] == "cpu" else 1)  # the interpreter runs a program for each
+    assert torch.equal(snapshot(amax_L3H[some].unsqueeze(1).contiguous())[0], scales_L3H[some])
     assert (scales_L3H >= torch.finfo(torch.float32).tiny).all() and scales_L3H.isfinite().all()
     products_LH = scales_L3H[:, 0] * scales_L3H[:, 1]
     assert (products_LH == products_LH[:, :1]).all() and (1 / products_LH).isfinite().all()
@@ -394,16 +379,20 @@ def test_scales_of_extremes_are_normal_numbers(at: dict[str, Any]) -> None:
 
 
 @where
-@pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize(("dim", "padded"), [(64, 64), (72, 128), (80, 128), (16, 64), (24, 32)])
+@pytest.mark.parametrize(
+    ("dim", "padded", "history"),
+    [
+        *((72, 128, each) for each in HISTORIES),
+        *((dim, to, "fits") for dim, to in ((64, 64), (80, 128), (16, 64), (24, 32))),
+    ],
+)
 def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, history: str) -> None:
     """Bit for bit, scales and amax too; rows of padding are poisoned and reach neither."""
     check_quantize(at, dim, padded, history)
 
 
 @where
-@pytest.mark.parametrize("heads", [1, 7])
-@pytest.mark.parametrize("history", ["none", "fits"])
+@pytest.mark.parametrize(("heads", "history"), [(1, "none"), (7, "fits")])
 def test_quantize_any_number_of_heads(exact_e4m3: None, at: dict[str, Any], heads: int, history: str) -> None:
     """A program takes 4 of them and 64 rows: more than one has, and less."""
     check_quantize(at | {"heads": heads, "rows": at["rows"] + 60}, 72, 128, history)

@@ -164,7 +164,9 @@ def attributes_of(tower: Any) -> list[tuple[nn.Module, str, Any]]:
     return found + [(module, "approximate", "tanh") for module in modules if isinstance(module, nn.GELU)]
 
 
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(
+    ("model", "kernels"), [*((family, True) for family in FAMILIES), ("qwen2_5_vl", False)], indirect=["model"]
+)
 def test_any_attribute_may_change(on_cpu: Any, request: Any, model: Any, kernels: bool) -> None:
     """What an operation reads from modules makes it, and every CUDA graph, stale: no list says which that is."""
     if kernels:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standins import SMALL, patch
+from standins import INTERPRETED, SMALL, patch, test_by_the_interpreter  # noqa: F401  (a test)
 from test_fuzz import FUZZ, Inputs, check, inputs, twin_of
 from test_guard import entered
 from test_kernels import compile_for_hopper
@@ -38,7 +34,6 @@ from hf_vit_accel.report import beyond_attention
 from hf_vit_accel.reuse import Memory, _HandOut
 from hf_vit_accel.tower import TowerState, state_of
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ACROSS = ReuseConfig(across_calls=True)
 Item = tuple[torch.Tensor, tuple[int, int, int]]
 
@@ -191,16 +186,6 @@ def test_odd_rows_are_filled_up() -> None:
     assert words.shape == (4, 3) and torch.equal(words.view(torch.float16)[:, :5], pixels)
     assert not words.view(torch.int16)[:, 5].any()
     assert fingerprint.words_of(torch.zeros(4, 3, dtype=torch.bool)).shape == (4, 1)
-
-
-@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
-def test_kernels_by_the_interpreter() -> None:
-    """TRITON_INTERPRET is read when kernels are defined, so the interpreted tests have a process of their own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
 
 
 WHERE = pytest.mark.parametrize(

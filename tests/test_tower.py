@@ -10,6 +10,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -74,11 +75,13 @@ def test_layouts_of_equal_size_are_told_apart(shared: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_exact_as_stock(shared: Any, dtype: torch.dtype) -> None:
-    check_error_bound(shared, dtype, "cpu", ["sdpa"])
+    check_error_bound(shared, dtype, "cpu", ["sdpa"], ["one window", "mixed"])
 
 
-def check_error_bound(model: Any, dtype: torch.dtype, device: str, attentions: list[str]) -> None:
-    """Error against fp32 stock at most max(1.1 x stock's own, one unit in the last place), 5 seeds, every input."""
+def check_error_bound(
+    model: Any, dtype: torch.dtype, device: str, attentions: list[str], grids: Iterable[str] = GRIDS
+) -> None:
+    """Error against fp32 stock at most max(1.1 x stock's own, one unit in the last place), 5 seeds."""
     reference = tower_of(copy.deepcopy(model)).to(device)
     tower = tower_of(copy.deepcopy(model)).to(device)
     for parameter in tower.parameters():
@@ -95,7 +98,7 @@ def check_error_bound(model: Any, dtype: torch.dtype, device: str, attentions: l
     def errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
         return [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
 
-    for grid in GRIDS.values():
+    for grid in map(GRIDS.__getitem__, grids):
         exact = [run(reference, grid, seed) for seed in range(5)]
         stock = [errors(run(tower, grid, seed), exact[seed]) for seed in range(5)]
         for attention in attentions:
@@ -369,7 +372,7 @@ def test_strict_raises_instead_of_falling_back(model: Any) -> None:
 
 def test_two_threads_get_their_own_answers(shared: Any) -> None:
     tower = tower_of(shared)
-    grids = list(GRIDS.values())
+    grids = [GRIDS[name] for name in ("smallest", "video", "mixed")]
     expected = {(i, seed): run_tower(tower, grid, seed) for i, grid in enumerate(grids) for seed in range(2)}
     failures: list[Any] = []
 
@@ -398,7 +401,8 @@ def test_neither_inputs_nor_earlier_outputs_are_changed(shared: Any) -> None:
     assert all(torch.equal(x, y) for x, y in zip(held, kept, strict=True))
 
 
-def test_the_cache_of_layouts_is_bounded(shared: Any) -> None:
+def test_the_cache_of_layouts_is_bounded() -> None:
+    shared = TINY["qwen2_5_vl"].build()
     tower = tower_of(shared)
     with hf_vit_accel.patched(shared):
         for width in range(1, 100):

@@ -124,9 +124,15 @@ class Recorder(ModelHook):
         return output
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("undo", ["hook first", "patch first"])
-@pytest.mark.parametrize("when", ["hooked before", "hooked after"])
+@pytest.mark.parametrize(
+    ("when", "undo", "way"),
+    [
+        ("hooked before", "hook first", "patch"),
+        ("hooked before", "patch first", "name"),
+        ("hooked after", "hook first", "name"),
+        ("hooked after", "patch first", "patch"),
+    ],
+)
 def test_accelerate_hooks_on_the_tower_keep_the_fast_path(model: Any, when: str, undo: str, way: str) -> None:
     tower, grid, recorder = tower_of(model), GRIDS["images"], Recorder()
     expected, class_forward = run(tower, grid), type(tower).forward
@@ -407,8 +413,7 @@ def count_calls(tower: nn.Module, act: Callable[[], Any]) -> tuple[int, Any]:
     return len(called), result
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", GENERATE)
+@pytest.mark.parametrize(("case", "way"), [(case, WAYS[at % 2]) for at, case in enumerate(GENERATE)])
 def test_generate_is_token_identical_twice_in_a_row(shared: Any, case: str, way: str) -> None:
     make, kwargs = GENERATE[case]
     tower, inputs = tower_of(shared), make(shared)
@@ -565,8 +570,7 @@ def fill(model: Any, stock: Any) -> None:
         model.get_buffer(name).copy_(buffer)
 
 
-@pytest.mark.parametrize("way", ["built by name", *WAYS])
-@pytest.mark.parametrize("used", [False, True], ids=["", "used there"])
+@pytest.mark.parametrize(("way", "used"), [("built by name", True), ("patch", False), ("name", True)])
 def test_from_the_meta_device(shared: Any, way: str, used: bool) -> None:
     tower, grid = tower_of(shared), GRIDS["mixed"]
     inputs, arguments = left_padded(shared), dict(max_new_tokens=4, do_sample=False)

@@ -48,6 +48,9 @@ _QWEN3_TEXT = dict(_TEXT, head_dim=8)
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[])
 
 
+_BUILT: dict[tuple[str, int], Any] = {}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """How to make one tiny model: its class and config in transformers, and the config's arguments."""
@@ -57,8 +60,20 @@ class Tiny:
     vision: dict[str, Any]
     text: dict[str, Any]
 
-    def build(self, seed: int = 0, **kwargs: Any) -> Any:
-        """The model in eval mode, with every parameter drawn at random."""
+    def build(self, seed: int = 0, *, fresh: bool = False, **kwargs: Any) -> Any:
+        """The model in eval mode, with every parameter drawn at random; a copy, which is quicker to make, where it may.
+
+        fresh: for tests that change how transformers builds it, or build it of tensors that hold nothing.
+        """
+        if fresh or kwargs or torch.get_default_device().type != "cpu":
+            return self._build(seed, **kwargs)
+        key = repr(self), seed
+        if key not in _BUILT:
+            _BUILT[key] = self._build(seed)
+        torch.manual_seed(seed)  # as building it does
+        return deepcopy(_BUILT[key])
+
+    def _build(self, seed: int, **kwargs: Any) -> Any:
         vision = deepcopy(self.vision)  # a test that changes a tower's lists changes its own
         config = getattr(transformers, self.config)(vision_config=vision, text_config=self.text, **_TOKENS)
         torch.manual_seed(seed)
@@ -129,7 +144,7 @@ GRIDS: dict[str, list[tuple[int, int, int]]] = {
     "smallest": [(1, 2, 2)],
     "images": [(1, 4, 6), (1, 14, 10), (1, 2, 26), (1, 8, 8), (1, 2, 2)],
     "video": [(4, 6, 10)],
-    "mixed": [(1, 10, 6), (3, 4, 4), (1, 2, 18), (2, 14, 14)],
+    "mixed": [(1, 10, 6), (3, 4, 4), (1, 2, 18), (2, 10, 10)],
 }
 
 

@@ -3,6 +3,10 @@
     python tests/upstream/compare.py transformers-5.23.0            # an unpacked source distribution
     python tests/upstream/compare.py path/to/checkout-of-v5.23.0    # with the suites of the single models
 
+Either is taken as it stands: the transformers that is tested is the one in its `src`, not an installed one. Install
+what that version needs (its bound of huggingface-hub), and what the suites import: parameterized; in a checkout
+requests and datasets, too. It is slow, and `-- -k NAME` hands anything to pytest. No network is used.
+
 Exits with 1 where a test comes out otherwise on patched towers: another outcome, or an error of another class.
 """
 
@@ -44,17 +48,32 @@ def prepare(source: Path) -> list[str]:
     return ["tests/test_modeling_towers.py"]
 
 
+def environment(source: Path) -> dict[str, str]:
+    """The variables with which a Python takes transformers and its tests from the tree, and ours from here."""
+    paths = [source / "src", source, HERE, HERE.parent, HERE.parent.parent, os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(map(str, paths))
+    return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def version(source: Path) -> str:
+    """Which transformers is tested, and where it lies. Raises SystemExit if that is not in the tree."""
+    code = "import transformers; print(transformers.__version__, transformers.__file__)"
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, env=environment(source), check=True, capture_output=True, text=True).stdout.strip()
+    if not Path(said.partition(" ")[2]).is_relative_to(source):
+        raise SystemExit(f"expected transformers in {source}, got {said}; give the root of its source tree")
+    return said
+
+
 def start(source: Path, tests: list[str], *, patched: bool, more: list[str]) -> subprocess.Popen[bytes]:
     """Begin the tests; what they say goes to a file beside the report."""
     report = source / f"report-{'patched' if patched else 'stock'}.xml"
     report.unlink(missing_ok=True)
     plugin = ["-p", "patched"] if patched else []
-    paths = [str(source), str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", f"--junitxml={report}", *plugin, *more, *tests]
     command += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={source}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with report.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(command, cwd=source, env=environment, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=source, env=environment(source), stdout=log, stderr=log)
 
 
 @dataclass(frozen=True)
@@ -90,6 +109,7 @@ def main() -> None:
     arguments = parser.parse_args()
     source = arguments.source.resolve()
     tests = prepare(source)
+    print(f"transformers {version(source)}")
     found = []
     runs = [start(source, tests, patched=patched, more=arguments.more) for patched in (False, True)]
     for name, process in zip(("stock", "patched"), runs, strict=True):
