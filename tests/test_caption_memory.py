@@ -45,14 +45,13 @@ def peak(*command: object) -> int:
     return usage.ru_maxrss * 1024
 
 
-@pytest.mark.matrix  # forty of them are decoded
 def test_photos_of_24_megapixels_stay_under_2_gb(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     (tmp_path / "one").mkdir()
     (tmp_path / "many").mkdir()
     Image.fromarray(noise).save(tmp_path / "one" / "small.png")
     Image.fromarray(noise).resize((6000, 4000)).save(tmp_path / "photo.jpg", quality=85)
-    for index in range(40):
+    for index in range(20):  # held at once, they would take 3.4 GB
         os.link(tmp_path / "photo.jpg", tmp_path / "many" / f"{index}.jpg")
     script = [EXAMPLES / "batch_caption.py", "caption", "--model", MODEL, "--prompt=describe this picture ."]
     base = peak(*script, tmp_path / "one", "--output", tmp_path / "o1", "--max-new-tokens=1")
