@@ -239,7 +239,9 @@ def test_a_retained_graph(one: Any) -> None:
         assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("between", ["closed", "repatched", "another layout", "no gradients", "weights move"])
+@pytest.mark.parametrize(
+    "between", ["closed", "repatched", "unpatched", "another layout", "no gradients", "weights move"]
+)
 def test_what_happens_between_forward_and_backward(one: Any, between: str) -> None:
     _stock, tower = one
     patch(tower)
@@ -251,6 +253,8 @@ def test_what_happens_between_forward_and_backward(one: Any, between: str) -> No
             state_of(tower).close()
         elif between == "repatched" and each is tower:
             hf_vit_accel.patch(tower, cuda_graphs=True)
+        elif between == "unpatched" and each is tower:
+            hf_vit_accel.unpatch(tower)
         elif between == "another layout":
             losses.append(weighted(forward(each, LARGE, 1), 1))
         elif between == "no gradients":
@@ -274,6 +278,119 @@ def test_weights_that_change_before_the_backward_raise_as_in_stock(one: Any) -> 
             each.blocks[0].attn.qkv.weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def spoil_replays(runner: Any) -> None:
+    """Backward graphs must not be replayed from here on."""
+    for step_ in runner._graphs.values():
+        step_.backward = partial(pytest.fail, "replayed")
+
+
+def test_frozen_weights_that_change_before_the_backward_raise_as_in_stock(one: Any) -> None:
+    """They are what gradients go through; a graph would read them as they are now."""
+    for each in one:
+        each.blocks[0].attn.qkv.weight.requires_grad_(False)
+    runner = patch(one[1])
+    step(one[1], SMALL), step(one[1], SMALL)
+    spoil_replays(runner)
+    for each in one:
+        loss = weighted(forward(each, SMALL), 0)
+        with torch.no_grad():
+            each.blocks[0].attn.qkv.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_graph_whose_weights_moved_before_the_backward_is_not_replayed(one: Any) -> None:
+    """It would read where they were, frozen ones too, though no call came that could have noticed."""
+    for each in one:
+        each.blocks[0].requires_grad_(False)
+    runner = patch(one[1])
+    step(one[1], SMALL), step(one[1], SMALL)
+    spoil_replays(runner)
+    found = []
+    for each in one:
+        loss = weighted(forward(each, SMALL), 0)
+        for linear in (each.blocks[0].attn.qkv, each.blocks[1].attn.qkv):
+            linear.weight.data = linear.weight.data.clone()
+        loss.backward()
+        found.append(grown(each))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("what", ["frozen", "hooked"])
+def test_parameters_that_are_frozen_or_hooked_before_a_backward_that_is_computed_anew(one: Any, what: str) -> None:
+    """A frozen one gets no gradient; a hook would be called twice. (A graph on a GPU knows of neither.)"""
+    patch(one[1])
+    step(one[1], SMALL), step(one[1], SMALL)
+    found = []
+    for each in one:
+        loss = weighted(forward(each, SMALL), 0)
+        loss.backward(retain_graph=True)
+        grown(each)
+        if what == "frozen":
+            each.blocks[1].requires_grad_(False)
+        else:
+            each.blocks[1].attn.qkv.weight.register_hook(lambda grad: grad * 2)
+        if what == "hooked" and each is one[1]:
+            with pytest.raises(RuntimeError, match="register it before the forward"):
+                loss.backward()
+            return
+        loss.backward()
+        found.append(grown(each))
+    assert_same(found[1], found[0])
+
+
+def test_a_parameter_of_two_layers_has_one_gradient(one: Any) -> None:
+    for each in one:
+        each.blocks[1].attn.qkv.weight = each.blocks[0].attn.qkv.weight
+    stock, tower = one
+    runner = patch(tower, strict=True)
+    for seed in range(3):
+        assert_same(step(tower, SMALL, seed), step(stock, SMALL, seed))
+        loss = weighted(forward(tower, SMALL, seed), seed)
+        for _ in range(2):  # computed anew, too
+            grown(tower)
+            loss.backward(retain_graph=True)
+        assert_same(grown(tower), step(stock, SMALL, seed))
+    assert runner.status().replays == 6
+
+
+def test_a_graph_keeps_all_that_it_reads(one: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph holds memory only by its address; routes that were long unused are dropped."""
+    tower, bound = one[1], []
+    runner, record, encode = patch(tower), on_cpu.record, training_module.encode
+
+    def spied(*args: Any) -> Any:
+        bound.append(args[0])
+        return encode(*args)
+
+    def forgetful(self: Any, *runs: Any) -> Any:
+        return [list for _ in runs], record(self, *runs)[1]  # as CUDA's: these know nothing of what they run
+
+    monkeypatch.setattr(training_module, "encode", spied)
+    monkeypatch.setattr(on_cpu, "record", forgetful)
+    step(tower, SMALL)
+    assert runner.status().captures == 1
+    read = [weakref.ref(each) for each in bound[0].tensors.values()]
+    bound.clear()
+    state_of(tower).routes.cache.clear()
+    gc.collect()
+    assert read and all(each() is not None for each in read)
+
+
+def test_another_precision_makes_graphs_stale(one: Any) -> None:
+    """What products compute in is a decision of the host's, and stands in the graph."""
+    runner = patch(one[1])
+    for _ in range(3):
+        step(one[1], SMALL)
+    before, captures = torch.get_float32_matmul_precision(), runner.status().captures
+    torch.set_float32_matmul_precision("high")
+    try:
+        step(one[1], SMALL)
+        assert runner.status().captures == captures + 1
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -187,7 +187,8 @@ class Held(Generic[G]):
             self._retired.append(graph)
 
 
-def numerics() -> tuple[bool, ...]:
+def numerics() -> tuple[object, ...]:
     """What of torch's state decides which kernels a graph holds."""
     matmul = torch.backends.cuda.matmul
-    return torch.are_deterministic_algorithms_enabled(), matmul.allow_bf16_reduced_precision_reduction
+    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    return torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), *reduced

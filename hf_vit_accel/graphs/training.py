@@ -39,10 +39,13 @@ class _Step:
     """The two graphs of a layout. pixels_TP, incoming: what they read; outputs, gradients: what they write.
 
     given: which outputs gradients are given for; incoming are those. differentiable: which outputs could have one.
-    gradients: of the pixels and of the parameters, where they are wanted and there are any.
+    gradients: of the pixels and of the parameters, where they are wanted and there are any. route: bound; its tensors
+    are read, too, and caches may drop it. pointers: where the tower's parameters are.
     """
 
     label: str
+    route: Route
+    pointers: list[int]
     given: tuple[bool, ...]
     differentiable: list[bool]
     pixels_TP: torch.Tensor
@@ -56,11 +59,13 @@ class _Step:
 
 
 class _Call:
-    """A forward that was replayed. outputs: until they are handed out. over: its backward was, or can no longer be."""
+    """A forward that was replayed. outputs, parameters (all of the tower): until they are handed out and saved. over:
+    its backward was, or can no longer be.
+    """
 
-    def __init__(self, step: _Step) -> None:
+    def __init__(self, step: _Step, parameters: Tensors) -> None:
         self.step, self.over = step, False
-        self.outputs = Tensors()
+        self.outputs, self.parameters = Tensors(), parameters
 
 
 class TrainingRunner(Held[_Step]):
@@ -86,13 +91,13 @@ class TrainingRunner(Held[_Step]):
                 return against
             if against := self._against(route, parameters):
                 return against
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            capture = partial(self._capture, route, pixels_TP, trained)
+            trained = _trained(parameters)
+            capture = partial(self._capture, route, pixels_TP, parameters)
             try:
                 step = self._held((route.metadata.grid, self._given), capture)
             except CaptureError as error:
                 return self.eager(str(error))
-            call = self._forward(step, pixels_TP)
+            call = self._forward(step, pixels_TP, parameters)
         return list(_Replay.apply(self, call, route, pixels_TP, *trained))  # while the GPU is busy
 
     def _against(self, route: Route, parameters: Tensors) -> Eager | None:
@@ -111,8 +116,8 @@ class TrainingRunner(Held[_Step]):
             return self.eager("the gradients of an earlier call are still to come", by_choice=True)
         return None
 
-    def _capture(self, route: Route, pixels_TP: torch.Tensor, trained: Tensors, recorder: Recorder) -> _Step:
-        request, bound = route.spec.request, route.ready()
+    def _capture(self, route: Route, pixels_TP: torch.Tensor, parameters: Tensors, recorder: Recorder) -> _Step:
+        request, bound, trained = route.spec.request, route.ready(), _trained(parameters)
         static_TP = torch.zeros(pixels_TP.shape, dtype=request.dtype, device=request.device)
         leaf_TP = static_TP.detach().requires_grad_(pixels_TP.requires_grad)
         last, given = self._given, list[bool]()
@@ -137,6 +142,8 @@ class TrainingRunner(Held[_Step]):
         made.clear()
         return _Step(
             label=f"{route.metadata.rows} patches in {route.metadata.full.count} segments",
+            route=bound,
+            pointers=[*map(torch.Tensor.data_ptr, parameters)],
             given=tuple(given),
             differentiable=differentiable,
             pixels_TP=static_TP,
@@ -149,8 +156,8 @@ class TrainingRunner(Held[_Step]):
         )
 
     @torch.no_grad()
-    def _forward(self, step: _Step, pixels_TP: torch.Tensor) -> _Call:
-        recorder, call = self._recorder, _Call(step)
+    def _forward(self, step: _Step, pixels_TP: torch.Tensor, parameters: Tensors) -> _Call:
+        recorder, call = self._recorder, _Call(step, parameters)
         assert recorder is not None
         recorder.wait()
         try:
@@ -163,13 +170,17 @@ class TrainingRunner(Held[_Step]):
         self._replays, step.replays = self._replays + 1, step.replays + 1
         return call
 
-    def backward(self, call: _Call, incoming: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+    def backward(
+        self, call: _Call, parameters: Tensors, incoming: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None] | None:
         """The gradients of a call, fresh tensors; None where they must be computed anew."""
         given, step = tuple(each is not None for each in incoming), call.step
         with self._lock:
             over, call.over = call.over, True
             if over or self._last is None or self._last() is not call:
                 return None  # its memory was written to since; retained graphs are not held
+            if [*map(torch.Tensor.data_ptr, parameters)] != step.pointers:
+                return None
             if given != step.given:
                 self._given = given
                 self._count_change(2)
@@ -196,7 +207,11 @@ class _Replay(torch.autograd.Function):
         ctx: Any, runner: TrainingRunner, call: _Call, route: Route, pixels_TP: torch.Tensor, *trained: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(pixels_TP, *trained)  # weights that change before the backward pass raise, as in stock
+        parameters, call.parameters = call.parameters, Tensors()
+        # Weights that change before the backward pass raise, as in stock; gradients go through frozen ones, too.
+        ctx.save_for_backward(pixels_TP, *parameters)
+        first = {id(each): index for index, each in reversed([*enumerate(parameters)])}
+        ctx.trained = [first[id(each)] for each in trained]
         kind = pixels_TP.device.type
         ctx.runner, ctx.call, ctx.route = runner, call, route
         outputs, call.outputs = call.outputs, Tensors()
@@ -208,15 +223,24 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        pixels_TP, *trained = ctx.saved_tensors
-        found = ctx.runner.backward(ctx.call, incoming)
+        pixels_TP, *parameters = ctx.saved_tensors
+        found = ctx.runner.backward(ctx.call, parameters, incoming)
         if found is None:
+            if any(map(_HOOKS, parameters)):  # it would be called twice
+                raise RuntimeError(
+                    "expected no hook to be put on a parameter between a forward and a backward whose CUDA graph was "
+                    "written to since; register it before the forward"
+                )
             leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
             enabled, dtype = ctx.autocast
             with torch.enable_grad(), torch.autocast(leaf_TP.device.type, dtype=dtype, enabled=enabled):
                 outputs = encode(ctx.route.ready(), leaf_TP)
             given = [each is not None for each in incoming]
-            found = _gradients(outputs, given, leaf_TP, trained, _there(incoming))
+            trained = [parameters[index] for index in ctx.trained]
+            still = [each for each in trained if each.requires_grad]  # one may have been frozen since
+            pixels, *rest = _gradients(outputs, given, leaf_TP, still, _there(incoming))
+            by_id = {id(each): gradient for each, gradient in zip(still, rest, strict=True)}
+            found = [pixels, *(by_id.get(id(each)) for each in trained)]
         return None, None, None, *found
 
 
@@ -229,6 +253,11 @@ def _gradients(
     with torch.autocast(leaf_TP.device.type, enabled=False):  # as it is where backward passes are called
         found = torch.autograd.grad(chosen, [*pixels, *trained], incoming, allow_unused=True)
     return [*found] if pixels else [None, *found]
+
+
+def _trained(parameters: Tensors) -> Tensors:
+    """Once each: two layers may share one."""
+    return [*dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad)]
 
 
 def _there(tensors: Sequence[torch.Tensor | None]) -> Tensors:
