@@ -590,7 +590,8 @@ def test_parameters_are_back_after_a_capture_that_breaks_off(one: Any, monkeypat
 def test_another_precision_makes_graphs_stale(one: Any) -> None:
     """What products in fp32 and 16 bits compute in is a decision of the host's, and stands in the graph."""
     runner, matmul = patch(one[1]), torch.backends.cuda.matmul
-    for name, value in (("allow_tf32", True), ("allow_fp16_reduced_precision_reduction", False)):
+    ways = ("allow_tf32", True), ("fp32_precision", "tf32"), ("allow_fp16_reduced_precision_reduction", False)
+    for name, value in ways:
         for seed in range(3):
             step(one[1], SMALL, seed)  # weights that are replaced at call after call run eagerly
         before, captures = getattr(matmul, name), runner.status().captures
