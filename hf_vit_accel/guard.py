@@ -88,6 +88,7 @@ class Snapshot:
     parts, geometry, heads, head_dim, scale: known where `stock` is empty. foreign: a module inside whose code is
     neither torch's nor transformers', and which might act otherwise at every call. dropout: whether training drops out
     attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or inputs themselves.
+    places: what modules hold the parameters of `weights` in, in this order.
     sharded: layers whose weights FSDP2 brings when their block is called, by their index.
     expected: what inputs have to fit, known once `weights` was asked. reads: the attributes that all of this, and the
     operations built of it, were made of.
@@ -118,6 +119,7 @@ class Snapshot:
         named = [each._parameters for each in modules.values() if each._parameters and id(each) not in elsewhere]
         self._parameters = [each for each in named if all(value is not None for value in each.values())]
         self._partial = [each for each in named if any(value is None for value in each.values())]
+        self.places = [*self._parameters, *self._partial]
         self._own = [attributes for attributes in self._below if "forward" in attributes]
         self._read = self._now()
         self._read[-1][:] = copied(self._read[-1])

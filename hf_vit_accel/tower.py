@@ -397,4 +397,4 @@ def _replay(
     memory = [weights, *map(torch.Tensor.data_ptr, snapshot.buffers())]
     if isinstance(runner, Runner):
         return runner.run(route, pixels_TP, memory)
-    return runner.run(route, pixels_TP, [*snapshot.weights()[0]], memory)
+    return runner.run(route, pixels_TP, snapshot.weights()[0], snapshot.places, memory)

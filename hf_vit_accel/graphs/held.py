@@ -19,6 +19,8 @@ _FAILURES, _REFUSED, _CHANGES, _REMEMBERED = 3, 32, 4, 4096
 """Limits: failed captures in a row; signatures whose capture failed; replaced weights before calls run eagerly;
 signatures that are counted."""
 
+_CHANGED = "weights, modules or what gradients are given for changed at call after call"
+
 
 @dataclass(frozen=True)
 class Eager:
@@ -131,7 +133,7 @@ class Held(Generic[G]):
             self._count_change(1)
         assert self._recorder is not None
         if self._changes > _CHANGES:
-            return self.eager("weights or modules were replaced at call after call", by_choice=True)
+            return self.eager(_CHANGED, by_choice=True)
         why = self._recorder.against()
         return None if why is None else self.eager(why)
 
@@ -191,4 +193,4 @@ def numerics() -> tuple[object, ...]:
     """What of torch's state decides which kernels a graph holds."""
     matmul = torch.backends.cuda.matmul
     reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    return torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), *reduced
+    return torch.are_deterministic_algorithms_enabled(), matmul.fp32_precision, *reduced

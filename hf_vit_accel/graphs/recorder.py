@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -61,17 +61,33 @@ class CudaRecorder:
 
     def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
         """Run all in turn to warm up, capture each, and return what replays each and the device memory they took."""
-        current, graphs = torch.cuda.current_stream(self._device), [torch.cuda.CUDAGraph() for _ in runs]
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
                 for run in runs:
                     run()  # kernels are compiled, library plans built
-                free = torch.cuda.mem_get_info(self._device)[0]
-                for graph, run in zip(graphs, runs, strict=True):
-                    self._capture(graph, run)
+                made = self._capture_all(runs)
+                if made is None:  # what is cached, the warm-up's memory too, is not given back within a capture
+                    torch.cuda.empty_cache()
+                    made = self._capture_all(runs, last=True)
         finally:  # the warm-up reads and writes buffers that are free for others from here on, whatever happened
             current.wait_stream(self._stream)
+        assert made is not None
+        return made
+
+    def _capture_all(
+        self, runs: Sequence[Callable[[], None]], *, last: bool = False
+    ) -> tuple[list[Callable[[], None]], int] | None:
+        """What `record` returns; None if memory runs out, which raises at the last attempt."""
+        free, graphs = torch.cuda.mem_get_info(self._device)[0], [torch.cuda.CUDAGraph() for _ in runs]
+        try:
+            for graph, run in zip(graphs, runs, strict=True):
+                self._capture(graph, run)
+        except torch.OutOfMemoryError:
+            if last:
+                raise
+            return None
         return [graph.replay for graph in graphs], max(free - torch.cuda.mem_get_info(self._device)[0], 0)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:

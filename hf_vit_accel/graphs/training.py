@@ -11,7 +11,8 @@ comes before the gradients of the last one runs eagerly, and gradients whose for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -29,6 +30,8 @@ from hf_vit_accel.route import Route
 __all__ = ["TrainingRunner"]
 
 Tensors = list[torch.Tensor]
+Slots = list[tuple[dict[str, Any], str]]
+"""Where modules hold their parameters, one by one: the dictionary, and the name in it."""
 
 _WANTS_GRADIENT: Any = attrgetter("requires_grad")
 _HOOKS: Any = attrgetter("_backward_hooks")
@@ -39,19 +42,22 @@ class _Step:
     """The two graphs of a layout. pixels_TP, incoming: what they read; outputs, gradients: what they write.
 
     given: which outputs gradients are given for; incoming are those. differentiable: which outputs could have one.
-    gradients: of the pixels and of the parameters, where they are wanted and there are any. route: bound; its tensors
-    are read, too, and caches may drop it. pointers: where the tower's parameters are.
+    gradients: of the pixels and of the parameters, where they are wanted and there are any.
+    route: bound, for its tensors are read, too. slots, wants, pointers: of the tower's parameters, where modules hold
+    them, whether each is trained, and where its memory is.
     """
 
     label: str
     route: Route
-    pointers: list[int]
     given: tuple[bool, ...]
     differentiable: list[bool]
     pixels_TP: torch.Tensor
     incoming: Tensors
     outputs: Tensors
     gradients: list[torch.Tensor | None]
+    slots: Slots
+    wants: list[bool]
+    pointers: list[int]
     forward: Callable[[], None]
     backward: Callable[[], None]
     nbytes: int
@@ -59,11 +65,11 @@ class _Step:
 
 
 class _Call:
-    """A forward that was replayed. outputs, parameters (all of the tower): until they are handed out and saved. over:
-    its backward was, or can no longer be.
+    """A forward that was replayed. outputs, parameters: until they are handed out, and saved. over: its backward was,
+    or can no longer be.
     """
 
-    def __init__(self, step: _Step, parameters: Tensors) -> None:
+    def __init__(self, step: _Step, parameters: Sequence[torch.Tensor]) -> None:
         self.step, self.over = step, False
         self.outputs, self.parameters = Tensors(), parameters
 
@@ -79,11 +85,20 @@ class TrainingRunner(Held[_Step]):
         super()._reset()
         self._last: weakref.ref[_Call] | None = None
 
-    def run(self, route: Route, pixels_TP: torch.Tensor, parameters: Tensors, memory: list[object]) -> Tensors | Eager:
+    def run(
+        self,
+        route: Route,
+        pixels_TP: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        places: Sequence[dict[str, Any]],
+        memory: list[object],
+    ) -> Tensors | Eager:
         """A call's outputs with their gradients, fresh tensors; or why it should run eagerly (counted).
 
-        parameters: all of the tower. memory: see `Runner.run`.
+        parameters: all of the tower. places: what its modules hold them in, in this order. memory: see `Runner.run`.
         """
+        if pixels_TP.is_inference():  # which cannot be saved; stock's frozen embedding saves none
+            pixels_TP = pixels_TP.clone()
         wants = [pixels_TP.requires_grad, *map(_WANTS_GRADIENT, parameters)]
         identity = route.spec, memory, pixels_TP.shape[1], wants, numerics()
         with self._lock:
@@ -91,16 +106,15 @@ class TrainingRunner(Held[_Step]):
                 return against
             if against := self._against(route, parameters):
                 return against
-            trained = _trained(parameters)
-            capture = partial(self._capture, route, pixels_TP, parameters)
+            capture = partial(self._capture, route, pixels_TP, parameters, places)
             try:
                 step = self._held((route.metadata.grid, self._given), capture)
             except CaptureError as error:
                 return self.eager(str(error))
             call = self._forward(step, pixels_TP, parameters)
-        return list(_Replay.apply(self, call, route, pixels_TP, *trained))  # while the GPU is busy
+        return list(_Replay.apply(self, call, route, pixels_TP, *_trained(parameters, wants[1:])))  # as the GPU works
 
-    def _against(self, route: Route, parameters: Tensors) -> Eager | None:
+    def _against(self, route: Route, parameters: Sequence[torch.Tensor]) -> Eager | None:
         """Why a call runs eagerly."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return self.eager("what gradients need is saved by hooks of somebody else (checkpointing, offloading)")
@@ -116,16 +130,27 @@ class TrainingRunner(Held[_Step]):
             return self.eager("the gradients of an earlier call are still to come", by_choice=True)
         return None
 
-    def _capture(self, route: Route, pixels_TP: torch.Tensor, parameters: Tensors, recorder: Recorder) -> _Step:
-        request, bound, trained = route.spec.request, route.ready(), _trained(parameters)
+    def _capture(
+        self,
+        route: Route,
+        pixels_TP: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        places: Sequence[dict[str, Any]],
+        recorder: Recorder,
+    ) -> _Step:
+        slots = [(place, name) for place in places for name, each in place.items() if each is not None]
+        wants = [*map(_WANTS_GRADIENT, parameters)]
+        request, bound = route.spec.request, route.ready()
         static_TP = torch.zeros(pixels_TP.shape, dtype=request.dtype, device=request.device)
         leaf_TP = static_TP.detach().requires_grad_(pixels_TP.requires_grad)
         last, given = self._given, list[bool]()
-        made, outputs, incoming = Tensors(), Tensors(), Tensors()
+        made, leaves, outputs, incoming = Tensors(), Tensors(), Tensors(), Tensors()
         gradients: list[torch.Tensor | None] = []
 
         def forward() -> None:
-            with torch.enable_grad():
+            for earlier in (made, outputs, gradients):  # of the warm-up, or of an attempt whose memory ran out
+                earlier.clear()
+            with torch.enable_grad(), _leaves(slots, parameters, wants) as leaves[:]:
                 made[:] = encode(bound, leaf_TP)
             outputs[:] = [output.detach() for output in made]
 
@@ -135,7 +160,7 @@ class TrainingRunner(Held[_Step]):
                 given[:] = [one and before for one, before in zip(could, last or could, strict=True)]
                 given[:] = given if any(given) else could
                 incoming.extend(torch.zeros_like(one) for one, wanted in zip(outputs, given, strict=True) if wanted)
-            gradients[:] = _gradients(made, given, leaf_TP, trained, incoming)
+            gradients[:] = _gradients(made, given, leaf_TP, leaves, incoming)
 
         replays, nbytes = recorder.record(forward, backward)
         differentiable = [output.requires_grad for output in made]
@@ -143,20 +168,22 @@ class TrainingRunner(Held[_Step]):
         return _Step(
             label=f"{route.metadata.rows} patches in {route.metadata.full.count} segments",
             route=bound,
-            pointers=[*map(torch.Tensor.data_ptr, parameters)],
             given=tuple(given),
             differentiable=differentiable,
             pixels_TP=static_TP,
             incoming=incoming,
             outputs=outputs,
             gradients=gradients,
+            slots=slots,
+            wants=wants,
+            pointers=[*map(torch.Tensor.data_ptr, parameters)],
             forward=replays[0],
             backward=replays[1],
             nbytes=nbytes + sum(each.nbytes for each in (static_TP, *incoming)),
         )
 
     @torch.no_grad()
-    def _forward(self, step: _Step, pixels_TP: torch.Tensor, parameters: Tensors) -> _Call:
+    def _forward(self, step: _Step, pixels_TP: torch.Tensor, parameters: Sequence[torch.Tensor]) -> _Call:
         recorder, call = self._recorder, _Call(step, parameters)
         assert recorder is not None
         recorder.wait()
@@ -171,20 +198,27 @@ class TrainingRunner(Held[_Step]):
         return call
 
     def backward(
-        self, call: _Call, parameters: Tensors, incoming: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None] | None:
-        """The gradients of a call, fresh tensors; None where they must be computed anew."""
+        self,
+        call: _Call,
+        incoming: Sequence[torch.Tensor | None],
+        parameters: Sequence[torch.Tensor],
+        anew: Callable[[], list[torch.Tensor | None]],
+    ) -> list[torch.Tensor | None]:
+        """The gradients of a call, fresh tensors, from its graph or computed anew.
+
+        parameters: those of its forward.
+        """
         given, step = tuple(each is not None for each in incoming), call.step
         with self._lock:
             over, call.over = call.over, True
             if over or self._last is None or self._last() is not call:
-                return None  # its memory was written to since; retained graphs are not held
-            if [*map(torch.Tensor.data_ptr, parameters)] != step.pointers:
-                return None
+                return anew()  # its memory was written to since; retained graphs are not held
+            if list(map(torch.Tensor.data_ptr, parameters)) != step.pointers:
+                return anew()  # weights were moved, and what they left may be gone
             if given != step.given:
                 self._given = given
                 self._count_change(2)
-                return None
+                return anew()
             recorder = self._recorder
             assert recorder is not None
             recorder.wait()
@@ -207,11 +241,9 @@ class _Replay(torch.autograd.Function):
         ctx: Any, runner: TrainingRunner, call: _Call, route: Route, pixels_TP: torch.Tensor, *trained: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        parameters, call.parameters = call.parameters, Tensors()
-        # Weights that change before the backward pass raise, as in stock; gradients go through frozen ones, too.
-        ctx.save_for_backward(pixels_TP, *parameters)
-        first = {id(each): index for index, each in reversed([*enumerate(parameters)])}
-        ctx.trained = [first[id(each)] for each in trained]
+        # Weights that change before the backward pass raise, as in stock: also frozen ones, which gradients go through.
+        ctx.save_for_backward(pixels_TP, *call.parameters)
+        call.parameters = ()
         kind = pixels_TP.device.type
         ctx.runner, ctx.call, ctx.route = runner, call, route
         outputs, call.outputs = call.outputs, Tensors()
@@ -224,40 +256,55 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         pixels_TP, *parameters = ctx.saved_tensors
-        found = ctx.runner.backward(ctx.call, parameters, incoming)
-        if found is None:
-            if any(map(_HOOKS, parameters)):  # it would be called twice
-                raise RuntimeError(
-                    "expected no hook to be put on a parameter between a forward and a backward whose CUDA graph was "
-                    "written to since; register it before the forward"
-                )
+        step = ctx.call.step
+
+        def anew() -> list[torch.Tensor | None]:
             leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
             enabled, dtype = ctx.autocast
-            with torch.enable_grad(), torch.autocast(leaf_TP.device.type, dtype=dtype, enabled=enabled):
+            with (
+                torch.enable_grad(),
+                torch.autocast(leaf_TP.device.type, dtype=dtype, enabled=enabled),
+                _leaves(step.slots, parameters, step.wants) as leaves,
+            ):
                 outputs = encode(ctx.route.ready(), leaf_TP)
-            given = [each is not None for each in incoming]
-            trained = [parameters[index] for index in ctx.trained]
-            still = [each for each in trained if each.requires_grad]  # one may have been frozen since
-            pixels, *rest = _gradients(outputs, given, leaf_TP, still, _there(incoming))
-            by_id = {id(each): gradient for each, gradient in zip(still, rest, strict=True)}
-            found = [pixels, *(by_id.get(id(each)) for each in trained)]
-        return None, None, None, *found
+            return _gradients(outputs, [each is not None for each in incoming], leaf_TP, leaves, _there(incoming))
+
+        return None, None, None, *ctx.runner.backward(ctx.call, incoming, parameters, anew)
+
+
+def _trained(parameters: Sequence[torch.Tensor], wants: Sequence[bool]) -> Tensors:
+    """Those that are trained, each once: one that several modules share has one gradient."""
+    return [*{id(each): each for each, wanted in zip(parameters, wants, strict=True) if wanted}.values()]
+
+
+@contextmanager
+def _leaves(slots: Slots, parameters: Sequence[torch.Tensor], wants: Sequence[bool]) -> Iterator[Tensors]:
+    """Within the with block, what is trained is leaves of their own over the same memory; those, in order.
+
+    The node at which a parameter's gradient arrives is kept by DDP, and by whoever holds an earlier loss. It runs on
+    the stream on which it was made: by default one that cannot be captured. And it runs hooks, which are for the
+    gradient that comes out of the tower alone; a parameter that was frozen since its forward has none.
+    """
+    trained, former = _trained(parameters, wants), [place[name] for place, name in slots]
+    leaves = {id(each): each.detach().requires_grad_() for each in trained}
+    try:
+        for (place, name), each in zip(slots, parameters, strict=True):
+            place[name] = leaves.get(id(each), each)
+        yield [*leaves.values()]
+    finally:
+        for (place, name), each in zip(slots, former, strict=True):
+            place[name] = each
 
 
 def _gradients(
-    outputs: Tensors, given: Sequence[bool], leaf_TP: torch.Tensor, trained: Tensors, incoming: Tensors
+    outputs: Tensors, given: Sequence[bool], leaf_TP: torch.Tensor, leaves: Tensors, incoming: Tensors
 ) -> list[torch.Tensor | None]:
     """Of the pixels, if they want one, and of the parameters, from those of the outputs that are given."""
     chosen = [output for output, one in zip(outputs, given, strict=True) if one]
     pixels = [leaf_TP] if leaf_TP.requires_grad else []
     with torch.autocast(leaf_TP.device.type, enabled=False):  # as it is where backward passes are called
-        found = torch.autograd.grad(chosen, [*pixels, *trained], incoming, allow_unused=True)
+        found = torch.autograd.grad(chosen, [*pixels, *leaves], incoming, allow_unused=True)
     return [*found] if pixels else [None, *found]
-
-
-def _trained(parameters: Tensors) -> Tensors:
-    """Once each: two layers may share one."""
-    return [*dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad)]
 
 
 def _there(tensors: Sequence[torch.Tensor | None]) -> Tensors:
