@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from caption_cli import call, caption, captions_in, draw, encode, lines, put, words, write_tar
+from caption_cli import batch_caption, call, caption, captions_in, draw, encode, lines, put, words, write_tar
 
 pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
@@ -104,3 +107,50 @@ def test_texts_of_videos_and_several_lines(tmp_path: Path) -> None:
     done([record], tmp_path / "p" / "metadata.jsonl")
     with open(tmp_path / "p" / "metadata.jsonl", encoding="utf-8") as file:
         assert json.loads(file.read())["file_name"] == name
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".parquet"])
+def test_merge_overwrites_no_shard_that_pictures_were_read_from(suffix: str, output: Path, tmp_path: Path) -> None:
+    """A shard holds more than its captions, and a table's pictures are nowhere in its records."""
+    shard, link = tmp_path / f"shard{suffix}", tmp_path / f"link{suffix}"
+    pictures = [encode(draw(seed)[0]) for seed in range(2)]
+    if suffix == ".tar":
+        write_tar(shard, *((f"{index}.png", data) for index, data in enumerate(pictures)))
+    else:
+        rows = {"image": pictures}
+        pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table(rows), shard)
+    link.symlink_to(shard)
+    assert caption(shard, output).exit_code == 0
+    before = shard.read_bytes()
+    for name in (shard, link):
+        done = call("merge", output, name, "--overwrite")
+        assert done.exit_code == 2 and "choose another name" in words(done) and shard.read_bytes() == before
+    assert call("merge", output, tmp_path / f"other{suffix}").exit_code == 0
+
+
+def test_pipes_are_errors_and_not_waited_for(output: Path, tmp_path: Path) -> None:
+    """As a list names them, or beside a picture: opening one would wait for its writer."""
+    put(tmp_path / "photos", "a.png", "b.png")
+    for name in ("p.png", "a.txt"):
+        os.mkfifo(tmp_path / "photos" / name)
+    for name in ("b.txt", "p.txt"):
+        (tmp_path / "photos" / name).write_text("red")
+    names = tmp_path / "list.txt"
+    names.write_text("photos/a.png\nphotos/b.png\nphotos/p.png\n")
+    # In a process of its own: a run that waits can be ended.
+    command = [
+        sys.executable,
+        batch_caption.__file__,
+        "caption",
+        names,
+        "--output",
+        output,
+        "--demo",
+        "--prompt",
+        "{txt}",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "ACCELERATE_USE_CPU": "true"}
+    )
+    assert "a.txt is a pipe, socket or device" in done.stdout and "p.png is a pipe" in done.stdout
+    assert "1 of 3 records have captions" in done.stdout

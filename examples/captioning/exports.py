@@ -60,12 +60,15 @@ class Export:
     written: int = 0
     absent: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    _read_from: set[Path] = field(default_factory=set)
 
     def __call__(self, records: Sequence[Record], path: Path) -> None:
         """Write to a folder (a text beside every picture in it), `metadata.jsonl`, or .jsonl, .parquet and .tar files.
 
         Raises ValueError for another name and for a file that is somebody else's, OSError if it cannot be written.
         """
+        sources = {record.source for record in records if record.source}
+        self._read_from = {Path(self.entry.get("root") or "", source).resolve() for source in sources}
         captions = [record for record in records if record.caption is not None]
         if path.is_dir():
             self._beside(captions, path)
@@ -107,6 +110,8 @@ class Export:
         if path.parent.resolve() == self.folder.resolve() and any(fnmatchcase(path.name, name) for name in SHARDS):
             names = " and ".join(SHARDS)
             raise ValueError(f"names such as {names} are those of the records in {self.folder}; choose another")
+        if path.resolve() in self._read_from:  # --overwrite, too: records and captions are not all that it holds
+            raise ValueError(f"{path} is what the pictures were read from; choose another name")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not self.overwrite and _digest(path.name, path) not in self._ours():
             raise ValueError(

@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from functools import cache
 from glob import glob, has_magic
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["PassedOver", "key_of", "matches", "read_list", "root_of", "walk"]
+__all__ = ["PassedOver", "key_of", "matches", "open_file", "read_list", "root_of", "walk"]
 
 PassedOver = defaultdict[str, list[str]]
 """Why files and folders were left out, and which."""
@@ -124,6 +125,14 @@ def read_list(path: Path) -> Iterator[str]:
     for line in path.read_bytes().decode("utf-8-sig", errors="surrogateescape").split("\n"):
         if name := line.strip():
             yield name
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """A file, to be read. Raises OSError for what cannot be, and for pipes and devices: their end may never come."""
+    path = Path(path)
+    if not path.is_file() and not path.is_dir() and path.exists():
+        raise OSError(f"{path.name} is a pipe, socket or device")
+    return path.open("rb")
 
 
 def walk(folder: str, passed_over: PassedOver) -> Iterator[Path]:

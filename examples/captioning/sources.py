@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Literal
 
-from captioning.places import PassedOver, key_of, matches, read_list, root_of, walk
+from captioning.places import PassedOver, key_of, matches, open_file, read_list, root_of, walk
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -292,7 +292,7 @@ def _row(item: Item) -> Mapping[str, Callable[[], Any]]:
 def open_item(item: Item) -> BinaryIO:
     """Its bytes as a binary file, to be closed. Raises ValueError and OSError for what cannot be read."""
     if item.problem is None and item.row is None and item.length is None:
-        return Path(item.file).open("rb")
+        return open_file(item.file)
     return io.BytesIO(read(item))
 
 
@@ -302,7 +302,7 @@ def read(item: Item) -> bytes:
         raise ValueError(item.problem)
     if item.row is not None:
         return _bytes_of(_row(item)[item.column or ""](), item)
-    with Path(item.file).open("rb") as file:
+    with open_file(item.file) as file:
         file.seek(item.offset)
         data = file.read() if item.length is None else file.read(item.length)
     if item.length is not None and len(data) < item.length:
@@ -314,7 +314,7 @@ def _bytes_of(value: Any, item: Item) -> bytes:
     if isinstance(value, Mapping):  # as the datasets library stores pictures
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str):
-        return (Path(item.file).parent / value).read_bytes()
+        return read(Item(key=item.key, file=str(Path(item.file).parent / value)))
     if not isinstance(value, bytes | bytearray):
         raise ValueError(f"expected bytes or a path in column {item.column}, got {type(value).__name__}")
     return bytes(value)
@@ -395,6 +395,6 @@ def _beside(item: Item) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """Suffix and bytes of what belongs to a file, or to a member of a tar."""
     if item.length is None:
         for suffix in _FIELD_SUFFIXES:
-            yield suffix, Path(item.file).with_suffix("." + suffix).read_bytes
+            yield suffix, partial(read, Item(key=item.key, file=str(Path(item.file).with_suffix("." + suffix))))
     for suffix, offset, length in item.extra:
         yield suffix, partial(read, replace(item, offset=offset, length=length))
