@@ -60,10 +60,10 @@ def encode(
     delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
     for index, (layer, attend) in enumerate(zip(ops.layers, route.attends or route.begin(), strict=True)):
         if not request.grad and index not in through:
-            added, delta_TE = [delta_TE], None  # handed over: nobody but the layer holds it
-            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, added.pop())
+            held, delta_TE = [delta_TE], None  # handed over: nobody but the layer holds it
+            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, held)
         else:
-            run = (request.grad and layer_of(layer, attend)) or partial(_layer, layer, attend)
+            run = (request.grad and layer_of(layer, attend)) or partial(_layer_of_rows, layer, attend)
             if index in through:
                 run = partial(_through, through[index], run)
             if checkpoints and checkpoints[index] is not None:
@@ -89,13 +89,20 @@ def _layer(
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
     x_TE: torch.Tensor,
-    delta_TE: torch.Tensor | None,
+    held: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x_TE, normed_TE = layer.norm1(x_TE, delta_TE)
+    """held: delta, (T, E), taken out. Once torch.compile was at work, who calls keeps what is handed over as it is."""
+    x_TE, normed_TE = layer.norm1(x_TE, held.pop())
     delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1))
     x_TE, normed_TE = layer.norm2(x_TE, delta_TE)
     del delta_TE
     return x_TE, layer.mlp(normed_TE)
+
+
+def _layer_of_rows(
+    layer: LayerOps, attend: Attend, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, [delta_TE])
 
 
 def _through(block: nn.Module, run: Any, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any) -> Any:
