@@ -91,7 +91,7 @@ def coming(session: nox.Session, of: str) -> None:
     if of == "transformers":
         session.install("transformers @ git+https://github.com/huggingface/transformers")
     else:
-        session.install("--pre", "--upgrade", "torch", "--index-url", os.environ["TORCH_NIGHTLY_INDEX"])
+        session.install("--pre", "--upgrade", "torch", env={"PIP_INDEX_URL": os.environ["TORCH_NIGHTLY_INDEX"]})
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
     run_suite(session)
 
