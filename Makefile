@@ -20,7 +20,7 @@ test: lint
 QUICK := architecture families guard metadata registration
 
 quick: $(VENV)/.installed-test
-	$(BIN)/pytest -q -n 2 --dist worksteal $(QUICK:%=tests/test_%.py) -k "not interpreter and not replaced and not autocast"
+	$(BIN)/pytest -q -n 2 --dist worksteal $(QUICK:%=tests/unit/test_%.py) -k "not interpreter and not replaced and not autocast"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

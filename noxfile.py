@@ -104,8 +104,9 @@ def ways(session: nox.Session, transformers: str) -> None:
     (Liger 0.8.5 takes transformers 5.17, not 5.23.)
     """
     install(session, *WRAPPERS, transformers=transformers)
-    files = ("matrix", "finetune", "fuzz", "caption_soak", "caption_memory", "families", "tiny_captioner")
-    run_suite(session, "--matrix", *(f"tests/test_{name}.py" for name in files))
+    files = ["integration/test_matrix", "integration/test_fuzz", "unit/test_families"]
+    files += [f"examples/test_{name}" for name in ("caption_memory", "caption_soak", "finetune", "tiny_captioner")]
+    run_suite(session, "--matrix", *(f"tests/{name}.py" for name in files))
 
 
 @nox.session

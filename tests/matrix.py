@@ -753,57 +753,60 @@ ROWS: tuple[Row, ...] = (
 )
 
 ELSEWHERE: dict[str, tuple[str, str]] = {
-    "two models, one patched": ("fast, and stock", "test_wrapping.py::test_two_models_one_patched"),
-    "two towers of one config": ("fast", "test_wrapping.py::test_two_towers_of_one_config"),
-    "two threads": ("fast", "test_tower.py::test_two_threads_get_their_own_answers"),
-    "loaded by `attn_implementation`": ("fast", "test_registration.py::test_loading_by_name_equals_patch"),
-    "from the meta device": ("fast", "test_wrapping.py::test_from_the_meta_device"),
+    "two models, one patched": ("fast, and stock", "integration/test_wrapping.py::test_two_models_one_patched"),
+    "two towers of one config": ("fast", "integration/test_wrapping.py::test_two_towers_of_one_config"),
+    "two threads": ("fast", "unit/test_tower.py::test_two_threads_get_their_own_answers"),
+    "loaded by `attn_implementation`": ("fast", "unit/test_registration.py::test_loading_by_name_equals_patch"),
+    "from the meta device": ("fast", "integration/test_wrapping.py::test_from_the_meta_device"),
     "inside a wrapper that calls the tower": (
         "fast",
-        "test_wrapping.py::test_whatever_holds_a_tower_can_be_handed_over",
+        "integration/test_wrapping.py::test_whatever_holds_a_tower_can_be_handed_over",
     ),
     "beams, padding, videos in `generate`": (
         "fast",
-        "test_wrapping.py::test_generate_is_token_identical_twice_in_a_row",
+        "integration/test_wrapping.py::test_generate_is_token_identical_twice_in_a_row",
     ),
     "`generate(mm_encoder_outputs=...)`": (
         "the tower does not run",
-        "test_wrapping.py::test_encoded_once_the_tower_does_not_run_in_generate",
+        "integration/test_wrapping.py::test_encoded_once_the_tower_does_not_run_in_generate",
     ),
     "`torch.func.functional_call`": (
         "fast; stock with tensors for parameters",
-        "test_wrapping.py::test_functional_call_uses_the_given_parameters",
+        "integration/test_wrapping.py::test_functional_call_uses_the_given_parameters",
     ),
     "an attention function of your own, registered with transformers": (
         "stock; fast with another backend where one is named",
-        "test_replaced.py::test_an_attention_function_of_your_own",
+        "integration/test_replaced.py::test_an_attention_function_of_your_own",
     ),
     "pixel values in other dtypes, padding rows in `grid_thw`": (
         "fast, where stock takes them",
-        "test_tower.py::test_odd_input_that_stock_takes_is_taken",
+        "unit/test_tower.py::test_odd_input_that_stock_takes_is_taken",
     ),
-    "metadata supplied by the caller": ("stock", "test_wrapping.py::test_metadata_of_the_caller_goes_the_stock_way"),
+    "metadata supplied by the caller": (
+        "stock",
+        "integration/test_wrapping.py::test_metadata_of_the_caller_goes_the_stock_way",
+    ),
     "a tower class of your own": (
         "stock",
-        "test_tower.py::test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way",
+        "unit/test_tower.py::test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way",
     ),
     "functions replaced in transformers' module": (
         "stock",
-        "test_replaced.py::test_functions_replaced_in_transformers_module_are_used",
+        "integration/test_replaced.py::test_functions_replaced_in_transformers_module_are_used",
     ),
     "a patched forward that you wrapped, patched again": (
         "stock, inside your wrapper",
-        "test_replaced.py::test_a_wrapper_of_the_forward_outlives_patching_again",
+        "integration/test_replaced.py::test_a_wrapper_of_the_forward_outlives_patching_again",
     ),
-    "`torch.jit.trace`": ("stock", "test_replaced.py::test_jit_trace_goes_the_stock_way"),
-    "weights that are no parameters": ("stock", "test_replaced.py::test_weights_that_are_no_parameters"),
+    "`torch.jit.trace`": ("stock", "integration/test_replaced.py::test_jit_trace_goes_the_stock_way"),
+    "weights that are no parameters": ("stock", "integration/test_replaced.py::test_weights_that_are_no_parameters"),
     "modules of your own in a frozen tower": (
         "fast",
-        "test_replaced.py::test_what_is_trained_outside_a_frozen_tower_gets_its_gradients",
+        "integration/test_replaced.py::test_what_is_trained_outside_a_frozen_tower_gets_its_gradients",
     ),
     "`vmap`, `jvp`, forward-mode differentiation": (
         "stock",
-        "test_replaced.py::test_transforms_of_torch_func_go_the_stock_way",
+        "integration/test_replaced.py::test_transforms_of_torch_func_go_the_stock_way",
     ),
 }
 """Ways whose tests need more than a row says: what comes out, and the test that shows it."""

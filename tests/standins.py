@@ -65,7 +65,7 @@ def _static(value: Any) -> bool:
 
 def _modules() -> Iterator[ModuleType]:
     for found in pkgutil.iter_modules(ops.__path__, "hf_vit_accel.ops."):
-        # Of FP8, and of what is reused: tests/test_fp8.py, tests/test_linears.py, tests/test_reuse.py.
+        # Of FP8, and of what is reused: tests/unit/test_fp8.py, tests/unit/test_linears.py, tests/unit/test_reuse.py.
         if not found.name.endswith(("quantize", "e4m3", "scaled", "fingerprint")):
             yield importlib.import_module(found.name)
 

@@ -1,6 +1,6 @@
 """A run of `examples/caption_on_ray.py` on a cluster of three nodes, of which some are killed and others added.
 
-    python tests/soak_on_ray.py build/soak --pictures 5000 --kills 8
+    python tests/examples/soak_on_ray.py build/soak --pictures 5000 --kills 8
 
 Draws the pictures of `soak_captioning.py`, has one undisturbed process caption them, then a cluster on this machine,
 and compares the records. Kills processes of models and of decoders, and nodes, for which others come but for the last.

@@ -59,7 +59,9 @@ def compare(rank: int, folder: str) -> None:
 
 def test_gradients_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every family in the same two processes."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
     spawn(compare, args=(str(tmp_path),), nprocs=2)
 
 

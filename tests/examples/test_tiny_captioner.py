@@ -25,7 +25,7 @@ import hf_vit_accel
 from hf_vit_accel import Status
 from hf_vit_accel.backends import ORDER
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "tiny_captioner")]
 
 import batch_caption  # noqa: E402

@@ -814,7 +814,7 @@ print("quiet")
 
 def test_importing_and_patching_read_and_ask_for_nothing() -> None:
     """Watched from inside by an audit hook, which is shown to work by what it is to find."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "0",
@@ -847,7 +847,7 @@ print("served")
 def test_gpu_a_cache_folder_that_cannot_be_written(tmp_path: Path, graphs: bool) -> None:
     """In a process of its own: what was compiled before would serve."""
     (tmp_path / "file").touch()
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")]),
         "TRITON_CACHE_DIR": str(tmp_path / "file" / "below"),

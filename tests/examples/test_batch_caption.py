@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from PIL import Image, ImageFile, PngImagePlugin
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_captioner")]
 

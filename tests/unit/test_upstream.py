@@ -331,4 +331,4 @@ def test_functions_that_are_gone_are_told_when_a_name_is_loaded() -> None:
                     raise AssertionError("loaded by name")
         """
     )
-    subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code, str(Path(__file__).parents[1])], check=True, timeout=300)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("peft")
-FOLDER = Path(__file__).parent.parent / "examples" / "benchmark"
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmark"
 TEXT = dict(vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
 TEXT |= dict(num_key_value_heads=2)
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}

@@ -1,6 +1,6 @@
 """Linears in FP8: what they serve, how near they are, that weights are live. By the kernels' references, on a CPU.
 
-Kernels and the library's product are held to those references in tests/test_kernels.py.
+Kernels and the library's product are held to those references in tests/unit/test_kernels.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_vit_accel.config import LINEARS
 from hf_vit_accel.ops import linears, scaled
 from hf_vit_accel.tower import state_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "tiny_captioner"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "tiny_captioner"))
 
 import parity
 

@@ -1,6 +1,6 @@
 """A long run of `examples/batch_caption.py` that is killed again and again: is anything lost, doubled, torn or changed?
 
-    python tests/soak_captioning.py build/soak --pictures 20000 --kills 12
+    python tests/examples/soak_captioning.py build/soak --pictures 20000 --kills 12
 
 Draws pictures of all kinds, many of them odd, some damaged, in linked folders, tar shards and a table, some with a text
 written by hand. Two processes caption them; both are killed at random moments; each start spells the input otherwise,

@@ -25,7 +25,7 @@ from hf_vit_accel.bench.measure import Row
 from hf_vit_accel.bench.report import document
 from hf_vit_accel.cli import app
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "benchmark")]
 
 import tables  # noqa: E402

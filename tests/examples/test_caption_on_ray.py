@@ -505,7 +505,13 @@ def test_an_actor_whose_gpu_fails_leaves_its_batch_to_another(
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[data]'")
 def test_a_small_soak_on_three_nodes(tmp_path: Path) -> None:
     """A node is killed with all that is on it, and another one comes."""
-    command = [sys.executable, str(ROOT / "tests" / "soak_on_ray.py"), str(tmp_path), "--pictures=60", "--kills=1"]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "examples" / "soak_on_ray.py"),
+        str(tmp_path),
+        "--pictures=60",
+        "--kills=1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     figures = json.loads(done.stdout)
     assert not figures["problems"] and figures["killed"] == {"node": 1} and done.returncode == 0, figures

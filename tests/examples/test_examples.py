@@ -30,7 +30,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_captioner")]
 

@@ -34,7 +34,7 @@ from hf_vit_accel.families import FAMILIES
 GRID = ((1, 4, 6), (3, 8, 4))
 SIZE = "1x4x6+3x8x4"
 FAMILY_NAMES = tiny.FAMILIES
-MEASURED = Path(__file__).parent.parent / "examples" / "benchmark" / "towers.json"
+MEASURED = Path(__file__).parents[2] / "examples" / "benchmark" / "towers.json"
 
 
 @pytest.fixture(autouse=True)

@@ -295,7 +295,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: Any) -> None:
-    """(Numbers and switches of modules: tests/test_ops.py.)"""
+    """(Numbers and switches of modules: tests/unit/test_ops.py.)"""
     patch(model)
     grid: Grid = [(1, 6, 8), (1, 12, 12)]
     before = run_tower(tower_of(model), grid)

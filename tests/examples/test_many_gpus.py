@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import hf_vit_accel
 from hf_vit_accel import tower as tower_module
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES)]
 
 import long_video  # noqa: E402

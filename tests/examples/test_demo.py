@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "benchmark")]
 

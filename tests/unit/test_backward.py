@@ -369,7 +369,7 @@ def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
     for module in (column_sum_module, norm_backward):
         monkeypatch.setattr(module, "_FEW_ROWS", 0)
-    if INTERPRETED:  # a program for every row of weights, bit for bit tests/test_kernels.py's
+    if INTERPRETED:  # a program for every row of weights, bit for bit tests/unit/test_kernels.py's
         monkeypatch.setattr(mlp_backward, "pad_swiglu", pad_swiglu_reference)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul

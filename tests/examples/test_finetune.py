@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tiny import FAMILIES
 from typer.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_captioner")]
 
