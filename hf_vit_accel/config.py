@@ -123,7 +123,9 @@ class GraphConfig:
     behind the work.
     budgets: merged tokens of every budget, instead of the ladder up to `max_tokens`.
     exact_after: a shape that came this often is captured as it is, without padding; 0 for never.
-    max_graphs, max_bytes: the least recently used graphs go when there are more, or when they hold more device memory.
+    max_graphs: the least recently used graph goes when there are more.
+    max_bytes: no graph is captured while they hold more device memory, which the last one may have brought about. All
+    go when that kept many calls from being captured.
     max_training_bytes: the same of graphs with gradients, which hold what a backward pass needs and a copy of all
     gradients: of 4096 patches 3 to 4 GB. A layout of up to `max_tokens` that came `exact_after` times is captured,
     forward and backward. 0: steps with gradients run eagerly.

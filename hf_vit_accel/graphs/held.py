@@ -15,9 +15,9 @@ from hf_vit_accel.graphs.recorder import CudaRecorder, Recorder
 
 __all__ = ["CaptureError", "Eager", "GraphStatus", "Held", "numerics"]
 
-_FAILURES, _REFUSED, _CHANGES, _REMEMBERED = 3, 32, 4, 4096
+_FAILURES, _REFUSED, _CHANGES, _REMEMBERED, _WAITED = 3, 32, 4, 4096, 16
 """Limits: failed captures in a row; signatures whose capture failed; replaced weights before calls run eagerly;
-signatures that are counted."""
+signatures that are counted; calls that run eagerly because graphs hold too much, before all of those go."""
 
 _CHANGED = "weights, modules or what gradients are given for changed at call after call"
 
@@ -34,9 +34,10 @@ class Eager:
 class GraphStatus:
     """What a tower's graphs did. budgets: merged tokens; none for graphs of forward and backward.
 
-    graphs: (what it serves, bytes, replays) of each one held. replays: graph launches. captures: graphs made. eager:
-    reason -> calls that ran without. padding: rows replayed per row asked for. nbytes: device memory of all graphs.
-    off: why graphs are no longer tried.
+    graphs: (what it serves, bytes that it added, replays) of each one held. replays: graph launches. captures: graphs
+    made. eager: reason -> calls that ran without. padding: rows replayed per row asked for. nbytes: device memory that
+    graphs took, those that went included: what they leave is for later graphs alone. off: why graphs are no longer
+    tried.
     """
 
     budgets: tuple[int, ...] = ()
@@ -59,7 +60,9 @@ class GraphStatus:
 
 
 class CaptureError(RuntimeError):
-    """A capture that failed, now or before."""
+    """A capture that failed, now or before, or was not tried: by_choice."""
+
+    by_choice = False
 
 
 class Graph(Protocol):
@@ -86,12 +89,16 @@ class Held(Generic[G]):
     def _reset(self) -> None:
         self._identity: object = None
         self._off: str | None = None
-        self._failures = 0
+        self._failures, self._waiting, self._patience = 0, 0, _WAITED
+        self._refused: dict[Hashable, str] = {}
+        self._drop()
+
+    def _drop(self) -> None:
         self._recorder: Recorder | None = None
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
-        self._refused: dict[Hashable, str] = {}
         self._retired: list[G] = []  # a replay may still be running: they go once it is known to be over
+        self._nbytes = 0
 
     def close(self) -> None:
         """Give back every graph and buffer."""
@@ -113,7 +120,7 @@ class Held(Generic[G]):
                 replays=self._replays,
                 captures=self._captures,
                 eager=dict(self._eager),
-                nbytes=sum(graph.nbytes for graph in self._graphs.values()),
+                nbytes=self._nbytes,
                 off=self._off,
             )
 
@@ -129,9 +136,9 @@ class Held(Generic[G]):
             self._changes = max(self._changes - 1, 0)
         else:
             self.close()
-            self._identity, self._recorder = identity, CudaRecorder(device)
+            self._identity, self._device = identity, device
             self._count_change(1)
-        assert self._recorder is not None
+        self._recorder = self._recorder or CudaRecorder(device)
         if self._changes > _CHANGES:
             return self.eager(_CHANGED, by_choice=True)
         why = self._recorder.against()
@@ -148,15 +155,15 @@ class Held(Generic[G]):
         return count
 
     def _may_capture(self, signature: Hashable) -> bool:
-        return self._off is None and signature not in self._refused
+        return self._off is None and signature not in self._refused and self._nbytes <= self._max_bytes
 
     def _held(self, signature: Hashable, capture: Callable[[Recorder], G]) -> G:
         """The graph of a signature, captured if it is not there. Raises CaptureError."""
-        graph, recorder = self._graphs.get(signature), self._recorder
-        assert recorder is not None
+        graph = self._graphs.get(signature)
         if graph is None:
             if why := self._off or self._refused.get(signature):
                 raise CaptureError(why)
+            recorder = self._with_room()
             try:
                 recorder.wait()
                 with torch.inference_mode(False):  # buffers made under it could not be written outside of it
@@ -172,21 +179,34 @@ class Held(Generic[G]):
             self._captures += 1
             self._failures = 0
             self._graphs[signature] = graph
-            self._make_room()
+            self._nbytes += graph.nbytes
+            if len(self._graphs) > self.config.max_graphs:  # the least recently used one goes
+                if self._retired:
+                    recorder.settle()
+                    self._retired.clear()
+                self._retired.append(self._graphs.popitem(last=False)[1])
         self._graphs.move_to_end(signature)
         return graph
 
-    def _make_room(self) -> None:
-        """The least recently used graphs go while there are too many or they hold too much."""
-        assert self._recorder is not None
-        most, held = self.config.max_graphs, sum(graph.nbytes for graph in self._graphs.values())
-        while len(self._graphs) > 1 and (len(self._graphs) > most or held > self._max_bytes):
-            if self._retired:
-                self._recorder.settle()
-                self._retired.clear()
-            _, graph = self._graphs.popitem(last=False)
-            held -= graph.nbytes
-            self._retired.append(graph)
+    def _with_room(self) -> Recorder:
+        """What captures the next graph. Raises CaptureError while graphs hold too much.
+
+        One that goes alone would give nothing back: they share a pool. So all go at once, after ever more calls that
+        could not be captured; captures never outweigh replays.
+        """
+        recorder = self._recorder
+        assert recorder is not None
+        if self._nbytes > self._max_bytes:
+            self._waiting += 1
+            if self._waiting <= self._patience:
+                full = CaptureError("graphs hold as much memory as they may")
+                full.by_choice = True
+                raise full
+            self._waiting, self._patience = 0, 2 * self._patience
+            recorder.settle()
+            self._drop()
+            self._recorder = recorder = CudaRecorder(self._device)
+        return recorder
 
 
 def numerics() -> tuple[object, ...]:

@@ -111,12 +111,15 @@ class CudaRecorder:
                 gc.enable()
 
     def _end(self, graph: torch.cuda.CUDAGraph, complete: bool) -> None:
+        pool = self._pool
+        if not complete:  # once its graphs are gone, a pool cannot be used again
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             graph.capture_end()
         except RuntimeError:
             # The allocator may take the capture for one that goes on: its pool is not used again.
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
             self._pool = torch.cuda.graph_pool_handle()
             if complete:
                 raise

@@ -67,8 +67,8 @@ class Runner(Held[_Graph]):
         self._exactly: bool | None = None
         super().__init__(config, config.max_bytes)
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _drop(self) -> None:
+        super()._drop()
         self._arena: list[torch.Tensor] = []
 
     def budgets_of(self, merge: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class Runner(Held[_Graph]):
             try:
                 chosen = [self._graph(route, bin_) for bin_ in bins]
             except CaptureError as error:
-                return self.eager(str(error))
+                return self.eager(str(error), by_choice=error.by_choice)
             per_token = route.spec.geometry.merge**2
             outputs = self._replay(pixels_TP, per_token, bins, chosen)
             self._count(per_token, bins, chosen)

@@ -81,8 +81,8 @@ class TrainingRunner(Held[_Step]):
         self._given: tuple[bool, ...] = ()
         super().__init__(config, config.max_training_bytes)
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _drop(self) -> None:
+        super()._drop()
         self._last: weakref.ref[_Call] | None = None
 
     def run(
@@ -110,7 +110,7 @@ class TrainingRunner(Held[_Step]):
             try:
                 step = self._held((route.metadata.grid, self._given), capture)
             except CaptureError as error:
-                return self.eager(str(error))
+                return self.eager(str(error), by_choice=error.by_choice)
             call = self._forward(step, pixels_TP, parameters)
         return list(_Replay.apply(self, call, route, pixels_TP, *_trained(parameters, wants[1:])))  # as the GPU works
 

@@ -501,10 +501,8 @@ def test_on_cpu_graphs_are_left_out_and_counted(model: Any) -> None:
     assert status_of(model).eager == {"the tensors are on cpu, CUDA graphs need cuda": 1}
 
 
-@pytest.mark.parametrize("bound", [dict(max_graphs=3), dict(max_bytes=3 << 20)], ids=str)
-def test_graphs_are_bounded(on_cpu: Any, model: Any, bound: Any) -> None:
-    on_cpu.nbytes = 1 << 20 if "max_graphs" in bound else 900 << 10
-    graphs = patch(model, GraphConfig(max_tokens=128, exact_after=0, **bound))
+def test_the_least_recently_used_graph_goes(on_cpu: Any, model: Any) -> None:
+    graphs = patch(model, GraphConfig(max_tokens=128, exact_after=0, max_graphs=3))
     grids: list[Grid] = [[(1, 2, 2 * tokens)] for tokens in (4, 8, 12, 16, 20, 24)]
     for grid in [*grids, *grids]:
         run_tower(tower_of(model), grid)
@@ -515,6 +513,35 @@ def test_graphs_are_bounded(on_cpu: Any, model: Any, bound: Any) -> None:
     run_tower(tower_of(model), [(1, 2, 56)])
     run_tower(tower_of(model), grids[-3])
     assert status_of(model).captures == 13, "the least recently used one went"
+    taken = sum(nbytes for _, nbytes, _ in status.graphs)
+    assert status.nbytes > 2 * taken, "memory of graphs that went is held for later ones, and is told"
+
+
+def test_graphs_that_took_too_much_all_go(on_cpu: Any, model: Any) -> None:
+    """What they took is one pool's: it is given back as a whole, ever more rarely."""
+    on_cpu.nbytes = 1 << 20
+    patch(model, GraphConfig(max_tokens=128, exact_after=0, max_bytes=5 << 19), strict=True)
+    grids: list[Grid] = [[(1, 2, 2 * tokens)] for tokens in (4, 8, 12, 16, 20)]
+    expected, emptied = [run_tower(tower_of(copy.deepcopy(model)), grid) for grid in grids], 0
+    for _ in range(80):
+        for grid, exact in zip(grids, expected, strict=True):
+            before = len(status_of(model).graphs)
+            assert_close(run_tower(tower_of(model), grid), exact)
+            assert status_of(model).nbytes < 4 << 20
+            emptied += len(status_of(model).graphs) < before
+    status = status_of(model)
+    assert emptied == 3 and status.captures == 3 * 4, "after 16, 32 and 64 calls that could not be captured"
+    assert [*status.eager] == ["graphs hold as much memory as they may"] and status.replays + sum(
+        status.eager.values()
+    ) == 400
+    assert status.replays > 200
+
+
+def test_where_no_shape_of_its_own_can_be_held_its_budget_serves(on_cpu: Any, model: Any) -> None:
+    patch(model, GraphConfig(max_tokens=128, exact_after=2, max_bytes=1), strict=True)
+    for _ in range(4):
+        run_tower(tower_of(model), [(1, 6, 8)])
+    assert status_of(model).replays == 4 and status_of(model).captures == 1 and not status_of(model).eager
 
 
 def test_copies_and_pickles_keep_the_settings_only(on_cpu: Any, model: Any) -> None:
