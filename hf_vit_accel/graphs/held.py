@@ -205,6 +205,7 @@ class Held(Generic[G]):
             self._waiting, self._patience = 0, 2 * self._patience
             recorder.settle()
             self._drop()
+            torch.cuda.empty_cache()  # else the allocator keeps their pool until memory runs out
             self._recorder = recorder = CudaRecorder(self._device)
         return recorder
 

@@ -721,16 +721,20 @@ def test_gpu_a_capture_whose_memory_ran_out_is_tried_again(held_before: bool) ->
 
 @pytest.mark.gpu
 def test_gpu_what_graphs_hold_is_told_and_bounded() -> None:
-    tower = tower_of(TINY["qwen3_vl"].build().to("cuda", torch.bfloat16))
-    bound = 96 << 20
+    def in_pools() -> int:
+        return sum(each["total_size"] for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] != (0, 0))
+
+    gc.collect()
+    torch.cuda.empty_cache()  # pools of other tests
+    tower, others = tower_of(TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)), in_pools()
+    bound, largest, most = 96 << 20, 0, 0
     hf_vit_accel.patch(tower, cuda_graphs=GraphConfig(max_tokens=4096, exact_after=1, max_training_bytes=bound))
-    largest = 0
-    for tokens in range(512, 4096, 256):
-        before = state_of(tower).training.status().nbytes
-        step(tower, [(1, 8, tokens // 2)]), step(tower, [(1, 8, tokens // 2)])
-        told = state_of(tower).training.status().nbytes
-        largest = max(largest, told - before)
-        segments = torch.cuda.memory_snapshot()
-        held_ = sum(each["total_size"] for each in segments if each["segment_pool_id"] != (0, 0))
-        assert held_ <= told + (32 << 20) and told <= bound + largest, (tokens, held_, told)
-    assert state_of(tower).training.status().captures > 3
+    for seed in range(3):
+        for tokens in range(512, 4096, 256):
+            before = state_of(tower).training.status().nbytes
+            step(tower, [(1, 8, tokens // 2)], seed)
+            told = state_of(tower).training.status().nbytes
+            largest, most = max(largest, told - before), max(most, told)
+            assert in_pools() - others <= told + (24 << 20), (tokens, told)
+    status = state_of(tower).training.status()
+    assert most <= bound + largest and status.captures > len(status.graphs), "some went"
