@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -135,6 +135,9 @@ def bench(
     plot_path: Annotated[
         Path | None, typer.Option("--plot", help="Draw the times into this PNG (needs matplotlib).")
     ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Say what got slower since this file was written by --json.")
+    ] = None,
 ) -> None:
     """Verify a vision tower with every backend against an fp32 run of stock transformers, then time it beside stock.
 
@@ -143,7 +146,7 @@ def bench(
     The keys of the JSON object; null stands for "none":
 
     - versions: name to version or null. device, dtype: text. train: bool. rounds: int. peak_tflops: what floor_ms
-      assumes, or null.
+      assumes, or null. machine: {cpu, cores, driver, clock, largest_clock (MHz), power (W)}, as far as they are known.
     - rows: list of {model, size, patches, contender, status, floor_ms, bound, ms, ms_low, ms_high, ratio (ms over
       floor_ms), speedup (over the first contender), error, worst, error_ratio, error_ratio_mean, peak_gb, problem,
       parts}. worst: the output or gradient whose error comes nearest to its bound; error and bound are its.
@@ -156,6 +159,7 @@ def bench(
             benchmark.require_matplotlib()
         for path in (json_path, plot_path):
             _check_writable(path)
+        before = None if compare is None else _read_result(compare)
         if dtype is not None and dtype not in benchmark.DTYPES:
             raise ValueError(f"expected a dtype out of {', '.join(benchmark.DTYPES)}, got {dtype}")
         device = benchmark.device_of_choice()
@@ -197,6 +201,9 @@ def bench(
             result = benchmark.document(rows, dtype=chosen, rounds=rounds, peak=peak, train=train)
             if json_path is not None:  # after every block: a run that is stopped leaves what it found
                 json_path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if before is not None and rows:
+        for line in benchmark.slower(result, before):
+            typer.echo(line)
     if plot_path is not None and any(row.ms is not None for row in rows):
         benchmark.plot(result, plot_path)
     if any(row.status == "wrong" for row in rows):
@@ -214,6 +221,17 @@ def _check_writable(path: Path | None) -> None:
         raise ValueError(f"cannot write {path}: there is no folder {folder}")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ValueError(f"cannot write {path}: permission denied")
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    """What `bench --json` wrote. Raises ValueError for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if all({"model", "size", "contender", "ms"} <= row.keys() for row in found["rows"]):
+            return dict(found)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"expected a file that bench --json wrote, got {path}: {error}") from error
+    raise ValueError(f"expected a file that bench --json wrote, got {path}: its rows are of something else")
 
 
 def _listed(names: str) -> list[str]:

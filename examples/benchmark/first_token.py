@@ -1,17 +1,20 @@
 """Time to the first token of `generate` for one 1024² image, stock and patched, with full-size random weights.
 
-python examples/benchmark/first_token.py [model ...]     needs a CUDA device with 20 GB free
+python examples/benchmark/first_token.py --json build/first_token.json     needs a CUDA device with 20 GB free
 """
 
+import json
 import statistics
-import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import transformers
+import typer
 
 import hf_vit_accel
+from hf_vit_accel import env
 from hf_vit_accel.bench.towers import SHAPES
 
 IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653
@@ -42,7 +45,7 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-WAYS: dict[str, dict[str, Any] | None] = {"stock": None, "patched": {}, "patched, graphs": {"cuda_graphs": True}}
+WAYS: dict[str, dict[str, Any] | None] = {"stock": None, "patched": {}, "graphs": {"cuda_graphs": True}}
 
 
 def build(
@@ -92,8 +95,13 @@ def first_token(model: Any, inputs: dict[str, torch.Tensor]) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def main() -> None:
-    for name in sys.argv[1:] or TEXT:
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated names of TEXT.")] = ",".join(TEXT),
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
+) -> None:
+    """Time every model; medians in milliseconds."""
+    rows: list[dict[str, Any]] = []
+    for name in models.split(","):
         model = build(name)
         inputs = inputs_for(model, [(1, 64, 64)])
         times: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -105,14 +113,17 @@ def main() -> None:
                 for _ in range(5):
                     first_token(model, inputs)
                 times[way] += [first_token(model, inputs) for _ in range(5)]
-        stock = statistics.median(times["stock"])
+        medians = {way: statistics.median(found) for way, found in times.items()}
         for way, found in times.items():
-            median = statistics.median(found)
-            saved = 100 * (1 - median / stock)
-            print(f"{name}  {way:16} {median:6.1f} ms ({min(found):.1f} - {max(found):.1f}), {saved:.0f}% less")
+            saved = 100 * (1 - medians[way] / medians["stock"])
+            print(f"{name}  {way:8} {medians[way]:6.1f} ms ({min(found):.1f} - {max(found):.1f}), {saved:.0f}% less")
+        rows.append({"model": name, "size": "one 1024²", **medians})
+        if json_path is not None:
+            result = {"versions": env.versions(), "device": env.cuda_device_name(), "dtype": "bfloat16", "rows": rows}
+            json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         del model
         torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -9,7 +9,7 @@ from hf_vit_accel.bench.baselines import BASELINES
 from hf_vit_accel.bench.contenders import Contender, choose
 from hf_vit_accel.bench.measure import DTYPES, Row, bench, default_dtype, device_of_choice, measure
 from hf_vit_accel.bench.profile import Part, profile
-from hf_vit_accel.bench.report import document, lines, plot, require_matplotlib
+from hf_vit_accel.bench.report import document, lines, machine, plot, require_matplotlib, slower
 from hf_vit_accel.bench.towers import PEAK, SHAPES, SIZES, build_tower, matrix_flops, parse_size, peak_of
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "device_of_choice",
     "document",
     "lines",
+    "machine",
     "matrix_flops",
     "measure",
     "parse_size",
@@ -35,4 +36,5 @@ __all__ = [
     "plot",
     "profile",
     "require_matplotlib",
+    "slower",
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import torch
 from hf_vit_accel import env
 from hf_vit_accel.bench.measure import Row, device_of_choice
 
-__all__ = ["document", "lines", "plot", "require_matplotlib"]
+__all__ = ["document", "lines", "machine", "plot", "require_matplotlib", "slower"]
 
 
 def document(
@@ -23,12 +26,50 @@ def document(
     return {
         "versions": env.versions(),
         "device": device,
+        "machine": machine(),
         "dtype": str(dtype).removeprefix("torch."),
         "train": train,
         "rounds": rounds,
         "peak_tflops": peak,
         "rows": [asdict(row) for row in rows],
     }
+
+
+def machine() -> dict[str, Any]:
+    """What of a machine decides how fast it is, beside its GPU's name.
+
+    cpu: its name; cores: those that this process may use. Of the first GPU that it may use, as `nvidia-smi` tells:
+    driver, clock and largest clock (MHz), power (the limit, W); without one, nothing.
+    """
+    found: dict[str, Any] = {"cpu": None, "cores": os.cpu_count()}
+    with suppress(AttributeError):  # of Linux alone
+        found["cores"] = len(os.sched_getaffinity(0))
+    with suppress(OSError, StopIteration):
+        lines_ = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        found["cpu"] = next(line.split(":", 1)[1].strip() for line in lines_ if line.startswith("model name"))
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    ask = "nvidia-smi", "--format=csv,noheader,nounits", "-i", index or "0"
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit"
+        told = subprocess.run([*ask, query], capture_output=True, text=True, timeout=20, check=True).stdout
+        driver, clock, largest, power = told.split(", ")
+        found |= {"driver": driver, "clock": int(clock), "largest_clock": int(largest), "power": float(power)}
+    return found
+
+
+def slower(result: Mapping[str, Any], before: Mapping[str, Any], *, by: float = 0.03) -> Iterator[str]:
+    """What takes longer in one `document` than in an earlier one, by this share of it at least, and by more than a
+    run's own spread: a line for each; then how many were compared.
+    """
+    key = "model", "size", "contender"
+    earlier = {tuple(row[each] for each in key): row for row in before["rows"] if row["ms"] is not None}
+    both = [(row, earlier.get(tuple(row[each] for each in key))) for row in result["rows"] if row["ms"] is not None]
+    pairs = [(row, old) for row, old in both if old is not None]
+    found = [(row, old) for row, old in pairs if row["ms"] > (1 + by) * old["ms"] and row["ms_low"] > old["ms_high"]]
+    for row, old in sorted(found, key=lambda pair: pair[0]["ms"] / pair[1]["ms"], reverse=True):
+        where, ratio = ", ".join(row[each] for each in key), row["ms"] / old["ms"]
+        yield f"slower: {where}: {row['ms']:.2f} ms, before {old['ms']:.2f} ({ratio:.2f}x)"
+    yield f"{len(pairs)} compared, {len(found)} slower by more than {by:.0%} and the spread of their runs"
 
 
 def lines(rows: Sequence[Row], *, train: bool = False, skipped: bool = True) -> Iterator[str]:

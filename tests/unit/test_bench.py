@@ -8,7 +8,7 @@ import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -696,3 +696,51 @@ def test_every_other_round_goes_backwards() -> None:
     _time(steps, 2, cuda=False)
     order = [name for name, before in zip(turns, ["", *turns], strict=False) if name != before]
     assert order == ["a", "b", "c", "b", "a"]
+
+
+def test_what_got_slower_is_told(tmp_path: Path) -> None:
+    def rows(**ms: float) -> dict[str, Any]:
+        made = [
+            dict(model="m", size="s", contender=name, ms=one, ms_low=one - 1, ms_high=one + 1)
+            for name, one in ms.items()
+        ]
+        return {"rows": [*made, dict(model="m", size="s", contender="skipped", ms=None)]}
+
+    lines = list(
+        bench.slower(rows(same=10.1, slow=20, noisy=11, fast=5, new=3), rows(same=10, slow=10, noisy=10, fast=9))
+    )
+    assert lines[0] == "slower: m, s, slow: 20.00 ms, before 10.00 (2.00x)"
+    assert lines[1:] == ["4 compared, 1 slower by more than 3% and the spread of their runs"]
+    options = "--model", write_config("qwen3_vl", tmp_path), "--sizes", SIZE, "--rounds", 1, "--backends", "sdpa"
+    assert command(*options, "--json", tmp_path / "old.json").exit_code == 0
+    old = json.loads((tmp_path / "old.json").read_text())
+    assert old["machine"]["cores"] >= 1
+    for row in old["rows"]:
+        row |= {key: row[key] / 1000 for key in ("ms", "ms_low", "ms_high")}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    told = command(*options, "--compare", tmp_path / "old.json").stdout
+    assert told.count("slower: ") == len(old["rows"]) == 2
+    for text in ("{}", "[", '{"rows": [{"model": 1}]}'):
+        (tmp_path / "bad.json").write_text(text)
+        failed = command(*options, "--compare", tmp_path / "bad.json")
+        assert failed.exit_code == 2 and "bench --json wrote" in failed.output
+
+
+def test_of_a_machine_what_nvidia_smi_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def smi(words: list[str], **kwargs: Any) -> Any:
+        asked.append(words)
+        return SimpleNamespace(stdout="580.1, 1980, 1985, 700.00\n")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    monkeypatch.setattr(bench.report.subprocess, "run", smi)
+    found = bench.machine()
+    assert found["driver"] == "580.1" and (found["clock"], found["largest_clock"], found["power"]) == (
+        1980,
+        1985,
+        700.0,
+    )
+    assert asked[0][asked[0].index("-i") + 1] == "3"
+    monkeypatch.setattr(bench.report.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="[N/A]\n"))
+    assert bench.machine().keys() == {"cpu", "cores"}
