@@ -158,10 +158,12 @@ class Sharing:
             filled = max(range(len(headers)), key=lambda each: headers[each][3])
             room = _room(places, headers[filled][4 : 4 + headers[filled][3]], filled, rank, at)
         messages, shapes, whole = room
-        by_rank = self.ranks.to_all(mine, messages, when="while features were exchanged")
+        when = "while features were exchanged"
+        by_rank = self.ranks.to_all(mine, messages, when=when)
         unpacked = [_unpacked(message, each) for message, each in zip(by_rank, shapes, strict=True)]
         for index, output in enumerate(whole):
             places.put_together([each[index] for each in unpacked], output)
+        self.ranks.settle(at, when=when)
         return whole
 
     def _tell(self, status: int, *, how: Any = None, outputs: Sequence[int] = (), text: str = "") -> list[list[int]]:
@@ -320,6 +322,7 @@ class _Share(torch.autograd.Function):
             by_rank = ranks.to_all(dshare_TP.contiguous(), room, when="while gradients of pixels were exchanged")
             dpixels_TP = dshare_TP.new_empty(places.total, dshare_TP.shape[1])
             places.put_together(by_rank, dpixels_TP)
+        ranks.settle(dshare_TP.device, when="while gradients were exchanged")
         return None, None, dpixels_TP, *dweights
 
 

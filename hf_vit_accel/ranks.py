@@ -1,14 +1,20 @@
 """The ranks that share calls: which group they are, and what they exchange. Nothing here knows towers.
 
 Whatever torch.distributed raises comes out as a `RankError` that says what may be wrong.
+
+What NCCL exchanges is waited for here, on the host and not for ever. A rank that dies leaves NCCL's kernels on the
+others spinning, and whoever then waits for their GPU hangs; torch's watchdog ends such a process a minute after the
+timeout (`ProcessGroupNCCL::Watchdog::runLoop`). A thread that aborted those kernels later would not do: the caller
+would go on with memory that was never filled.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -44,27 +50,25 @@ class Ranks:
         return float(self.group._get_backend(self.device).options._timeout.total_seconds())
 
     def words(self, mine: list[int], last: torch.Tensor, *, when: str) -> list[list[int]]:
-        """As many int64 words of every rank, by rank. Raises where one has not come within 0.9 of the timeout.
+        """As many int64 words of every rank, by rank.
 
         last: a word, (1,), that the host does not know; on `device`.
         """
-        on, limit = self.device, 0.9 * self.timeout
+        on = self.device
         found = list(torch.empty(self.size, len(mine) + 1, dtype=torch.int64, device=on))
-        begin = time.monotonic()
         with _told(when):
             sent = torch.cat([torch.tensor(mine, dtype=torch.int64).to(on), last])
-            work: Any = dist.all_gather(found, sent, group=self.group, async_op=True)
-            while on.type == "cuda" and not work.is_completed():  # where NCCL itself gives up, it ends the process
-                if time.monotonic() - begin > limit:
-                    raise RuntimeError(f"no answer within {limit:.0f} s")
-            work.wait()
-        told: list[list[int]] = torch.stack(found).tolist()
+            dist.all_gather(found, sent, group=self.group)
+        by_rank = torch.stack(found)
+        self.settle(on, when=when)
+        told: list[list[int]] = by_rank.tolist()
         return told
 
     def to_all(self, mine: torch.Tensor, received: Sequence[torch.Tensor], *, when: str) -> list[torch.Tensor]:
         """Each rank's tensor on every rank, by rank; received: where the others' go, of whatever sizes.
 
-        One group of sends and receipts, which NCCL runs as one kernel: nothing is padded to the largest.
+        One group of sends and receipts, which NCCL runs as one kernel: nothing is padded to the largest. Not yet there
+        when this returns: see `settle`.
         """
         by_rank = [mine if rank == self.rank else each for rank, each in enumerate(received)]
         operations = []
@@ -78,7 +82,7 @@ class Ranks:
         return by_rank
 
     def add_up(self, tensors: Sequence[torch.Tensor], *, when: str) -> list[torch.Tensor]:
-        """The sum of each over all ranks, by one reduction for each dtype."""
+        """The sum of each over all ranks, by one reduction for each dtype. Not yet there then, as in `to_all`."""
         summed: dict[int, torch.Tensor] = {}
         for dtype in sorted({each.dtype for each in tensors}, key=str):
             of = [index for index, each in enumerate(tensors) if each.dtype == dtype]
@@ -88,6 +92,58 @@ class Ranks:
             pieces = flat.split([tensors[index].numel() for index in of])
             summed |= {index: piece.view(tensors[index].shape) for index, piece in zip(of, pieces, strict=True)}
         return [summed[index] for index in range(len(tensors))]
+
+    def settle(self, at: torch.device, *, when: str) -> None:
+        """Waits until the current stream has what was exchanged. Raises, and aborts NCCL, after 0.9 of the timeout.
+
+        Not later: at the timeout, torch's watchdog decides to end the process. Call it last: what was launched before
+        runs while the host waits. gloo has waited already.
+        """
+        if at.type != "cuda":
+            return
+        done, limit, begin = torch.cuda.Event(), 0.9 * self.timeout, time.monotonic()
+        with _told(when):
+            done.record()
+            while not done.query():
+                waited = time.monotonic() - begin
+                if waited > limit:
+                    _, absent = _within(1.5, self._abort, self._absent)
+                    from_whom = f" from rank {absent} of the group" if absent else ""
+                    raise RuntimeError(f"no answer within {limit:.1f} s{from_whom}")
+                if waited > _SPINS:
+                    time.sleep(1e-4)
+
+    def _abort(self) -> None:
+        """Ends NCCL's kernels, so that the process can use its GPU, and leave. The group is of no use any more."""
+        self.group._get_backend(torch.device("cuda")).abort()
+
+    def _absent(self) -> str:
+        """Ranks that did not come to wait for the others: all that do tell the store, at about the same time."""
+        store = dist.distributed_c10d._get_process_group_store(self.group)
+        store.set(f"{_CAME}{self.rank}", "")
+        time.sleep(1.0)
+        return ", ".join(str(rank) for rank in range(self.size) if not store.check([f"{_CAME}{rank}"]))
+
+
+_SPINS, _CAME = 0.05, "hf_vit_accel/gave_up/"
+"""Seconds until a wait is long enough to sleep in between; keys of ranks in a group's store."""
+
+
+def _within(seconds: float, *acts: Callable[[], Any]) -> list[Any]:
+    """What they return, all begun at once; None where one fails or hangs, for what it needs may be dead."""
+    found: list[Any] = [None] * len(acts)
+
+    def tried(index: int) -> None:
+        with suppress(Exception):
+            found[index] = acts[index]()
+
+    threads = [threading.Thread(target=tried, args=(index,), daemon=True) for index in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return found
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, RankError, data_parallel, env
+from hf_vit_accel import ranks as ranks_module
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.bench.towers import SIZES
 from hf_vit_accel.config import Settings
@@ -567,6 +568,113 @@ def _late(rank: int, dies: bool) -> None:
 @pytest.mark.parametrize("dies", [False, True], ids=["late", "dead"])
 def test_a_rank_that_does_not_come(on_ranks: Any, dies: bool) -> None:
     on_ranks(_late, 3, dies)
+
+
+class _Event:
+    """Of a GPU that is through with its work after so many looks, if ever."""
+
+    looks = never = 1 << 60
+
+    def record(self) -> None:
+        self.left = type(self).looks
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+GPU = torch.device("cuda")
+
+
+def _stuck(rank: int) -> None:
+    """NCCL's kernels wait for ranks that were killed. On one that is left abort hangs, on the other it fails."""
+    group = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=2))
+    shared, aborted, begin = ranks_module.ranks_of(group), [], time.monotonic()
+
+    def abort() -> None:
+        aborted.append(time.monotonic() - begin)
+        time.sleep(60 if rank == 0 else 0)
+        raise Raised("no such communicator")
+
+    shared._abort, torch.cuda.Event = abort, _Event
+    if rank in (0, 2):
+        with pytest.raises(RankError) as found:
+            shared.settle(GPU, when="while features were exchanged")
+        assert str(found.value).startswith(
+            "the other ranks could not be reached while features were exchanged: "
+            "no answer within 1.8 s from rank 1, 3 of the group. All must make"
+        )
+        assert time.monotonic() - begin < 2 + 3
+        assert 1.8 <= aborted[0] < 2, "before torch's watchdog gives up and ends the process"
+    dist.destroy_process_group()
+
+
+def test_others_raise_where_a_gpu_waits_for_a_rank_that_is_gone(on_ranks: Any) -> None:
+    on_ranks(_stuck, 4)
+
+
+def _without_a_store(rank: int) -> None:
+    """It was on the rank that died: then nobody knows who it was."""
+    shared = ranks_module.ranks_of(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
+    shared._abort = lambda: None
+    torch.cuda.Event = _Event
+    dist.distributed_c10d._get_process_group_store = _breaks(Raised("connection reset"))
+    with pytest.raises(RankError, match=r"exchanged: no answer within 0\.9 s\. All"):
+        shared.settle(GPU, when="exchanged")
+
+
+def test_the_store_may_be_gone_too(on_ranks: Any) -> None:
+    on_ranks(_without_a_store, 2)
+
+
+def _waits(rank: int) -> None:
+    shared, slept = ranks_module.ranks_of(True), []
+    shared.settle(torch.device("cpu"), when="")  # nothing to wait for, and no event of CUDA's made
+    torch.cuda.Event, time.sleep = _Event, slept.append
+    shared._abort = _breaks(Raised("nobody is gone"))
+    _Event.looks = 3
+    shared.settle(GPU, when="")
+    assert not slept, "a short wait costs no sleep"
+    ranks_module._SPINS = -1.0
+    shared.settle(GPU, when="")
+    assert slept == [1e-4] * 3
+
+
+def test_a_wait_ends_with_what_it_waits_for(on_ranks: Any) -> None:
+    on_ranks(_waits, 1 + 1)
+
+
+def _settled(rank: int) -> None:
+    """No call returns, and no backward pass, before what was exchanged is there; launched first is what needs it."""
+    tower, told, put = tower_of(TINY["qwen3_vl"].build().train()), [], Places.put_together
+    whens = ["for word that they are through with their shares", "while features were exchanged"]
+    hf_vit_accel.patch(tower, data_parallel=True)
+    ranks_module.Ranks.settle = lambda self, at, *, when: told.append(when)
+    Places.put_together = lambda *args: told.append("put together") or put(*args)
+    pixels = pixels_for(tower, MIXED).requires_grad_()
+    with torch.inference_mode():
+        run_tower(tower, MIXED)
+    assert told == [whens[0], *["put together"] * (len(told) - 2), whens[1]] and len(told) > 3
+    del told[:]
+    loss = loss_of(tower, pixels, MIXED)
+    assert [told[0], told[-1]] == whens
+    del told[:]
+    loss.backward()
+    assert told == ["put together", "while gradients were exchanged"]
+
+    def gone(self: Any, at: Any, *, when: str) -> None:
+        if when == whens[1]:
+            raise RankError(when)
+
+    ranks_module.Ranks.settle = gone
+    for _ in range(2):
+        with pytest.raises(RankError, match=whens[1]):
+            run_tower(tower, MIXED)
+    assert state_of(tower).sharing.counts == {"shared": 2}, "none that failed"
+
+
+def test_calls_and_gradients_wait_for_what_was_exchanged(on_ranks: Any) -> None:
+    on_ranks(_settled, 3)
 
 
 # --- what is not shared -----------------------------------------------------------------------------------------------
