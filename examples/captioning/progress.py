@@ -25,7 +25,8 @@ class Counts:
     """What one process has done. items: of `of`. failed: records without a caption. cost: of `of_cost`.
     read: items that are decoded, or could not be.
 
-    vision, text: tokens. seconds: since it began to caption. halved: batches that the memory did not hold.
+    vision, text: tokens. seconds: since it began to caption; waited: of them, those in which the model had no pictures.
+    halved: batches that the memory did not hold.
     """
 
     process: int
@@ -39,6 +40,7 @@ class Counts:
     text: int = 0
     halved: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
 
 
 class Tally(Counter[str]):
@@ -143,8 +145,10 @@ def summary(all_counts: list[Counts]) -> str:
     ]
     seconds = max(counts.seconds for counts in all_counts) or 1e-9
     items, vision, text = (sum(getattr(c, name) for c in all_counts) for name in ("items", "vision", "text"))
+    waited = sum(c.waited for c in all_counts) / (sum(c.seconds for c in all_counts) or 1e-9)
     lines.append(
         f"  {items} items in {seconds:.1f} s: {items / seconds:.2f} items/s, {vision / seconds:.0f} vision tokens/s, "
         f"{text / seconds:.0f} text tokens/s"
+        + (f"; models waited for pictures {waited:.0%} of the time" if waited else "")
     )
     return "\n".join(lines)

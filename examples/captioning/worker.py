@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -123,10 +124,12 @@ class Worker:
             failed, good, inputs = self.prepare(list(pool.map(read, batch)))
             return failed, good, self.captioner.send(inputs)
 
-        batches = pack(tasks, self.batch_tokens, self.batch_size)
+        batches, begin = pack(tasks, self.batch_tokens, self.batch_size), perf_counter()
         try:
             for failed, good, inputs in _ahead(batches, make, weigh, self.memory * 3 // 4):
+                self.progress.add(waited=perf_counter() - begin)
                 self.caption(failed, good, inputs)
+                begin = perf_counter()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

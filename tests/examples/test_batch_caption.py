@@ -1271,6 +1271,16 @@ def test_other_errors_of_the_model_stop_the_run(tmp_path: Path, error: Exception
     assert list(Journal(tmp_path).records()) == []
 
 
+@pytest.mark.parametrize("slow", ["encode", "generate"])
+def test_it_is_told_whether_the_model_waits_for_pictures(tmp_path: Path, slow: str) -> None:
+    captioner = FakeCaptioner()
+    quick = getattr(captioner, slow)
+    setattr(captioner, slow, lambda *args: time.sleep(0.1) or quick(*args))
+    work(tmp_path, captioner, 45)
+    (counts,) = read_counts(tmp_path / "progress", 1)
+    assert counts.waited > 0.1 if slow == "encode" else counts.waited < 0.5 * counts.seconds
+
+
 def test_one_item_that_the_processor_refuses_costs_no_other(tmp_path: Path) -> None:
     records = work(tmp_path, FakeCaptioner(refused=(4, 5, 30)), 45)
     refused = {each.key: each.error for each in records if "refused" in (each.error or "")}
@@ -1297,10 +1307,14 @@ def test_progress_is_of_all_processes(tmp_path: Path, capsys: pytest.CaptureFixt
     first.add(items=4, cost=40.0, vision=400, text=40)
     other.close()
     first.close()
+    assert "waited" not in summary([first.counts]), "a cluster does not know"
+    first.add(waited=1.0)
+    other.add(waited=4.0)
     first.counts, other.counts = (replace(each.counts, seconds=10.0) for each in (first, other))
     assert state([first.counts, other.counts]) == "1.0 items/s, 100 vision and 10 text tokens/s, about 30 s left"
     text = summary([first.counts, other.counts])
-    assert "10 items in 10.0 s: 1.00 items/s, 100 vision tokens/s, 10 text tokens/s" in text
+    assert "10 items in 10.0 s: 1.00 items/s, 100 vision tokens/s, 10 text tokens/s; models waited" in text
+    assert "for pictures 25% of the time" in text
     assert "process 1: 6 of 30 items in 10.0 s, 2 records failed" in text
     clear(tmp_path)
     assert read_counts(tmp_path, 2) == []
