@@ -27,7 +27,7 @@ from hf_vit_accel import data_parallel, env
 from hf_vit_accel.bench import require_matplotlib
 from hf_vit_accel.bench.towers import build_tower, family_of_tower
 from hf_vit_accel.data_parallel import checksum
-from hf_vit_accel.split import loads, split
+from hf_vit_accel.split import Places, loads, split
 from hf_vit_accel.tower import state_of
 
 SIZES = {
@@ -39,14 +39,16 @@ SIZES = {
 }
 SMALL = (2, 3, 4, 6, 8)
 """Images of 448², around the size from which on sharing pays."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""A CPU, with tiny towers, is for trying this out."""
 
 
 def pixels_for(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> torch.Tensor:
     """Random patches, the same on every rank."""
     weight = family_of_tower(tower).parts(tower).projection.weight
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     rows = sum(t * h * w for t, h, w in grid)
-    return torch.randn(rows, weight[0].numel(), generator=generator, device="cuda").to(weight.dtype)
+    return torch.randn(rows, weight[0].numel(), generator=generator, device=DEVICE).to(weight.dtype)
 
 
 def outputs_of(tower: Any, pixels: torch.Tensor, grid: list[tuple[int, int, int]]) -> list[torch.Tensor]:
@@ -62,16 +64,23 @@ def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float
     return max(float((f.float() - e.float()).norm() / e.float().norm()) for f, e in pairs)
 
 
-def milliseconds(act: Callable[[], Any]) -> float:
-    """One call, all ranks beginning together; the slowest rank's."""
-    torch.cuda.synchronize()
+def synchronize() -> None:
+    """Until the GPU is through, if there is one."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(act: Callable[[], Any]) -> list[float]:
+    """One call, all ranks beginning together; of each rank."""
+    synchronize()
     dist.barrier()
     begin = time.perf_counter()
     act()
-    torch.cuda.synchronize()
-    taken = torch.tensor(1e3 * (time.perf_counter() - begin), device="cuda")
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    synchronize()
+    taken = torch.tensor(1e3 * (time.perf_counter() - begin), device=DEVICE)
+    by_rank = [torch.empty_like(taken) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, taken)
+    return [float(each) for each in by_rank]
 
 
 def in_turns(
@@ -94,8 +103,8 @@ def in_turns(
                 del outputs
             for _ in range(repeats):
                 taken = milliseconds(lambda: outputs_of(tower, pixels, grid) if rank < count or count == 1 else None)  # noqa: B023
-                times[count].append(taken)
-            worst = torch.tensor(off, device="cuda")
+                times[count].append(max(taken))
+            worst = torch.tensor(off, device=DEVICE)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             row = found.setdefault(count, {"rows": len(pixels), "difference": 0.0})
             row["difference"] = max(row["difference"], float(worst))
@@ -114,13 +123,19 @@ def compared(found: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
     return row | {"alone_ms": alone, "shared_ms": shared["ms"], "shared_by_alone": shared["ms"] / alone}
 
 
-def balance(tower: Any, grid: list[tuple[int, int, int]], count: int) -> float:
-    """Slowest rank by the mean, as the split takes it to be."""
+def balance(tower: Any, grid: list[tuple[int, int, int]], count: int) -> dict[str, float]:
+    """Slowest rank by the mean: as the split takes it to be, and by the time of each one's share, encoded alone."""
     family = family_of_tower(tower)
     parts, clips = family.parts(tower), family.geometry(tower).clips
     full = sum(map(parts.full, range(len(parts.blocks)))) / len(parts.blocks)
-    costs = loads(tuple(grid), split(tuple(grid), count, clips=clips, full=full), clips=clips, full=full)
-    return max(costs) / statistics.mean(costs)
+    shares = split(tuple(grid), count, clips=clips, full=full)
+    costs, rank = loads(tuple(grid), shares, clips=clips, full=full), dist.get_rank()
+    mine = list(Places(tuple(grid), shares).grid_of(rank)) if rank < count else []
+    pixels = pixels_for(tower, mine) if mine else None
+    hf_vit_accel.patch(tower)
+    for _ in range(2):
+        taken = milliseconds(lambda: outputs_of(tower, pixels, mine) if mine else None)[:count]
+    return {"balance": max(costs) / statistics.mean(costs), "balance_measured": max(taken) / statistics.mean(taken)}
 
 
 def pays(tower: Any, groups: dict[int, Any]) -> list[dict[str, Any]]:
@@ -171,7 +186,7 @@ def random_calls(tower: Any, calls: int) -> dict[str, Any]:
         state = state_of(tower)
         assert state is not None and state.sharing is not None
         shared += state.sharing.counts["shared"]
-    counts = torch.tensor([wrong, calls - equal], device="cuda")
+    counts = torch.tensor([wrong, calls - equal], device=DEVICE)
     dist.all_reduce(counts)  # of all ranks
     heard, grid = "nothing", SIZES["16 x 512²"]
     pixels, state = pixels_for(tower, grid), state_of(tower)
@@ -201,23 +216,25 @@ def exchanges(rounds: int) -> list[dict[str, Any]]:
     assert ranks is not None
     for megabytes in (1, 10, 50, 200):
         sizes = [(megabytes << 20) * (4 if each == 0 else 3) // 3 for each in range(size)]
-        mine = torch.zeros(sizes[rank], dtype=torch.uint8, device="cuda")
-        room = [torch.empty(each, dtype=torch.uint8, device="cuda") for each in sizes]
+        mine = torch.zeros(sizes[rank], dtype=torch.uint8, device=DEVICE)
+        room = [torch.empty(each, dtype=torch.uint8, device=DEVICE) for each in sizes]
         padded, largest = (
-            torch.empty(size * max(sizes), dtype=torch.uint8, device="cuda"),
-            torch.zeros(max(sizes), dtype=torch.uint8, device="cuda"),
+            torch.empty(size * max(sizes), dtype=torch.uint8, device=DEVICE),
+            torch.zeros(max(sizes), dtype=torch.uint8, device=DEVICE),
         )
         ways: dict[str, Callable[[], Any]] = {
             "ours": lambda: ranks.to_all(mine, room, when="timed"),  # noqa: B023
             "all_gather": lambda: dist.all_gather(room, mine),  # noqa: B023
             "padded": lambda: dist.all_gather_into_tensor(padded, largest),  # noqa: B023
-            "words": lambda: ranks.words([0] * 64, torch.zeros(1, dtype=torch.int64, device="cuda"), when="timed"),
+            "words": lambda: ranks.words(
+                [0] * 64, torch.zeros(1, dtype=torch.int64, device=ranks.device), when="timed"
+            ),
             "checksum": lambda: checksum(mine[: len(mine) // 3072 * 3072].view(-1, 3072)),  # noqa: B023
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds + 2):
             for name, act in ways.items():
-                times[name].append(milliseconds(act))
+                times[name].append(max(milliseconds(act)))
         found.append(dict(megabytes=megabytes) | {name: statistics.median(taken[2:]) for name, taken in times.items()})
     return found
 
@@ -231,7 +248,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
     lines: dict[tuple[str, str], dict[int, float]] = {}
     for run in document["runs"]:
         for row in run["towers"]:
-            lines.setdefault((row["model"], row["size"]), {1: 1.0})[run["ranks"]] = 1 / row["shared_by_alone"]
+            if row["size"] in SIZES:
+                lines.setdefault((row["model"], row["size"]), {1: 1.0})[run["ranks"]] = 1 / row["shared_by_alone"]
     models, counts = sorted({model for model, _ in lines}), [1, *(run["ranks"] for run in document["runs"])]
     figure = Figure(figsize=(5 * len(models), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -262,12 +280,15 @@ def main() -> None:
     if arguments.plot is not None:
         draw(json.loads(arguments.json.read_text(encoding="utf-8")), arguments.plot)
         return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
+    cuda = DEVICE.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    name_of_gpu = torch.cuda.get_device_name() if cuda else "cpu"
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
     size = dist.get_world_size()
     groups = {count: dist.new_group(list(range(count))) for count in (2, 4, 8) if count <= size}
-    runs = {count: {"ranks": count, "gpu": torch.cuda.get_device_name(), "towers": []} for count in groups}
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "versions": env.versions()}
+    runs = {count: {"ranks": count, "gpu": name_of_gpu, "towers": []} for count in groups}
+    results: dict[str, Any] = {"device": name_of_gpu, "dtype": "bfloat16", "versions": env.versions()}
     results |= {"runs": list(runs.values()), "pays": {}}
 
     def tell(row: dict[str, Any]) -> None:
@@ -278,14 +299,14 @@ def main() -> None:
 
     with torch.inference_mode():
         for model in arguments.models.split(","):
-            tower = build_tower(model, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+            tower = build_tower(model, DEVICE, torch.bfloat16)
             if arguments.calls and size > 1:
                 results[f"random calls, {model}"] = random_calls(tower, arguments.calls)
                 tell({"model": model} | results[f"random calls, {model}"])
             for name in arguments.sizes.split(","):
                 found = in_turns(tower, SIZES[name], groups, arguments.rounds)
                 for count, run in runs.items():
-                    row = {"model": model, "size": name, "graphs": False, "balance": balance(tower, SIZES[name], count)}
+                    row = {"model": model, "size": name, "graphs": False} | balance(tower, SIZES[name], count)
                     run["towers"].append(row | compared(found, count))
                     tell({"ranks": count} | run["towers"][-1])
             if groups and not arguments.no_pays:
