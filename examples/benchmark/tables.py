@@ -153,22 +153,28 @@ def data_parallel() -> str:
             if not row["graphs"] and "448" not in row["size"]:
                 ours.setdefault((row["model"], row["size"]), {})[run["ranks"]] = row
     counts = [run["ranks"] for run in document["runs"]]
+    told = any("balance_measured" in row for found in ours.values() for row in found.values())
     rows = [
         [
             title(model),
             size,
             digits(statistics.median(row["alone_ms"] for row in found.values())),
-            *(_shared(found.get(count)) for count in counts),
+            *(cell for count in counts for cell in _shared(found.get(count), told)),
         ]
         for (model, size), found in ours.items()
     ]
-    head = ["ms", "input", "one GPU", *(f"{count} GPUs" for count in counts)]
+    balances = ["slowest rank by mean (expected)"] * told
+    head = ["ms", "input", "one GPU", *(cell for count in counts for cell in (f"{count} GPUs", *balances))]
     command = "torchrun --nproc-per-node N examples/benchmark/data_parallel.py"
     return grid(head, rows) + f"\n{conditions(document | {'gpus': counts[-1]}, 'data_parallel.json', command)}\n"
 
 
-def _shared(row: Mapping[str, Any] | None) -> str:
-    return "" if row is None else f"{digits(row['shared_ms'])} ({row['alone_ms'] / row['shared_ms']:.2f}x)"
+def _shared(row: Mapping[str, Any] | None, told: bool) -> list[str]:
+    """told: whether there are cells of balance."""
+    if row is None:
+        return [""] * (1 + told)
+    even = f"{row['balance_measured']:.2f} ({row['balance']:.2f})" if "balance_measured" in row else ""
+    return [f"{digits(row['shared_ms'])} ({row['alone_ms'] / row['shared_ms']:.2f}x)", *[even] * told]
 
 
 def reuse() -> str:

@@ -166,6 +166,17 @@ def test_tables_are_those_of_the_json_files(path: Path) -> None:
     assert text.count("<!-- table:") == text.count("<!-- end of table -->") == len(tables.PLACE.findall(text))
 
 
+def test_the_balance_of_ranks_stands_beside_what_the_split_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = tables.load("data_parallel.json")
+    for count, run in enumerate(document["runs"], 1):
+        run["towers"] = [row | dict(balance_measured=1 + count / 100, balance=1.0) for row in run["towers"]]
+    monkeypatch.setattr(tables, "load", lambda file: document)
+    head, _, first, *rows = tables.data_parallel().splitlines()
+    assert head.endswith("| 2 GPUs | slowest rank by mean (expected) | 4 GPUs | slowest rank by mean (expected) |")
+    assert first.endswith("x) | 1.01 (1.00) | 12.8 (3.22x) | 1.02 (1.00) |")
+    assert all(row.count("|") == head.count("|") for row in rows if row.startswith("|")), "also where one was not run"
+
+
 def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {found["name"] for path in tables.PAGES for found in tables.PLACE.finditer(path.read_text())}
     assert shown == set(tables.TABLES)
