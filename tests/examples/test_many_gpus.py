@@ -1,7 +1,8 @@
-"""`examples/tensor_parallel.py` and `examples/long_video.py` with tiny models on a CPU."""
+"""`tensor_parallel.py`, `long_video.py` and `benchmark/data_parallel.py` of examples/, with tiny models on a CPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from test_data_parallel import no_group_is_left, on_ranks  # noqa: F401
 from tiny import TINY, relative_error, tower_of
@@ -56,6 +58,33 @@ def test_tokens_of_a_model_under_tensor_parallelism(on_ranks: Any, family: str, 
     folder = tmp_path / "model"
     TINY[family].build().config.save_pretrained(folder)
     on_ranks(_split, 2, str(folder))
+
+
+def _measured(rank: int, path: str) -> None:
+    spec: Any = importlib.util.spec_from_file_location("shared", EXAMPLES / "benchmark" / "data_parallel.py")
+    benchmark: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    benchmark.DEVICE = CPU
+    benchmark.build_tower = lambda *_: tower_of(TINY["qwen2_5_vl"].build()).requires_grad_(False)
+    benchmark.SIZES = {"16 x 512²": [(1, 4, 4)] * 16, "32 pages": [(1, 8, 6)] * 7}
+    benchmark.exchanges = lambda rounds: []  # with ways of torch's that gloo does not know
+    dist.init_process_group = lambda *_, **__: None  # there is one
+    dist.destroy_process_group = lambda: None
+    sizes = "--sizes=" + ",".join(benchmark.SIZES)
+    sys.argv = ["data_parallel.py", "--models=tiny", sizes, "--rounds=1", "--calls=0", "--no-pays", "--json", path]
+    benchmark.main()
+
+
+def test_the_benchmark_times_every_number_of_ranks_in_one_run(on_ranks: Any, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "found.json"
+    on_ranks(_measured, 4, str(path))
+    found = json.loads(path.read_text())
+    assert [found_of["ranks"] for found_of in found["runs"]] == [2, 4]
+    for count, rows in ((found_of["ranks"], found_of["towers"]) for found_of in found["runs"]):
+        assert [row["balance"] for row in rows] == pytest.approx([1.0, -(-7 // count) / (7 / count)])
+        for row in rows:
+            assert row["difference"] < 1e-5 and row["status"] == f"rank 0 of {count}, 2 calls shared"
+            assert row["shared_by_alone"] == row["shared_ms"] / row["alone_ms"] and row["balance_measured"] >= 1.0
 
 
 def settings(**changed: Any) -> Namespace:

@@ -6,13 +6,10 @@ Processes are forked, so that each begins with what the test has made; gloo conn
 from __future__ import annotations
 
 import copy
-import importlib.util
-import json
 import os
 import pickle
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -737,36 +734,6 @@ def _ddp_beside(rank: int) -> None:
 
 def test_ddp_over_other_ranks_than_those_that_share(on_ranks: Any) -> None:
     on_ranks(_ddp_beside, 4)
-
-
-# --- the benchmark ----------------------------------------------------------------------------------------------------
-
-
-def _measured(rank: int, path: str) -> None:
-    sys.path[:0] = [str(Path(__file__).parent.parent / "examples" / "benchmark")]
-    spec: Any = importlib.util.spec_from_file_location("shared", sys.path[0] + "/data_parallel.py")
-    benchmark: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    benchmark.build_tower = lambda *_: tower_of(TINY["qwen2_5_vl"].build()).requires_grad_(False)
-    benchmark.SIZES = {"16 x 512²": [(1, 4, 4)] * 16, "32 pages": [(1, 8, 6)] * 7}
-    benchmark.exchanges = lambda rounds: []  # with ways of torch's that gloo does not know
-    dist.init_process_group = lambda *_, **__: None  # there is one
-    dist.destroy_process_group = lambda: None
-    sizes = "--sizes=" + ",".join(benchmark.SIZES)
-    sys.argv = ["data_parallel.py", "--models=tiny", sizes, "--rounds=1", "--calls=0", "--no-pays", "--json", path]
-    benchmark.main()
-
-
-def test_the_benchmark_times_every_number_of_ranks_in_one_run(on_ranks: Any, tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-    on_ranks(_measured, 4, str(path))
-    found = json.loads(path.read_text())
-    assert [found_of["ranks"] for found_of in found["runs"]] == [2, 4]
-    for count, rows in ((found_of["ranks"], found_of["towers"]) for found_of in found["runs"]):
-        assert [row["balance"] for row in rows] == pytest.approx([1.0, -(-7 // count) / (7 / count)])
-        for row in rows:
-            assert row["difference"] < 1e-5 and row["status"] == f"rank 0 of {count}, 2 calls shared"
-            assert row["shared_by_alone"] == row["shared_ms"] / row["alone_ms"] and row["balance_measured"] >= 1.0
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
