@@ -44,11 +44,6 @@ class Ranks:
         """Where words are exchanged: on the host if the group can, so that nobody waits for a GPU."""
         return torch.device("cpu" if "cpu" in {each.type for each in self.group._device_types} else "cuda")
 
-    @property
-    def timeout(self) -> float:
-        """Seconds after which the group gives up."""
-        return float(self.group._get_backend(self.device).options._timeout.total_seconds())
-
     def words(self, mine: list[int], last: torch.Tensor, *, when: str) -> list[list[int]]:
         """As many int64 words of every rank, by rank.
 
@@ -101,7 +96,8 @@ class Ranks:
         """
         if at.type != "cuda":
             return
-        done, limit, begin = torch.cuda.Event(), 0.9 * self.timeout, time.monotonic()
+        timeout = self.group._get_backend(at).options._timeout  # NCCL's own: gloo beside it waits for longer
+        done, limit, begin = torch.cuda.Event(), 0.9 * float(timeout.total_seconds()), time.monotonic()
         with _told(when):
             done.record()
             while not done.query():

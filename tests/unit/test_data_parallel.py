@@ -11,6 +11,7 @@ import pickle
 import random
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -613,18 +614,19 @@ def test_others_raise_where_a_gpu_waits_for_a_rank_that_is_gone(on_ranks: Any) -
     on_ranks(_stuck, 4)
 
 
-def _without_a_store(rank: int) -> None:
-    """It was on the rank that died: then nobody knows who it was."""
-    shared = ranks_module.ranks_of(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
-    shared._abort = lambda: None
-    torch.cuda.Event = _Event
-    dist.distributed_c10d._get_process_group_store = _breaks(Raised("connection reset"))
-    with pytest.raises(RankError, match=r"exchanged: no answer within 0\.9 s\. All"):
-        shared.settle(GPU, when="exchanged")
+def test_nccl_sets_the_time_and_is_aborted_and_the_store_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group of gloo and NCCL; the store was on the rank that died: then nobody knows who it was."""
+    shared, aborted, gpu = ranks_module.Ranks.__new__(ranks_module.Ranks), [], torch.device("cuda", 3)
 
+    def backend(device: torch.device) -> Any:
+        timeout = timedelta(seconds={"cpu": 60, "cuda": 0.2}[device.type])
+        return Namespace(options=Namespace(_timeout=timeout), abort=lambda: aborted.append(device.type))
 
-def test_the_store_may_be_gone_too(on_ranks: Any) -> None:
-    on_ranks(_without_a_store, 2)
+    shared.group, shared.rank, shared.size = Namespace(_get_backend=backend), 0, 2
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    with pytest.raises(RankError, match=r"exchanged: no answer within 0\.2 s\. All"):
+        shared.settle(gpu, when="exchanged")
+    assert aborted == ["cuda"]
 
 
 def _waits(rank: int) -> None:
