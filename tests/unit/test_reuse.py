@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,11 +43,11 @@ Item = tuple[torch.Tensor, tuple[int, int, int]]
 
 def prints(pixels_TP: torch.Tensor, grid: list[Any], keys: torch.Tensor, hashes: Any = None) -> list[Any]:
     """(grid row, low, high) of each item."""
-    out = torch.zeros(5 * len(grid), dtype=torch.int64, device=pixels_TP.device)
+    out = torch.zeros(2 + 5 * len(grid), dtype=torch.int64, device=pixels_TP.device)
     grid_N3 = torch.tensor(grid, device=pixels_TP.device)
-    (hashes or fingerprint.hash_items_reference)(fingerprint.words_of(pixels_TP), grid_N3, keys, out)
-    assert out.view(-1, 5)[:, :3].tolist() == list(map(list, grid))
-    return [tuple(row) for row in out.view(-1, 5)[:, 3:].tolist()]
+    (hashes or fingerprint.hash_items_reference)(pixels_TP, grid_N3, keys, out)
+    assert out[2:].view(-1, 5)[:, :3].tolist() == list(map(list, grid)) and not out[:2].any()
+    return [tuple(row) for row in out[2:].view(-1, 5)[:, 3:].tolist()]
 
 
 def keys_for(pixels_TP: torch.Tensor) -> torch.Tensor:
@@ -221,26 +222,25 @@ def test_grids_that_do_not_fit_do_no_harm(device: str, grid: Any) -> None:
     """They are refused once they are read: whatever they hold, nothing else is written."""
     words = torch.ones(8, 300, dtype=torch.int32, device=device)
     for hashes in (fingerprint.hash_items, fingerprint.hash_items_reference):
-        out = torch.zeros(5 * len(grid) + 4, dtype=torch.int64, device=device)
+        out = torch.zeros(2 + 5 * len(grid) + 4, dtype=torch.int64, device=device)
         hashes(words, torch.tensor(grid, device=device), keys_for(words), out)
-        assert not out[-4:].any() and out[:3].tolist() == list(grid[0])
+        assert not out[-4:].any() and out[:5].tolist() == [0, 0, *grid[0]]
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
 @pytest.mark.parametrize(
-    ("kernel", "arguments", "constants"),
+    ("kernel", "arguments", "unroll"),
     [
-        ("_items_kernel", "words:*i32 grid:*i64 keys:*i64 out:*i64 rows:i32 items:i32", dict(WORDS=768, STEPS=16)),
-        ("_memory_kernel", "addresses:*i64 counts:*i64 keys:*i64 out:*i64", dict(STEPS=64)),
+        ("_items_kernel", "address:i64 grid:*i64 keys:*i64 out:*i64 rows:i32 items:i32 width:i32", 4),
+        ("_memory_kernel", "addresses:*i64 counts:*i64 keys:*i64 out:*i64", 2),
     ],
 )
-def test_kernels_wait_for_nothing_but_memory(kernel: str, arguments: str, constants: dict[str, Any]) -> None:
+def test_kernels_wait_for_nothing_but_memory(kernel: str, arguments: str, unroll: int) -> None:
     """Compiled for a GPU, no warp waits for another, none has memory of its own, and words come 16 bytes at a time."""
-    constants = constants | dict(UNROLL=2, TAIL=1024)
-    assembly = compile_for_hopper("fingerprint", kernel, arguments, constants, dict(num_warps=1)).asm["ptx"]
+    assembly = compile_for_hopper("fingerprint", kernel, arguments, {}, dict(num_warps=1)).asm["ptx"]
     assert not any(what in assembly for what in ("bar.sync", ".local", "st.shared"))
     wide = [line for line in assembly.splitlines() if "ld.global" in line and ".v4." in line]
-    assert sum("@" in line for line in wide) == 2 * 2, "words of two steps, where there are as many"
+    assert sum("@" in line for line in wide) == 2 * unroll, "words of all steps of a turn, where there are as many"
 
 
 @WHERE
@@ -257,7 +257,7 @@ def test_words_may_lie_anywhere(device: str, by: int) -> None:
 def test_memory_by_the_kernel(device: str) -> None:
     shapes = [(129, 130), (3000,), (2,), (0,), (4, 1, 2)] * (20 if device == "cuda" else 1)
     tensors = [torch.randn(shape).to(device, (torch.float32, torch.bfloat16)[i % 2]) for i, shape in enumerate(shapes)]
-    memory = Memory(tensors, Any, [], None)
+    memory = Memory(tensors, SimpleNamespace(count=len(tensors)), SimpleNamespace(loose=lambda: False), None)
     keys = fingerprint.draw_keys(torch.device(device))
     found = []
     for hashes in (fingerprint.hash_memory, fingerprint.hash_memory_reference):
@@ -392,7 +392,7 @@ def test_calls_without_copies_are_served_as_they_are(tower: Any, monkeypatch: py
     drawn: list[int] = []
     encode, draw_keys = tower_module.encode, fingerprint.draw_keys
     monkeypatch.setattr(tower_module, "encode", lambda *args: made.append((args[1], encode(*args))) or made[-1][1])
-    monkeypatch.setattr(reuse_module, "draw_keys", lambda *args: drawn.append(1) or draw_keys(*args))
+    monkeypatch.setattr(fingerprint, "draw_keys", lambda *args: drawn.append(1) or draw_keys(*args))
     hf_vit_accel.patch(tower, reuse=True, strict=True)
     for grid, looked in (([(1, 4, 6)], 0), ([(1, 4, 6), (1, 6, 4)], 0), ([(1, 4, 6), (1, 4, 6)], 1)):
         pixels = pixels_for(tower, grid)
