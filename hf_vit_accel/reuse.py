@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -106,10 +107,8 @@ def _place(tensors: list[torch.Tensor], weights: Weights) -> tuple[Any, ...]:
 
 def _shapes(tensors: list[torch.Tensor]) -> list[Any]:
     """What tells that contiguous tensors of as many numbers have the shapes and dtypes that they had."""
-    return [list(map(read, tensors)) for read in _SHAPE]
-
-
-_SHAPE: Any = torch.Tensor.is_contiguous, torch.Tensor.stride, attrgetter("dtype")
+    reads: Any = torch.Tensor.is_contiguous, torch.Tensor.stride, attrgetter("dtype")
+    return [list(map(read, tensors)) for read in reads]
 
 
 # --- what is handed out -----------------------------------------------------------------------------------------------
@@ -287,6 +286,7 @@ class Reuse:
         meanwhile()
         if across and not memory.fits(tensors):
             self._memory = None
+            settle(device)  # the kernels still write
             return self.look(snapshot, parameters, weights, no_kernels, meanwhile, pixels_TP, grid_N3)
         decided = (memory.form, pixels_TP.dtype, *_numerics()) if across else ()
         low, high, *items = found.tolist()
@@ -315,7 +315,7 @@ class Reuse:
         first: dict[Any, int] = {}
         for index, key in enumerate(keys):
             first.setdefault(key, index)
-        found: dict[Any, _Kept] = {}
+        found: dict[Any, _Kept] = {}  # of earlier calls
         owner: Any = None
         if marks.weights is not None and not spec.request.grad:
             owner = weakref.ref(spec), marks.weights
@@ -323,9 +323,8 @@ class Reuse:
             found = {key: each for key, each in kept.items() if each is not None}
         missing = [key for key in first if key not in found]
         whole = len(missing) == len(keys)
-        fresh = (
-            serve(grid, pixels_TP) if whole else self._encode(serve, keys, {first[key] for key in missing}, pixels_TP)
-        )
+        chosen = [first[key] for key in missing]
+        fresh = serve(grid, pixels_TP) if whole else self._encode(serve, keys, chosen, pixels_TP)
         self._items, self._encoded = self._items + len(keys), self._encoded + len(missing)
         self._hits += sum(key in found for key in keys) if found else 0
         if whole and owner is None:
@@ -345,17 +344,13 @@ class Reuse:
             self._keep({(owner, key): pieces[key] for key in missing}, stream)
         return outputs
 
-    def _encode(self, serve: Serve, keys: list[Any], chosen: set[int], pixels_TP: torch.Tensor) -> list[torch.Tensor]:
+    def _encode(self, serve: Serve, keys: list[Any], chosen: list[int], pixels_TP: torch.Tensor) -> list[torch.Tensor]:
         """The outputs of items that are part of a call, by their index; none if there are none."""
         if not chosen:
             return []
-        pieces, start = [], 0
-        for index, (_, (t, h, w)) in enumerate(keys):
-            if index in chosen:
-                pieces.append(pixels_TP[start : start + t * h * w])
-            start += t * h * w
-        grid = tuple(keys[index][1] for index in sorted(chosen))
-        return serve(grid, torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+        starts = [0, *accumulate(t * h * w for _, (t, h, w) in keys)]
+        pieces = [pixels_TP[starts[index] : starts[index + 1]] for index in chosen]
+        return serve(tuple(keys[index][1] for index in chosen), torch.cat(pieces) if len(pieces) > 1 else pieces[0])
 
     def _keep(self, fresh: dict[Any, list[torch.Tensor]], stream: Any) -> None:
         """Copies, since whoever gets an output may write to it; of no kind that gradients would refuse later."""

@@ -70,7 +70,7 @@ class Desk:
             return self._zeros.popleft()[:count]
         except IndexError:
             with torch.inference_mode(False):
-                self._zeros.extend(torch.zeros(256, _PIECE, dtype=torch.int64).to(device).unbind())
+                self._zeros.extend(torch.zeros(256, _PIECE, dtype=torch.int64, device="cpu").to(device).unbind())
             return self.zeros(count)
 
 
@@ -254,9 +254,9 @@ def hash_items(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tenso
 
 def words_of(pixels_TP: torch.Tensor) -> torch.Tensor:
     """The bits of rows as 32-bit words (T, W), the last one filled up with zeros; a view where that is possible."""
-    pixels_TP = pixels_TP.detach()
+    pixels_TP = pixels_TP.detach().contiguous()
     if not _in_words(pixels_TP):
-        bytes_TB = pixels_TP.contiguous().view(torch.uint8)
+        bytes_TB = pixels_TP.view(torch.uint8)
         pixels_TP = F.pad(bytes_TB, (0, -bytes_TB.shape[1] % 4)).clone()
     return pixels_TP.view(torch.int32)
 
