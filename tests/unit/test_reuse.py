@@ -241,6 +241,7 @@ def test_kernels_wait_for_nothing_but_memory(kernel: str, arguments: str, unroll
     assert not any(what in assembly for what in ("bar.sync", ".local", "st.shared"))
     wide = [line for line in assembly.splitlines() if "ld.global" in line and ".v4." in line]
     assert sum("@" in line for line in wide) == 2 * unroll, "words of all steps of a turn, where there are as many"
+    assert sum("@" not in line for line in wide) >= 8 * unroll, "keys, too, though nothing is known of where they lie"
 
 
 def test_later_launches_are_of_what_the_first_compiled() -> None:
