@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -28,12 +29,11 @@ from hf_vit_accel.metadata import Grid, to_device
 from hf_vit_accel.ops import why_not_triton
 from hf_vit_accel.ops.fingerprint import (
     CHUNK,
-    draw_keys,
+    Desk,
     hash_items,
     hash_items_reference,
     hash_memory,
     hash_memory_reference,
-    words_of,
 )
 from hf_vit_accel.route import Spec
 from hf_vit_accel.scales import settle
@@ -53,14 +53,23 @@ class Memory:
     form: another object whenever shapes or dtypes are others. reasons: why they cannot be read as words.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], weights: Weights, layout: list[Any], former: Memory | None) -> None:
-        self.weights, self.layout = weights, layout
-        self.form: object = former.form if former is not None and former.layout[1:] == layout[1:] else object()
+    def __init__(
+        self, tensors: list[torch.Tensor], weights: Weights, snapshot: Snapshot, former: Memory | None
+    ) -> None:
+        self.place, self.shapes = _place(tensors, weights), _shapes(tensors)
+        same = former is not None and former.place[2] == self.place[2] and former.shapes == self.shapes
+        self.form: object = former.form if former is not None and same else object()
         self.reasons: list[str] = []
+        if snapshot.loose():
+            self.reasons.append("a module holds a tensor that is neither parameter nor buffer")
         starts = np.array(list(map(torch.Tensor.data_ptr, tensors)), dtype=np.int64)
         nbytes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
         if not all(map(torch.Tensor.is_contiguous, tensors)) or (starts % 4).any() or (nbytes % 4).any():
             self.reasons.append("a parameter is not contiguous, or does not lie in whole words of memory")
+        device = tensors[0].device
+        if any(tensor.device != device for tensor in tensors):
+            self.reasons.append("parameters or buffers are on several devices")
+        if self.reasons:
             return
         words = nbytes // 4
         chunks = -(-words // CHUNK)
@@ -69,10 +78,6 @@ class Memory:
             "addresses": np.repeat(starts, chunks) + within_C * (4 * CHUNK),
             "counts": np.minimum(np.repeat(words, chunks) - within_C * CHUNK, CHUNK),
         }
-        device = tensors[0].device
-        if any(tensor.device != device for tensor in tensors):
-            self.reasons.append("parameters or buffers are on several devices")
-            return
         if former is not None and device.type == "cuda":
             torch.cuda.synchronize(device)  # another stream may read the former tables
         self.tables = to_device(arrays, device)
@@ -80,22 +85,30 @@ class Memory:
 
     @classmethod
     def of(cls, tensors: list[torch.Tensor], weights: Weights, snapshot: Snapshot, former: Memory | None) -> Memory:
-        """That of parameters and buffers; the former one while they lie where they did, with shapes as they were.
+        """That of parameters and buffers; the former one while they lie where they did, and are as long.
 
-        weights: another object when parameters have moved.
+        weights: another object when parameters have moved. Whether it `fits` is to be asked, too: for that there is
+        time while a kernel reads what lies there.
         """
-        buffers = list(map(torch.Tensor.data_ptr, tensors[weights.count :]))
-        layout = [buffers, *(list(map(read, tensors)) for read in _FORM)]
-        if former is not None and former.weights is weights and former.layout == layout:
+        lies = former is not None and former.place == _place(tensors, weights)
+        if former is not None and lies and (not former.reasons or former.fits(tensors)):
             return former
-        memory = cls(tensors, weights, layout, former)
-        if snapshot.loose():
-            memory.reasons.append("a module holds a tensor that is neither parameter nor buffer")
-        return memory
+        return cls(tensors, weights, snapshot, former)
+
+    def fits(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether what lies where it did has the shapes and dtypes that it had."""
+        return self.shapes == _shapes(tensors)
 
 
-_FORM: Any = torch.Tensor.is_contiguous, torch.Tensor.numel, torch.Tensor.stride, attrgetter("dtype")
-"""What tells that contiguous tensors have the shapes and dtypes that they had."""
+def _place(tensors: list[torch.Tensor], weights: Weights) -> tuple[Any, ...]:
+    buffers = tensors[weights.count :]
+    return weights, list(map(torch.Tensor.data_ptr, buffers)), list(map(torch.Tensor.numel, tensors))
+
+
+def _shapes(tensors: list[torch.Tensor]) -> list[Any]:
+    """What tells that contiguous tensors of as many numbers have the shapes and dtypes that they had."""
+    reads: Any = torch.Tensor.is_contiguous, torch.Tensor.stride, attrgetter("dtype")
+    return [list(map(read, tensors)) for read in reads]
 
 
 # --- what is handed out -----------------------------------------------------------------------------------------------
@@ -196,14 +209,12 @@ class _Kept:
     stream: Any
     ready: Any
 
-    def taken(self) -> list[torch.Tensor]:
-        """The outputs, for work on the current stream."""
-        if self.ready is not None:
-            stream = torch.cuda.current_stream(self.outputs[0].device)
-            if stream != self.stream:
-                stream.wait_event(self.ready)
-                for output in self.outputs:
-                    output.record_stream(stream)  # it may go while this stream still reads it
+    def taken(self, stream: Any) -> list[torch.Tensor]:
+        """The outputs, for work on a stream."""
+        if self.stream != stream:
+            stream.wait_event(self.ready)
+            for output in self.outputs:
+                output.record_stream(stream)  # it may go while this stream still reads it
         return self.outputs
 
 
@@ -214,7 +225,7 @@ class Reuse:
         assert settings.reuse is not None
         self.settings, self.config = settings, settings.reuse
         self._items = self._encoded = self._hits = 0
-        self._keys: LRU[torch.Tensor] = LRU(entries=16, cost=1 << 24)  # by device
+        self._desks: LRU[Desk] = LRU(entries=16, cost=0)  # by device
         self._kept: LRU[_Kept] = LRU(entries=1 << 20, cost=int(self.config.gigabytes * 1e9))
         self._memory: Memory | None = None
 
@@ -226,7 +237,7 @@ class Reuse:
     def close(self) -> None:
         """Drop all that is kept."""
         self._kept.clear()
-        self._keys.clear()
+        self._desks.clear()
         self._memory = None
 
     def look(
@@ -235,12 +246,14 @@ class Reuse:
         parameters: list[nn.Parameter],
         weights: Weights,
         no_kernels: str | None,
+        meanwhile: Callable[[], object],
         pixels_TP: torch.Tensor,
         grid_N3: torch.Tensor,
     ) -> tuple[list[list[int]], Marks]:
         """The grid on the host, and in the same sync what tells its items and the weights.
 
-        no_kernels: why kernels are not tried. The grid may be any: nothing is known of it yet.
+        no_kernels: why kernels are not tried. meanwhile: what the host does while they run. The grid may be any:
+        nothing is known of it yet.
         """
         trains = torch.is_grad_enabled()
         grad = trains and bool(snapshot.foreign or pixels_TP.requires_grad or snapshot.trained(parameters))
@@ -250,42 +263,40 @@ class Reuse:
             return grid_N3.tolist(), Marks(unmet=[f"{snapshot.foreign}, and may be random in training"])
         unmet: list[str] = []
         tensors: list[torch.Tensor] = []
+        device = pixels_TP.device
         if across := self.config.across_calls and not grad:
             unmet += self._reasons_against_keeping(snapshot, weights)
             if not unmet:
                 tensors = [*parameters, *snapshot.buffers()]
                 self._memory = memory = Memory.of(tensors, weights, snapshot, self._memory)
                 unmet += memory.reasons
-            across = not unmet and tensors[0].device == pixels_TP.device
+            across = not unmet and tensors[0].device == device
         rows = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
         distinct = len(grid_N3) < 2 or (rows is not None and len(set(map(tuple, rows))) == len(rows))
         if not pixels_TP.numel() or not len(grid_N3) or (distinct and not across):
             return rows or grid_N3.tolist(), Marks(unmet=unmet)
-        device = pixels_TP.device
         kernels = no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
         of_items, of_memory = _BY_KERNELS if kernels else _BY_TORCH
-        keys = self._keys_for(device)
-        found = torch.zeros(2 + 5 * len(grid_N3), dtype=torch.int64, device=device)
-        if across:  # first, since it takes longest: what follows is prepared meanwhile
-            of_memory(tensors, memory.tables, keys, found[:2])
+        desk = self._desks.get(device, lambda: (Desk(device), 0))
+        found = desk.zeros(2 + 5 * len(grid_N3))
+        if across:  # first, since it takes longest: what follows is done meanwhile
+            of_memory(tensors, memory.tables, desk.keys, found)
         grid_N3 = grid_N3.to(device, torch.int64, non_blocking=True).contiguous()
-        of_items(words_of(pixels_TP), grid_N3, keys, found[2:])
+        of_items(pixels_TP, grid_N3, desk.keys, found)
+        meanwhile()
+        if across and not memory.fits(tensors):
+            self._memory = None
+            settle(device)  # the kernels still write
+            return self.look(snapshot, parameters, weights, no_kernels, meanwhile, pixels_TP, grid_N3)
+        decided = (memory.form, pixels_TP.dtype, *_numerics()) if across else ()
         low, high, *items = found.tolist()
         items_N5 = [items[start : start + 5] for start in range(0, len(items), 5)]
         marks = Marks(
             prints=tuple((low, high) for frames, *_, low, high in items_N5 if frames),  # others pad a batch
-            weights=(low, high, memory.form, pixels_TP.dtype) if across else None,
+            weights=(low, high, *decided) if across else None,
             unmet=unmet,
         )
         return [item[:3] for item in items_N5] if rows is None else rows, marks
-
-    def _keys_for(self, device: torch.device) -> torch.Tensor:
-        def make() -> tuple[torch.Tensor, int]:
-            keys = draw_keys(device)
-            settle(device)
-            return keys, 0
-
-        return self._keys.get(device, make)
 
     def _reasons_against_keeping(self, snapshot: Snapshot, weights: Weights) -> list[str]:
         """Why features cannot serve later calls: something else than what the weights hold may decide them."""
@@ -301,56 +312,54 @@ class Reuse:
         if marks.prints is None:
             return serve(grid, pixels_TP)
         keys = list(zip(marks.prints, grid, strict=True))
-        first = {key: index for index, key in reversed(list(enumerate(keys)))}
-        distinct = sorted(first, key=first.__getitem__)
-        known: dict[Any, list[torch.Tensor]] = {}
+        first: dict[Any, int] = {}
+        for index, key in enumerate(keys):
+            first.setdefault(key, index)
+        found: dict[Any, _Kept] = {}  # of earlier calls
         owner: Any = None
         if marks.weights is not None and not spec.request.grad:
-            owner = weakref.ref(spec), marks.weights, _numerics()
-            found = {key: self._kept.find((owner, key)) for key in distinct}
-            known = {key: kept.taken() for key, kept in found.items() if kept is not None}
-        missing = [key for key in distinct if key not in known]
+            owner = weakref.ref(spec), marks.weights
+            kept = {key: self._kept.find((owner, key)) for key in first}
+            found = {key: each for key, each in kept.items() if each is not None}
+        missing = [key for key in first if key not in found]
         whole = len(missing) == len(keys)
-        fresh = serve(grid, pixels_TP) if whole else self._encode(serve, keys, first, missing, pixels_TP)
+        chosen = [first[key] for key in missing]
+        fresh = serve(grid, pixels_TP) if whole else self._encode(serve, keys, chosen, pixels_TP)
+        self._items, self._encoded = self._items + len(keys), self._encoded + len(missing)
+        self._hits += sum(key in found for key in keys) if found else 0
+        if whole and owner is None:
+            return fresh
         patches = [t * h * w for _, (t, h, w) in missing]
         sizes = [[each * len(rows) // sum(patches) for each in patches] for rows in fresh]
-        if owner is None and whole:
-            outputs = fresh
-        elif owner is None:
+        if owner is None:
             place = {key: index for index, key in enumerate(missing)}
             order = [place[key] for key in keys]
-            outputs = [_HandOut.apply(*each, order) for each in zip(fresh, sizes, strict=True)]
-        else:
-            split = (rows.split(each) for rows, each in zip(fresh, sizes, strict=True))
-            pieces = known | dict(zip(missing, map(list, zip(*split, strict=True)), strict=True))
-            outputs = fresh if whole else [torch.cat(each) for each in zip(*(pieces[key] for key in keys), strict=True)]
-            self._keep({(owner, key): pieces[key] for key in missing})
-        self._items, self._encoded = self._items + len(keys), self._encoded + len(missing)
-        self._hits += sum(key in known for key in keys)
+            return [_HandOut.apply(*each, order) for each in zip(fresh, sizes, strict=True)]
+        stream = torch.cuda.current_stream(pixels_TP.device) if pixels_TP.is_cuda else None
+        split = (rows.split(each) for rows, each in zip(fresh, sizes, strict=True))
+        pieces = dict(zip(missing, map(list, zip(*split, strict=True)), strict=True))
+        pieces |= {key: each.taken(stream) for key, each in found.items()}
+        outputs = fresh if whole else [torch.cat(each) for each in zip(*(pieces[key] for key in keys), strict=True)]
+        if missing:
+            self._keep({(owner, key): pieces[key] for key in missing}, stream)
         return outputs
 
-    def _encode(
-        self, serve: Serve, keys: list[Any], first: dict[Any, int], missing: list[Any], pixels_TP: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """The outputs of items that are part of a call; none if there are none."""
-        if not missing:
+    def _encode(self, serve: Serve, keys: list[Any], chosen: list[int], pixels_TP: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs of items that are part of a call, by their index; none if there are none."""
+        if not chosen:
             return []
-        pieces = pixels_TP.split([t * h * w for _, (t, h, w) in keys])
-        chosen = [pieces[first[key]] for key in missing]
-        return serve(tuple(entry for _, entry in missing), torch.cat(chosen) if len(chosen) > 1 else chosen[0])
+        starts = [0, *accumulate(t * h * w for _, (t, h, w) in keys)]
+        pieces = [pixels_TP[starts[index] : starts[index + 1]] for index in chosen]
+        return serve(tuple(keys[index][1] for index in chosen), torch.cat(pieces) if len(pieces) > 1 else pieces[0])
 
-    def _keep(self, fresh: dict[Any, list[torch.Tensor]]) -> None:
+    def _keep(self, fresh: dict[Any, list[torch.Tensor]], stream: Any) -> None:
         """Copies, since whoever gets an output may write to it; of no kind that gradients would refuse later."""
-        stream = ready = None
         kept = {}
         with torch.inference_mode(False), torch.no_grad():
             for key, outputs in fresh.items():
                 if sum(output.nbytes for output in outputs) <= self._kept.cost:
                     kept[key] = [output.clone() for output in outputs]
-        device = next((output.device for outputs in kept.values() for output in outputs), None)
-        if device is not None and device.type == "cuda":
-            stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()
-            ready.record(stream)
+        ready = None if stream is None else stream.record_event()
         for key, outputs in kept.items():
             cost = sum(output.nbytes for output in outputs)
             self._kept.keep(key, _Kept(outputs=outputs, stream=stream, ready=ready), cost)

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -263,13 +263,14 @@ def _forward(
     """One call, in the five steps."""
     if state.family.attention_only:
         return _attend_only(tower, state, original, args, kwargs)
-    settings, snapshot = state.settings, state.snapshot(tower)
-    name = tower.config._attn_implementation
+    settings, snapshot, name = state.settings, state.snapshot(tower), tower.config._attn_implementation
     reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
     if not reasons:
         parameters, weights = snapshot.weights()
         reuse = None if state.runner is not None and state.runner.warming else state.reuse
-        look: Any = reuse and partial(reuse.look, snapshot, parameters, weights, state.faults.get(KERNELS))
+        slow: Any = partial(guard.reasons_slow, tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
+        slow = slow if reuse is None else cache(slow)  # asked while the host would wait
+        look: Any = reuse and partial(reuse.look, snapshot, parameters, weights, state.faults.get(KERNELS), slow)
         call = inputs.read(snapshot.expected, look, *args, **kwargs)
         reasons = [] if call else ["arguments, or pixel values, are in a shape of their own"]
     if call is None:
@@ -278,7 +279,6 @@ def _forward(
         if settings.strict:
             refuse(reasons)
         return state.count_stock(original(*args, **kwargs), reasons)
-
     device, trains = call.pixels.device, torch.is_grad_enabled()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -290,7 +290,7 @@ def _forward(
     if (sharing := state.sharing) is not None:
         distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
         shared = sharing.begin(distinct, snapshot, guard.checkpoints(snapshot) if grad else ())
-    unmet = guard.reasons_slow(tower, snapshot, weights, call.options, grad=trains)
+    unmet = slow()
     if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)

@@ -7,6 +7,7 @@ of `S` strands, `L` lanes of the hash.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_vit_accel.ops.launch import jit
+from hf_vit_accel.ops.launch import Launch, jit
 
 try:
     import triton.language as tl
@@ -25,6 +26,7 @@ except ImportError:  # pragma: no cover
 __all__ = [
     "CHUNK",
     "ITEM_CHUNK",
+    "Desk",
     "draw_keys",
     "hash_items",
     "hash_items_reference",
@@ -47,6 +49,33 @@ def draw_keys(device: torch.device) -> torch.Tensor:
     numbers = np.frombuffer(bytearray(os.urandom(8 * (_TAIL + 4 * _LANES + 1))), dtype=np.int64)
     with torch.inference_mode(False):
         return torch.from_numpy(numbers).to(device)
+
+
+class Desk:
+    """What fingerprints on one device are made with: keys, drawn once, and zeros to add up in.
+
+    Both are there for every stream: the host waits for what it sends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.keys = draw_keys(device)
+        self._zeros: deque[torch.Tensor] = deque()
+
+    def zeros(self, count: int) -> torch.Tensor:
+        """So many zeros of 64 bits, that nobody else has: those of many calls are made at once."""
+        device = self.keys.device
+        if count > _PIECE:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+        try:
+            return self._zeros.popleft()[:count]
+        except IndexError:
+            with torch.inference_mode(False):
+                self._zeros.extend(torch.zeros(256, _PIECE, dtype=torch.int64, device="cpu").to(device).unbind())
+            return self.zeros(count)
+
+
+_PIECE = 2 + 5 * 32
+"""What calls of up to 32 items need."""
 
 
 def hash_chunks_reference(blocks: Sequence[torch.Tensor], place_C: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -120,7 +149,8 @@ def _lanes(address, count, keys, STEPS: tl.constexpr, UNROLL: tl.constexpr, ALIG
     column = tl.broadcast_to(tl.arange(0, 4)[None, :], (32, 4))
     w = tl.arange(0, 32)[:, None] * 4 + column
     count = count // ALIGNED * ALIGNED
-    pairs = keys.to(tl.pointer_type(tl.uint32)) + column  # every thread loads the same: no exchange, and one access
+    # Every thread loads the same: no exchange, and one access.
+    pairs = tl.multiple_of(keys.to(tl.pointer_type(tl.uint32)), 16) + column
     a0 = tl.zeros((32, 4), tl.uint64)
     a1, a2, a3 = a0, a0, a0
     for step in tl.range(0, STEPS, UNROLL):
@@ -143,21 +173,10 @@ def _upper(sums, strand, keys):
     return ((total + strand * tl.load(keys + 2) + tl.load(keys + 3)) >> 32).to(tl.int32)
 
 
-@partial(jit, do_not_specialize=("rows", "items"))  # any call is served by what the first one compiled
-def _items_kernel(
-    words,
-    grid,
-    keys,
-    out,
-    rows,
-    items,
-    WORDS: tl.constexpr,
-    STEPS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+@partial(jit, do_not_specialize=range(7))
+def _items_kernel(address: tl.int64, grid, keys, out, rows, items, width):
     """A program hashes one chunk, of an item that it finds by adding up the chunks of all."""
-    CHUNK: tl.constexpr = STEPS * 256
+    CHUNK: tl.constexpr = 16 * 256
     at = tl.program_id(0)
     item, chunk, begin, done = 0, at, 0, 0
     for start in tl.range(0, items, 64):
@@ -165,14 +184,14 @@ def _items_kernel(
         inside = n < items
         frames = tl.load(grid + 3 * n, mask=inside, other=0)
         height = tl.load(grid + 3 * n + 1, mask=inside, other=0)
-        width = tl.load(grid + 3 * n + 2, mask=inside, other=0)
+        columns = tl.load(grid + 3 * n + 2, mask=inside, other=0)
         if at == 0:
-            tl.store(out + 5 * n, frames, mask=inside)
-            tl.store(out + 5 * n + 1, height, mask=inside)
-            tl.store(out + 5 * n + 2, width, mask=inside)
+            tl.store(out + 5 * n + 2, frames, mask=inside)
+            tl.store(out + 5 * n + 3, height, mask=inside)
+            tl.store(out + 5 * n + 4, columns, mask=inside)
         # A grid that does not fit is refused once it was read: until then nothing but the rows may be touched.
-        count = tl.minimum(tl.maximum(frames * height * width, 0), rows).to(tl.int32)
-        chunks = tl.cdiv(count.to(tl.int64) * WORDS, CHUNK).to(tl.int32)
+        count = tl.minimum(tl.maximum(frames * height * columns, 0), rows).to(tl.int32)
+        chunks = tl.cdiv(count.to(tl.int64) * width, CHUNK).to(tl.int32)
         past = inside & (done + tl.cumsum(chunks, 0) <= at)
         item += tl.sum(past.to(tl.int32), 0)
         chunk -= tl.sum(tl.where(past, chunks, 0), 0)
@@ -180,29 +199,33 @@ def _items_kernel(
         done += tl.sum(chunks, 0)
     if (item < items) & (begin >= 0) & (chunk >= 0):
         size = tl.load(grid + 3 * item) * tl.load(grid + 3 * item + 1) * tl.load(grid + 3 * item + 2)
-        offset = tl.cast(begin, tl.int64) * WORDS + tl.cast(chunk, tl.int64) * CHUNK
+        offset = tl.cast(begin, tl.int64) * width + tl.cast(chunk, tl.int64) * CHUNK
         end = tl.minimum(begin + tl.minimum(tl.maximum(size, 0), rows), rows)
-        left = tl.cast(end, tl.int64) * WORDS - offset
-        low, high = _hash_chunk(tl.cast(words, tl.int64) + 4 * offset, left, chunk, keys, STEPS, UNROLL, TAIL)
-        tl.atomic_add(out + 5 * item + 3, low, sem="relaxed")
-        tl.atomic_add(out + 5 * item + 4, high, sem="relaxed")
+        left = tl.cast(end, tl.int64) * width - offset
+        low, high = _hash_chunk(address + 4 * offset, left, chunk, keys, 16, 4, 1024)
+        tl.atomic_add(out + 5 * item + 5, low, sem="relaxed")
+        tl.atomic_add(out + 5 * item + 6, high, sem="relaxed")
 
 
-@jit
-def _memory_kernel(addresses, counts, keys, out, STEPS: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):
+@partial(jit, do_not_specialize=range(4))
+def _memory_kernel(addresses, counts, keys, out):
     at = tl.program_id(0)
-    low, high = _hash_chunk(tl.load(addresses + at), tl.load(counts + at), at, keys, STEPS, UNROLL, TAIL)
+    low, high = _hash_chunk(tl.load(addresses + at), tl.load(counts + at), at, keys, 64, 2, 1024)
     tl.atomic_add(out, low, sem="relaxed")
     tl.atomic_add(out + 1, high, sem="relaxed")
 
 
-def hash_items_reference(words_TW: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes (frames, height, width, and 128 bits) of each item of a grid to what starts with zeros (N, 5), flat.
+_items_launch, _memory_launch = Launch(_items_kernel, num_warps=1), Launch(_memory_kernel, num_warps=1)
+
+
+def hash_items_reference(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes (frames, height, width, and 128 bits) of each item of a grid to what starts with zeros: two, then (N, 5).
 
     An item's rows are one run of words, cut into chunks of which the last is filled up with zeros.
     """
-    (rows, words), device = words_TW.shape, words_TW.device
-    out_N5 = out[: 5 * len(grid_N3)].view(-1, 5)
+    words_TW, device = words_of(pixels_TP), pixels_TP.device
+    rows, words = words_TW.shape
+    out_N5 = out[2 : 2 + 5 * len(grid_N3)].view(-1, 5)
     count_N = grid_N3.prod(1).clamp(0, rows)
     chunks_N = (count_N * words + ITEM_CHUNK - 1) // ITEM_CHUNK
     ends_N, upto_N = count_N.cumsum(0), chunks_N.cumsum(0)
@@ -219,39 +242,46 @@ def hash_items_reference(words_TW: torch.Tensor, grid_N3: torch.Tensor, keys: to
     out_N5.copy_(torch.cat([grid_N3, sums_N2[:-1]], 1))
 
 
-def hash_items(words_TW: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+def hash_items(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
     """`hash_items_reference` as one kernel."""
-    (rows, words), items = words_TW.shape, len(grid_N3)
-    programs = -(-rows * words // ITEM_CHUNK) + items  # at most one chunk of an item is not full
-    settings = dict(WORDS=words, STEPS=_ITEM_STEPS, UNROLL=4, TAIL=_TAIL, num_warps=1)
-    _items_kernel[(programs,)](words_TW, grid_N3, keys, out, rows, items, **settings)
+    if not _in_words(pixels_TP):
+        pixels_TP = words_of(pixels_TP)
+    (rows, width), items = pixels_TP.shape, len(grid_N3)
+    width = width * pixels_TP.itemsize // 4
+    programs = -(-rows * width // ITEM_CHUNK) + items  # at most one chunk of an item is not full
+    _items_launch(pixels_TP.device, programs, pixels_TP.data_ptr(), grid_N3, keys, out, rows, items, width)
 
 
 def words_of(pixels_TP: torch.Tensor) -> torch.Tensor:
     """The bits of rows as 32-bit words (T, W), the last one filled up with zeros; a view where that is possible."""
     pixels_TP = pixels_TP.detach().contiguous()
-    if pixels_TP.shape[1] * pixels_TP.itemsize % 4 or pixels_TP.data_ptr() % 4:
+    if not _in_words(pixels_TP):
         bytes_TB = pixels_TP.view(torch.uint8)
         pixels_TP = F.pad(bytes_TB, (0, -bytes_TB.shape[1] % 4)).clone()
     return pixels_TP.view(torch.int32)
 
 
+def _in_words(pixels_TP: torch.Tensor) -> bool:
+    whole = pixels_TP.is_contiguous() and not pixels_TP.shape[1] * pixels_TP.itemsize % 4
+    return whole and not pixels_TP.data_ptr() % 4
+
+
 def hash_memory_reference(
     tensors: list[torch.Tensor], tables: Mapping[str, torch.Tensor], keys: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Adds the 128 bits of all that contiguous tensors hold to (2,).
+    """Adds the 128 bits of all that contiguous tensors hold to the first two of what is given.
 
     tables: where chunks begin in memory, "addresses", and how many words each has, "counts".
     """
     words = [tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors if tensor.numel()]
     blocks = [(F.pad(each, (0, -len(each) % CHUNK)) if len(each) % CHUNK else each).view(-1, CHUNK) for each in words]
     place_C = torch.arange(sum(map(len, blocks)), device=out.device)
-    out += hash_chunks_reference([some for each in blocks for some in each.split(8)], place_C, keys).sum(0)
+    out[:2] += hash_chunks_reference([some for each in blocks for some in each.split(8)], place_C, keys).sum(0)
 
 
 def hash_memory(
     tensors: list[torch.Tensor], tables: Mapping[str, torch.Tensor], keys: torch.Tensor, out: torch.Tensor
 ) -> None:
     """`hash_memory_reference` as one kernel."""
-    addresses_C, settings = tables["addresses"], dict(STEPS=_STEPS, UNROLL=2, TAIL=_TAIL, num_warps=1)
-    _memory_kernel[(len(addresses_C),)](addresses_C, tables["counts"], keys, out, **settings)
+    addresses_C = tables["addresses"]
+    _memory_launch(addresses_C.device, len(addresses_C), addresses_C, tables["counts"], keys, out)

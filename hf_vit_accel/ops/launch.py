@@ -18,7 +18,7 @@ try:
 except ImportError:  # pragma: no cover
     triton = None
 
-__all__ = ["DTYPES", "jit", "next_power_of_2", "why_not_descriptors", "why_not_triton"]
+__all__ = ["DTYPES", "Launch", "jit", "next_power_of_2", "why_not_descriptors", "why_not_triton"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -26,6 +26,25 @@ DTYPES = (torch.bfloat16, torch.float16)
 def jit(function: Callable[..., Any], **options: Any) -> Any:
     """`triton.jit` where Triton is installed; without it the function stays as it is and is never launched."""
     return function if triton is None else triton.jit(function, **options)
+
+
+class Launch:
+    """A kernel that later calls launch as the first one on a device compiled it: a third of the host's time.
+
+    Nothing of its arguments may decide how it is compiled: none is a constant, `do_not_specialize` names them all.
+    """
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel, self._options = kernel, options
+        self._compiled: dict[torch.device, Any] = {}
+
+    def __call__(self, device: torch.device, programs: int, *arguments: Any) -> None:
+        """Launch so many programs, on what is the current device."""
+        compiled = self._compiled.get(device)
+        if compiled is None:  # Triton's interpreter compiles nothing
+            self._compiled[device] = self._kernel[(programs,)](*arguments, **self._options)
+        else:
+            compiled[programs, 1, 1](*arguments)
 
 
 def next_power_of_2(value: int) -> int:

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ from hf_vit_accel import reuse as reuse_module
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
-from hf_vit_accel.families import FAMILIES
+from hf_vit_accel.families import FAMILIES, family_of
 from hf_vit_accel.ops import fingerprint
-from hf_vit_accel.ops.launch import triton
+from hf_vit_accel.ops.launch import Launch, triton
 from hf_vit_accel.report import beyond_attention
 from hf_vit_accel.reuse import Memory, _HandOut
 from hf_vit_accel.tower import TowerState, state_of
@@ -42,11 +43,11 @@ Item = tuple[torch.Tensor, tuple[int, int, int]]
 
 def prints(pixels_TP: torch.Tensor, grid: list[Any], keys: torch.Tensor, hashes: Any = None) -> list[Any]:
     """(grid row, low, high) of each item."""
-    out = torch.zeros(5 * len(grid), dtype=torch.int64, device=pixels_TP.device)
+    out = torch.zeros(2 + 5 * len(grid), dtype=torch.int64, device=pixels_TP.device)
     grid_N3 = torch.tensor(grid, device=pixels_TP.device)
-    (hashes or fingerprint.hash_items_reference)(fingerprint.words_of(pixels_TP), grid_N3, keys, out)
-    assert out.view(-1, 5)[:, :3].tolist() == list(map(list, grid))
-    return [tuple(row) for row in out.view(-1, 5)[:, 3:].tolist()]
+    (hashes or fingerprint.hash_items_reference)(pixels_TP, grid_N3, keys, out)
+    assert out[2:].view(-1, 5)[:, :3].tolist() == list(map(list, grid)) and not out[:2].any()
+    return [tuple(row) for row in out[2:].view(-1, 5)[:, 3:].tolist()]
 
 
 def keys_for(pixels_TP: torch.Tensor) -> torch.Tensor:
@@ -221,26 +222,82 @@ def test_grids_that_do_not_fit_do_no_harm(device: str, grid: Any) -> None:
     """They are refused once they are read: whatever they hold, nothing else is written."""
     words = torch.ones(8, 300, dtype=torch.int32, device=device)
     for hashes in (fingerprint.hash_items, fingerprint.hash_items_reference):
-        out = torch.zeros(5 * len(grid) + 4, dtype=torch.int64, device=device)
+        out = torch.zeros(2 + 5 * len(grid) + 4, dtype=torch.int64, device=device)
         hashes(words, torch.tensor(grid, device=device), keys_for(words), out)
-        assert not out[-4:].any() and out[:3].tolist() == list(grid[0])
+        assert not out[-4:].any() and out[:5].tolist() == [0, 0, *grid[0]]
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
 @pytest.mark.parametrize(
-    ("kernel", "arguments", "constants"),
+    ("kernel", "arguments", "unroll"),
     [
-        ("_items_kernel", "words:*i32 grid:*i64 keys:*i64 out:*i64 rows:i32 items:i32", dict(WORDS=768, STEPS=16)),
-        ("_memory_kernel", "addresses:*i64 counts:*i64 keys:*i64 out:*i64", dict(STEPS=64)),
+        ("_items_kernel", "address:i64 grid:*i64 keys:*i64 out:*i64 rows:i32 items:i32 width:i32", 4),
+        ("_memory_kernel", "addresses:*i64 counts:*i64 keys:*i64 out:*i64", 2),
     ],
 )
-def test_kernels_wait_for_nothing_but_memory(kernel: str, arguments: str, constants: dict[str, Any]) -> None:
+def test_kernels_wait_for_nothing_but_memory(kernel: str, arguments: str, unroll: int) -> None:
     """Compiled for a GPU, no warp waits for another, none has memory of its own, and words come 16 bytes at a time."""
-    constants = constants | dict(UNROLL=2, TAIL=1024)
-    assembly = compile_for_hopper("fingerprint", kernel, arguments, constants, dict(num_warps=1)).asm["ptx"]
+    assembly = compile_for_hopper("fingerprint", kernel, arguments, {}, dict(num_warps=1)).asm["ptx"]
     assert not any(what in assembly for what in ("bar.sync", ".local", "st.shared"))
     wide = [line for line in assembly.splitlines() if "ld.global" in line and ".v4." in line]
-    assert sum("@" in line for line in wide) == 2 * 2, "words of two steps, where there are as many"
+    assert sum("@" in line for line in wide) == 2 * unroll, "words of all steps of a turn, where there are as many"
+    assert sum("@" not in line for line in wide) >= 8 * unroll, "keys, too, though nothing is known of where they lie"
+
+
+def test_later_launches_are_of_what_the_first_compiled() -> None:
+    """On each device; with all arguments as they are. Triton's interpreter compiles nothing: it is asked again."""
+    asked: list[Any] = []
+
+    class Kernel:
+        compiles = True
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> Any:
+                asked.append((grid, args, options))
+                return Compiled() if self.compiles else None
+
+            return launch
+
+    class Compiled:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args: asked.append((grid, args))
+
+    one, two = torch.device("cuda", 0), torch.device("cuda", 1)
+    launch = Launch(Kernel(), num_warps=1)
+    for device, programs in ((one, 5), (one, 6), (two, 7), (one, 8)):
+        launch(device, programs, "a", programs)
+    assert asked == [
+        ((5,), ("a", 5), {"num_warps": 1}),
+        ((6, 1, 1), ("a", 6)),
+        ((7,), ("a", 7), {"num_warps": 1}),
+        ((8, 1, 1), ("a", 8)),
+    ]
+    asked.clear()
+    Kernel.compiles, launch = False, Launch(Kernel())
+    for programs in (5, 6):
+        launch(one, programs, "a")
+    assert asked == [((5,), ("a",), {}), ((6,), ("a",), {})]
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
+def test_no_argument_decides_how_a_kernel_is_compiled() -> None:
+    """A later call's may be other numbers, and lie elsewhere: the first one's kernel serves them."""
+    kernels = [each._kernel for each in vars(fingerprint).values() if isinstance(each, Launch)]
+    parameters = [parameter for kernel in kernels for parameter in kernel.params]
+    assert len(parameters) == 11
+    assert all(each.do_not_specialize and not each.is_constexpr for each in parameters)
+
+
+def test_zeros_are_handed_out_once() -> None:
+    """To any number of threads, in any mode, few and many at a time."""
+    with torch.inference_mode():
+        desk = fingerprint.Desk(torch.device("cpu"))
+        taken = [desk.zeros(3)]
+    with ThreadPoolExecutor(4) as threads:
+        taken += threads.map(desk.zeros, [2, 162, 163, 1000] * 200)
+    for count, each in zip([3, *[2, 162, 163, 1000] * 200], taken, strict=True):
+        assert each.shape == (count,) and each.dtype == torch.int64 and not each.any()
+        each.fill_(-1)
 
 
 @WHERE
@@ -257,7 +314,7 @@ def test_words_may_lie_anywhere(device: str, by: int) -> None:
 def test_memory_by_the_kernel(device: str) -> None:
     shapes = [(129, 130), (3000,), (2,), (0,), (4, 1, 2)] * (20 if device == "cuda" else 1)
     tensors = [torch.randn(shape).to(device, (torch.float32, torch.bfloat16)[i % 2]) for i, shape in enumerate(shapes)]
-    memory = Memory(tensors, Any, [], None)
+    memory = Memory(tensors, SimpleNamespace(count=len(tensors)), SimpleNamespace(loose=lambda: False), None)
     keys = fingerprint.draw_keys(torch.device(device))
     found = []
     for hashes in (fingerprint.hash_memory, fingerprint.hash_memory_reference):
@@ -392,7 +449,7 @@ def test_calls_without_copies_are_served_as_they_are(tower: Any, monkeypatch: py
     drawn: list[int] = []
     encode, draw_keys = tower_module.encode, fingerprint.draw_keys
     monkeypatch.setattr(tower_module, "encode", lambda *args: made.append((args[1], encode(*args))) or made[-1][1])
-    monkeypatch.setattr(reuse_module, "draw_keys", lambda *args: drawn.append(1) or draw_keys(*args))
+    monkeypatch.setattr(fingerprint, "draw_keys", lambda *args: drawn.append(1) or draw_keys(*args))
     hf_vit_accel.patch(tower, reuse=True, strict=True)
     for grid, looked in (([(1, 4, 6)], 0), ([(1, 4, 6), (1, 6, 4)], 0), ([(1, 4, 6), (1, 4, 6)], 1)):
         pixels = pixels_for(tower, grid)
@@ -420,6 +477,28 @@ def test_the_host_waits_once(tower: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.no_grad():
         call(tower, [item(tower), item(tower, seed=1), item(tower)])
     assert read == [9, 17]
+
+
+@pytest.mark.parametrize("config", [True, ACROSS], ids=["within", "across"])
+def test_the_host_works_while_kernels_run(tower: Any, monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
+    """What needs no result is done after the launches and before the wait, once."""
+    order: list[str] = []
+
+    def told(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: order.append(name) or function(*args, **kwargs)
+
+    by_torch = zip(("items", "weights"), reuse_module._BY_TORCH, strict=True)
+    monkeypatch.setattr(reuse_module, "_BY_TORCH", tuple(told(*each) for each in by_torch))
+    monkeypatch.setattr(reuse_module.guard, "reasons_slow", told("slow", reuse_module.guard.reasons_slow))
+    monkeypatch.setattr(Memory, "fits", told("fits", Memory.fits))
+    hf_vit_accel.patch(tower, reuse=config, strict=True)
+    monkeypatch.setattr(torch.Tensor, "tolist", told("wait", torch.Tensor.tolist))
+    expected = ["items", "slow"] if config is True else ["weights", "items", "slow", "fits"]
+    for _ in range(2):
+        order.clear()
+        with torch.no_grad():
+            call(tower, [item(tower), item(tower, seed=1)])
+        assert order == ["wait", *expected, "wait"], "the first is for a grid on the host"
 
 
 def test_entries_without_frames_are_no_items(tower: Any) -> None:
@@ -823,6 +902,35 @@ def test_tensors_that_are_no_weights_keep_nothing(tower: Any) -> None:
         "a module holds a tensor that is neither parameter nor buffer",
         "a parameter is not contiguous, or does not lie in whole words of memory",
     ]
+
+
+def test_memory_is_not_read_beyond_what_lies_there(tower: Any) -> None:
+    """What lies where it did and is shorter is cut anew before a kernel is told to read it."""
+    state = TowerState(family_of(tower), Settings(reuse=ACROSS), former_name=None)
+    snapshot = state.snapshot(tower)
+    parameters, weights = snapshot.weights()
+    tensors = [*parameters, *snapshot.buffers()]
+    memory = Memory.of(tensors, weights, snapshot, None)
+    assert Memory.of(tensors, weights, snapshot, memory) is memory and memory.fits(tensors)
+    last = parameters[-1]
+    last.data = last.data[:-1]
+    other = Memory.of(tensors, weights, snapshot, memory)
+    assert other is not memory and other.form is not memory.form
+    assert int(memory.tables["counts"].sum() - other.tables["counts"].sum()) == last[0].numel()
+
+
+def test_weights_that_fit_again_are_kept_for_again(tower: Any) -> None:
+    """A view that no kernel reads takes the place of a weight, and goes, at the same place in memory."""
+    weight, items = _weight(tower), [item(tower)]
+    hf_vit_accel.patch(tower, reuse=ACROSS)
+    with torch.no_grad():
+        expected = call(tower, items)
+        weight.data = weight.data.t()
+        assert not same(call(tower, items), expected) and counts(tower) == (1, 1, 0)
+        weight.data = weight.data.t()
+        for _ in range(2):
+            assert same(call(tower, items), expected)
+    assert counts(tower) == (3, 2, 1)
 
 
 def test_calls_of_the_stock_forward_reuse_nothing(tower: Any) -> None:
