@@ -248,10 +248,10 @@ def _check_amax(path: str, tower: Any, family: Family, settings: Settings) -> No
         )
     parts = family.parts(tower)
     expected = len(parts.blocks), parts.blocks[0].attention.num_heads
-    if settings.amax.shape != expected:
+    if (found := tuple(settings.amax.amax_L3H.shape[::2])) != expected:
         raise ValueError(
             f"expected FP8 amax for the {expected[0]} layers of {expected[1]} heads of {path or 'the tower'}, got "
-            f"{settings.amax.shape[0]} of {settings.amax.shape[1]} in {settings.fp8.amax_file}; make them with this "
+            f"{found[0]} of {found[1]} in {settings.fp8.amax_file}; make them with this "
             "model by hf_vit_accel.calibrate"
         )
     if silent := silent_layers(settings.amax, tower, family):
@@ -265,4 +265,4 @@ def _check_amax(path: str, tower: Any, family: Family, settings: Settings) -> No
 def silent_layers(amax: Amax, tower: Any, family: Family) -> list[int]:
     """Layers that FP8 serves and of which nothing was seen: all zeros, as of those that it does not serve."""
     full = family.parts(tower).full
-    return [index for index, layer in enumerate(amax.values) if full(index) and not any(map(any, layer))]
+    return [index for index, amax_3H in enumerate(amax.amax_L3H) if full(index) and not amax_3H.any()]

@@ -43,42 +43,35 @@ def calibrate(
     """
     if not 1 <= margin < math.inf:
         raise ValueError(f"expected a finite margin of at least 1, got {margin!r}")
-    if isinstance(images, Mapping):
-        raise ValueError("expected a list of what a processor returns for each call, got one; pass [images]")
     (_, tower, family), *others = towers_of(model)
     if others:
         raise ValueError("expected a model with one vision tower, got several; pass the tower itself")
-    largest: torch.Tensor | None = None
-    with patched(tower, fp8=Fp8Config(linears=False, amax_history=1, min_seqlen=0), strict=True), torch.no_grad():
-        weight = family.parts(tower).projection.weight
+    largest = torch.zeros((), device="cpu")
+    with patched(tower, fp8=Fp8Config(linears=False, min_seqlen=0), strict=True), torch.no_grad():
+        weight, state = family.parts(tower).projection.weight, state_of(tower)
+        assert state is not None
+        scales = state.scales(state.snapshot(tower), weight.device)
+        scales.watch()
         for each in images:
-            keys = sorted(each) if isinstance(each, Mapping) else []
-            found = [(each[pixels], each.get(grid)) for pixels, grid in _PIXELS if pixels in keys]
-            found = [(pixels_TP, grid_thw) for pixels_TP, grid_thw in found if pixels_TP is not None]
+            given: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
+            found: list[Any] = [(given.get(pixels), given.get(grid)) for pixels, grid in _PIXELS]
+            found = [one for one in found if isinstance(one[0], torch.Tensor)]
             if not found:
                 raise ValueError(
-                    "expected what a processor returns, with 'pixel_values' and 'image_grid_thw' or their videos' "
-                    f"names, got {type(each).__name__} with {keys}"
+                    "expected a list of what a processor returns with return_tensors='pt', with 'pixel_values' and "
+                    f"'image_grid_thw' or their videos' names, got {type(each).__name__} with {sorted(given)}"
                 )
             for pixels_TP, grid_thw in found:
-                if not isinstance(pixels_TP, torch.Tensor):
-                    got = type(pixels_TP).__name__
-                    raise ValueError(f"expected pixel values as tensors, got {got}; process with return_tensors='pt'")
-                pixels = family.pixels(tower, pixels_TP.to(weight.device, weight.dtype).flatten(1))
-                tower(pixels, grid_thw=grid_thw)
-                state = state_of(tower)
-                assert state is not None
-                choice, scales = state.choices["full"], state.scales(state.snapshot(tower), weight.device)
+                tower(family.pixels(tower, pixels_TP.to(weight.device, weight.dtype).flatten(1)), grid_thw=grid_thw)
+                choice = state.choices["full"]
                 if choice.backend is not FP8:  # its amax were not looked at: zeros, or those of the call before
                     raise ValueError(
                         f"expected images that FP8 can attend to: {choice.not_worth[FP8.name]}; pass fewer at once"
                     )
-                seen_L3H = scales.seen()
-                largest = seen_L3H if largest is None else torch.maximum(largest, seen_L3H)
-    if largest is None:
+                largest = largest.maximum(scales.seen())
+    if not largest.dim():
         raise ValueError("expected at least one image to calibrate with, got none")
-    values = tuple(tuple(tuple(heads) for heads in layer) for layer in largest.tolist())
-    amax = Amax(values=values, margin=float(margin), model=family.name)
+    amax = Amax(amax_L3H=largest, margin=float(margin), model=family.name)
     if silent := silent_layers(amax, tower, family):
         layers = ", ".join(map(str, silent))
         raise ValueError(

@@ -67,9 +67,8 @@ class Fp8Config:
     weights by 2.5 to 3 times as much as in bf16 with the first two, by 7 to 8 times with all.
     min_rows: patch rows of a call from which on linears are; None for where it measured faster.
     amax_file: written by `hf_vit_accel.calibrate`; every call is scaled by the absolute maxima in it, numbers beyond
-    them and their margin are cut off (`status` says so). None: each layer and head is scaled by the absolute maxima of
-    recent calls, or by its own where those would cut something off.
-    amax_history: how many calls that is, at most 1024.
+    them and their margin are cut off (`status` says so). None: each layer and head of a call is scaled by the absolute
+    maxima of some of its rows, with room, or by those of all where that would cut something off.
     min_seqlen: rows that a row attends to, on average, from which FP8 is used; None for where it measured faster.
     Windows never use it.
 
@@ -79,7 +78,6 @@ class Fp8Config:
     attention: bool = True
     linears: bool | Iterable[str] = False
     amax_file: str | os.PathLike[str] | None = None
-    amax_history: int = 16
     min_seqlen: int | None = None
     min_rows: int | None = None
 
@@ -95,7 +93,6 @@ class Fp8Config:
             raise ValueError("expected attention or linears in FP8, got neither; patch(fp8=False) is without")
         if self.amax_file is not None and not isinstance(self.amax_file, str | os.PathLike):
             raise ValueError(f"expected amax_file to be the path of a file or None, got {self.amax_file!r}")
-        _check_integer("amax_history", self.amax_history, least=1, most=1024)  # one program of a kernel reads them all
         for name in ("min_seqlen", "min_rows"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least=0)

@@ -58,7 +58,7 @@ def encode(
     merged_by_layer: list[torch.Tensor] = []
     places = iter(into[-len(ops.deepstack) :])
     delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
-    for index, (layer, attend) in enumerate(zip(ops.layers, route.attends or route.begin(), strict=True)):
+    for index, (layer, attend) in enumerate(zip(ops.layers, route.attends, strict=True)):
         if not request.grad and index not in through:
             held, delta_TE = [delta_TE], None  # handed over: nobody but the layer holds it
             x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, held)

@@ -217,7 +217,7 @@ def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice], ops: Ops | No
 
 def _attention_status(state: TowerState, fp8: Fp8Config, choices: Mapping[Kind, Choice]) -> str:
     path = fp8.amax_file
-    text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of the last calls'}"
+    text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of each call'}"
     if saturated := state.saturated():
         text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"
     if why := choices["full"].not_worth.get(FP8.name) if "full" in choices else None:

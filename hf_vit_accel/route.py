@@ -101,17 +101,12 @@ class Route:
                 for kind, plan in self.plans.items()
             }
         bound = replace(self, tensors=tensors, plans=plans, signature=None, _packed=None, _bound=None)
-        if self.ops is not None and not any(plan.backend.attends_anew for plan in plans.values()):
-            bound.attends = bound.begin()
+        if self.ops is not None:
+            bound.attends = bound._attends(self.ops)
         return bound
 
-    def begin(self) -> list[Attend]:
-        """What each layer of a forward that begins now attends by: packed projection, cos and sin to rows (T, H, D).
-
-        `attends` are those of every forward, where backends need not begin anew.
-        """
-        ops, layers = self.ops, self.spec.full_layers
-        assert ops is not None
+    def _attends(self, ops: Ops) -> list[Attend]:
+        layers = self.spec.full_layers
         made = {
             kind: guarded(plan.backend.name, plan.backend.attend_layers)(plan, len(layers), ops.rotate)
             for kind, plan in self.plans.items()

@@ -127,7 +127,6 @@ class TowerState:
                 device=device,
                 layers=layers,
                 heads=heads,
-                calls=fp8.amax_history,
                 fixed=self.settings.amax,
                 min_seqlen=fp8.min_seqlen,
             )

@@ -124,8 +124,6 @@ class Backend(ABC):
     needs: ClassVar[Needs]
     capturable: ClassVar[bool] = True
     """Whether a CUDA graph of `attend` serves every layout whose plan has the same shapes and the same `host`."""
-    attends_anew: ClassVar[bool] = False
-    """Whether `attend_layers` must be asked at every forward, not once for a plan."""
 
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         """What a graph of so many rows declares to serve many layouts: (segments, max_seqlen), at least those given.
@@ -192,7 +190,7 @@ class Backend(ABC):
         """See `Plan.attend`. Traceable: torch's own operators, or a custom operator with a fake implementation."""
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
-        """What each layer of a forward that begins now attends by. rotate: q and k of a packed projection, rotated."""
+        """What each layer attends by. rotate: q and k of a packed projection, rotated."""
 
         def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
             q_THD, k_THD, v_THD = rotate(qkv_T3HD, cos_TD, sin_TD).unbind(1)
@@ -229,19 +227,15 @@ def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
     return plan.bind(to_device(plan.arrays, request.device) if plan.arrays else {})
 
 
-def attention_op(
-    schema: str, cuda: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor] | None = None
-) -> Callable[..., torch.Tensor]:
+def attention_op(schema: str, cuda: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Register `hf_vit_accel::<schema>`, a forward-only operator whose result is new and shaped as its first argument.
-
-    fake: what stands in for the result, where that has another dtype.
 
     By define and impl rather than `torch.library.custom_op`: 7 us of Python a call instead of 18, once per layer.
     """
     name = "hf_vit_accel::" + schema.split("(")[0]
     torch.library.define(name, schema[schema.index("(") :])
     torch.library.impl(name, "cuda", cuda)
-    torch.library.register_fake(name, fake or (lambda q_THD, *_: q_THD.new_empty(q_THD.shape)))
+    torch.library.register_fake(name, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
     packet = getattr(torch.ops.hf_vit_accel, schema.split("(")[0])
     op: Callable[..., torch.Tensor] = packet.default
     return op

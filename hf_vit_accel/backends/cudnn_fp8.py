@@ -9,14 +9,14 @@ have no scale, and the kernel that drops the padding multiplies by what v was di
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Attend, Needs, Plan, Request, attention_op
+from hf_vit_accel.backends.base import Attend, Needs, Plan, Request
 from hf_vit_accel.backends.flashinfer_cudnn import (
     CUDNN_FRONTEND,
     FLASHINFER,
@@ -25,10 +25,10 @@ from hf_vit_accel.backends.flashinfer_cudnn import (
     graph_for,
 )
 from hf_vit_accel.metadata import Segments
-from hf_vit_accel.ops.e4m3 import E4M3, dequantize
+from hf_vit_accel.ops.e4m3 import E4M3
 from hf_vit_accel.ops.launch import why_not_triton
-from hf_vit_accel.ops.quantize import quantize
-from hf_vit_accel.scales import LayerScales, Scales, settle
+from hf_vit_accel.ops.quantize import dequantize, quantize
+from hf_vit_accel.scales import Scales
 
 MIN_SEQLEN = 5120
 """Rows of the segment that a row is in, on average, from which FP8 is faster than the best of the others (H200: a tower
@@ -41,10 +41,9 @@ of the largest would be lost, which in thousands of keys may be most of the sum.
 
 
 class CudnnFp8(FlashinferCudnn):
-    """One kernel samples v's means, one rotates, quantises and pads q, k and v, one call attends, one kernel unpads."""
+    """One kernel samples rows, one rotates, quantises and pads q, k and v, one call attends, one kernel unpads."""
 
     name = "cudnn_fp8"
-    attends_anew = True
     needs = Needs(
         packages=(FLASHINFER, CUDNN_FRONTEND),
         capability=((9, 0), (13, 0)),
@@ -54,9 +53,8 @@ class CudnnFp8(FlashinferCudnn):
     )
 
     def probe(self) -> list[str]:
-        if reasons := super().probe():
-            return reasons
-        return [] if can_prepare() else ["this FlashInfer lacks the pieces that FP8 needs (0.7.2 has them)"]
+        lacking = "this FlashInfer lacks the pieces that FP8 needs (0.7.2 has them)"
+        return super().probe() or ([] if can_prepare() else [lacking])
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
@@ -64,18 +62,15 @@ class CudnnFp8(FlashinferCudnn):
             reasons.append("windows are faster without FP8")
         if not request.packed:
             reasons.append("the stock blocks run, which rotate q and k themselves")
-        if why := why_not_triton(request.device, request.dtype):
-            reasons.append(why)
-        if request.fp8 is not None and (why := request.fp8.why_unfit()):
-            reasons.append(why)
-        return reasons
+        unfit = None if request.fp8 is None else request.fp8.why_unfit()
+        return reasons + [why for why in (why_not_triton(request.device, request.dtype), unfit) if why]
 
     def why_not_worth(self, segments: Segments, request: Request) -> str | None:
         """Why another backend is faster for a layout, or the only one that serves it; None if FP8 is."""
         lengths_S = segments.lengths_S.astype(np.int64)
-        mean, min_seqlen = float((lengths_S**2).sum() / lengths_S.sum()), MIN_SEQLEN
-        if request.fp8 is not None and request.fp8.min_seqlen is not None:
-            min_seqlen = request.fp8.min_seqlen
+        mean = float((lengths_S**2).sum() / lengths_S.sum())
+        asked = None if request.fp8 is None else request.fp8.min_seqlen
+        min_seqlen = MIN_SEQLEN if asked is None else asked
         if mean < min_seqlen:
             return f"rows attend to {mean:.0f} others on average, it is used from {min_seqlen} on"
         if not lengths_S.all():
@@ -94,6 +89,9 @@ class CudnnFp8(FlashinferCudnn):
             "lengths": segments.lengths_S.reshape(-1, 1, 1, 1),
             "offsets": cu_seqlens_S1.astype(np.int32).reshape(-1, 1, 1, 1),
             "used_1": np.array([segments.rows - segments.spare], dtype=np.int32),
+            "one": np.ones(1, dtype=np.float32),
+            "weights_scale": np.full(1, _WEIGHTS_SCALE, dtype=np.float32),
+            "weights_descale": np.full(1, 1 / _WEIGHTS_SCALE, dtype=np.float32),
         }
         host = {"max_seqlen": round_max_seqlen(segments.max_seqlen)}
         return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
@@ -101,20 +99,17 @@ class CudnnFp8(FlashinferCudnn):
     def prepare(self, plan: Plan) -> None:
         request = plan.request
         row_THP = torch.empty(1, request.heads, _padded(request.head_dim), dtype=E4M3, device=request.device)
-        _constants(request.device)
-        _built((row_THP,) * 3, plan.tensors["lengths"], plan.tensors["offsets"], *_fixed(plan))
-        if request.fp8 is not None:
-            request.fp8.allocate()
+        _graph(plan, *(row_THP,) * 3)
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
-        assert plan.request.fp8 is not None and plan.request.fp8.layers == layers
-        return [partial(_attend_packed, plan, scales) for scales in plan.request.fp8.begin()]
+        scales = plan.request.fp8
+        assert scales is not None and scales.layers == layers
+        return [partial(_attend_packed, plan, scales, layer) for layer in range(layers)]
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
-        # Alone, without a layer's history: by the amax of these very tensors.
-        scales = Scales(device=q_THD.device, layers=1, heads=q_THD.shape[1]).begin()[0]
+        scales = Scales(device=q_THD.device, layers=1, heads=q_THD.shape[1])
         still = q_THD.new_zeros(1, q_THD.shape[2]).expand(q_THD.shape[0], -1)
-        return _attend_packed(plan, scales, torch.stack((q_THD, k_THD, v_THD), dim=1), still + 1, still.contiguous())
+        return _attend_packed(plan, scales, 0, torch.stack((q_THD, k_THD, v_THD), dim=1), still + 1, still.contiguous())
 
 
 def round_max_seqlen(length: int) -> int:
@@ -132,77 +127,37 @@ def _padded(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def _fixed(plan: Plan) -> tuple[int, float, torch.dtype]:
-    """What a plan of cuDNN has built in: the longest segment, the factor of scores, the output's dtype."""
-    request = plan.request
-    writes_wide = env.cuda_capability(request.device.index)[0] >= 10
-    return plan.host["max_seqlen"], request.scale, request.dtype if writes_wide else E4M3
+def _written(request: Request) -> torch.dtype:
+    """The dtype of the output: Hopper writes e4m3 alone."""
+    return request.dtype if env.cuda_capability(request.device.index)[0] >= 10 else E4M3
+
+
+def _graph(plan: Plan, q_THP: torch.Tensor, k_THP: torch.Tensor, v_THP: torch.Tensor) -> Any:
+    """cuDNN's plan, and the lengths and offsets that it takes."""
+    request, sequences = plan.request, (plan.tensors["lengths"], *(plan.tensors["offsets"],) * 4)
+    length, written = plan.host["max_seqlen"], _written(request)
+    return graph_for((q_THP, k_THP, v_THP), sequences, length, request.scale, written), sequences
 
 
 def _attend_packed(
-    plan: Plan, layer: LayerScales, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    plan: Plan, scales: Scales, layer: int, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
 ) -> torch.Tensor:
     """One layer: packed projection (T, 3, H, D), cos and sin to attended rows (T, H, D)."""
     dim, heads = qkv_T3HD.shape[-1], qkv_T3HD.shape[-2]
     if qkv_T3HD.stride()[1:] != (heads * dim, dim, 1):
         qkv_T3HD = qkv_T3HD.contiguous()
-    qkv_3THP, center_HD, scales_3H, descale_1 = quantize(
-        qkv_T3HD,
-        cos_TD,
-        sin_TD,
-        plan.tensors["used_1"],
-        layer.scales_3H,
-        layer.amax_3H,
-        layer.amax_history_N3H,
-        layer.position_1,
-        _padded(dim),
-    )
-    descale_1 = layer.descale_1 if descale_1 is None else descale_1
-    out_THP = _attend(*qkv_3THP.unbind(0), plan.tensors["lengths"], plan.tensors["offsets"], descale_1, *_fixed(plan))
-    return dequantize(out_THP, scales_3H[2], center_HD, qkv_T3HD.dtype)
+    used_1, call_43H, final = plan.tensors["used_1"], scales.call(layer), scales.fixed is not None
+    qkv_3THP, center_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, _padded(dim), final=final)
+    out_THP = _attend(plan, qkv_3THP, call_43H[3, 0, :1])
+    return dequantize(out_THP, call_43H[2, 2], center_HD, qkv_T3HD.dtype)
 
 
-@lru_cache(maxsize=64)  # of devices
-def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """1, and the scale of softmax weights and what undoes it: made before any capture, kept while the process lives."""
-    with torch.inference_mode(False):
-        one = torch.ones(1, device=device)
-        constants = one, one * _WEIGHTS_SCALE, one / _WEIGHTS_SCALE
-    settle(device)
-    return constants
-
-
-def _built(qkv: Any, lengths: torch.Tensor, offsets: torch.Tensor, max_seqlen: int, scale: float, out: Any) -> Any:
-    return graph_for(qkv, (lengths, offsets, offsets, offsets, offsets), max_seqlen, scale, out)
-
-
-def _attend_cuda(
-    q_THP: torch.Tensor,
-    k_THP: torch.Tensor,
-    v_THP: torch.Tensor,
-    lengths: torch.Tensor,
-    offsets: torch.Tensor,
-    descale_1: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    qkv, out_THP = (q_THP, k_THP, v_THP), torch.empty(q_THP.shape, dtype=out_dtype, device=q_THP.device)
-    one, weights_scale, weights_descale = _constants(q_THP.device)
-    graph = _built(qkv, lengths, offsets, max_seqlen, scale, out_dtype)
+def _attend(plan: Plan, qkv_3THP: torch.Tensor, descale_1: torch.Tensor) -> torch.Tensor:
+    """cuDNN's call: rows (T, H, P) in v's quantised units."""
+    out_THP = torch.empty_like(qkv_3THP[0], dtype=_written(plan.request))
+    qkv, one = qkv_3THP.unbind(0), plan.tensors["one"]
+    graph, sequences = _graph(plan, *qkv)
     # Of q and k only the product matters: it is declared for q. v's own units come back.
-    fp8 = descale_1, one, one, weights_scale, weights_descale, one
-    graph.run(qkv, (lengths, offsets, offsets, offsets, offsets), out_THP, fp8)
+    scales = descale_1, one, one, plan.tensors["weights_scale"], plan.tensors["weights_descale"], one
+    graph.run(qkv, sequences, out_THP, scales)
     return out_THP
-
-
-def _attend_fake(q_THP: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return q_THP.new_empty(q_THP.shape, dtype=rest[-1])
-
-
-_attend = attention_op(
-    "cudnn_attention_fp8(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor descale, int max_seqlen, "
-    "float scale, ScalarType out_dtype) -> Tensor",
-    _attend_cuda,
-    _attend_fake,
-)

@@ -2,9 +2,9 @@
 
 Scales are powers of two. e4m3 keeps three bits of mantissa at every exponent, so a scale decides only what overflows
 and what is lost below its smallest numbers; of two powers of two that avoid both, either gives the same result. That is
-why scales may follow from earlier calls: a call's result does not depend on its history, but at the very bottom.
+why they may follow from a sample of the rows, with room for the others.
 
-`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `L` layers, `N` calls remembered; 3: q, k, v.
+`H` heads; 3: q, k, v.
 """
 
 from __future__ import annotations
@@ -13,26 +13,14 @@ from typing import Any
 
 import torch
 
-from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.launch import jit
 
 try:
     import triton.language as tl
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = [
-    "E4M3",
-    "LARGEST",
-    "dequantize",
-    "dequantize_reference",
-    "fit",
-    "fit_all",
-    "fit_one",
-    "largest",
-    "powers",
-    "rounded",
-    "snapshot",
-]
+__all__ = ["E4M3", "LARGEST", "fit", "fit_all", "fit_one", "largest", "powers", "rounded"]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -95,101 +83,3 @@ def fit_all(amax, head, HEADS: tl.constexpr):
     excess = ((q * k).to(tl.int32, bitcast=True) >> 23) - (product.to(tl.int32, bitcast=True) >> 23)
     k = k * ((127 - (excess >> 1)) << 23).to(tl.float32, bitcast=True)
     return product / k, k, v, product
-
-
-@jit
-def _snapshot_kernel(
-    history, scales, amax, HEADS: tl.constexpr, CALLS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    layer = tl.program_id(0)
-    n, head = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_H)
-    at = layer * 3 * HEADS + head
-    inside = head < HEADS
-    for part in tl.static_range(3):
-        past = history + (layer * CALLS + n) * 3 * HEADS + part * HEADS + head[None, :]
-        largest = tl.max(tl.load(past, mask=(n < CALLS) & inside[None, :], other=0.0), 0)
-        tl.store(amax + at + part * HEADS, largest, mask=inside)
-    tl.debug_barrier()
-    q, k, v, _ = fit_all(amax + layer * 3 * HEADS, head, HEADS)
-    tl.debug_barrier()
-    for part in tl.static_range(3):
-        tl.store(amax + at + part * HEADS, tl.zeros((BLOCK_H,), tl.float32), mask=inside)
-    tl.store(scales + at, q, mask=inside)
-    tl.store(scales + at + HEADS, k, mask=inside)
-    tl.store(scales + at + 2 * HEADS, v, mask=inside)
-
-
-def snapshot(amax_history_LN3H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales (L, 3, H) from the amax remembered, and zeros of that shape for the amax to come, in one launch.
-
-    A call works on its own copy: another stream may write to the history meanwhile.
-    """
-    layers, calls, _, heads = amax_history_LN3H.shape
-    scales_L3H, amax_L3H = (amax_history_LN3H.new_empty(layers, 3, heads) for _ in range(2))
-    _snapshot_kernel[(layers,)](
-        amax_history_LN3H,
-        scales_L3H,
-        amax_L3H,
-        HEADS=heads,
-        CALLS=calls,
-        BLOCK_H=next_power_of_2(heads),
-        BLOCK_N=next_power_of_2(calls),
-        num_warps=1,
-    )
-    return scales_L3H, amax_L3H
-
-
-def dequantize_reference(
-    out_THP: torch.Tensor, scales_H: torch.Tensor, center_HD: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """What attention made of quantised values, (T, H, P), in their own units, with their mean, unpadded: (T, H, D)."""
-    return (out_THP[..., : center_HD.shape[1]].float() / scales_H[:, None] + center_HD).to(dtype)
-
-
-@jit
-def _dequantize_kernel(
-    x,
-    scales,
-    center,
-    out,
-    rows,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
-    e = (tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E))[None, :]
-    inside = (t < rows) & (e < WIDTH)
-    h = e // DIM
-    scale = tl.load(scales + h, mask=e < WIDTH, other=1.0)
-    mean = tl.load(center + e, mask=e < WIDTH, other=0.0)
-    value = tl.load(x + (t * HEADS + h) * PADDED + e % DIM, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + t * WIDTH + e, (value / scale + mean).to(out.dtype.element_ty), mask=inside)
-
-
-def dequantize(
-    out_THP: torch.Tensor, scales_H: torch.Tensor, center_HD: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """`dequantize_reference` as one kernel."""
-    (rows, heads, padded), dim = out_THP.shape, center_HD.shape[1]
-    out_THD = out_THP.new_empty(rows, heads, dim, dtype=dtype)
-    block_t, block_e = 8, 256
-    _dequantize_kernel[(-(-rows // block_t), -(-heads * dim // block_e))](
-        out_THP,
-        scales_H,
-        center_HD,
-        out_THD,
-        rows,
-        WIDTH=heads * dim,
-        DIM=dim,
-        PADDED=padded,
-        HEADS=heads,
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return out_THD

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops import scaled
 from hf_vit_accel.ops.base import Context
-from hf_vit_accel.ops.e4m3 import E4M3
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.scaled import MULTIPLE, Quantized, aligned
 
@@ -66,39 +66,29 @@ def _against(
     return None
 
 
-def _product(modules: Sequence[Any], context: Context, *, biased: bool = True) -> Rows:
+def _product(modules: Sequence[Any], dtype: torch.dtype, *, biased: bool = True) -> Rows:
     """Rows in e4m3 to what Linears make of them, side by side, each padded to `aligned(N)`; biased: with biases."""
-    dtype = context.dtype
 
     def run(x: Quantized) -> torch.Tensor:
-        return scaled.product(x, _weights(modules), _biases(modules, dtype) if biased else None, dtype)
+        sizes = [aligned(len(module.weight)) for module in modules]
+        whole = scaled.empty(modules[0].weight, sum(sizes), aligned(modules[0].weight.shape[1]))
+        for module, *out in zip(modules, *(tensor.split(sizes) for tensor in whole), strict=True):
+            scaled.quantize_rows(module.weight, Quantized(*out))
+        return scaled.product(x, whole, _biases(modules, dtype) if biased else None, dtype)
 
     return run
 
 
-def _weights(modules: Sequence[Any]) -> Quantized:
-    if len(modules) == 1 and len(modules[0].weight) % MULTIPLE == 0:
-        return scaled.quantize_rows(modules[0].weight)
-    sizes = [aligned(len(module.weight)) for module in modules]
-    first = modules[0].weight
-    values_NE = first.new_empty(sum(sizes), aligned(first.shape[1]), dtype=E4M3)
-    whole = Quantized(values_NE, first.new_empty(sum(sizes), 1, dtype=torch.float32))
-    for module, *out in zip(modules, *(tensor.split(sizes) for tensor in whole), strict=True):
-        scaled.quantize_rows(module.weight, Quantized(*out))
-    return whole
-
-
 def _biases(modules: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
-    biases = [module.bias for module in modules]
-    if all(bias is None for bias in biases):
+    if all(module.bias is None for module in modules):
         return None
     some = [m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules]
     return (some[0] if len(some) == 1 else torch.cat(some)).to(dtype)
 
 
-def _mlp(before: Sequence[Any], kind: str, after: Any, limit: float | None, context: Context) -> Rows:
+def _mlp(before: Sequence[Any], kind: str, after: Any, limit: float | None, dtype: torch.dtype) -> Rows:
     """Rows in e4m3 to what two products make of them, with an activation between: its kernel adds the first biases."""
-    first, last = _product(before, context, biased=False), _product((after,), context)
+    first, last = _product(before, dtype, biased=False), _product((after,), dtype)
 
     def run(x: Quantized) -> torch.Tensor:
         biases = tuple(module.bias for module in before)
@@ -107,13 +97,12 @@ def _mlp(before: Sequence[Any], kind: str, after: Any, limit: float | None, cont
     return run
 
 
-def _norm(norm: Any, context: Context) -> Callable[..., tuple[torch.Tensor, Quantized]]:
-    rms, eps = norms.settings_of(norm, context)
-
-    def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, Quantized]:
-        return x_TE, scaled.add_norm_e4m3_(x_TE, delta_TE, norm.weight, None if rms else norm.bias, eps, rms=rms)
-
-    return add_norm
+def _fits(part: str, context: Context, against: dict[str, str], *whys: str | None) -> bool:
+    """Whether a part is asked for and nothing is against it; `against` receives what is."""
+    if part in context.linears and (why := next(filter(None, whys), None)):
+        against[part] = why
+        return False
+    return part in context.linears
 
 
 def layer(block: Block, made: Any, shape: Callable[..., Any] | None, context: Context, against: dict[str, str]) -> Any:
@@ -123,49 +112,38 @@ def layer(block: Block, made: Any, shape: Callable[..., Any] | None, context: Co
     """
     changes: dict[str, Any] = {}
     not_normed = None if "norms" in context.fused else "its norms are not fused"
-    if "qkv" not in context.linears:
-        pass
-    elif why := not_normed or _against(block.qkv, context):
-        against["qkv"] = why
-    else:
-        qkv = _guarded(_product(block.qkv, context))
-        changes |= {"norm1": _guarded(_norm(block.norm1, context))}
+    if _fits("qkv", context, against, not_normed, _against(block.qkv, context)):
+        qkv = _guarded(_product(block.qkv, context.dtype))
+        changes |= {"norm1": _guarded(norms.fused(block.norm1, context, scaled.add_norm_e4m3_))}
         changes |= {"qkv": qkv if shape is None else lambda x: shape(qkv(x))}
-    if "proj" not in context.linears:
-        pass
-    elif why := _against((block.proj,), context, takes_padded=True):
-        against["proj"] = why
-    else:
-        proj = _product((block.proj,), context)
+    if _fits("proj", context, against, _against((block.proj,), context, takes_padded=True)):
+        proj = _product((block.proj,), context.dtype)
         changes |= {"proj": _guarded(lambda x_TE: proj(scaled.quantize_rows(x_TE)))}
-    if "mlp" not in context.linears or mlps.routed(block.mlp):
+    if mlps.routed(block.mlp):
         return replace(made, **changes)
     before, activation, after = mlps.layers_of(block.mlp) or ([], None, None)
     why = not_normed or (None if "mlp" in context.fused else "it is not fused")
     why = why or _against(before, context, gives_padded=True)
-    if why := why or _against((after,), context, takes_padded=True):
-        against["mlp"] = why
-    else:
+    if _fits("mlp", context, against, why, _against((after,), context, takes_padded=True)):
         kind, limit = mlps.activation_of(activation, context), context.read(block.mlp, "swiglu_limit")
-        changes |= {"norm2": _guarded(_norm(block.norm2, context))}
-        changes |= {"mlp": _guarded(_mlp(before, str(kind), after, limit, context))}
+        changes |= {"norm2": _guarded(norms.fused(block.norm2, context, scaled.add_norm_e4m3_))}
+        changes |= {"mlp": _guarded(_mlp(before, str(kind), after, limit, context.dtype))}
     return replace(made, **changes)
 
 
 def merger(module: Any, made: Any, context: Context, against: dict[str, str]) -> Any:
     """A merger with its products in FP8; against: receives why it is not."""
-    if "mergers" not in context.linears:
-        return made
     _, rest = mergers.layers_of(module) or (None, [])
+    kind = _activation_of(rest[1], context) if len(rest) == 3 else None
     why = None if "mergers" in context.fused else "it is not fused"
     why = why or (None if len(rest) == 3 else "it is not two products with an activation between them")
     why = why or _against(rest[:1], context, takes_padded=True, gives_padded=True)
     why = why or _against(rest[2:], context, takes_padded=True)
-    kind = None if why else _activation_of(rest[1], context)
-    if why or kind not in scaled.KINDS[:-1]:
-        against["mergers"] = why or f"the activation {type(rest[1]).__name__} is not one that the kernel knows"
+    if why is None and kind not in scaled.KINDS[:-1]:
+        why = f"the activation {type(rest[1]).__name__} is not one that the kernel knows"
+    if not _fits("mergers", context, against, why):
         return made
-    run = _mlp(rest[:1], kind, rest[2], None, context)
+    run = _mlp(rest[:1], str(kind), rest[2], None, context.dtype)
     return mergers.fused(module, context, _guarded(lambda x_ME: run(scaled.quantize_rows(x_ME))))
 
 
@@ -175,5 +153,4 @@ def _activation_of(activation: Any, context: Context) -> str | None:
     return None if context.reasons_replaced(activation) else mlps.activation_of(activation, context)
 
 
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    return env.guarded(env.LINEARS, function)
+_guarded = partial(env.guarded, env.LINEARS)

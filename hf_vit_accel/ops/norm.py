@@ -31,7 +31,6 @@ __all__ = [
     "pieces",
     "plain",
     "reasons_against",
-    "settings_of",
 ]
 
 
@@ -109,7 +108,8 @@ def _add_norm_kernel(
         y2 = x2 * scale * w2 + tl.load(bias + e2, mask=in2, other=0.0).to(tl.float32)
     if SAVE:
         tl.store(statistics + tl.program_id(0), scale)
-    if QUANTIZE:  # the row's scale to `statistics`
+    if QUANTIZE:  # what the norm returns; the row's scale to `statistics`
+        y1, y2 = y1.to(dtype).to(tl.float32), y2.to(dtype).to(tl.float32)
         fits = fit_one(tl.maximum(largest(y1, 0), largest(y2, 0)))
         tl.store(statistics + tl.program_id(0), 1.0 / fits)
         tl.store(out + row + e1, rounded(y1, fits))
@@ -194,9 +194,9 @@ def reasons_against(norm: Any, context: Context) -> list[str]:
     return []
 
 
-def fused(norm: Any, context: Context) -> AddNorm:
-    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place."""
-    rms, eps = settings_of(norm, context)
+def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) -> AddNorm:
+    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place. run: for `add_norm_`."""
+    rms, eps = _is_rms(norm), context.read(norm, "variance_epsilon" if _is_rms(norm) else "eps")
     if context.reference:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,15 +214,10 @@ def fused(norm: Any, context: Context) -> AddNorm:
     else:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            return x_TE, add_norm_(x_TE, delta_TE, norm.weight, None if rms else norm.bias, eps, rms=rms)
+            bias_E = None if rms else norm.bias
+            return x_TE, (run or add_norm_)(x_TE, delta_TE, norm.weight, bias_E, eps, rms=rms)
 
     return add_norm
-
-
-def settings_of(norm: Any, context: Context) -> tuple[bool, float]:
-    """Whether it is an RMSNorm, and its epsilon."""
-    rms = _is_rms(norm)
-    return rms, context.read(norm, "variance_epsilon" if rms else "eps")
 
 
 def _is_rms(norm: Any) -> bool:

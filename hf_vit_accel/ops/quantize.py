@@ -1,4 +1,5 @@
-"""Quantisation to e4m3 before attention: the packed projection split, rotated, scaled, rounded and padded in one pass.
+"""Quantisation to e4m3 before attention: the packed projection split, rotated, scaled, rounded and padded in one pass;
+and the way back after it.
 
 Values are centred first: each head's mean over a sample of the rows is taken off, and put back on what the attention
 made of the rest, which is exact for any vector, as its weights add up to one. Hopper's tensor cores add products of
@@ -6,7 +7,7 @@ e4m3 to sums of about 13 bits. Where thousands of weights are alike and values h
 for the sum that they have built up: 5% of random towers' features were lost at 4096 rows and 16% at 14416 (H200). It
 also spares the mean from being rounded to e4m3 in the output.
 
-`T` rows, `H` heads, `D` head dim, `P` that dim padded with zeros, `N` calls remembered; 3: q, k, v.
+`T` rows, `S` of them, `H` heads, `D` head dim, `P` that dim padded with zeros; 3: q, k, v.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2
@@ -23,18 +25,24 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["center", "center_reference", "quantize", "quantize_reference"]
+__all__ = ["dequantize", "dequantize_reference", "quantize", "quantize_reference", "sample_reference"]
 
-_SAMPLES = 256  # rows whose mean centres v
+_SAMPLES = 256  # rows that tell what to expect of the others
 _ROWS, _WARPS = 64, 4
-_ROOM = 4.0  # how much smaller a scale may be than what fits; averages of many values are small, and need what is left
+_ROOM = 4.0  # how much larger than in those rows numbers may be before the work is done again
 
 
-def center_reference(qkv_T3HD: torch.Tensor, used: int) -> torch.Tensor:
-    """The mean of v over a sample of its first `used` rows, evenly spread, without what is not finite: fp32 (H, D)."""
+def sample_reference(qkv_T3HD: torch.Tensor, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a sample of the first `used` rows, evenly spread: the mean of v, fp32 (H, D), and amax to expect, (3, H).
+
+    No rotation makes a number larger than the two of its pair together. What is not finite counts as zero.
+    """
     rows_S = torch.arange(_SAMPLES, device=qkv_T3HD.device) * used // _SAMPLES
-    sampled_SHD = qkv_T3HD[rows_S, 2].float()
-    return torch.where(sampled_SHD.isfinite(), sampled_SHD, 0.0).mean(0)
+    sampled = qkv_T3HD[rows_S].float()
+    sampled = torch.where(sampled.isfinite(), sampled, 0.0)
+    center_HD = sampled[:, 2].mean(0)
+    sampled[:, 2] -= center_HD
+    return center_HD, sampled.unflatten(-1, (2, -1)).abs().sum(-2).amax((0, 3)) * _ROOM
 
 
 def quantize_reference(
@@ -43,16 +51,16 @@ def quantize_reference(
     sin_TD: torch.Tensor,
     used: int,
     center_HD: torch.Tensor,
-    amax_N3H: torch.Tensor | None,
+    amax_3H: torch.Tensor,
     padded: int,
-    fixed_3H: torch.Tensor | None = None,
+    *,
+    final: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate q and k in fp32, and bring q, k, v to e4m3: (3, T, H, P), the scales (3, H), this call's amax (3, H).
 
-    used: rows that count; what stands after them never reaches a maximum. center_HD: is taken off v. amax_N3H:
-    absolute amax of earlier calls, whose scales serve unless something of this call overflows, or would be lost at
-    the bottom because an earlier call was so much larger; then this call's own do. fixed_3H: scales to take instead,
-    whatever overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
+    used: rows that count; what stands after them never reaches a maximum. center_HD: is taken off v. amax_3H: what is
+    expected. Its scales serve unless something overflows; then those of what was found do. final: they serve whatever
+    overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
     """
     qkv = qkv_T3HD.float()
     cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
@@ -60,57 +68,45 @@ def quantize_reference(
     turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
     qkv = torch.cat((qk * cos + turned * sin, qkv[:, 2:] - center_HD), dim=1)
     finite = qkv.isfinite()
-    amax_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
-    if fixed_3H is not None:
-        scales_3H = fixed_3H
-    else:
-        assert amax_N3H is not None
-        scales_3H = fit(amax_N3H.amax(0))
-        own_3H = fit(amax_3H)
-        if bool(((amax_3H * scales_3H > LARGEST) | (own_3H > scales_3H * _ROOM)).any()):
-            scales_3H = own_3H
+    found_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
+    scales_3H = fit(amax_3H)
+    if not final and bool((found_3H * scales_3H > LARGEST).any()):
+        scales_3H = fit(found_3H)
     scaled = (qkv * scales_3H[:, :, None]).clamp(-LARGEST, LARGEST)
-    scaled = torch.where(finite, scaled, float("nan")).to(E4M3).transpose(0, 1)
-    out_3THP = torch.zeros((*scaled.shape[:3], padded), dtype=E4M3, device=qkv.device)
-    out_3THP[..., : qkv.shape[-1]] = scaled
-    return out_3THP, scales_3H, amax_3H
+    scaled = torch.where(finite, scaled, float("nan")).transpose(0, 1)
+    return F.pad(scaled, (0, padded - qkv.shape[-1])).to(E4M3), scales_3H, found_3H
 
 
 @jit
-def _center_kernel(
+def _sample_kernel(
     qkv,
     used_rows,
+    call,
     center,
     row_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SAMPLES: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    FINAL: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ):
-    head, d = tl.program_id(0), tl.arange(0, BLOCK_D)
-    t = tl.arange(0, SAMPLES).to(tl.int64) * tl.load(used_rows) // SAMPLES
-    v = qkv + t[:, None] * row_stride + ((2 * HEADS + head) * DIM + d)[None, :]
-    x = tl.load(v, mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
-    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-    tl.store(center + head * DIM + d, tl.sum(x, 0) / SAMPLES, mask=d < DIM)
-
-
-def center(qkv_T3HD: torch.Tensor, used_1: torch.Tensor) -> torch.Tensor:
-    """`center_reference` as one kernel. used_1: int32, on the device."""
-    _, _, heads, dim = qkv_T3HD.shape
-    center_HD = torch.empty(heads, dim, device=qkv_T3HD.device)
-    _center_kernel[(heads,)](
-        qkv_T3HD,
-        used_1,
-        center_HD,
-        qkv_T3HD.stride(0),
-        HEADS=heads,
-        DIM=dim,
-        SAMPLES=_SAMPLES,
-        BLOCK_D=next_power_of_2(dim),
-        num_warps=8,
-    )
-    return center_HD
+    # A program takes a head of v or, unless FINAL, of q or k, as pairs (j, j + DIM / 2).
+    head, part, j = tl.program_id(0), 2 - tl.program_id(1), tl.arange(0, BLOCK_J)
+    half: tl.constexpr = DIM // 2
+    t = (tl.arange(0, SAMPLES).to(tl.int64) * tl.load(used_rows) // SAMPLES)[:, None]
+    source, real = qkv + t * row_stride + ((part * HEADS + head) * DIM + j)[None, :], (j < half)[None, :]
+    x1 = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    x2 = tl.load(source + half, mask=real, other=0.0).to(tl.float32)
+    x1, x2 = tl.where(tl.abs(x1) < float("inf"), x1, 0.0), tl.where(tl.abs(x2) < float("inf"), x2, 0.0)
+    if part == 2:
+        mean1, mean2 = tl.sum(x1, 0) / SAMPLES, tl.sum(x2, 0) / SAMPLES
+        tl.store(center + head * DIM + j, mean1, mask=j < half)
+        tl.store(center + head * DIM + half + j, mean2, mask=j < half)
+        x1, x2 = x1 - mean1[None, :], x2 - mean2[None, :]
+    if not FINAL:
+        amax = call + part * HEADS + head
+        tl.store(amax, tl.max(tl.max(tl.abs(x1) + tl.abs(x2), 1), 0) * 4.0)  # _ROOM
+        tl.store(amax + 3 * HEADS, 0.0)
 
 
 @jit
@@ -120,19 +116,13 @@ def _quantize_kernel(
     sin,
     center,
     used_rows,
-    scales,
-    amax,
-    final,
-    descale,
-    history,
-    position,
+    call,
     out,
     rows,
     row_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
-    CALLS: tl.constexpr,
     AGAIN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -147,36 +137,22 @@ def _quantize_kernel(
     h = tl.program_id(1) % groups * 4 + tl.arange(0, 4)
     head = tl.arange(0, BLOCK_H)
     inside_h = head < HEADS
+    amax = call + 3 * HEADS
+    q, k, v, product = fit_all(call, head, HEADS)
     if AGAIN:
-        # The second launch looks at what the first found. Mostly it only settles the scales, and returns.
-        q, k, v, _ = fit_all(amax, head, HEADS)
-        unfit = tl.zeros((BLOCK_H,), tl.int32)
-        for each in tl.static_range(3):
-            found = tl.load(amax + each * HEADS + head, mask=inside_h, other=0.0)
-            used = tl.load(scales + each * HEADS + head, mask=inside_h, other=float("inf"))
-            unfit |= (inside_h & (found * used > 448.0)).to(tl.int32)
-            own = q if each == 0 else (k if each == 1 else v)
-            unfit |= (inside_h & (own > used * 4.0)).to(tl.int32)  # _ROOM
-        redone = tl.max(unfit) > 0
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            q_used = tl.where(redone, q, tl.load(scales + head, mask=inside_h, other=1.0))
-            k_used = tl.where(redone, k, tl.load(scales + HEADS + head, mask=inside_h, other=1.0))
-            v_used = tl.where(redone, v, tl.load(scales + 2 * HEADS + head, mask=inside_h, other=1.0))
-            tl.store(final + head, q_used, mask=inside_h)
-            tl.store(final + HEADS + head, k_used, mask=inside_h)
-            tl.store(final + 2 * HEADS + head, v_used, mask=inside_h)
-            tl.store(descale, tl.max(tl.where(inside_h, 1.0 / (q_used * k_used), 0.0)))
-            slot = tl.load(position)
-            for each in tl.static_range(3):
-                found = tl.load(amax + each * HEADS + head, mask=inside_h, other=0.0)
-                tl.store(history + (slot * 3 + each) * HEADS + head, found, mask=inside_h)
-            tl.store(position, (slot + 1) % CALLS)
-        if redone == 0:
+        # The second launch looks at what the first found, and mostly returns.
+        overflows = tl.load(amax + head, mask=inside_h, other=0.0) * q > 448.0  # LARGEST
+        overflows |= tl.load(amax + HEADS + head, mask=inside_h, other=0.0) * k > 448.0
+        overflows |= tl.load(amax + 2 * HEADS + head, mask=inside_h, other=0.0) * v > 448.0
+        if tl.max(overflows.to(tl.int32)) == 0:
             return
-        mine = tl.where(part == 0, q, tl.where(part == 1, k, v))
-    else:
-        mine = tl.load(scales + part * HEADS + head, mask=inside_h, other=1.0)
-
+        q, k, v, product = fit_all(amax, head, HEADS)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(amax + 3 * HEADS + head, q, mask=inside_h)
+        tl.store(amax + 4 * HEADS + head, k, mask=inside_h)
+        tl.store(amax + 5 * HEADS + head, v, mask=inside_h)
+        tl.store(amax + 6 * HEADS, 1.0 / product)
+    mine = tl.where(part == 0, q, tl.where(part == 1, k, v))
     scale = tl.sum(tl.where(head[None, :] == h[:, None], mine[None, :], 0.0), 1)[None, :, None]
     heads, j = h[None, :, None], tl.arange(0, PADDED // 2)[None, None, :]
     real = (j < half) & (heads < HEADS)
@@ -216,49 +192,50 @@ def quantize(
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
     used_1: torch.Tensor,
-    scales_3H: torch.Tensor,
-    amax_3H: torch.Tensor,
-    amax_history_N3H: torch.Tensor | None,
-    position_1: torch.Tensor | None,
+    call_43H: torch.Tensor,
     padded: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`center_reference` and `quantize_reference` on the GPU.
+    *,
+    final: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample_reference` and `quantize_reference` on the GPU: what is quantised (3, T, H, P), the mean of v (H, D).
 
-    Returns what is quantised (3, T, H, P), what was taken off v (H, D), the scales that were used (3, H), and one over
-    those of q and k (1,).
-
-    used_1: int32 rows that count, on the device. scales_3H: to begin with. amax_3H: zeros, or what was found before,
-    and receives this call's amax if they are larger. With a history, a second launch does the work again where
-    something overflowed, writes the amax to slot position_1 of the history and moves that on; without one
-    scales_3H is final, and nothing is returned for the last.
+    used_1: int32 rows that count, on the device. call_43H: receives the amax that are expected and those that are
+    found, (3, H) each, the scales that serve, and one over the product of q's and k's. final: what is expected stands
+    there, and what was found before, which stays where it is larger. Else a second launch does the work again where
+    something overflowed.
     """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.stride()[1:] == (heads * dim, dim, 1) and cos_TD.is_contiguous() and sin_TD.is_contiguous()
     assert padded >= dim and dim % 2 == 0 and padded == next_power_of_2(padded)
     out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
-    final_3H, descale_1 = torch.empty_like(scales_3H), scales_3H.new_empty(1)
-    center_HD = center(qkv_T3HD, used_1)
-
-    def launch(*, again: bool) -> None:
+    center_HD = call_43H.new_empty(heads, dim)
+    _sample_kernel[(heads, 1 if final else 3)](
+        qkv_T3HD,
+        used_1,
+        call_43H,
+        center_HD,
+        qkv_T3HD.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        SAMPLES=_SAMPLES,
+        FINAL=final,
+        BLOCK_J=next_power_of_2(dim // 2),
+        num_warps=8,
+    )
+    for again in (False,) if final else (False, True):
         _quantize_kernel[(-(-rows // _ROWS), 3 * -(-heads // 4))](
             qkv_T3HD,
             cos_TD,
             sin_TD,
             center_HD,
             used_1,
-            scales_3H,
-            amax_3H,
-            final_3H,
-            descale_1,
-            amax_3H if amax_history_N3H is None else amax_history_N3H,
-            used_1 if position_1 is None else position_1,
+            call_43H,
             out_3THP,
             rows,
             qkv_T3HD.stride(0),
             HEADS=heads,
             DIM=dim,
             PADDED=padded,
-            CALLS=1 if amax_history_N3H is None else len(amax_history_N3H),
             AGAIN=again,
             ROWS=_ROWS,
             BLOCK_T=_WARPS * 32 * 4 // (padded // 2),
@@ -266,9 +243,59 @@ def quantize(
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
+    return out_3THP, center_HD
 
-    launch(again=False)
-    if amax_history_N3H is None:
-        return out_3THP, center_HD, scales_3H, None
-    launch(again=True)
-    return out_3THP, center_HD, final_3H, descale_1
+
+def dequantize_reference(
+    out_THP: torch.Tensor, scales_H: torch.Tensor, center_HD: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What attention made of quantised values, (T, H, P), in their own units, with their mean, unpadded: (T, H, D)."""
+    return (out_THP[..., : center_HD.shape[1]].float() / scales_H[:, None] + center_HD).to(dtype)
+
+
+@jit
+def _dequantize_kernel(
+    x,
+    scales,
+    center,
+    out,
+    rows,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    width: tl.constexpr = HEADS * DIM
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
+    e = (tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E))[None, :]
+    inside = (t < rows) & (e < width)
+    h = e // DIM
+    scale = tl.load(scales + h, mask=e < width, other=1.0)
+    mean = tl.load(center + e, mask=e < width, other=0.0)
+    value = tl.load(x + (t * HEADS + h) * PADDED + e % DIM, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + t * width + e, (value / scale + mean).to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize(
+    out_THP: torch.Tensor, scales_H: torch.Tensor, center_HD: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`dequantize_reference` as one kernel."""
+    (rows, heads, padded), dim = out_THP.shape, center_HD.shape[1]
+    out_THD = out_THP.new_empty(rows, heads, dim, dtype=dtype)
+    block_t, block_e = 8, 256
+    _dequantize_kernel[(-(-rows // block_t), -(-heads * dim // block_e))](
+        out_THP,
+        scales_H,
+        center_HD,
+        out_THD,
+        rows,
+        DIM=dim,
+        PADDED=padded,
+        HEADS=heads,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out_THD

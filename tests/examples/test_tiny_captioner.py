@@ -23,7 +23,7 @@ from tiny import assert_close
 
 import hf_vit_accel
 from hf_vit_accel import Status
-from hf_vit_accel.backends import ORDER
+from hf_vit_accel.backends import FP8, ORDER
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "tiny_captioner")]
@@ -275,6 +275,8 @@ def test_parity_wants_proof(captioner: Captioner) -> None:
         "sdpa attended instead of flash_attention_3"
     ]
     assert parity.unproven(Status(towers=(replace(status, calls=1),)), {"fuse": False}, 1) == ["fused: patch_embed"]
+    fp8 = replace(status, calls=1, backends={"full": FP8.name}, fp8="linears of qkv; not mlp: it is not fused")
+    assert parity.unproven(Status(towers=(fp8,)), {"fp8": True}, 1) == [f"fp8: {fp8.fp8}"]
 
 
 def test_parity_fails_beyond_half_a_point(capsys: Any, monkeypatch: Any) -> None:
@@ -283,6 +285,9 @@ def test_parity_fails_beyond_half_a_point(capsys: Any, monkeypatch: Any) -> None
 
     assert not row(985).failed and not row(995).failed
     assert row(984).failed and row(996).failed and row(990, problems=("it ran elsewhere",)).failed
+    assert not row(985, changed=20).failed
+    fp8 = dict(points=parity.FP8_POINTS)
+    assert not row(980, changed=10, **fp8).failed and row(979, **fp8).failed and row(990, changed=11, **fp8).failed
     monkeypatch.setattr(parity, "held_out", lambda *_, **__: [])
     monkeypatch.setattr(parity, "compare", lambda *_: [row(990), row(984)])
     with pytest.raises(typer.Exit) as stopped:
@@ -330,7 +335,7 @@ def test_gpu_captions_stay_right(family: str) -> None:
     batches = parity.held_out(family, 300, size=50, device="cuda")
     for dtype in parity.DTYPES["cuda"]:
         rows = list(parity.compare(family, dtype, "cuda", batches))
-        assert [row.way for row in rows] == ["stock", *parity.ways("cuda")]
+        assert [row.way for row in rows] == ["stock", *parity.ways("cuda", dtype)]
         assert rows[0].right >= 0.95 * rows[0].scenes
         failed = [(str(row), row.problems) for row in rows if row.failed]
         assert not failed, failed

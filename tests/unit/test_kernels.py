@@ -22,7 +22,7 @@ from hf_vit_accel.ops.activation import (
     swiglu,
     swiglu_reference,
 )
-from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, dequantize, dequantize_reference, fit, snapshot
+from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.launch import next_power_of_2, triton, why_not_descriptors, why_not_triton
 from hf_vit_accel.ops.linear_activation import (
@@ -34,7 +34,13 @@ from hf_vit_accel.ops.linear_activation import (
 )
 from hf_vit_accel.ops.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference_
-from hf_vit_accel.ops.quantize import center_reference, quantize, quantize_reference
+from hf_vit_accel.ops.quantize import (
+    dequantize,
+    dequantize_reference,
+    quantize,
+    quantize_reference,
+    sample_reference,
+)
 from hf_vit_accel.ops.rope import fill_up, fill_up_reference, rope_, rope_reference
 from hf_vit_accel.ops.scaled import (
     KINDS,
@@ -45,7 +51,6 @@ from hf_vit_accel.ops.scaled import (
     add_norm_e4m3_reference_,
     aligned,
     product,
-    product_reference,
     quantize_rows,
     quantize_rows_reference,
 )
@@ -347,9 +352,6 @@ def exact_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-HISTORIES = {"none": 0.0, "too small": 0.01, "fits": 100.0, "much too large": 1e6}
-
-
 def test_scales_fit() -> None:
     amax_3H = torch.tensor([[1.0, 448.0, 449.0, 3e-5], [7.0, 0.0, 2.0, 1e9], [448.0, 448.5, 0.0, 1e-30]])
     scales_3H = fit(amax_3H)
@@ -363,15 +365,17 @@ def test_scales_fit() -> None:
     assert alone_3.tolist() == [1.0, 1.0, 1.0]
 
 
-@where
-def test_scales_of_extremes_are_normal_numbers(at: dict[str, Any]) -> None:
-    """Beside a head of huge numbers one that is silent must not make the scale that all scores share infinite."""
+def extremes() -> torch.Tensor:
+    """Amax (L, 3, H) of which one may be anything beside another."""
     sizes = torch.tensor([0.0, 1e-45, 1e-30, 1e-5, 1.0, 1e5, 1e16, 1e30, 3e38])
     amax_L3H = torch.stack([each.view(-1, 1).expand(3, 2) for each in torch.cartesian_prod(sizes, sizes, sizes)])
-    amax_L3H = torch.cat((amax_L3H, amax_L3H.roll(1, 1), amax_L3H.flip(0)), 2).to(at["device"])
+    return torch.cat((amax_L3H, amax_L3H.roll(1, 1), amax_L3H.flip(0)), 2)
+
+
+def test_scales_of_extremes_are_normal_numbers() -> None:
+    """Beside a head of huge numbers one that is silent must not make the scale that all scores share infinite."""
+    amax_L3H = extremes()
     scales_L3H = fit(amax_L3H)
-    some = slice(None, None, 11 if at["device"] == "cpu" else 1)  # the interpreter runs a program for each
-    assert torch.equal(snapshot(amax_L3H[some].unsqueeze(1).contiguous())[0], scales_L3H[some])
     assert (scales_L3H >= torch.finfo(torch.float32).tiny).all() and scales_L3H.isfinite().all()
     products_LH = scales_L3H[:, 0] * scales_L3H[:, 1]
     assert (products_LH == products_LH[:, :1]).all() and (1 / products_LH).isfinite().all()
@@ -379,27 +383,38 @@ def test_scales_of_extremes_are_normal_numbers(at: dict[str, Any]) -> None:
 
 
 @where
-@pytest.mark.parametrize(
-    ("dim", "padded", "history"),
-    [
-        *((72, 128, each) for each in HISTORIES),
-        *((dim, to, "fits") for dim, to in ((64, 64), (80, 128), (16, 64), (24, 32))),
-    ],
-)
-def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, history: str) -> None:
-    """Bit for bit, scales and amax too; rows of padding are poisoned and reach neither."""
-    check_quantize(at, dim, padded, history)
+def test_kernels_scale_by_the_same(exact_e4m3: None, at: dict[str, Any]) -> None:
+    """By amax of a file, whatever they are."""
+    qkv, zeros_TD = torch.zeros(1, 3, 6, 16, dtype=at["dtype"], device=at["device"]), torch.zeros(1, 16)
+    used_1, zeros_TD = torch.ones(1, dtype=torch.int32, device=at["device"]), zeros_TD.to(at["device"])
+    for amax_3H in extremes().to(at["device"])[:: 29 if at["device"] == "cpu" else 1]:
+        call_43H = torch.zeros(4, *amax_3H.shape, device=at["device"])
+        call_43H[0] = amax_3H
+        quantize(qkv, zeros_TD, zeros_TD, used_1, call_43H, 16, final=True)
+        scales_3H = fit(amax_3H)
+        assert torch.equal(call_43H[2], scales_3H) and call_43H[3, 0, 0] == 1 / (scales_3H[0, 0] * scales_3H[1, 0])
 
 
 @where
-@pytest.mark.parametrize(("heads", "history"), [(1, "none"), (7, "fits")])
-def test_quantize_any_number_of_heads(exact_e4m3: None, at: dict[str, Any], heads: int, history: str) -> None:
+@pytest.mark.parametrize(
+    ("dim", "padded", "turned"),
+    [(72, 128, 1.0), (72, 128, 100.0), (72, 128, 0.001), (64, 64, 1.0), (80, 128, 1.0), (16, 64, 100.0), (24, 32, 1.0)],
+)
+def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, turned: float) -> None:
+    """Bit for bit, scales and amax too; rows of padding are poisoned and reach neither."""
+    check_quantize(at, dim, padded, turned)
+
+
+@where
+@pytest.mark.parametrize(("heads", "turned"), [(1, 1.0), (7, 100.0)])
+def test_quantize_any_number_of_heads(exact_e4m3: None, at: dict[str, Any], heads: int, turned: float) -> None:
     """A program takes 4 of them and 64 rows: more than one has, and less."""
-    check_quantize(at | {"heads": heads, "rows": at["rows"] + 60}, 72, 128, history)
+    check_quantize(at | {"heads": heads, "rows": at["rows"] + 60}, 72, 128, turned)
 
 
-def check_quantize(at: dict[str, Any], dim: int, padded: int, history: str) -> None:
-    rows, heads, layers, calls, layer = at["rows"], at["heads"], 3, 4, 1
+def check_quantize(at: dict[str, Any], dim: int, padded: int, turned: float) -> None:
+    """turned: what a rotation multiplies numbers by, which no sample of rows tells."""
+    rows, heads = at["rows"], at["heads"]
     used = rows - 2
     qkv_T3HD, angles_TD = (
         draw(rows, 3, heads, dim, at=at),
@@ -411,35 +426,23 @@ def check_quantize(at: dict[str, Any], dim: int, padded: int, history: str) -> N
     qkv_T3HD[used:] = float("nan")
     qkv_T3HD[used, ..., [0, dim // 2]] = 1e4  # which a rotation pairs
     qkv_T3HD[0, :, 0, 1] = torch.tensor([float("inf"), float("nan"), float("-inf")])
-    cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
-    amax_history_LN3H = torch.zeros(layers, calls, 3, heads, device=at["device"])
-    amax_history_LN3H[:, 2] = HISTORIES[history]
-    position_L = torch.full((layers,), calls - 1, dtype=torch.int32, device=at["device"])
-    remembered_N3H = amax_history_LN3H[layer].clone()
-
-    scales_L3H, amax_L3H = snapshot(amax_history_LN3H)
-    assert torch.equal(scales_L3H, fit(amax_history_LN3H.amax(1)))
-    assert not amax_L3H.any()
+    cos_TD, sin_TD = angles_TD.cos() * turned, angles_TD.sin() * turned
     used_1 = torch.tensor([used], dtype=torch.int32, device=at["device"])
-    rest = amax_history_LN3H[layer], position_L[layer : layer + 1], padded
-    mine = scales_L3H[layer], amax_L3H[layer]
-    out, mean_HD, scales, descale = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, *mine, *rest)
+    call_43H = torch.full((4, 3, heads), float("nan"), device=at["device"])
+    out, mean_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, padded)
 
-    assert relative_error(mean_HD, center_reference(qkv_T3HD, used)) < 1e-6
-    expected, own, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, remembered_N3H, padded)
-    assert torch.equal(scales, own)
-    assert descale is not None and descale.item() == 1 / (own[0, 0] * own[1, 0]).item()
-    assert torch.equal(amax_L3H[layer], amax) and not amax_L3H[:layer].any() and not amax_L3H[layer + 1 :].any()
-    assert torch.equal(amax_history_LN3H[layer, -1], amax) and torch.equal(
-        amax_history_LN3H[layer, :-1], remembered_N3H[:-1]
-    )
-    assert position_L.tolist() == [calls - 1, 0, calls - 1]
+    center_HD, expected_3H = sample_reference(qkv_T3HD, used)
+    assert relative_error(mean_HD, center_HD) < 1e-6 and relative_error(call_43H[0], expected_3H) < 1e-6
+    expected, own, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, call_43H[0], padded)
+    assert torch.equal(own, fit(call_43H[0])) == (turned < 2), "what was expected serves, or what was found"
+    assert torch.equal(call_43H[1], amax) and torch.equal(call_43H[2], own)
+    assert call_43H[3, 0, 0].item() == 1 / (own[0, 0] * own[1, 0]).item()
     assert torch.equal(out.float().nan_to_num(1e3), expected.float().nan_to_num(1e3))
     assert out[:, 0, 0].isnan().sum() == out[:, 0].isnan().sum() > 0
     assert not out[..., dim:].float().any()
     assert (out.float().abs().nan_to_num(0) <= LARGEST).all()
 
-    back = dequantize(out[2], scales[2], mean_HD, at["dtype"])
+    back = dequantize(out[2], own[2], mean_HD, at["dtype"])
     assert torch.equal(
         back.nan_to_num(7), dequantize_reference(expected[2], own[2], mean_HD, at["dtype"]).nan_to_num(7)
     )
@@ -455,14 +458,14 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, at: dict[str, Any])
         draw(rows, 3, heads, dim, at=at),
         draw(rows, dim // 2, at=at, dtype=torch.float32).repeat(1, 2),
     )
-    fixed_3H = fit(torch.full((3, heads), 1.0, device=at["device"]))
-    seen_3H = torch.full((3, heads), 2.5, device=at["device"])
+    call_43H = torch.full((4, 3, heads), 1.0, device=at["device"])
+    call_43H[1] = 2.5
     used_1 = torch.tensor([rows], dtype=torch.int32, device=at["device"])
     tables = angles_TD.cos(), angles_TD.sin()
-    out, mean_HD, scales, descale = quantize(qkv_T3HD, *tables, used_1, fixed_3H, seen_3H, None, None, 128)
-    expected, _, amax = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, None, 128, fixed_3H)
-    assert descale is None and torch.equal(scales, fixed_3H)
-    assert torch.equal(seen_3H, amax.clamp(min=2.5))
+    out, mean_HD = quantize(qkv_T3HD, *tables, used_1, call_43H, 128, final=True)
+    expected, scales, amax = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, call_43H[0], 128, final=True)
+    assert (call_43H[0] == 1).all() and torch.equal(call_43H[2], scales)
+    assert torch.equal(call_43H[1], amax.clamp(min=2.5))
     assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
 
 
@@ -550,7 +553,9 @@ def test_product(exact_e4m3: None, at: dict[str, Any]) -> None:
     x, weight = (quantize_rows(draw(count, inner, at=at, seed=count)) for count in (rows, outer))
     bias = draw(outer, at=at, dtype=torch.bfloat16)
     for some in (bias, None):
-        found, expected = (one(x, weight, some, torch.bfloat16) for one in (product, product_reference))
+        found = product(x, weight, some, torch.bfloat16)
+        wide_x, wide_weight = (values.float() * scales for values, scales in (x, weight))
+        expected = torch.nn.functional.linear(wide_x, wide_weight, None if some is None else some.float())
         assert found.shape == (rows, outer) and relative_error(found, expected) < 3e-3
 
 
@@ -599,17 +604,17 @@ COMPILED = {
     ),
     "quantize_rows": (
         "scaled",
-        "_quantize_rows_kernel",
-        "x:*bf16 out:*fp8e4nv scales:*fp32 rows:i32 row_stride:i32",
-        dict(WIDTH=3420, PADDED=3424, MAIN=2048, TAIL=2048, BLOCK_T=1),
+        "_activate_kernel",
+        "z:*bf16 bias:*bf16 up_bias:*bf16 out:*fp8e4nv scales:*fp32 rows:i32 row_stride:i32 limit:fp32",
+        dict(KIND="none", LIMITED=False, BIASED=False, WIDTH=1152, PADDED=1152, MAIN=1024, TAIL=128, BLOCK_T=2),
     ),
     **{
         f"activate, {kind}": (
             "scaled",
             "_activate_kernel",
-            "z:*bf16 bias:*bf16 up_bias:*bf16 out:*fp8e4nv scales:*fp32 limit:fp32",
+            "z:*bf16 bias:*bf16 up_bias:*bf16 out:*fp8e4nv scales:*fp32 rows:i32 row_stride:i32 limit:fp32",
             dict(KIND=kind, LIMITED=kind == "silu", BIASED=True, WIDTH=width, PADDED=-(-width // 16) * 16)
-            | dict(MAIN=next_power_of_2(width + 1) // 2, TAIL=2048 if kind == "silu" else 256),
+            | dict(MAIN=next_power_of_2(width + 1) // 2, TAIL=2048 if kind == "silu" else 256, BLOCK_T=1),
         )
         for kind, width in zip(KINDS, (4608, 4304, 5120, 3420), strict=True)
     },
@@ -639,29 +644,22 @@ COMPILED = {
         f"quantize, {'again' if again else 'first'}": (
             "quantize",
             "_quantize_kernel",
-            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 scales:*fp32 amax:*fp32 "
-            "final:*fp32 descale:*fp32 history:*fp32 position:*i32 out:*fp8e4nv rows:i32 row_stride:i32",
-            dict(HEADS=16, DIM=72, PADDED=128, CALLS=16, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
+            "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 call:*fp32 out:*fp8e4nv rows:i32 row_stride:i32",
+            dict(HEADS=16, DIM=72, PADDED=128, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
         )
         for again in (False, True)
     },
-    "snapshot": (
-        "e4m3",
-        "_snapshot_kernel",
-        "history:*fp32 scales:*fp32 amax:*fp32",
-        dict(HEADS=12, CALLS=3, BLOCK_H=16, BLOCK_N=4),
-    ),
-    "center": (
+    "sample": (
         "quantize",
-        "_center_kernel",
-        "qkv:*bf16 used_rows:*i32 center:*fp32 row_stride:i32",
-        dict(HEADS=16, DIM=72, SAMPLES=256, BLOCK_D=128),
+        "_sample_kernel",
+        "qkv:*bf16 used_rows:*i32 call:*fp32 center:*fp32 row_stride:i32",
+        dict(HEADS=16, DIM=72, SAMPLES=256, FINAL=False, BLOCK_J=64),
     ),
     "dequantize": (
-        "e4m3",
+        "quantize",
         "_dequantize_kernel",
         "x:*fp8e4nv scales:*fp32 center:*fp32 out:*bf16 rows:i32",
-        dict(WIDTH=1152, DIM=72, PADDED=128, HEADS=16, BLOCK_T=8, BLOCK_E=256),
+        dict(DIM=72, PADDED=128, HEADS=16, BLOCK_T=8, BLOCK_E=256),
     ),
     "quick_gelu": ("activation", "_quick_gelu_kernel", "x:*bf16 out:*bf16 total:i32", dict(BLOCK=4096)),
     "positions": (

@@ -40,7 +40,7 @@ def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
-        reference = getattr(scaled, f"{name.rstrip('_')}_reference{'_' * name.endswith('_')}")
+        reference = getattr(scaled, f"{name.rstrip('_')}_reference{'_' * name.endswith('_')}", scaled.product)
         return lambda *args, **kwargs: counts.update([name]) or reference(*args, **kwargs)
 
     for name in KERNELS:
