@@ -34,7 +34,7 @@ def contenders(qkv: torch.Tensor, tables: Any, lengths: list[int]) -> dict[str, 
         head_dim=dim,
         scale=dim**-0.5,
         packed=True,
-        longest=max(lengths),
+        max_seqlen=max(lengths),
     )
 
     def plain(plan: Any, own: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def contenders(qkv: torch.Tensor, tables: Any, lengths: list[int]) -> dict[str, 
         if backend.name in BF16 and not backend.reasons_against(request):
             plan, own = plan_alone(backend, segments, request), qkv.clone()
             found[backend.name] = lambda plan=plan, own=own: plain(plan, own)
-    scales = Scales(device=qkv.device, layers=1, heads=HEADS, calls=16)
+    scales = Scales(device=qkv.device, layers=1, heads=HEADS)
     fp8 = plan_alone(FP8, segments, replace(request, fp8=scales))
     found[FP8.name] = lambda: fp8.backend.attend_layers(fp8, 1, rope_)[0](qkv, *tables)
     return found
