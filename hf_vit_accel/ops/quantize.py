@@ -29,7 +29,7 @@ __all__ = ["dequantize", "dequantize_reference", "quantize", "quantize_reference
 
 _SAMPLES = 256  # rows that tell what to expect of the others
 _ROWS, _WARPS = 64, 4
-_ROOM = 4.0  # how much larger than in those rows numbers may be before the work is done again
+_ROOM = 4.0  # by how much others may be larger; little, as averages of many values are small, and need what is left
 
 
 def sample_reference(qkv_T3HD: torch.Tensor, used: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +42,9 @@ def sample_reference(qkv_T3HD: torch.Tensor, used: int) -> tuple[torch.Tensor, t
     sampled = torch.where(sampled.isfinite(), sampled, 0.0)
     center_HD = sampled[:, 2].mean(0)
     sampled[:, 2] -= center_HD
-    return center_HD, sampled.unflatten(-1, (2, -1)).abs().sum(-2).amax((0, 3)) * _ROOM
+    pairs = sampled.abs().unflatten(-1, (2, -1))
+    amax_3H = torch.cat((pairs[:, :2].sum(-2), pairs[:, 2:].amax(-2)), dim=1).amax((0, 3))
+    return center_HD, amax_3H * _ROOM
 
 
 def quantize_reference(
@@ -104,8 +106,9 @@ def _sample_kernel(
         tl.store(center + head * DIM + half + j, mean2, mask=j < half)
         x1, x2 = x1 - mean1[None, :], x2 - mean2[None, :]
     if not FINAL:
-        amax = call + part * HEADS + head
-        tl.store(amax, tl.max(tl.max(tl.abs(x1) + tl.abs(x2), 1), 0) * 4.0)  # _ROOM
+        amax, size1, size2 = call + part * HEADS + head, tl.abs(x1), tl.abs(x2)
+        size = tl.where(part == 2, tl.maximum(size1, size2), size1 + size2)
+        tl.store(amax, tl.max(tl.max(size, 1), 0) * 4.0)  # _ROOM
         tl.store(amax + 3 * HEADS, 0.0)
 
 

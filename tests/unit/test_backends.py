@@ -29,7 +29,7 @@ from hf_vit_accel.backends import (
 )
 from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
-from hf_vit_accel.backends.base import Needs
+from hf_vit_accel.backends.base import Needs, against_machine
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, _chunks, round_max_seqlen, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
@@ -276,6 +276,21 @@ def test_needs_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert sum(part in why for why in reasons) == 1, part
     assert len(reasons) == 5
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0)])
+def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Where all is installed, what a capability alone stands against: FlashAttention-3's kernels are Hopper's."""
+    monkeypatch.setattr(env, "has_cuda", lambda: True)
+    monkeypatch.setattr(env, "why_missing", lambda package: None)
+    monkeypatch.setattr(env, "cuda_capability", lambda index=None: capability)
+    needs = {backend.name: backend.needs_on(torch.device("cuda")) for backend in (*ORDER, FP8)}
+    needs["linears"] = backends.LINEARS_NEED
+    refused = {name: why for name, need in needs.items() if (why := against_machine(need))}
+    major, minor = capability
+    assert refused == {
+        "flash_attention_3": [f"the GPU's compute capability is {major}.{minor}, it needs at least 9.0 and below 10.0"]
+    }
 
 
 @pytest.mark.parametrize("backend", [b for b in ORDER if b.needs.cuda], ids=lambda b: b.name)

@@ -684,8 +684,20 @@ def test_kernels_compile_for_hopper(name: str) -> None:
     compile_for_hopper(*COMPILED[name])
 
 
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
+@pytest.mark.parametrize("capability", [100, 120])
+@pytest.mark.parametrize("name", [name for name, (_, _, arguments, _) in COMPILED.items() if "fp8e4nv" in arguments])
+def test_kernels_of_fp8_compile_for_blackwell(name: str, capability: int) -> None:
+    compile_for_hopper(*COMPILED[name], capability=capability)
+
+
 def compile_for_hopper(
-    module: str, kernel: str, arguments: str, constants: dict[str, Any], options: dict[str, Any] | None = None
+    module: str,
+    kernel: str,
+    arguments: str,
+    constants: dict[str, Any],
+    options: dict[str, Any] | None = None,
+    capability: int = 90,
 ) -> Any:
     """A kernel of an operation, compiled: its arguments as "name:type ...", its constants by name."""
     from triton.backends.compiler import GPUTarget
@@ -696,6 +708,6 @@ def compile_for_hopper(
     assert list(types) == list(function.arg_names)
     values = {(list(types).index(constant),): value for constant, value in constants.items()}
     source = ASTSource(fn=function, signature=types, constexprs=values)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.asm["cubin"]
     return compiled
