@@ -24,6 +24,7 @@ __all__ = [
     "build",
     "pack",
     "send",
+    "settle",
     "to_device",
     "unpack",
 ]
@@ -252,3 +253,9 @@ def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, to
     # Kept for later calls, which may record gradients through what is indexed; and compilers would start anew for each.
     with torch.inference_mode(False):
         return unpack(send(pack(arrays), device), arrays)
+
+
+def settle(device: torch.device) -> None:
+    """Let the host wait until what was queued on the current stream is there for all others, which do not wait."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()

@@ -25,7 +25,7 @@ from hf_vit_accel import guard
 from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.guard import Snapshot, Weights
-from hf_vit_accel.metadata import Grid, to_device
+from hf_vit_accel.metadata import Grid, settle, to_device
 from hf_vit_accel.ops import why_not_triton
 from hf_vit_accel.ops.fingerprint import (
     CHUNK,
@@ -36,7 +36,6 @@ from hf_vit_accel.ops.fingerprint import (
     hash_memory_reference,
 )
 from hf_vit_accel.route import Spec
-from hf_vit_accel.scales import settle
 
 __all__ = ["Marks", "Reuse", "ReuseStatus"]
 

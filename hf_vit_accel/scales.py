@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+from hf_vit_accel.metadata import settle
 from hf_vit_accel.ops.e4m3 import LARGEST, fit
 
-__all__ = ["Amax", "Scales", "settle"]
+__all__ = ["Amax", "Scales"]
 
 _FORMAT, _VERSION = "hf-vit-accel fp8 amax", 1
 
@@ -57,12 +58,6 @@ class Amax:
                 f"expected FP8 amax in {path}: {type(error).__name__}: {error}; make the file by hf_vit_accel.calibrate"
             ) from error
         return cls(amax_L3H=amax_L3H, margin=margin, model=str(content.get("model", "")))
-
-
-def settle(device: torch.device) -> None:
-    """Let the host wait until what was queued on the current stream is there for all others, which do not wait."""
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()
 
 
 @dataclass(kw_only=True, eq=False)

@@ -19,7 +19,7 @@ IMPORTS = {
     "inputs": "metadata",
     "families": "metadata",
     "ops": "env families",
-    "scales": "ops",
+    "scales": "metadata ops",
     "backends": "config env metadata ops scales",
     "route": "backends config env metadata ops",
     "passes": "metadata route",
@@ -31,7 +31,7 @@ IMPORTS = {
     "upstream": "backends config encoder families metadata ops route",
     "sharding": "",
     "guard": "backends env families inputs metadata ops route sharding upstream",
-    "reuse": "config env guard metadata ops route scales",
+    "reuse": "config env guard metadata ops route",
     "tower": "backends config data_parallel encoder env families graphs guard inputs metadata ops passes reuse route "
     "scales upstream",
     "install": "backends tower",
