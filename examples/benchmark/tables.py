@@ -79,13 +79,14 @@ def times(document: Mapping[str, Any]) -> Times:
 
 def conditions(document: Mapping[str, Any], file: str, command: str) -> str:
     """Hardware, versions, commit and command, as far as the file says them."""
-    versions = document["versions"]
+    versions, machine = document["versions"], document.get("machine") or {}
     parts = [
         f"One {document['device']}" if document.get("gpus", 1) == 1 else f"{document['gpus']} x {document['device']}",
         document["dtype"],
         *(f"{name} {versions[name]}" for name in ("torch", "transformers", "triton") if versions.get(name)),
+        *([f"driver {machine['driver']}, up to {machine['largest_clock']} MHz"] if "driver" in machine else []),
         f"commit {document['commit']}" if document.get("commit") else "commit not recorded",
-        f"`{command}`",
+        f"`{document.get('command', command)}`",
         f"`examples/benchmark/{file}`",
     ]
     note = f" {document['transcribed']}" if document.get("transcribed") else ""
