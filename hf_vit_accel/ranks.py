@@ -100,12 +100,13 @@ class Ranks:
         done, limit, begin = torch.cuda.Event(), 0.9 * float(timeout.total_seconds()), time.monotonic()
         with _told(when):
             done.record()
+            waited = 0.0
             while not done.query():
-                waited = time.monotonic() - begin
-                if waited > limit:
+                if waited > limit:  # by a clock that was read before: a process may be stopped, and go on
                     _, absent = _within(1.5, self._abort, self._absent)
                     from_whom = f" from rank {absent} of the group" if absent else ""
                     raise RuntimeError(f"no answer within {limit:.1f} s{from_whom}")
+                waited = time.monotonic() - begin
                 if waited > _SPINS:
                     time.sleep(1e-4)
 

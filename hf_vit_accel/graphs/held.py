@@ -159,11 +159,16 @@ class Held(Generic[G]):
 
     def _held(self, signature: Hashable, capture: Callable[[Recorder], G]) -> G:
         """The graph of a signature, captured if it is not there. Raises CaptureError."""
-        graph = self._graphs.get(signature)
+        graph, recorder = self._graphs.get(signature), self._recorder
+        assert recorder is not None
         if graph is None:
             if why := self._off or self._refused.get(signature):
                 raise CaptureError(why)
-            recorder = self._with_room()
+            if self._nbytes > self._max_bytes:
+                self._waiting += 1
+                full = CaptureError("graphs hold as much memory as they may")
+                full.by_choice = True
+                raise full
             try:
                 recorder.wait()
                 with torch.inference_mode(False):  # buffers made under it could not be written outside of it
@@ -188,26 +193,19 @@ class Held(Generic[G]):
         self._graphs.move_to_end(signature)
         return graph
 
-    def _with_room(self) -> Recorder:
-        """What captures the next graph. Raises CaptureError while graphs hold too much.
+    def _make_room(self) -> None:
+        """All graphs go, if they hold too much: before a call chooses its own, for none may be replayed that went.
 
         One that goes alone would give nothing back: they share a pool. So all go at once, after ever more calls that
         could not be captured; captures never outweigh replays.
         """
-        recorder = self._recorder
-        assert recorder is not None
-        if self._nbytes > self._max_bytes:
-            self._waiting += 1
-            if self._waiting <= self._patience:
-                full = CaptureError("graphs hold as much memory as they may")
-                full.by_choice = True
-                raise full
+        if self._waiting >= self._patience:
+            assert self._recorder is not None
             self._waiting, self._patience = 0, 2 * self._patience
-            recorder.settle()
+            self._recorder.settle()
             self._drop()
             torch.cuda.empty_cache()  # else the allocator keeps their pool until memory runs out
-            self._recorder = recorder = CudaRecorder(self._device)
-        return recorder
+            self._recorder = CudaRecorder(self._device)
 
 
 def numerics() -> tuple[object, ...]:

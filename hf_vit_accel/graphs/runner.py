@@ -105,6 +105,7 @@ class Runner(Held[_Graph]):
         with self._lock:
             if against := self._begin(identity, route.spec.request.device):
                 return against
+            self._make_room()
             self._width = pixels_TP.shape[1]
             self._budgets = self.budgets_of(route.spec.geometry.merge)
             bins = self._bins(route)

@@ -106,6 +106,7 @@ class TrainingRunner(Held[_Step]):
                 return against
             if against := self._against(route, parameters):
                 return against
+            self._make_room()
             capture = partial(self._capture, route, pixels_TP, parameters, places)
             try:
                 step = self._held((route.metadata.grid, self._given), capture)

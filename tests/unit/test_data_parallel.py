@@ -629,6 +629,23 @@ def test_nccl_sets_the_time_and_is_aborted_and_the_store_may_be_gone(monkeypatch
     assert aborted == ["cuda"]
 
 
+def test_a_process_that_was_stopped_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than it would wait, while what it waited for came: nothing is aborted."""
+    shared, now = ranks_module.Ranks.__new__(ranks_module.Ranks), [0.0]
+
+    class Event(_Event):
+        def query(self) -> bool:
+            there, now[0] = now[0] > 0, 1000.0  # stopped after it looked
+            return there
+
+    options = Namespace(_timeout=timedelta(seconds=100))
+    shared.group = Namespace(_get_backend=lambda device: Namespace(options=options))
+    monkeypatch.setattr(shared, "_abort", _breaks(Raised("nobody is gone")), raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(ranks_module.time, "monotonic", lambda: now[0])
+    shared.settle(GPU, when="")
+
+
 def _waits(rank: int) -> None:
     shared, slept = ranks_module.ranks_of(True), []
     shared.settle(torch.device("cpu"), when="")  # nothing to wait for, and no event of CUDA's made

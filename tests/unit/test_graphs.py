@@ -537,6 +537,20 @@ def test_graphs_that_took_too_much_all_go(on_cpu: Any, model: Any) -> None:
     assert status.replays > 200
 
 
+def test_graphs_that_all_go_are_not_those_of_the_call_at_hand(on_cpu: Any, model: Any) -> None:
+    """A call of several bins finds the graph of the first, and for another all go: none is replayed that went."""
+    on_cpu.nbytes = 1 << 20
+    patch(model, GraphConfig(max_tokens=64, exact_after=0, max_bytes=1), strict=True)
+    first: Grid = [(1, 2, 2 * 64)]
+    whole: Grid = [*first, (1, 2, 2 * 8)]
+    expected = run_tower(tower_of(copy.deepcopy(model)), whole)
+    run_tower(tower_of(model), first)
+    for _ in range(60):
+        assert_close(run_tower(tower_of(model), whole), expected)
+    status = status_of(model)
+    assert status.captures == 1 + 2 and len(status.graphs) == 1, "after 16 and 32 calls that could not be captured"
+
+
 def test_where_no_shape_of_its_own_can_be_held_its_budget_serves(on_cpu: Any, model: Any) -> None:
     patch(model, GraphConfig(max_tokens=128, exact_after=2, max_bytes=1), strict=True)
     for _ in range(4):
