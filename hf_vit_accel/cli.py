@@ -159,12 +159,13 @@ def bench(
             benchmark.require_matplotlib()
         for path in (json_path, plot_path):
             _check_writable(path)
-        before = None if compare is None else _read_result(compare)
         if dtype is not None and dtype not in benchmark.DTYPES:
             raise ValueError(f"expected a dtype out of {', '.join(benchmark.DTYPES)}, got {dtype}")
         device = benchmark.device_of_choice()
         on_cpu = device.type == "cpu"
         chosen = benchmark.DTYPES[dtype] if dtype else benchmark.default_dtype(device)
+        kind = {"dtype": str(chosen).removeprefix("torch."), "train": train}
+        before = None if compare is None else _read_result(compare, **kind)
         if train or (on_cpu and model is None):  # several backends are as many copies of the tower
             backends = backends or ("auto,auto+graph" if train and not on_cpu else "auto")
         sizes = sizes or (CPU_SIZE if on_cpu else TRAIN_SIZES if train else ",".join(benchmark.SIZES))
@@ -223,11 +224,13 @@ def _check_writable(path: Path | None) -> None:
         raise ValueError(f"cannot write {path}: permission denied")
 
 
-def _read_result(path: Path) -> dict[str, Any]:
-    """What `bench --json` wrote. Raises ValueError for anything else."""
+def _read_result(path: Path, **same: Any) -> dict[str, Any]:
+    """What `bench --json` wrote of the same kind of work. Raises ValueError for anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if all({"model", "size", "contender", "ms"} <= row.keys() for row in found["rows"]):
+        if all({"model", "size", "contender", "ms", "ms_high"} <= row.keys() for row in found["rows"]):
+            if other := [f"{key} {found[key]}, not {value}" for key, value in same.items() if found[key] != value]:
+                raise ValueError(f"it is of {' and '.join(other)}")
             return dict(found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"expected a file that bench --json wrote, got {path}: {error}") from error

@@ -6,7 +6,8 @@
 
 A job has one GPU and its share of the CPU's cores to itself, but for those that want several GPUs: they run alone, when
 all others are over. Models of one job are timed by a process each, on any of the GPUs. What a process printed lies
-beside its file, in `parts`; a job of which a process fails leaves the file of an earlier run as it is.
+beside its file, in `parts`. A job's file is written when its last process is over: a run that is stopped leaves what
+was done. A job of which a process fails leaves the file of an earlier run as it is.
 """
 
 from __future__ import annotations
@@ -133,8 +134,7 @@ JOBS = {
 def put_together(job: Job, documents: list[dict[str, Any]], commit: str | None) -> dict[str, Any]:
     """One document of those of a job's parts, with what each was measured on."""
     machines = [found.get("machine") for found in documents if found.get("machine")] or [bench.machine()]
-    device = env.cuda_device_name() if torch.cuda.is_available() else "cpu"
-    common = {"versions": env.versions(), "device": device, "dtype": "bfloat16"}
+    common = {"versions": env.versions(), "dtype": "bfloat16"}
     whole = {**common, **documents[0], "command": job.told(), "commit": commit, "machine": machines[0]}
     whole["machines"] = [machine for index, machine in enumerate(machines) if machine not in machines[:index]]
     if len(documents) > 1:
@@ -173,7 +173,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="What is measured; by default what git says.")] = None,
     commands: Annotated[bool, typer.Option("--commands", help="Print what would run, and nothing else.")] = False,
 ) -> None:
-    """Run the jobs, then write their files. Exits with 1 if one failed."""
+    """Run the jobs and write their files. Exits with 1 if one failed."""
     jobs = {name: JOBS[name] for name in only.split(",")}
     jobs = {name: replace(job, command=job.command.replace("{gpus}", str(gpus))) for name, job in jobs.items()}
     if commands:
@@ -182,6 +182,7 @@ def main(
     if commit is None:
         told = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         commit = told.stdout.strip() or None
+    output = output.resolve()  # processes run in another folder
     build = output / "parts"
     build.mkdir(parents=True, exist_ok=True)
     parts = [(name, index, part) for name, job in jobs.items() for index, part in enumerate(job.parts())]
@@ -192,12 +193,25 @@ def main(
     for gpu in range(len(names)):
         free.put(gpu)
     ended: dict[Path, str | None] = {}
+    writes = threading.Lock()
     all_cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(all_cores) // len(names)
 
-    def one(part: Job, path: Path, gpu: int) -> None:
+    def made(name: str, path: Path, problem: str | None) -> None:
+        found = [each for (of, _), each in paths.items() if of == name]
+        with writes:
+            ended[path] = problem
+            if any(ended.get(each, "not over") for each in found):
+                return
+            ended[path] = f"{path.stem}: no file was made"  # until it is
+            whole = put_together(jobs[name], [json.loads(each.read_text(encoding="utf-8")) for each in found], commit)
+            text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+            (output / jobs[name].file).write_text(text, encoding="utf-8")
+            ended[path] = None
+
+    def one(name: str, part: Job, path: Path, gpu: int) -> None:
         try:
-            ended[path] = run(part, path, [names[gpu]], all_cores[gpu * share : (gpu + 1) * share], limit)
+            made(name, path, run(part, path, [names[gpu]], all_cores[gpu * share : (gpu + 1) * share], limit))
         finally:
             free.put(gpu)
 
@@ -205,19 +219,14 @@ def main(
     for name, index, part in sorted(parts, key=lambda each: -each[2].seconds):
         if part.gpus == 1:
             gpu = free.get()
-            threads.append(threading.Thread(target=one, args=(part, paths[name, index], gpu)))
+            threads.append(threading.Thread(target=one, args=(name, part, paths[name, index], gpu)))
             threads[-1].start()
     for thread in threads:
         thread.join()
     for name, index, part in parts:
         if part.gpus != 1:
-            ended[paths[name, index]] = run(part, paths[name, index], names, [], limit)
-    for name, job in jobs.items():
-        found = [path for (of, _), path in paths.items() if of == name]
-        if not any(ended[path] for path in found):
-            whole = put_together(job, [json.loads(path.read_text(encoding="utf-8")) for path in found], commit)
-            (output / job.file).write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    wrong = [problem for problem in ended.values() if problem]
+            made(name, paths[name, index], run(part, paths[name, index], names, [], limit))
+    wrong = [problem for path in paths.values() if (problem := ended.get(path, f"{path.stem}: broke off"))]
     print(*wrong, sep="\n")
     if wrong:
         raise typer.Exit(1)

@@ -69,3 +69,30 @@ def test_parts_run_beside_each_other_and_make_one_file(
         "alone, when others are over"
     )
     assert kept.read_text() == "as it was" and not (tmp_path / "slow.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_that_is_stopped_leaves_what_was_done(
+    everything: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it was begun: processes run in the folder of the project."""
+    script = tmp_path / "one.py"
+    script.write_text("import json, sys\njson.dump(dict(device='d', rows=[]), open(sys.argv[-1], 'w'))\n")
+    job = everything.Job(file="some.json", command=f"python {script}", models=("a", "b"), option="--models")
+    monkeypatch.setattr(everything, "JOBS", {"some": job, "all": everything.replace(job, file="all.json", gpus=0)})
+    run = everything.run
+
+    def stopped(part: Any, *rest: Any) -> Any:
+        if part.gpus == 0:
+            raise KeyboardInterrupt
+        return run(part, *rest)
+
+    monkeypatch.setattr(everything, "run", stopped)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        everything.main(only="all,some", output=Path("build"), gpus=2, limit=9, commit="abc", commands=False)
+    assert json.loads((tmp_path / "build" / "some.json").read_text())["commit"] == "abc"
+    assert not (tmp_path / "build" / "all.json").exists()
+    script.write_text("")  # ends well, and makes nothing
+    with pytest.raises(everything.typer.Exit):
+        everything.main(only="some", output=tmp_path, gpus=2, limit=9, commit="abc", commands=False)

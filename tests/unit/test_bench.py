@@ -704,13 +704,14 @@ def test_what_got_slower_is_told(tmp_path: Path) -> None:
             dict(model="m", size="s", contender=name, ms=one, ms_low=one - 1, ms_high=one + 1)
             for name, one in ms.items()
         ]
-        return {"rows": [*made, dict(model="m", size="s", contender="skipped", ms=None)]}
+        return {"device": "A", "rows": [*made, dict(model="m", size="s", contender="skipped", ms=None)]}
 
     lines = list(
         bench.slower(rows(same=10.1, slow=20, noisy=11, fast=5, new=3), rows(same=10, slow=10, noisy=10, fast=9))
     )
     assert lines[0] == "slower: m, s, slow: 20.00 ms, before 10.00 (2.00x)"
     assert lines[1:] == ["4 compared, 1 slower by more than 3% and the spread of their runs"]
+    assert next(bench.slower(rows(), rows() | {"device": "B"})) == "measured on A, before on B"
     options = "--model", write_config("qwen3_vl", tmp_path), "--sizes", SIZE, "--rounds", 1, "--backends", "sdpa"
     assert command(*options, "--json", tmp_path / "old.json").exit_code == 0
     old = json.loads((tmp_path / "old.json").read_text())
@@ -720,7 +721,9 @@ def test_what_got_slower_is_told(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps(old))
     told = command(*options, "--compare", tmp_path / "old.json").stdout
     assert told.count("slower: ") == len(old["rows"]) == 2
-    for text in ("{}", "[", '{"rows": [{"model": 1}]}'):
+    row, other = old["rows"][0], ({"train": True}, {"dtype": "bfloat16"}, {"rows": [dict(model=1)]})
+    no_spread = old | {"rows": [{key: row[key] for key in row.keys() - {"ms_high"}}]}
+    for text in ("{}", "[", *(json.dumps(old | each) for each in other), json.dumps(no_spread)):
         (tmp_path / "bad.json").write_text(text)
         failed = command(*options, "--compare", tmp_path / "bad.json")
         assert failed.exit_code == 2 and "bench --json wrote" in failed.output
