@@ -61,8 +61,8 @@ def slower(result: Mapping[str, Any], before: Mapping[str, Any], *, by: float = 
     """What takes longer in one `document` than in an earlier one, by this share of it at least, and by more than a
     run's own spread: a line for each; then how many were compared. First, if they ran on different devices, on which.
     """
-    if result["device"] != before["device"]:
-        yield f"measured on {result['device']}, before on {before['device']}"
+    if result.get("device") != before.get("device"):
+        yield f"measured on {result.get('device')}, before on {before.get('device')}"
     key = "model", "size", "contender"
     earlier = {tuple(row[each] for each in key): row for row in before["rows"] if row["ms"] is not None}
     both = [(row, earlier.get(tuple(row[each] for each in key))) for row in result["rows"] if row["ms"] is not None]
