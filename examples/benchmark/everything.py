@@ -82,14 +82,14 @@ def _script(file: str, script: str, models: tuple[str, ...] = (), seconds: int =
 JOBS = {
     "towers": _bench(
         "towers.json",
-        "--rounds 3 --baselines sdpa,flash_attention_3 --backends "
+        "--rounds 2 --baselines sdpa,flash_attention_3 --backends "
         "auto,auto+graph,flash_attention_4,flash_attention_3,flashinfer_cudnn,torch_varlen",
         seconds=200,
     ),
     "training": _bench(
         "training.json",
         '--train --rounds 2 --sizes "one 448²,one 1024²,16 x 512²,one page" '
-        "--baselines sdpa,flash_attention_2,liger,compile_blocks",
+        "--baselines sdpa,flash_attention_2,compile_blocks",
         seconds=300,
     ),
     "families": _bench(
