@@ -9,6 +9,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What pytest rewrites, and every process that tests start, is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .PHONY: test quick lint matrix demo gpu-test support tables docs dist format clean

@@ -45,18 +45,18 @@ def peak(*command: object) -> int:
     return usage.ru_maxrss * 1024
 
 
-def test_photos_of_24_megapixels_stay_under_2_gb(tmp_path: Path) -> None:
+def test_photos_of_24_megapixels_are_not_held_at_once(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     (tmp_path / "one").mkdir()
     (tmp_path / "many").mkdir()
     Image.fromarray(noise).save(tmp_path / "one" / "small.png")
     Image.fromarray(noise).resize((6000, 4000)).save(tmp_path / "photo.jpg", quality=85)
-    for index in range(20):  # held at once, they would take 3.4 GB
+    for index in range(8):  # held at once, they would take 1.4 GB
         os.link(tmp_path / "photo.jpg", tmp_path / "many" / f"{index}.jpg")
     script = [EXAMPLES / "batch_caption.py", "caption", "--model", MODEL, "--prompt=describe this picture ."]
     base = peak(*script, tmp_path / "one", "--output", tmp_path / "o1", "--max-new-tokens=1")
     most = peak(*script, tmp_path / "many", "--output", tmp_path / "o2", "--max-new-tokens=1")
-    assert most - base < 2e9, f"{(most - base) / 1e9:.1f} GB"
+    assert most - base < 0.8e9, f"{(most - base) / 1e9:.1f} GB"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,8 +65,8 @@ def test_reduced_pictures_are_the_processors(family: str) -> None:
     processor = load_processor(str(EXAMPLES / "tiny_captioner" / family))
     smaller, chance = reduced(processor), random.Random(0)
     exact = 0
-    for _ in range(40):
-        width, height = chance.randint(8, 1500), chance.randint(8, 1500)
+    for _ in range(20):
+        width, height = chance.randint(8, 1000), chance.randint(8, 1000)
         image = Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
         read, size = read_image(io.BytesIO(encode(image, "BMP")), resize=smaller)
         assert size == (width, height)
@@ -74,7 +74,7 @@ def test_reduced_pictures_are_the_processors(family: str) -> None:
         expected, found = (processor.image_processor([each], return_tensors="pt") for each in (image, read))
         assert torch.equal(expected["image_grid_thw"], found["image_grid_thw"])
         assert torch.equal(expected["pixel_values"], found["pixel_values"])
-    assert exact > 10
+    assert exact > 5
 
 
 def test_reduced_jpegs_are_nearly_the_processors(processor: Any) -> None:

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import pytest
 from caption_cli import (
-    EXAMPLES,
     MODEL,
     batch_caption,
     call,
@@ -193,11 +192,20 @@ def test_a_touched_or_moved_model_is_the_same_and_another_is_not(photos: Path, o
 # --- 13 and 14: what ends, and how ----------------------------------------------------------------------------------
 
 
-def test_a_launcher_that_starts_too_few_is_told(photos: Path, output: Path) -> None:
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    script = [str(EXAMPLES / "batch_caption.py"), "caption", str(photos), f"--output={output}", f"--model={MODEL}"]
-    done = subprocess.run([*launch, *script, "--dry-run"], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and "2 processes were asked for and 1 was started" in done.stdout + done.stderr
+def test_a_launcher_that_starts_too_few_is_told(
+    photos: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process sees that accelerate started alone; and what the command makes of it."""
+    script = tmp_path / "seen.py"
+    script.write_text("import os, psutil\nprint(os.environ.get('WORLD_SIZE'), *psutil.Process().parent().cmdline())\n")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(script)]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=200)
+    size, *parent = done.stdout.split()
+    assert done.returncode == 0 and size == "None", done.stdout + done.stderr
+    process = SimpleNamespace(parent=lambda: SimpleNamespace(cmdline=lambda: parent))
+    monkeypatch.setattr("captioning.plan.psutil", SimpleNamespace(Process=lambda: process))
+    told = words(caption(photos, output, "--dry-run"))
+    assert "2 processes were asked for and 1 was started" in told
 
 
 @pytest.mark.parametrize(

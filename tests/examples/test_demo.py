@@ -13,20 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 from accelerate import PartialState
+from caption_cli import EXAMPLES, ROOT, RUNNER
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "benchmark")]
+sys.path[:0] = [str(EXAMPLES / "benchmark")]
 
 import captioning_benchmark  # noqa: E402
 from captioning.journal import Record  # noqa: E402
-from demo import CELL, COLUMNS, contact_sheet  # noqa: E402
+from demo import CELL, COLUMNS, contact_sheet, main  # noqa: E402
 from tiny_captioner.scenes import draw, scene  # noqa: E402
+
+DEMO = typer.Typer()
+DEMO.command()(main)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -36,8 +39,11 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_demo_captions_scenes_it_never_saw(tmp_path: Path) -> None:
-    stdout = run(EXAMPLES / "demo.py", "--output", "demo", "--family=qwen3_vl", "--scenes=12", cwd=tmp_path)
+def test_the_demo_captions_scenes_it_never_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # which it changes
+    done = RUNNER.invoke(DEMO, ["--output", str(tmp_path / "demo"), "--family=qwen3_vl", "--scenes=12"])
+    stdout = done.output
+    assert done.exit_code == 0, stdout
     records = [json.loads(line) for line in (tmp_path / "demo" / "captions.jsonl").read_text().splitlines()]
     assert len(records) == 12 and {record["status"] for record in records} == {"ok"}
     assert "captions are exactly right" in stdout and "relative L2 error" in stdout and "patched" in stdout

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,8 @@ import pytest
 import torch
 import transformers
 import typer
-from caption_cli import EXAMPLES, ROOT, RUNNER, draw, words
+from caption_cli import EXAMPLES, RUNNER, draw, words
+from launched import WAYS, launched
 from safetensors.torch import load_file
 from test_retrieval import col_qwen2
 from tiny import IMAGE, relative_error
@@ -160,19 +159,10 @@ def test_mistakes_are_told(model: Path, pages: Path, tmp_path: Path) -> None:
     assert "expected a retriever" in words(call(pages, "--output", output, "--model", other))
 
 
-def test_two_processes_share_the_pages(model: Path, pages: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes=2",
-        "--main_process_port=0",
-    ]
-    command = [*launch, EXAMPLES / "embed_pages.py", pages, "--output", tmp_path / "index", "--model", model]
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "4 pages embedded" in done.stdout
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_share_the_pages(model: Path, pages: Path, tmp_path: Path, way: str) -> None:
+    command = [pages, "--output", tmp_path / "index", "--model", model]
+    told = launched(way, EXAMPLES / "embed_pages.py", APP, command, tmp_path)
+    assert "4 pages embedded" in told
     files = [load_file(path) for path in (tmp_path / "index").glob("*.safetensors")]
     assert len(files) == 2 and len(embeddings(tmp_path / "index")) == 4

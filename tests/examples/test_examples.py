@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import struct
-import subprocess
 import sys
 import tarfile
 import time
@@ -27,38 +26,18 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from caption_cli import EXAMPLES, ROOT, RUNNER, UNIT, batch_caption, draw, encode
+from captioning.journal import Journal, Record, lock
+from launched import launched as in_two
 from PIL import Image
-from typer.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_captioner")]
-
-import batch_caption  # noqa: E402
-import scenes  # noqa: E402
-from captioning.journal import Journal, Record, lock  # noqa: E402
-
-HELD_OUT, UNIT = 1 << 40, 32
 GOOD, BAD = 90, 20  # six of every kind
 ALL = GOOD + BAD
-RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
 ENVIRONMENT = os.environ | {
     "ACCELERATE_USE_CPU": "true",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
-
-
-def draw(seed: int) -> tuple[Image.Image, str]:
-    """A scene that the model was not trained on, and its caption."""
-    scene, chance = scenes.scene(HELD_OUT + seed, video=False), random.Random(seed)
-    return scenes.draw(scene, UNIT * chance.randint(4, 7), UNIT * chance.randint(4, 7))[0], scene.caption
-
-
-def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 def turned(image: Image.Image, orientation: int, turn: Image.Transpose, format: str, **options: Any) -> bytes:
@@ -190,15 +169,6 @@ def command(inputs: Inputs, output: Path, processes: int, **options: Any) -> lis
     return [sys.executable, *launch, "--main_process_port=0", *script]
 
 
-def run(*arguments: str | Path) -> str:
-    """What a command that must succeed prints."""
-    done = subprocess.run(
-        [str(each) for each in arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def merge(output: Path, result: Path) -> list[dict[str, Any]]:
     done = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(result)])
     assert done.exit_code == 0, done.output
@@ -290,24 +260,32 @@ def launched() -> Iterator[list[Launched]]:
             each.kill()
 
 
-def test_runs_killed_twice_give_the_same_records(
+def test_runs_that_hang_and_are_killed_give_the_same_records(
     inputs: Inputs, uninterrupted: list[dict[str, Any]], tmp_path: Path, launched: list[Launched]
 ) -> None:
+    """First two processes, of which one hangs, then one, both killed; then two that end."""
     output, chance = tmp_path / "captions", random.Random()
     for number, processes in enumerate((2, 1), start=1):
         launched.append(Launched(inputs, output, processes))
         # Another process may write records before the first one has noted the run.
         launched[-1].wait_for(lambda count=number: len(Journal(output).manifest()["runs"]) == count, "the run is noted")
-        launched[-1].wait_for_records(chance.randint(1, 15))
-        time.sleep(chance.uniform(0, 0.3))
+        if processes == 2:
+            check_the_other_goes_on(launched[-1], inputs)
+        else:
+            launched[-1].wait_for_records(chance.randint(1, 15))
+            time.sleep(chance.uniform(0, 0.3))
         launched[-1].kill()
+        with lock(output, alone=True):
+            pass
         assert launched[-1].count() < ALL
         # What a kill seldom leaves, and a power cut often does: half a line, and half a file.
         with chance.choice(Journal(output).shards()).open("ab") as shard:
             shard.write(b'{"key": "torn \xc3')
         (output / f".manifest.json.{processes}").write_text('{"runs": [{"run"')
     known = Counter((record.key, record.prompt) for record in Journal(output).records())
-    stdout = run(*command(inputs, output, 2))
+    stdout = in_two(
+        "forked", EXAMPLES / "batch_caption.py", batch_caption.app, command(inputs, output, 1)[2:], tmp_path
+    )
     assert f"{ALL} items, {ALL - len(known)} of them to caption" in stdout
     assert stdout.count("of them to caption") == 1 and f"{GOOD} of {ALL} records have captions" in stdout
     assert "process 0:" in stdout and "process 1:" in stdout
@@ -323,10 +301,9 @@ def merge_parquet(output: Path, folder: Path) -> bool:
     return RUNNER.invoke(batch_caption.app, ["merge", str(output), str(folder / "merged.parquet")]).exit_code == 0
 
 
-def test_a_process_that_hangs_stops_no_other(inputs: Inputs, tmp_path: Path, launched: list[Launched]) -> None:
-    output = tmp_path / "captions"
-    two = Launched(inputs, output, 2)
-    launched.append(two)
+def check_the_other_goes_on(two: Launched, inputs: Inputs) -> None:
+    """A process that hangs stops no other, and keeps the folder: no second run, no merge of a part."""
+    output = two.output
     two.wait_for(lambda: all((output / f"captions-{rank:05d}.jsonl").exists() for rank in range(2)), "both to write")
     two.worker(1).suspend()
 
@@ -338,11 +315,8 @@ def test_a_process_that_hangs_stops_no_other(inputs: Inputs, tmp_path: Path, lau
     assert two.count() < ALL
     refused = RUNNER.invoke(batch_caption.app, ["caption", *inputs.arguments, f"--output={output}", "--demo"])
     assert refused.exit_code == 2 and "another run is writing to" in refused.output
-    missing = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(tmp_path / "part.jsonl")])
+    missing = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(output.parent / "part.jsonl")])
     assert missing.exit_code == 1 and "records are missing" in missing.output
-    two.kill()
-    with lock(output, alone=True):
-        pass
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

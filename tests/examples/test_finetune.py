@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from caption_cli import EXAMPLES, RUNNER
+from launched import WAYS, launched
 from safetensors.torch import load_file
 from tiny import FAMILIES
-from typer.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_captioner")]
-
+assert str(EXAMPLES) in sys.path
 import finetune  # noqa: E402
 import scenes  # noqa: E402
 from captioning.batches import limit_pixels  # noqa: E402
@@ -32,7 +28,6 @@ from finetuning.curve import draw  # noqa: E402
 from finetuning.data import Collator, Examples, find_examples, hold_out, text_column  # noqa: E402
 
 PROMPT = "describe this picture ."
-RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
 SETTINGS: dict[str, Any] = {
     "max-steps": 6,
     "save-steps": 3,
@@ -170,19 +165,11 @@ def test_lora_without_peft(data: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert result.exit_code == 2 and "--lora-rank needs PEFT: pip install peft" in result.output
 
 
-def test_two_processes_train_as_one(data: Path, patched: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    # `--cpu` would start one process, whatever their number, unless by mpirun; so do not believe in `--multi_gpu`.
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
-    script = [
-        str(EXAMPLES / "finetune.py"),
-        *arguments(data, tmp_path, "qwen3_vl", per_device_batch_size=2, dataloader_num_workers=1),
-    ]
-    command = [sys.executable, *launch, "--main_process_port=0", *script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("6 steps: loss ") == 1 and " fast, 0 stock" in done.stdout
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_train_as_one(data: Path, patched: Path, tmp_path: Path, way: str) -> None:
+    command = arguments(data, tmp_path, "qwen3_vl", per_device_batch_size=2, dataloader_num_workers=1)
+    told = launched(way, EXAMPLES / "finetune.py", finetune.app, command, tmp_path)
+    assert told.count("6 steps: loss ") == 1 and " fast, 0 stock" in told
     for name in ("loss", "eval_loss", "eval_accuracy"):
         assert losses(tmp_path, name) == pytest.approx(losses(patched, name), rel=1e-3), name
 

@@ -57,7 +57,7 @@ def test_other_captions_are_other_pictures() -> None:
     for seed in range(400):
         scene = scenes.scene(seed, video=False)
         pixels = np.asarray(scenes.draw(scene, 112, 112)[0])
-        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) >= 2
+        assert len(np.unique(pixels @ [1 << 16, 1 << 8, 1])) >= 2
         drawn.setdefault(pixels.tobytes(), set()).add(scene.caption)
     assert all(len(captions) == 1 for captions in drawn.values())
 
@@ -128,7 +128,7 @@ def test_training_inputs_are_the_processors(family: str, tmp_path: Path) -> None
 
 @dataclass(frozen=True)
 class Captioner:
-    """A stock model in fp32 on the CPU, and 120 scenes for it: five batches of pictures and one of videos."""
+    """A stock model in fp32 on the CPU, and 60 scenes for it: five batches of pictures and one of videos."""
 
     family: str
     model: Any
@@ -149,7 +149,7 @@ class Captioner:
 @pytest.fixture(scope="module", params=list(train.FAMILIES))
 def captioner(request: Any) -> Captioner:
     family = request.param
-    return Captioner(family, parity.load(family, torch.float32), parity.held_out(family, 120, size=20))
+    return Captioner(family, parity.load(family, torch.float32), parity.held_out(family, 60, size=10))
 
 
 def silence(*layers: int) -> Callable[[Any], None]:
@@ -180,7 +180,7 @@ def test_patched_captions_are_stocks(captioner: Captioner) -> None:
         tokens = train.greedy(patched, batch.inputs)
         assert torch.equal(tokens, train.greedy(captioner.model, batch.inputs))
         found += parity.load_tokenizer(captioner.family).batch_decode(tokens, skip_special_tokens=True)
-    assert len(found) >= 120 and parity.score(found, captioner.batches) >= 0.9 * len(found)
+    assert len(found) == 60 and parity.score(found, captioner.batches) >= 0.9 * len(found)
     for batch in captioner.batches[-2:]:
         with torch.no_grad():
             ours, theirs = (model(**batch.inputs).logits for model in (patched, captioner.model))
@@ -190,16 +190,15 @@ def test_patched_captions_are_stocks(captioner: Captioner) -> None:
 
 
 def test_captions_tell_of_pictures(captioner: Captioner) -> None:
-    shuffled = parity.held_out(captioner.family, 120, size=20, shuffled=True)
+    shuffled = parity.held_out(captioner.family, 60, size=10, shuffled=True)
     assert captioner.accuracy(captioner.patched(), shuffled) < 0.1
 
 
 def test_captions_need_the_towers_attention(captioner: Captioner) -> None:
-    """400 pictures: from patches that saw no other the language model still makes out up to a sixth of a batch."""
-    pictures = parity.held_out(captioner.family, 400)
+    """From patches that saw no other the language model still makes out a tenth, where stock is right about all."""
     patched = captioner.patched(silence())
-    assert captioner.accuracy(patched, pictures) < 0.1
-    assert hf_vit_accel.status(patched).towers[0].calls == len(pictures)
+    assert captioner.accuracy(patched) < 0.2
+    assert hf_vit_accel.status(patched).towers[0].calls == len(captioner.batches)
 
 
 @pytest.mark.parametrize("captioner", ["qwen2_5_vl"], indirect=True)
@@ -207,7 +206,7 @@ def test_captions_need_windows_and_full_layers(captioner: Captioner) -> None:
     tower = captioner.model.model.visual
     window = tower.window_size // tower.patch_size
     assert all(height * width > window**2 for _, height, width in map(grid_of, captioner.batches))
-    large = captioner.batches[2:]
+    large = captioner.batches[2:4]
     full = tower.fullatt_block_indexes
     windowed = [layer for layer in range(len(tower.blocks)) if layer not in full]
     assert len(full) == len(windowed) == 2
@@ -301,15 +300,16 @@ def test_parity_fails_beyond_half_a_point(capsys: Any, monkeypatch: Any) -> None
 def test_patched_models_learn_as_stock(family: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """From scratch, shortened: on a CPU in fp32 the curves are the same up to rounding, which seeds are far from."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(curves, "MEAN_OF", 5)
     AcceleratorState._reset_state(True)  # that of an earlier test, in another precision
     path = tmp_path / "curves.json"
-    short = dict(steps=20, seeds=2, batch=4, scenes=4, workers=0)
+    short = dict(steps=10, seeds=2, batch=4, scenes=4, workers=0)
     curves.main(families=family, json_path=path, plots=tmp_path, **short)
     (found,) = json.loads(path.read_text())["families"]
     assert found["furthest"] < 1e-2 and found["problems"] == [] and "right tokens: patched" in capsys.readouterr().out
     losses = found["patched"]["losses"]
     assert len(losses) == 2 and losses[1] < losses[0]
-    assert found["patched"]["fast"] >= 20 and found["patched"]["stock"] == 0
+    assert found["patched"]["fast"] >= 10 and found["patched"]["stock"] == 0
     assert (tmp_path / f"{family}.svg").read_text().count("<polyline") == 3
 
 

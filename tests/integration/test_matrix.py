@@ -118,8 +118,14 @@ def test_what_follows_a_frozen_tower_is_trained_under_checkpointing(family: str,
         assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        pytest.param(family, backend, marks=[pytest.mark.matrix] * ((family, backend) != ("qwen2_5_vl", "eager")))
+        for family in FAMILIES
+        for backend in ("eager", "aot_eager")
+    ],
+)
 def test_compiled_towers_are_one_call_for_every_layout(family: str, backend: str) -> None:
     """torch.compile meets one opaque call: no graph breaks inside the tower, nothing compiled anew for new layouts."""
     from torch._dynamo.utils import counters
@@ -127,7 +133,7 @@ def test_compiled_towers_are_one_call_for_every_layout(family: str, backend: str
     model = TINY[family].build()
     tower = tower_of(model)
     # Several rows each: torch compiles anew for the size of 1.
-    grids = [GRIDS["images"], GRIDS["mixed"], [(2, 4, 4)] * 3, *([(1, 4, 2 * n), (1, 8, 8)] for n in range(3, 20))]
+    grids = [GRIDS["images"], GRIDS["mixed"], [(2, 4, 4)] * 3, *([(1, 4, 2 * n), (1, 8, 8)] for n in range(3, 9))]
 
     def run(call: Any) -> list[list[torch.Tensor]]:
         with torch.no_grad():

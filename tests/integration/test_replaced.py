@@ -48,8 +48,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:transformers .* stays stock")
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("name", "when"), [(name, ["before", "after"][at % 2]) for at, name in enumerate(FUNCTIONS)])
 def test_functions_replaced_in_transformers_module_are_used(tower: Any, name: str, when: str, monkeypatch: Any) -> None:
     owner = sys.modules[type(tower).forward.__module__]
     stock, before, calls = getattr(owner, name, None), run_tower(tower, GRID), []
@@ -288,8 +287,9 @@ def half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return out * 0.5, weights
 
 
-@pytest.mark.parametrize("name", ["half", "anonymous", "sdpa", "eager"])
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("name", "strict"), [("half", False), ("half", True), ("anonymous", False), ("sdpa", True), ("eager", False)]
+)
 def test_an_attention_function_of_your_own(
     tower: Any, monkeypatch: pytest.MonkeyPatch, name: str, strict: bool
 ) -> None:

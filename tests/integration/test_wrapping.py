@@ -41,7 +41,10 @@ WAYS = ["patch", "name"]
 Grid = list[tuple[int, int, int]]
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+# (Whole models of the one in the matrix: test_registration.py, every time.)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.matrix] * (name not in FAMILIES)) for name in TINY]
+)
 def built(request: Any) -> Any:
     return TINY[request.param].build()
 
@@ -516,7 +519,7 @@ def test_whatever_holds_a_tower_can_be_handed_over(shared: Any, handle: str) -> 
 
 
 def test_parameters_of_several_dtypes_go_the_stock_way(model: Any) -> None:
-    tower, grid = tower_of(model).bfloat16(), GRIDS["mixed"]
+    tower, grid = tower_of(model).bfloat16(), GRIDS["image"]
     for block in tower.blocks:
         block.norm1.float()
         block.norm2.float()
@@ -648,13 +651,14 @@ def test_two_models_one_patched(model: Any) -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.25)
-    expected = {grid: (run(tower, GRIDS[grid]), run(other, GRIDS[grid])) for grid in GRIDS}
+    grids = "image", "mixed"
+    expected = {grid: (run(tower, GRIDS[grid]), run(other, GRIDS[grid])) for grid in grids}
     class_forward, own = type(tower).forward, sorted(vars(other))
     hf_vit_accel.patch(model)
     for grid, (of_tower, of_other) in expected.items():
         assert_close(run(tower, GRIDS[grid]), of_tower)
         assert_close(run(other, GRIDS[grid]), of_other, 0.0)
-    check_calls(model, len(GRIDS), 0)
+    check_calls(model, len(grids), 0)
     assert sorted(vars(other)) == own and type(tower).forward is class_forward
     assert not status_of(other).patched and status_of(other).attention == "sdpa"
     for grid, (of_tower, of_other) in expected.items():

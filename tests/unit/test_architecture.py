@@ -99,15 +99,11 @@ def test_files_are_short_and_explained(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_public_functions_are_explained(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             overrides = isinstance(node, ast.FunctionDef) and node.name in OVERRIDES
             nested = isinstance(node, ast.FunctionDef) and node.col_offset > 4
-            assert overrides or nested or inside_function(path, node) or ast.get_docstring(node), f"{path}: {node.name}"
-
-
-def inside_function(path: Path, wanted: ast.AST) -> bool:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef) and node.lineno < wanted.lineno <= (node.end_lineno or 0):
-            return True
-    return False
+            inside = any(each.lineno < node.lineno <= (each.end_lineno or 0) for each in functions)
+            assert overrides or nested or inside or ast.get_docstring(node), f"{path}: {node.name}"

@@ -176,8 +176,15 @@ def _process(rank: int, check: Callable[..., None], size: int, folder: str, argu
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def proven() -> None:
+    """Every family, once: the processes that are forked inherit the proofs."""
+    for family in FAMILIES:
+        hf_vit_accel.patch(TINY[family].build())
+
+
 @pytest.fixture
-def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def on_ranks(proven: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """(check, size, arguments): check(rank, *arguments) in so many processes; however small, a call is shared."""
     if torch.cuda.is_initialized():
         pytest.skip("a process that uses CUDA cannot be forked")
@@ -193,47 +200,57 @@ def told(model: Any) -> str:
     return hf_vit_accel.status(model).towers[0].ranks
 
 
-def _outputs(rank: int, each: Any) -> None:
-    tower = build(*each)
-    hf_vit_accel.patch(tower)
-    grids = [MIXED, [(1, 8, 8)] * 2, [(1, 4, 6), (1, 8, 8)], [(5, 4, 4)]]
-    expected, gradients = [run(tower, grid) for grid in grids], trained(tower, MIXED)
-    for max_rows in (None, 40):
-        hf_vit_accel.patch(tower, data_parallel=True, max_rows=max_rows, strict=True)
-        for grid, outputs in zip(grids, expected, strict=True):
-            assert_close(run(tower, grid), outputs, 2e-6)
-        found, ours = trained(tower, MIXED)
-        assert_close(found, gradients[0])
-        assert max(map(relative_error, ours, gradients[1])) < 1e-5
-        assert told(tower) == f"rank {rank} of 3, 5 calls shared", told(tower)
-        assert state_of(tower).calls == 5 and "  shared     rank" in str(hf_vit_accel.status(tower))
-        assert all(tower.get_parameter(name).is_leaf for name, _ in tower.named_parameters())
+MIXES: list[Grid] = [MIXED, [(1, 8, 8)] * 2, [(1, 4, 6), (1, 8, 8)], [(5, 4, 4)]]
+Outputs = list[list[torch.Tensor]]
+
+
+def _outputs(rank: int, cases: list[tuple[Any, Outputs, Any]]) -> None:
+    for tower, expected, gradients in cases:
+        for max_rows in (None, 40):
+            hf_vit_accel.patch(tower, data_parallel=True, max_rows=max_rows, strict=True)
+            for grid, outputs in zip(MIXES, expected, strict=True):
+                assert_close(run(tower, grid), outputs, 2e-6)
+            found, ours = trained(tower, MIXED)
+            assert_close(found, gradients[0])
+            assert max(map(relative_error, ours, gradients[1])) < 1e-5, type(tower)
+            assert told(tower) == f"rank {rank} of 3, 5 calls shared", told(tower)
+            assert state_of(tower).calls == 5 and "  shared     rank" in str(hf_vit_accel.status(tower))
+            assert all(tower.get_parameter(name).is_leaf for name, _ in tower.named_parameters())
 
 
 ONE_EACH = list({each[0].name: each for each in reversed(CLASSES)}.values())
 
 
-@pytest.mark.parametrize("each", ONE_EACH, ids=lambda each: each[2])
-def test_outputs_and_gradients_are_those_of_one_process(on_ranks: Any, each: Any) -> None:
+def test_outputs_and_gradients_are_those_of_one_process(on_ranks: Any) -> None:
     """Of every family, in passes and not; by three ranks, of which some have no share."""
-    on_ranks(_outputs, 3, each)
+    cases = []
+    for each in ONE_EACH:
+        try:
+            tower = hf_vit_accel.patch(build(*each))
+        except pytest.skip.Exception:  # this transformers is older than the family
+            continue
+        cases.append((tower, [run(tower, grid) for grid in MIXES], trained(tower, MIXED)))
+    assert len(cases) > 5
+    on_ranks(_outputs, 3, cases)
 
 
-def _random_calls(rank: int) -> None:
-    for family in FAMILIES:
-        tower, generator = tower_of(TINY[family].build()), random.Random(3)
-        grids = [drawn(generator) for _ in range(17)]
-        hf_vit_accel.patch(tower)
-        expected = [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]
+def _random_calls(rank: int, cases: list[tuple[Any, list[Grid], Outputs]]) -> None:
+    for tower, grids, expected in cases:
         hf_vit_accel.patch(tower, data_parallel=True, strict=True)
         with torch.inference_mode():
             for seed, (grid, outputs) in enumerate(zip(grids, expected, strict=True)):
                 assert_close(run_tower(tower, grid, seed), outputs, 2e-6)
-        assert state_of(tower).sharing.counts["shared"] > 10
+        assert state_of(tower).sharing.counts["shared"] > 5
 
 
 def test_random_calls_equal_one_process(on_ranks: Any) -> None:
-    on_ranks(_random_calls, 3)
+    cases = []
+    for family in FAMILIES:
+        tower, generator = tower_of(TINY[family].build()), random.Random(3)
+        grids = [drawn(generator) for _ in range(10)]
+        hf_vit_accel.patch(tower)
+        cases.append((tower, grids, [run_tower(tower, grid, seed) for seed, grid in enumerate(grids)]))
+    on_ranks(_random_calls, 3, cases)
 
 
 def _copies(rank: int) -> None:
