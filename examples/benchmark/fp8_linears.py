@@ -44,7 +44,7 @@ def measure(model: str, rounds: int) -> list[dict[str, Any]]:
         generator = torch.Generator(device).manual_seed(1)
         shape, grid = (rows(SIZES[size]), weight_of(exact)[0].numel()), torch.tensor(SIZES[size])
         pixels = torch.randn(shape, device=device, generator=generator).bfloat16()
-        expected = tensors_of(exact(pixels.float(), grid_thw=grid))
+        expected = tensors_of(exact(pixels.float(), grid_thw=grid.to(device)))
         steps = {way: lambda tower=tower: tower(pixels, grid_thw=grid) for way, tower in towers.items()}  # noqa: B023
         outputs = {way: tensors_of(step()) for way, step in steps.items()}
         times: dict[str, list[float]] = {way: [] for way in steps}

