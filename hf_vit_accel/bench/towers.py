@@ -41,7 +41,7 @@ _QWEN3: dict[str, Any] = dict(num_heads=16, patch_size=16, num_position_embeddin
 _QWEN3_SMALL = _QWEN3 | dict(depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])
 _QWEN3_LARGE = _QWEN3 | dict(depth=27, hidden_size=1152, intermediate_size=4304, deepstack_visual_indexes=[8, 16, 24])
 
-SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2-vl-2b": ("Qwen2VLVisionConfig", _QWEN2 | dict(hidden_size=1536)),
     "qwen2-vl-7b": ("Qwen2VLVisionConfig", _QWEN2 | dict(hidden_size=3584)),
     "qwen2.5-vl-3b": ("Qwen2_5_VLVisionConfig", _QWEN2_5 | dict(out_hidden_size=2048)),
@@ -65,7 +65,9 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2.5-omni-7b": ("Qwen2_5OmniVisionEncoderConfig", _QWEN2_5 | dict(out_hidden_size=3584)),
     "exaone-4.5": ("Exaone4_5_VisionConfig", _QWEN2_5 | dict(out_hidden_size=5120)),
 }
-"""Name -> the class of the vision config in transformers, and its arguments."""
+_KNOWN = frozenset(transformers.__all__)  # type: ignore[attr-defined]  # 5.15 lacks GLM-5.3 and dots3
+SHAPES = {model: shape for model, shape in _SHAPES.items() if shape[0] in _KNOWN}
+"""Name -> the class of the vision config in transformers, and its arguments; those that this transformers has."""
 
 SIZES: Mapping[str, Grid] = {
     "one 448²": ((1, 28, 28),),
