@@ -37,10 +37,10 @@ def load_once(*arguments: Any) -> Any:
     return copy.deepcopy(LOAD(*arguments))
 
 
-def draw(seed: int) -> tuple[Image.Image, str]:
-    """A scene that the model was not trained on, and its caption."""
+def draw(seed: int, unit: int = UNIT) -> tuple[Image.Image, str]:
+    """A scene that no model was trained on, and its caption. unit: pixels along a side of a merged token."""
     scene, chance = scenes.scene(HELD_OUT + seed, video=False), random.Random(seed)
-    return scenes.draw(scene, UNIT * chance.randint(4, 7), UNIT * chance.randint(4, 7))[0], scene.caption
+    return scenes.draw(scene, unit * chance.randint(4, 7), unit * chance.randint(4, 7))[0], scene.caption
 
 
 def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:

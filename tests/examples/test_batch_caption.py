@@ -29,21 +29,11 @@ import PIL
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from packaging.version import Version
-from PIL import Image, ImageFile, PngImagePlugin
-
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_captioner")]
-
-import batch_caption  # noqa: E402
-import scenes  # noqa: E402
-from captioning import captioner as captioner_module  # noqa: E402
-from captioning import sources  # noqa: E402
-from captioning.batches import Task, cost, pack, spread, vision_tokens  # noqa: E402
-from captioning.captioner import (  # noqa: E402
+from caption_cli import EXAMPLES, batch_caption, draw, encode
+from captioning import captioner as captioner_module
+from captioning import sources
+from captioning.batches import Task, cost, pack, spread, vision_tokens
+from captioning.captioner import (
     Caption,
     Captioner,
     fill,
@@ -53,19 +43,22 @@ from captioning.captioner import (  # noqa: E402
     reuse_for,
     takes_encoded,
 )
-from captioning.exports import Export  # noqa: E402
-from captioning.journal import Journal, Record, fingerprint, lock, replace_file  # noqa: E402
-from captioning.pictures import read_image, upright_size  # noqa: E402
-from captioning.plan import checkpoint, differences, make_plan  # noqa: E402
-from captioning.progress import Counts, Progress, clear, read_counts, state, summary  # noqa: E402
-from captioning.sources import Found, Item, fields, open_item, size  # noqa: E402
-from captioning.worker import Worker, decode  # noqa: E402
+from captioning.exports import Export
+from captioning.journal import Journal, Record, fingerprint, lock, replace_file
+from captioning.pictures import read_image, upright_size
+from captioning.plan import checkpoint, differences, make_plan
+from captioning.progress import Counts, Progress, clear, read_counts, state, summary
+from captioning.sources import Found, Item, fields, open_item, size
+from captioning.worker import Worker, decode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packaging.version import Version
+from PIL import Image, ImageFile, PngImagePlugin
 
-import hf_vit_accel  # noqa: E402
+import hf_vit_accel
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:PIL")  # of damaged metadata, and of bombs
 FAMILIES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32}  # the side of a merged token, in pixels
-HELD_OUT = 1 << 40
 PROMPT = "describe this picture ."
 NAMES = st.text(
     st.characters(exclude_categories=()) | st.sampled_from('\n\r\0\u2028\x85\udcff"\\'), min_size=1, max_size=8
@@ -91,18 +84,6 @@ def export(records: list[Record], path: Path, **options: Any) -> Export:
 
 def named_task(key: str, tokens: int = 1, prompts: Sequence[str] = (PROMPT,), **kwargs: Any) -> Task:
     return Task(item=Item(key=key, file=key, **kwargs), prompts=tuple(prompts), tokens=tokens)
-
-
-def draw(seed: int, unit: int = 32) -> tuple[Image.Image, str]:
-    """A scene that no model was trained on, and its caption."""
-    scene, chance = scenes.scene(HELD_OUT + seed, video=False), random.Random(seed)
-    return scenes.draw(scene, unit * chance.randint(4, 7), unit * chance.randint(4, 7))[0], scene.caption
-
-
-def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")
