@@ -55,8 +55,8 @@ def calibrate(
         for each in images:
             given: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
             found: list[Any] = [(given.get(pixels), given.get(grid)) for pixels, grid in _PIXELS]
-            found = [one for one in found if isinstance(one[0], torch.Tensor)]
-            if not found:
+            found = [one for one in found if one[0] is not None]
+            if not found or not all(isinstance(pixels, torch.Tensor) for pixels, _ in found):
                 raise ValueError(
                     "expected a list of what a processor returns with return_tensors='pt', with 'pixel_values' and "
                     f"'image_grid_thw' or their videos' names, got {type(each).__name__} with {sorted(given)}"

@@ -627,6 +627,7 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
         ([{"input_ids": 1}], "pixel_values"),
         ([object()], "what a processor returns.* got object"),
         ([{**image, "pixel_values": image["pixel_values"].numpy()}], "return_tensors='pt'.* got dict"),
+        ([image | {"pixel_values_videos": [1.0], "video_grid_thw": [[1, 2, 2]]}], "return_tensors='pt'.* got dict"),
         (image, "a list of .* got str"),
     ):
         with pytest.raises(ValueError, match=match):
