@@ -159,14 +159,15 @@ def _pad_swiglu_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if row < 2 * PADDED:
         source = row % PADDED
-        is_gate = row < PADDED
         is_real = source < WIDTH
-        inside = (at < INNER) & is_real
-        x = tl.load(gate + source.to(tl.int64) * gate_stride + at, mask=inside & is_gate, other=0.0)
-        y = tl.load(up + source.to(tl.int64) * up_stride + at, mask=inside & (row >= PADDED), other=0.0)
-        tl.store(out_weight + row.to(tl.int64) * INNER + at, x + y, mask=at < INNER)
-        bias = tl.load(gate_bias + source, mask=is_real & is_gate, other=0.0)
-        bias += tl.load(up_bias + source, mask=is_real & (row >= PADDED), other=0.0)
+        inside = at < tl.where(is_real, INNER, 0)  # a padding row reads nothing
+        if row < PADDED:
+            x = tl.load(gate + source.to(tl.int64) * gate_stride + at, mask=inside, other=0.0)
+            bias = tl.load(gate_bias + source, mask=is_real, other=0.0)
+        else:
+            x = tl.load(up + source.to(tl.int64) * up_stride + at, mask=inside, other=0.0)
+            bias = tl.load(up_bias + source, mask=is_real, other=0.0)
+        tl.store(out_weight + row.to(tl.int64) * INNER + at, x, mask=at < INNER)
         tl.store(out_bias + row, bias, mask=tl.program_id(1) == 0)
     else:
         outer = (row - 2 * PADDED).to(tl.int64)

@@ -160,8 +160,9 @@ def _quantize_kernel(
     heads, j = h[None, :, None], tl.arange(0, PADDED // 2)[None, None, :]
     real = (j < half) & (heads < HEADS)
     is_rotated, count = part < 2, tl.load(used_rows)
-    mean1 = tl.load(center + DIM * heads + j, mask=real & (part == 2), other=0.0)
-    mean2 = tl.load(center + DIM * heads + half + j, mask=real & (part == 2), other=0.0)
+    parts = tl.full((1, 1, PADDED // 2), part, tl.int32)  # Triton 3.9's interpreter takes no mask that a scalar is in
+    mean1 = tl.load(center + DIM * heads + j, mask=real & (parts == 2), other=0.0)
+    mean2 = tl.load(center + DIM * heads + half + j, mask=real & (parts == 2), other=0.0)
     found = tl.zeros((BLOCK_T, 4, PADDED // 2), tl.float32)
     zeros = tl.zeros((BLOCK_T, 4, PADDED // 2), tl.float32).to(tl.float8e4nv)
     for at in tl.range(0, ROWS, BLOCK_T):
@@ -169,7 +170,7 @@ def _quantize_kernel(
         inside = (t < rows) & (heads < HEADS)
         here = (t < rows) & real
         table = t.to(tl.int64) * DIM + j
-        turns = (t < rows) & (j < half) & is_rotated
+        turns = (t < rows) & (j < half) & (parts < 2)
         c = tl.load(cos + table, mask=turns, other=0.0).to(tl.float32)
         s = tl.load(sin + table, mask=turns, other=0.0).to(tl.float32)
         source = qkv + t.to(tl.int64) * row_stride + ((part * HEADS + heads) * DIM + j)
