@@ -19,6 +19,7 @@ import hf_vit_accel
 from hf_vit_accel import backends, env
 from hf_vit_accel.backends import Backend, Kind, Request
 from hf_vit_accel.metadata import Segments
+from hf_vit_accel.ops import gemm_epilogue
 
 __all__ = ["Auto", "Check", "Gpu", "Report", "Verdict", "examine", "lines", "reference_attention"]
 
@@ -83,7 +84,10 @@ class Auto:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that doctor found; its fields are the keys of `doctor --json`."""
+    """Everything that doctor found; its fields are the keys of `doctor --json`.
+
+    epilogues: activations of MLPs that are trained, and why they are not in their products' epilogues, or None.
+    """
 
     ok: bool
     versions: Mapping[str, str | None]
@@ -96,6 +100,7 @@ class Report:
     bounds: Mapping[str, float]
     backends: tuple[Verdict, ...]
     auto: Auto
+    epilogues: Mapping[str, str | None]
 
 
 @contextmanager
@@ -128,6 +133,7 @@ def examine() -> Report:
         bounds={_name(dtype): bound for dtype, bound in BOUNDS.items()},
         backends=verdicts,
         auto=_resolve_auto(best),
+        epilogues={kind: gemm_epilogue.why_not(best, torch.bfloat16, kind) for kind in gemm_epilogue.KINDS},
     )
 
 
@@ -315,6 +321,10 @@ def lines(report: Report) -> Iterator[str]:
         yield f"  unknown: {auto.problem}"
     for kind, name in auto.layers.items():
         yield f"  {kind + ' layers':13}  {name}{' (WRONG here, name another)' if name in wrong else ''}"
+
+    yield "Training, activations in the products of an MLP (QuACK)"
+    for kind, why in report.epilogues.items():
+        yield f"  {kind:10}  {'usable' if why is None else why}"
 
     yield "Result"
     if wrong:

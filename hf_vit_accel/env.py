@@ -22,6 +22,7 @@ import torch
 import transformers
 
 __all__ = [
+    "EPILOGUES",
     "KERNELS",
     "LINEARS",
     "LRU",
@@ -112,7 +113,8 @@ def multiprocessors(device: torch.device) -> int:
 def versions() -> dict[str, str | None]:
     """Versions of everything that decides what runs here; None for what is not installed."""
     found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    names = ("hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend")
+    names = ["hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"]
+    names += ["flash-attn-4", "quack-kernels"]
     found["torch"] = torch.__version__
     found |= {name: version_of(name) for name in names}
     found["cuda"] = torch.version.cuda
@@ -140,6 +142,10 @@ a cache folder that cannot be written, a GPU that Triton does not know) keeps al
 
 LINEARS = "fp8_linears"
 """The name under which kernels and products of linears in FP8 fail together; those of the dtype may run then."""
+
+
+EPILOGUES = "gemm_epilogues"
+"""The name under which products with activations in their epilogues fail; kernels of their own may run then."""
 
 
 class FallbackError(RuntimeError):

@@ -11,6 +11,7 @@ from torch import nn
 from hf_vit_accel import guard
 from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import LINEARS, Fp8Config, Settings
+from hf_vit_accel.env import EPILOGUES
 from hf_vit_accel.families import FAMILIES, Family, find_towers
 from hf_vit_accel.graphs.held import GraphStatus
 from hf_vit_accel.guard import Snapshot
@@ -158,12 +159,13 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
         if "window" not in state.choices and (state.choices or side**2 <= LONGEST):
             backends["window"] = "fused kernel"
+    failed = {name: why for name, why in state.faults.items() if name == EPILOGUES}
     return TowerStatus(
         **told,
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
-        unfused=dict(ops.unfused) if ops is not None else {},
+        unfused={**ops.unfused, **failed} if ops is not None else {},
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
         training=None if state.training is None or not state.training.used else state.training.status(),

@@ -27,7 +27,7 @@ from hf_vit_accel.backends import ORDER, Choice, Kind, Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.data_parallel import Sharing
 from hf_vit_accel.encoder import encode
-from hf_vit_accel.env import KERNELS, LINEARS, Fault, refuse
+from hf_vit_accel.env import EPILOGUES, KERNELS, LINEARS, Fault, refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.held import Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
@@ -103,6 +103,7 @@ class TowerState:
             weights=weights.dtype,
             no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
             linears=frozenset() if self.settings.fp8 is None else self.settings.fp8.parts,
+            no_epilogues=against.get(EPILOGUES),
             no_linears=against.get(KERNELS) or against.get(LINEARS) or linears.why_not(at, dtype, grad=request.grad),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
+from hf_vit_accel.ops.gelu_backward import gelu_mlp, gelu_mlp_reference
 from hf_vit_accel.ops.linear import linear, linear_reference
-from hf_vit_accel.ops.mlp_backward import gelu_mlp, gelu_mlp_reference, swiglu_mlp, swiglu_mlp_reference
 from hf_vit_accel.ops.norm_backward import Norm, add_norm, add_norm_reference
 from hf_vit_accel.ops.positions import add_positions, add_positions_reference
 from hf_vit_accel.ops.rope import rope, rope_reference
+from hf_vit_accel.ops.swiglu_backward import swiglu_mlp, swiglu_mlp_reference
 from hf_vit_accel.ops.window_attention import window_attention
 
 ROWS = int(sys.argv[1]) if len(sys.argv) > 1 else 16384

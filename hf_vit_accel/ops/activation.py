@@ -129,12 +129,22 @@ def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor, *, limit: float | None = 
 
 
 def pad_swiglu_reference(
-    gate_FE: torch.Tensor, up_FE: torch.Tensor, gate_F: torch.Tensor, up_F: torch.Tensor, down_EF: torch.Tensor
+    gate_FE: torch.Tensor,
+    up_FE: torch.Tensor,
+    gate_F: torch.Tensor,
+    up_F: torch.Tensor,
+    down_EF: torch.Tensor,
+    *,
+    turns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights and biases of a SwiGLU MLP with F padded by zeros to `G`, a multiple of 8: (2G, E), (2G,), (E, G)."""
+    """Weights and biases of a SwiGLU MLP with F padded by zeros to `G`, a multiple of 8: (2G, E), (2G,), (E, G).
+
+    turns: rows of gate and up take turns, instead of all of gate coming first.
+    """
     spare = -gate_FE.shape[0] % 8
-    weight = torch.cat([F.pad(weight_FE, (0, 0, 0, spare)) for weight_FE in (gate_FE, up_FE)])
-    return weight, torch.cat([F.pad(bias_F, (0, spare)) for bias_F in (gate_F, up_F)]), F.pad(down_EF, (0, spare))
+    join = (lambda pair: torch.stack(pair, dim=1).flatten(0, 1)) if turns else torch.cat
+    weight = join([F.pad(weight_FE, (0, 0, 0, spare)) for weight_FE in (gate_FE, up_FE)])
+    return weight, join([F.pad(bias_F, (0, spare)) for bias_F in (gate_F, up_F)]), F.pad(down_EF, (0, spare))
 
 
 @jit
@@ -153,15 +163,17 @@ def _pad_swiglu_kernel(
     INNER: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if row < 2 * PADDED:
-        source = row % PADDED
+        source = row // 2 if TURNS else row % PADDED
+        is_gate = row % 2 == 0 if TURNS else row < PADDED
         is_real = source < WIDTH
         inside = at < tl.where(is_real, INNER, 0)  # a padding row reads nothing
-        if row < PADDED:
+        if is_gate:
             x = tl.load(gate + source.to(tl.int64) * gate_stride + at, mask=inside, other=0.0)
             bias = tl.load(gate_bias + source, mask=is_real, other=0.0)
         else:
@@ -176,14 +188,21 @@ def _pad_swiglu_kernel(
 
 
 def pad_swiglu(
-    gate_FE: torch.Tensor, up_FE: torch.Tensor, gate_F: torch.Tensor, up_F: torch.Tensor, down_EF: torch.Tensor
+    gate_FE: torch.Tensor,
+    up_FE: torch.Tensor,
+    gate_F: torch.Tensor,
+    up_F: torch.Tensor,
+    down_EF: torch.Tensor,
+    *,
+    turns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`pad_swiglu_reference` as one kernel."""
+    """`pad_swiglu_reference` as one kernel; a weight of the last product that needs no padding is taken as it is."""
     gate_FE, up_FE, gate_F, up_F, down_EF = (x.contiguous() for x in (gate_FE, up_FE, gate_F, up_F, down_EF))
     (width, inner), outer = gate_FE.shape, down_EF.shape[0]
     padded = -(-width // 8) * 8
-    weight, bias, down = (gate_FE.new_empty(shape) for shape in ((2 * padded, inner), (2 * padded,), (outer, padded)))
-    grid = 2 * padded + outer, -(-max(inner, padded) // _BLOCK)
+    weight, bias = gate_FE.new_empty(2 * padded, inner), gate_FE.new_empty(2 * padded)
+    down = down_EF if padded == width else gate_FE.new_empty(outer, padded)
+    grid = 2 * padded + (0 if down is down_EF else outer), -(-max(inner, padded) // _BLOCK)
     _pad_swiglu_kernel[grid](
         gate_FE,
         up_FE,
@@ -199,6 +218,7 @@ def pad_swiglu(
         INNER=inner,
         WIDTH=width,
         PADDED=padded,
+        TURNS=turns,
         BLOCK=_BLOCK,
         num_warps=4,
     )

@@ -78,7 +78,7 @@ def add_up(partial_NPF: torch.Tensor, dtype: torch.dtype, width: int | None = No
     width = width or partial_width
     out_NF = torch.empty(sets, width, dtype=dtype, device=partial_NPF.device)
     _add_up_kernel[(-(-width // 32), sets)](
-        partial_NPF, out_NF, count, width, STRIDE=partial_width, BLOCK_P=64, BLOCK_F=32, num_warps=4
+        partial_NPF, out_NF, count, width, STRIDE=partial_width, BLOCK_P=256, BLOCK_F=32, num_warps=8
     )
     return out_NF.unbind(0)
 

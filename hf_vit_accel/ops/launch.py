@@ -18,7 +18,7 @@ try:
 except ImportError:  # pragma: no cover
     triton = None
 
-__all__ = ["DTYPES", "Launch", "jit", "next_power_of_2", "why_not_descriptors", "why_not_triton"]
+__all__ = ["DTYPES", "Launch", "for_descriptor", "jit", "next_power_of_2", "why_not_descriptors", "why_not_triton"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -75,3 +75,8 @@ def why_not_descriptors(device: torch.device) -> str | None:
     if device.type != "cuda" or env.cuda_capability(device.index)[0] != 9:
         return "the kernel was measured on GPUs of compute capability 9 only"
     return None
+
+
+def for_descriptor(x: torch.Tensor) -> torch.Tensor:
+    """x where a descriptor can take it, else a copy: rows one after the other, from a multiple of 16 bytes on."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.activation import cut_off, swiglu_reference
-from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.launch import for_descriptor, jit, next_power_of_2
 
 try:
     import triton.language as tl
@@ -162,9 +162,9 @@ def _launch(
     block_t, stages = tile(rows, -(-padded // block_f), env.multiprocessors(x_TE.device))
     tiles = -(-rows // block_t) * -(-padded // block_f)
     copies = 0 if out_down_EG is down_EF else -(-down_EF.shape[0] // copy_rows)
-    first, last = (TensorDescriptor.from_tensor(_aligned(weights[at]), [block_f, block_e]) for at in (0, -1))
+    first, last = (TensorDescriptor.from_tensor(for_descriptor(weights[at]), [block_f, block_e]) for at in (0, -1))
     _linear_activation_kernel[(tiles + copies,)](
-        TensorDescriptor.from_tensor(_aligned(x_TE), [block_t, block_e]),
+        TensorDescriptor.from_tensor(for_descriptor(x_TE), [block_t, block_e]),
         first,
         last,
         *(weights[0] if bias is None else bias.contiguous() for bias in (biases[0], biases[-1])),
@@ -190,11 +190,6 @@ def _launch(
         num_warps=4,
     )
     return out_TG
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x where a descriptor can take it, else a copy: rows one after the other, from a multiple of 16 bytes on."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def linear_quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:

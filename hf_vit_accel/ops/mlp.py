@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.activation import (
     linear_gelu_tanh,
@@ -22,9 +23,10 @@ from hf_vit_accel.ops.activation import (
     swiglu_reference,
 )
 from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
-from hf_vit_accel.ops.mlp_backward import GeluMlp, SwigluMlp, gelu_mlp, swiglu_mlp
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp
 from hf_vit_accel.ops.trained import Trained
 
 __all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "layers_of", "reasons_against", "routed"]
@@ -102,7 +104,7 @@ def fused(mlp: Any, context: Context) -> Apply:
     if context.reference:
         return _reference(before, ACTIVATIONS[str(kind)], after, limit, context.cast)
     if context.grad:
-        return _differentiable(before, after, str(kind), limit, context.cast)
+        return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
         return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, limit, context.cast)
@@ -118,8 +120,10 @@ def fused(mlp: Any, context: Context) -> Apply:
     return run
 
 
-def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, limit: float | None, cast: Apply) -> Trained:
-    first, last = before[0], before[-1]
+def _differentiable(
+    before: list[nn.Linear], after: nn.Linear, kind: str, limit: float | None, context: Context
+) -> Trained:
+    first, last, cast = before[0], before[-1], context.cast
 
     def swiglu_weights() -> list[torch.Tensor | None]:
         return list(map(cast, (first.weight, last.weight, first.bias, last.bias, after.weight, after.bias)))
@@ -127,10 +131,14 @@ def _differentiable(before: list[nn.Linear], after: nn.Linear, kind: str, limit:
     def gelu_weights() -> list[torch.Tensor | None]:
         return list(map(cast, (first.weight, first.bias, after.weight, after.bias)))
 
+    widths = *after.weight.shape, first.weight.shape[1]
+    aligned = kind == "silu" or not any(width % 8 for width in widths)  # a SwiGLU's are padded
+    epilogue = context.no_epilogues is None and limit is None and aligned
+    options: Any = dict(takes_norm=True, fault=env.EPILOGUES if epilogue else env.KERNELS)
     if kind == "silu":
-        settings = (limit,)
-        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, settings=settings, takes_norm=True)
-    return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind,), takes_norm=True)
+        settings = limit, epilogue
+        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, settings=settings, **options)
+    return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind, epilogue), **options)
 
 
 def _reference(

@@ -19,25 +19,18 @@ from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel.ops import column_sum as column_sum_module
-from hf_vit_accel.ops import mlp_backward, norm_backward
+from hf_vit_accel.ops import gelu_backward, gemm_epilogue, norm_backward, swiglu_backward
 from hf_vit_accel.ops.activation import pad_swiglu_reference
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
+from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp, gelu_mlp_reference
 from hf_vit_accel.ops.heads import shape_heads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.ops.linear import LinearFunction, linear, linear_reference
-from hf_vit_accel.ops.mlp_backward import (
-    KINDS,
-    GeluMlp,
-    SwigluMlp,
-    gelu_mlp,
-    gelu_mlp_reference,
-    swiglu_mlp,
-    swiglu_mlp_reference,
-)
 from hf_vit_accel.ops.norm_backward import Norm, add_norm, add_norm_reference
 from hf_vit_accel.ops.positions import add_positions, add_positions_reference
 from hf_vit_accel.ops.project import project, project_reference
 from hf_vit_accel.ops.rope import rope, rope_reference
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
 
@@ -128,15 +121,25 @@ def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[At], 
     return make
 
 
-def gelu_case(kind: str, sizes: tuple[int, int], real: tuple[int, int], *, bias: bool = True) -> Callable[[At], Case]:
+def needs_epilogues(at: At, kind: str) -> None:
+    """On CPU, what QuACK's products compute stands in for them."""
+    if at["device"] == "cuda" and (why := gemm_epilogue.why_not(torch.device("cuda"), at["dtype"], kind)):
+        pytest.skip(why)
+
+
+def gelu_case(
+    kind: str, sizes: tuple[int, int], real: tuple[int, int], *, bias: bool = True, epilogue: bool = False
+) -> Callable[[At], Case]:
     def make(at: At) -> Case:
+        if epilogue:
+            needs_epilogues(at, kind)
         inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
         drawn = leaves(at, x=(at["rows"], inner), w1=(width, inner), w2=(inner, width))
         drawn["w1"] = 2 * drawn["w1"]
         drawn |= leaves(at, b1=(width,), b2=(inner,)) if bias else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(p["x"], p["w1"], p.get("b1"), p["w2"], p.get("b2"), kind)
+            return lambda p: function(p["x"], p["w1"], p.get("b1"), p["w2"], p.get("b2"), kind, epilogue)
 
         return Case(drawn, call(gelu_mlp), call(gelu_mlp_reference))
 
@@ -147,15 +150,22 @@ SWIGLU = "x", "wg", "wu", "bg", "bu", "wd", "bd"
 
 
 def swiglu_case(
-    sizes: tuple[int, int], real: tuple[int, int], *, biases: str = "bg bu bd", limit: float | None = None
+    sizes: tuple[int, int],
+    real: tuple[int, int],
+    *,
+    biases: str = "bg bu bd",
+    limit: float | None = None,
+    epilogue: bool = False,
 ) -> Callable[[At], Case]:
     def make(at: At) -> Case:
+        if epilogue:
+            needs_epilogues(at, "swiglu")
         inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
         drawn = leaves(at, x=(at["rows"], inner), wg=(width, inner), wu=(width, inner), wd=(inner, width))
         drawn |= leaves(at, **{name: (inner if name == "bd" else width,) for name in biases.split()})
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(*(p.get(name) for name in SWIGLU), limit)
+            return lambda p: function(*(p.get(name) for name in SWIGLU), limit, epilogue)
 
         return Case(drawn, call(swiglu_mlp), call(swiglu_mlp_reference))
 
@@ -179,8 +189,8 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
                 if kind == "linear":
                     return total, functions[kind](x, p["w"], p["b"], norm)
                 if kind == "swiglu":
-                    return total, functions[kind](x, p["wg"], p["w"], None, p["b"], p["w2"], None, None, norm)
-                return total, functions[kind](x, p["w"], p["b"], p["w2"], None, "gelu_tanh", norm)
+                    return total, functions[kind](x, p["wg"], p["w"], None, p["b"], p["w2"], None, None, False, norm)
+                return total, functions[kind](x, p["w"], p["b"], p["w2"], None, "gelu_tanh", False, norm)
 
             return run
 
@@ -193,10 +203,12 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
     return make
 
 
-def layer_case(kind: str, *, rms: bool, delta: bool) -> Callable[[At], Case]:
+def layer_case(kind: str, *, rms: bool, delta: bool, epilogue: bool = False) -> Callable[[At], Case]:
     """A whole layer as one node, with the attention that runs anywhere."""
 
     def make(at: At) -> Case:
+        if epilogue:
+            needs_epilogues(at, kind)
         heads, dim, lengths = at["heads"], 40, [8, 1, 0, 12][: at.get("segments")] * sized(at, 1, 90)
         rows, width, inner = sum(lengths), heads * dim, sized(at, 36, 3420)
         cos, sin = tables(rows, dim, at)
@@ -208,7 +220,7 @@ def layer_case(kind: str, *, rms: bool, delta: bool) -> Callable[[At], Case]:
         without = (set() if delta else {"delta"}) | ({"bias1", "bias2"} if rms else set())
         drawn = leaves(at, **{name: shape for name, shape in shapes.items() if name not in without})
         mlp = ("w1", "wu", "b1", "bu", "w2", "b2") if kind == "swiglu" else ("w1", "b1", "w2", "b2")
-        settings = (None,) if kind == "swiglu" else (kind,)
+        settings = (None if kind == "swiglu" else kind), epilogue
 
         def found(p: Tensors) -> Any:
             def part(function: Any, *names: str, **options: Any) -> Any:
@@ -330,6 +342,12 @@ CASES: dict[str, Callable[[At], Case]] = {
     "swiglu, no bias": swiglu_case((80, 36), (1280, 3420), biases=""),
     "swiglu, cut off": swiglu_case((80, 61), (1280, 3419), limit=0.75),
     "swiglu, one bias": swiglu_case((80, 36), (1280, 3420), biases="bu"),
+    "mlp gelu_tanh, epilogue": gelu_case("gelu_tanh", (80, 208), (1152, 4304), epilogue=True),
+    "mlp quick_gelu, no bias, epilogue": gelu_case("quick_gelu", (80, 136), (1280, 5120), bias=False, epilogue=True),
+    "swiglu unaligned, epilogue": swiglu_case((24, 132), (1280, 3420), epilogue=True),
+    "swiglu, one bias, epilogue": swiglu_case((80, 40), (1280, 3456), biases="bu", epilogue=True),
+    "swiglu, no bias, epilogue": swiglu_case((80, 36), (1280, 3420), biases="", epilogue=True),
+    "layer swiglu, epilogue": layer_case("swiglu", rms=True, delta=True, epilogue=True),
     "norm + gelu, merged": half_layer_case("gelu", rms=False, merge=4),
     "norm + swiglu": half_layer_case("swiglu", rms=True),
     "layer gelu": layer_case("gelu_tanh", rms=False, delta=True),
@@ -349,6 +367,7 @@ CASES: dict[str, Callable[[At], Case]] = {
 ALIKE = {f"mlp {kind}" for kind in KINDS if kind != "gelu_tanh"} | {"swiglu, odd", "swiglu, no bias", "swiglu, cut off"}
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer delta", "norm 1152 layer delta", "norm 1280 rms delta"}
 ALIKE |= {"rope 80 None", "rope 72 None", "rope 80 96", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
+ALIKE |= {"mlp quick_gelu, no bias, epilogue", "swiglu, no bias, epilogue", "swiglu, one bias, epilogue"}
 ALIKE |= {"project 3", "project 1 grouped, no bias", "positions 16", "layer swiglu, the first"}
 """Those that differ from another case in sizes, in what is left out, or in a part that has a case of its own.
 
@@ -392,8 +411,13 @@ def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
     for module in (column_sum_module, norm_backward):
         monkeypatch.setattr(module, "_FEW_ROWS", 0)
+    for module in (gelu_backward, swiglu_backward):
+        monkeypatch.setattr(module, "serves", lambda x_TE, kind: True)
+        if INTERPRETED:
+            monkeypatch.setattr(module, "gemm_act", gemm_epilogue.gemm_act_reference)
+            monkeypatch.setattr(module, "gemm_dact", gemm_epilogue.gemm_dact_reference)
     if INTERPRETED:  # a program for every row of weights, bit for bit tests/unit/test_kernels.py's
-        monkeypatch.setattr(mlp_backward, "pad_swiglu", pad_swiglu_reference)
+        monkeypatch.setattr(swiglu_backward, "pad_swiglu", pad_swiglu_reference)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul
     before = products.allow_fp16_reduced_precision_reduction
@@ -570,7 +594,7 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(at: At) -> None:
     def layer(p: Tensors) -> Any:
         total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, rms=True)
         return swiglu_mlp(
-            x, p["wg"], p["wg"], None, None, p["w2"], None, None, Norm(total, p["scale"], None, 1e-6, True)
+            x, p["wg"], p["wg"], None, None, p["w2"], None, None, False, Norm(total, p["scale"], None, 1e-6, True)
         )
 
     assert saved(layer, set(p)) == rows * (width + 1 + 2 * 40)  # the sum, its statistics, gate and up
@@ -630,7 +654,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     **{
         f"gelu_mlp {kind}": (
-            "mlp_backward",
+            "gelu_backward",
             "_gelu_backward_kernel",
             "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32",
             dict(WIDTH=4304, KIND=kind, NEED_Z=True, NEED_H=True) | _MLP,
@@ -638,7 +662,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for kind in KINDS
     },
     "swiglu_mlp": (
-        "mlp_backward",
+        "swiglu_backward",
         "_swiglu_backward_kernel",
         "both:*bf16 dh:*bf16 dboth:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
         dict(LIMITED=True, WIDTH=3424, NEED_BOTH=True) | _MLP,

@@ -20,6 +20,7 @@ from hf_vit_accel import backends, cli, env
 from hf_vit_accel import doctor as doctor_logic
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.ops.gemm_epilogue import KINDS
 
 RUNNER = CliRunner()
 Spoil = Callable[[torch.Tensor], Any]
@@ -97,6 +98,9 @@ def test_json_agrees(no_gpu: None) -> None:
     assert report["versions"] == {**env.versions(), "hf-vit-accel": hf_vit_accel.__version__}
     assert report["devices"] == {"cpu": ["float32", "bfloat16"]}
     assert report["auto"]["layers"] == {"full": "sdpa", "window": "sdpa"}
+    assert set(report["epilogues"]) == set(KINDS) and all(
+        "QuACK needs CUDA" in why for why in report["epilogues"].values()
+    )
     assert [entry["name"] for entry in report["backends"]] == [backend.name for backend in backends.ORDER]
     for backend in backends.ORDER:
         entry = by_name(report)[backend.name]

@@ -232,20 +232,23 @@ def test_tiles_of_products(rows: int, columns: int, expected: tuple[int, int]) -
 
 
 @where
-@pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (212, 160), (7, 9)])
-def test_pad_swiglu(at: dict[str, Any], width: int, inner: int) -> None:
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280), (212, 160), (7, 9)])
+def test_pad_swiglu(at: dict[str, Any], width: int, inner: int, turns: bool) -> None:
     outer = inner
     if at["device"] == "cpu":  # a program for every row; more than one block of columns
-        width, inner, outer = (13, 1100, 5) if width > 1000 else (min(width, 20), min(inner, 16), min(inner, 9))
+        sizes = {3420: (13, 1100, 5), 3424: (16, 1100, 5)}
+        width, inner, outer = sizes.get(width, (min(width, 20), min(inner, 16), min(inner, 9)))
     weights = [draw(width, inner, at=at, seed=seed) for seed in range(2)]
     biases = [draw(width, at=at, seed=seed) for seed in range(2)]
     down = draw(outer, width, at=at)
-    for found, expected in zip(
-        pad_swiglu(*weights, *biases, down), pad_swiglu_reference(*weights, *biases, down), strict=True
-    ):
-        assert torch.equal(found, expected) and found.is_contiguous()
     strided = draw(outer, 2 * width, at=at)[:, ::2]
-    assert torch.equal(pad_swiglu(*weights, *biases, strided)[2], pad_swiglu_reference(*weights, *biases, strided)[2])
+    for last in (down, strided):
+        given = *weights, *biases, last
+        for found, expected in zip(
+            pad_swiglu(*given, turns=turns), pad_swiglu_reference(*given, turns=turns), strict=True
+        ):
+            assert torch.equal(found, expected) and found.is_contiguous()
 
 
 @where
@@ -638,7 +641,7 @@ COMPILED = {
         "_pad_swiglu_kernel",
         "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 "
         "out_down:*bf16 gate_stride:i32 up_stride:i32 down_stride:i32",
-        dict(INNER=1280, WIDTH=3420, PADDED=3424, BLOCK=1024),
+        dict(INNER=1280, WIDTH=3420, PADDED=3424, TURNS=True, BLOCK=1024),
     ),
     **{
         f"quantize, {'again' if again else 'first'}": (

@@ -1,0 +1,212 @@
+"""When an MLP's activation goes into its products: where QuACK can, is proven and is faster; else by a kernel.
+
+There is no GPU here: what its products compute stands in for them. On a GPU, tests/unit/test_backward.py compares them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny import GRIDS, TINY, outputs_of, pixels_for, relative_error, tower_of
+
+import hf_vit_accel
+from hf_vit_accel import env
+from hf_vit_accel.ops import gelu_backward, gemm_epilogue, mlp, swiglu_backward
+from hf_vit_accel.ops.activation import pad_swiglu_reference
+from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.gemm_epilogue import KINDS, gemm_act_reference, gemm_dact_reference
+
+CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine that has all; tried: what is found there, by kind, and what was tried."""
+    found: dict[str, Any] = {"tried": [], "why": None}
+    monkeypatch.setattr(env, "cuda_capability", lambda index: (9, 0))
+    monkeypatch.setattr(env, "why_missing", lambda package: None)
+    monkeypatch.setattr(gemm_epilogue, "_tried", lambda device, kind: found["tried"].append(kind) or found["why"])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_against_it(hopper: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    assert gemm_epilogue.why_not(CUDA, BF16, kind) is None and hopper["tried"] == [kind]
+    hopper["why"] = "wrong here"
+    assert gemm_epilogue.why_not(CUDA, BF16, kind) == "wrong here"
+    hopper["tried"].clear()
+    assert "the tensors are on cpu" in gemm_epilogue.why_not(torch.device("cpu"), BF16, kind)
+    assert "the dtype is float16" in gemm_epilogue.why_not(CUDA, torch.float16, kind)
+    monkeypatch.setattr(env, "why_missing", lambda package: f"no {package.distribution}")
+    assert gemm_epilogue.why_not(CUDA, BF16, kind) == "no quack-kernels"
+    monkeypatch.setattr(env, "cuda_capability", lambda index: (10, 0))
+    assert "compute capability is 10.0" in gemm_epilogue.why_not(CUDA, BF16, kind)
+    assert not hopper["tried"], "nothing is compiled where something else stands against it"
+
+
+def test_few_rows_compile_nothing(hopper: dict[str, Any]) -> None:
+    least = gemm_epilogue.LEAST_ROWS
+    rows = torch.empty(least, 8, dtype=BF16, device="meta")
+    assert not gemm_epilogue.serves(rows, "swiglu") and not hopper["tried"]  # meta is no CUDA
+
+    class OnCuda:
+        device, dtype = CUDA, BF16
+
+        def __init__(self, rows: int) -> None:
+            self.rows = rows
+
+        def __len__(self) -> int:
+            return self.rows
+
+    assert not gemm_epilogue.serves(OnCuda(least - 1), "swiglu") and not hopper["tried"]  # type: ignore[arg-type]
+    assert gemm_epilogue.serves(OnCuda(least), "swiglu") and hopper["tried"] == ["swiglu"]  # type: ignore[arg-type]
+
+
+def off_by_little(function: Any, at: int) -> Any:
+    """One of the results is 2% too large."""
+
+    def run(*args: Any) -> Any:
+        made = list(function(*args))
+        made[at] = made[at] * 1.02
+        return tuple(made)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Each of five results, and an error, tells."""
+    tried: Any = gemm_epilogue._tried.__wrapped__  # type: ignore[attr-defined]
+    pieces = {"gemm_act": (gemm_act_reference, 2), "gemm_dact": (gemm_dact_reference, 3)}
+    for name, (reference, _) in pieces.items():
+        monkeypatch.setattr(gemm_epilogue, name, reference)
+    assert tried(torch.device("cpu"), kind) is None
+    for name, (reference, results) in pieces.items():
+        for at in range(results):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gemm_epilogue, name, off_by_little(reference, at))
+                assert "QuACK's products are wrong here" in tried(torch.device("cpu"), kind), (name, at)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no such\n tile")
+
+    monkeypatch.setattr(gemm_epilogue, "gemm_dact", broken)
+    assert tried(torch.device("cpu"), kind) == "QuACK's products fail here: RuntimeError: no such tile"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_references_are_autograds(kind: str) -> None:
+    """Also where there is no bias; gate and up take turns in a SwiGLU."""
+    rows, width, inner = 7, 6, 5
+    z = inner * (1 + (kind == "swiglu"))
+    x, weight, bias, down, dy = (
+        torch.randn(shape, dtype=torch.float64)
+        for shape in ((rows, width), (z, width), (z,), (width, inner), (rows, width))
+    )
+    for given in (bias, None):
+        made, h = gemm_act_reference(x, weight, given, kind)
+        assert torch.equal(made, torch.nn.functional.linear(x, weight, given)) and h.shape == (rows, inner)
+        dz, again, total = gemm_dact_reference(dy, down, made, kind)
+        leaf = made.clone().requires_grad_()
+        (gemm_epilogue.activate(leaf, kind) @ down.t()).backward(dy)
+        torch.testing.assert_close(dz, leaf.grad)
+        torch.testing.assert_close(total, leaf.grad.sum(0))
+        assert torch.equal(again, h)
+    if kind == "swiglu":
+        torch.testing.assert_close(h[:, 1], torch.nn.functional.silu(made[:, 2]) * made[:, 3])
+
+
+FAMILIES = {"qwen3_vl": "gelu_tanh", "qwen2_vl": "quick_gelu", "qwen2_5_vl": "swiglu"}
+
+
+@pytest.fixture
+def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """QuACK serves all rows, by what stands in for it; its calls. MLPs without it are their references."""
+    found: list[str] = []
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args: found.append(f"{name} {args[3]}") or function(*args)
+
+    def either(function: Any, reference: Any) -> Any:
+        return lambda *args: (function.apply if args[-2] else reference)(*args)  # before the norm: epilogue
+
+    monkeypatch.setattr(swiglu_backward, "pad_swiglu", pad_swiglu_reference)
+    monkeypatch.setattr(mlp, "gelu_mlp", either(gelu_backward.GeluMlp, gelu_backward.gelu_mlp_reference))
+    monkeypatch.setattr(mlp, "swiglu_mlp", either(swiglu_backward.SwigluMlp, swiglu_backward.swiglu_mlp_reference))
+    for module in (gelu_backward, swiglu_backward):
+        monkeypatch.setattr(module, "serves", lambda x_TE, kind: True)
+        monkeypatch.setattr(module, "gemm_act", counted("act", gemm_act_reference))
+        monkeypatch.setattr(module, "gemm_dact", counted("dact", gemm_dact_reference))
+    return found
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    tower = tower_of(model)
+    tower.zero_grad(set_to_none=True)
+    made = outputs_of(tower(pixels_for(tower, GRIDS["mixed"]), grid_thw=torch.tensor(GRIDS["mixed"])))
+    outputs = [output for output in made if output.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    return {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_is_trained_by_them_and_without_them_once_they_fail(
+    family: str, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TINY[family].build()
+    tower = tower_of(model).requires_grad_(True)
+    stock, layers, kind = gradients(model), len(tower.blocks), FAMILIES[family]
+    hf_vit_accel.patch(model)
+    once = [f"act {kind}"] * layers + [f"dact {kind}"] * layers
+
+    def compare(expected: list[str]) -> None:
+        called.clear()
+        found = gradients(model)
+        wanted = {name for name, p in tower.named_parameters() if p.requires_grad}
+        assert found.keys() == wanted and called == expected
+        assert max(relative_error(found[name], stock[name]) for name in wanted) < 1e-4
+
+    compare(once)
+    tower.requires_grad_(False)
+    tower.blocks[0].norm1.weight.requires_grad_(True)  # what is frozen is on the way of its gradient
+    compare(once)
+    tower.requires_grad_(False)
+    tower.blocks[-1].norm2.weight.requires_grad_(True)  # the last layer's alone
+    compare([f"act {kind}", f"dact {kind}"])
+    tower.requires_grad_(True)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no such tile")
+
+    for module in (gelu_backward, swiglu_backward):
+        monkeypatch.setattr(module, "gemm_act", broken)
+    compare([])
+    assert "not fused  gemm_epilogues: failed when it ran: RuntimeError: no such tile" in str(
+        hf_vit_accel.status(model)
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("intermediate_size", 36), ("hidden_act", "gelu")])
+def test_what_they_cannot_compute_is_left_to_kernels(called: list[str], name: str, value: Any) -> None:
+    """A width that is no multiple of 8; another activation leaves the whole MLP to its modules."""
+    tower = type(tower_of(TINY["qwen3_vl"].build()))
+    config = copy.deepcopy(tower_of(TINY["qwen3_vl"].build()).config)
+    setattr(config, name, value)
+    model = tower(config)
+    stock = gradients(model)
+    hf_vit_accel.patch(model)
+    found = gradients(model)
+    assert found.keys() == stock.keys() and not called
+    assert max(relative_error(found[each], stock[each]) for each in stock) < 1e-4
+
+
+def test_a_clamped_swiglu_is_left_to_its_kernel(called: list[str]) -> None:
+    linears = [torch.nn.Linear(8, 16), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)]
+    context = Context(device=torch.device("cpu"), dtype=torch.float32, grad=True)
+    settings = [mlp._differentiable(linears[:2], linears[2], "silu", limit, context).settings for limit in (None, 7.0)]
+    assert settings == [(None, True), (7.0, False)]
+    failed = Context(device=torch.device("cpu"), dtype=torch.float32, grad=True, no_epilogues="failed")
+    assert mlp._differentiable(linears[:2], linears[2], "silu", None, failed).settings == (None, False)
