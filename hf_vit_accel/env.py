@@ -12,6 +12,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import transformers
+from torch.utils import checkpoint
 
 __all__ = [
     "EPILOGUES",
@@ -29,6 +31,7 @@ __all__ = [
     "FallbackError",
     "Fault",
     "Package",
+    "apart",
     "cuda_capability",
     "cuda_device_name",
     "guarded",
@@ -52,6 +55,15 @@ def probe(function: Function) -> Function:
     cached = cache(function)
     _PROBES.append(cached)
     return cached  # type: ignore[return-value]
+
+
+def apart(function: Callable[..., V], *arguments: Any) -> V:
+    """What a function returns in a thread of its own, without the caller's hooks, modes, autocast, device and stream.
+
+    A trial that is made while layers are checkpointed would else be taken for a part of them.
+    """
+    with ThreadPoolExecutor(1, "hf_vit_accel") as pool:
+        return pool.submit(function, *arguments).result()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +182,11 @@ class Fault(RuntimeError):
         super().__init__(f"{name} {self.why}")
 
 
+_NO_FAULTS = (Fault, AssertionError, MemoryError, torch.OutOfMemoryError)
+# What checkpointing raises, to end a forward that it runs again: torch has no public name for it (2.11 to 2.15).
+_NO_FAULTS += tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
+
+
 def guarded(name: str, function: Function) -> Function:
     """The function, whose errors are raised as a `Fault` of that name.
 
@@ -180,7 +197,7 @@ def guarded(name: str, function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except (Fault, AssertionError, MemoryError, torch.OutOfMemoryError):
+        except _NO_FAULTS:
             raise
         except Exception as error:
             raise Fault(name, error) from error

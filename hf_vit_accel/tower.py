@@ -246,7 +246,7 @@ def _go_without(state: TowerState, before: dict[str, str], tried: dict[str, str]
     if fault.name in state.faults and fault.name not in tried:
         return  # another thread met the same at once
     error = fault.__cause__ or fault
-    bound = state.settings.score_mod is not None and fault.name != KERNELS  # to the one backend that applies it
+    bound = state.settings.score_mod is not None and fault.name not in (KERNELS, LINEARS, EPILOGUES)  # to its backend
     if bound or fault.name in tried or fault.name == ORDER[-1].name:
         if state.faults is not before:
             error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, state.faults.items()))}.")

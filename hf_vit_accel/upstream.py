@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_vit_accel import env
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.encoder import encode
@@ -74,11 +74,7 @@ def prove(tower: nn.Module, family: Family) -> Proof:
     key = kind, repr(sorted(_switches(config, family)))
     proof = _PROOFS.get(key)
     if proof is None or not proof.code.unchanged():
-        found: list[Proof] = []
-        thread = threading.Thread(target=lambda: found.append(_prove(kind, config, family)), name="hf_vit_accel.prove")
-        thread.start()
-        thread.join()
-        proof = _PROOFS[key] = found[0]
+        proof = _PROOFS[key] = env.apart(_prove, kind, config, family)
     return proof
 
 

@@ -124,7 +124,7 @@ class GeluMlp(torch.autograd.Function):
         needs_x, needs_weight1, needs_bias1, needs_weight2 = ctx.needs_input_grad[:4]
         ctx.kind = kind
         ctx.needs_z = needs_x or needs_weight1 or needs_bias1
-        ctx.epilogue = epilogue and ctx.needs_z and serves(x_TE, kind)
+        ctx.epilogue = epilogue and ctx.needs_z and needs_weight2 and serves(x_TE, kind)
         if ctx.epilogue:
             z_TF, h_TF = gemm_act(x_TE, weight1_FE, bias1_F, kind)
         else:

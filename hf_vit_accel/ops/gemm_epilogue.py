@@ -10,7 +10,8 @@ taking turns.
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ from hf_vit_accel.ops.launch import for_descriptor
 PACKAGE = env.Package(
     module="quack", distribution="quack-kernels", install="pip install --pre flash-attn-4 brings it (Hopper)"
 )
-KINDS = {"gelu_tanh": "gelu_tanh_approx", "quick_gelu": "quick_gelu", "swiglu": "swiglu"}
-"""Activations, with QuACK's names for them."""
+KINDS = "gelu_tanh", "quick_gelu", "swiglu"
 LEAST_ROWS = 12288
 """From how many rows on they are used: below, what the host does for a call (0.1 ms) takes longer than what is saved.
 
@@ -78,64 +78,95 @@ def _config(kind: str) -> Any:
 
 
 @cache
-def _forward(kind: str, biased: bool) -> Any:
-    from quack.epilogue.library import linear_act_mod
+def _epilogues(kind: str) -> tuple[Any, Any]:
+    """What QuACK computes behind the first product, and behind that of the gradient.
 
-    gated = kind == "swiglu"
-    return linear_act_mod(KINDS[kind], gated=gated, has_c=False, has_rowvec=biased, has_colvec=False)
-
-
-@cache
-def _backward(kind: str) -> Any:
-    """QuACK keys what it compiles by the name of the function: one that computes something else needs another name."""
+    It keys what it compiled by the functions' names: one that computes something else needs another name. tanh(u) is
+    2 sigmoid(2u) - 1, without the cancellation, and the 11 bits, of its own instruction.
+    """
     from quack import activation
     from quack.epilogue.frontend import gemm_epilogue
     from quack.epilogue.math import pack, unpack
-    from quack.epilogue.ops import RowVecReduce
+    from quack.epilogue.ops import RowVecLoad, RowVecReduce
 
-    sums = {name: RowVecReduce(name) for name in (("dgate", "dup") if kind == "swiglu" else ("dbias",))}
+    def gelu_by_sigmoid(acc, bias):
+        z = acc + bias
+        return {"D": z, "h": z * activation.sigmoid(z * (z * z * 0.0713548162726009 + 1.5957691216057308))}
 
-    def gelu_tanh_gradient(acc, c):
-        dz, h = activation.dgelu_tanh_approx(c, acc)
+    def gelu_by_sigmoid_gradient(acc, c):
+        square = c * c
+        gate = activation.sigmoid(c * (square * 0.0713548162726009 + 1.5957691216057308))
+        h = c * gate
+        dz = acc * (h * (1.0 - gate) * (square * 0.2140644488178027 + 1.5957691216057308) + gate)
         return {"D": dz, "h": h, "dbias": dz}
+
+    def quick_gelu(acc, bias):
+        z = acc + bias
+        return {"D": z, "h": activation.quick_gelu(z)}
 
     def quick_gelu_gradient(acc, c):
         dz, h = activation.dquick_gelu(c, acc)
         return {"D": dz, "h": h, "dbias": dz}
+
+    def swiglu(acc, bias):
+        gate, up = unpack(acc + bias)
+        return {"D": pack(gate, up), "h": activation.swiglu(gate, up)}
 
     def swiglu_gradient(acc, c):
         gate, up = unpack(c)
         dgate, dup, h = activation.dswiglu(gate, up, acc)
         return {"D": pack(dgate, dup), "h": h, "dgate": dgate, "dup": dup}
 
-    known = {"gelu_tanh": gelu_tanh_gradient, "quick_gelu": quick_gelu_gradient, "swiglu": swiglu_gradient}
-    mode = {"mode": "packed_cd_b16x2"} if kind == "swiglu" else {}
-    return gemm_epilogue(outputs=("h",), reduces=sums, **mode)(known[kind])
+    forward, backward = {
+        "gelu_tanh": (gelu_by_sigmoid, gelu_by_sigmoid_gradient),
+        "quick_gelu": (quick_gelu, quick_gelu_gradient),
+        "swiglu": (swiglu, swiglu_gradient),
+    }[kind]
+    pairs = kind == "swiglu"
+    sums = {name: RowVecReduce(name) for name in (("dgate", "dup") if pairs else ("dbias",))}
+    bias = {"bias": RowVecLoad("bias")}
+    return (
+        gemm_epilogue(outputs=("h",), ops=bias, mode="acc_pair" if pairs else None)(forward),
+        gemm_epilogue(outputs=("h",), reduces=sums, mode="packed_cd_b16x2" if pairs else None)(backward),
+    )
 
 
+def _run(
+    mod: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **more: Any
+) -> dict[str, torch.Tensor]:
+    """A product x W with its epilogue. How it is launched is kept for each number of rows: of the last some hundred."""
+    for held in (mod._plan_cache, mod._call_cache):
+        if len(held) > 256:
+            held.clear()
+    found: dict[str, torch.Tensor] = mod(x, weight, *rest, config=_config(kind), tuned=False, **more)
+    return found
+
+
+_guarded = partial(env.guarded, env.EPILOGUES)
+
+
+@_guarded
 def gemm_act(
     x_TE: torch.Tensor, weight_ZE: torch.Tensor, bias_Z: torch.Tensor | None, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gemm_act_reference` as one kernel; the activation is that of z before it is rounded."""
-    z_TZ = x_TE.new_empty(len(x_TE), len(weight_ZE))
-    h_TF = x_TE.new_empty(len(x_TE), len(weight_ZE) // 2 if kind == "swiglu" else len(weight_ZE))
-    bias = {} if bias_Z is None else {"mRowVecBroadcast": for_descriptor(bias_Z)}
-    out = {"D": z_TZ, "mAuxOut": h_TF}
-    _forward(kind, bool(bias))(
-        for_descriptor(x_TE), for_descriptor(weight_ZE).t(), out=out, config=_config(kind), tuned=False, **bias
-    )
+    width = len(weight_ZE)
+    z_TZ = x_TE.new_empty(len(x_TE), width)
+    h_TF = x_TE.new_empty(len(x_TE), width // 2 if kind == "swiglu" else width)
+    bias_Z = weight_ZE.new_zeros(width) if bias_Z is None else for_descriptor(bias_Z)
+    x_TE, weight_ZE = for_descriptor(x_TE), for_descriptor(weight_ZE)
+    _run(_epilogues(kind)[0], kind, x_TE, weight_ZE.t(), out={"D": z_TZ, "h": h_TF}, bias=bias_Z)
     return z_TZ, h_TF
 
 
+@_guarded
 def gemm_dact(
     dy_TE: torch.Tensor, weight_EF: torch.Tensor, z_TZ: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`gemm_dact_reference` as one kernel and the sum of what its tiles of rows add up to."""
+    dy_TE, weight_EF, z_TZ = map(for_descriptor, (dy_TE, weight_EF, z_TZ))
     dz_TZ, h_TF = torch.empty_like(z_TZ), z_TZ.new_empty(len(z_TZ), weight_EF.shape[1])
-    out = {"D": dz_TZ, "h": h_TF}
-    found = _backward(kind)(
-        for_descriptor(dy_TE), for_descriptor(weight_EF), z_TZ, out=out, config=_config(kind), tuned=False
-    )
+    found = _run(_epilogues(kind)[1], kind, dy_TE, weight_EF, z_TZ, out={"D": dz_TZ, "h": h_TF})
     if kind == "swiglu":
         return dz_TZ, h_TF, torch.stack((found["dgate"].flatten(), found["dup"].flatten()), dim=1).flatten()
     return dz_TZ, h_TF, found["dbias"].flatten()
@@ -145,8 +176,8 @@ def why_not(device: torch.device, dtype: torch.dtype, kind: str) -> str | None:
     """Why an MLP's activation is not in the epilogues of its products; None if it can be."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}, QuACK needs CUDA"
-    if dtype != torch.bfloat16:  # its tanh is an instruction with 11 bits, as many as fp16 has
-        return f"the dtype is {str(dtype).removeprefix('torch.')}, epilogues are as exact as bfloat16"
+    if dtype != torch.bfloat16:  # its sigmoid is as exact as that
+        return f"the dtype is {str(dtype).removeprefix('torch.')}, epilogues are for bfloat16"
     if (found := env.cuda_capability(device.index)) != (9, 0):
         return f"the GPU's compute capability is {found[0]}.{found[1]}, epilogues are measured on 9.0"
     return env.why_missing(PACKAGE) or _tried(device, kind)
@@ -154,25 +185,31 @@ def why_not(device: torch.device, dtype: torch.dtype, kind: str) -> str | None:
 
 @env.probe
 def _tried(device: torch.device, kind: str) -> str | None:
+    return env.apart(_try, device, kind)
+
+
+def _try(device: torch.device, kind: str) -> str | None:
     """What is wrong with them here: each runs once, beside plain torch in fp64. So they are compiled, too."""
     generator = torch.Generator("cpu").manual_seed(0)
     rows, width, inner = 300, 64, 104
-    shapes = (rows, width), (inner * (1 + (kind == "swiglu")), width), (inner * (1 + (kind == "swiglu")),)
+    z = inner * (1 + (kind == "swiglu"))
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, torch.bfloat16)
 
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+    on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with on, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its compiler's, about its own code
-        x, weight, bias, dy, down = (draw(*shape) for shape in (*shapes, (rows, width), (width, inner)))
-        weight, down = weight / width**0.5, down / width**0.5
+        x, dy = draw(rows, width), draw(rows, width)
+        weight, bias, down = draw(z, width), draw(z), draw(width, inner)
+        weight, bias, down = weight / width**0.5, bias - 2, down / width**0.5  # where gates close, formulas cancel
         try:
             found = gemm_act(x, weight, bias, kind)
             back = gemm_dact(dy, down, found[0], kind)
-            exact = gemm_act_reference(x.double(), weight.double(), bias.double(), kind)
-            exact_back = gemm_dact_reference(dy.double(), down.double(), found[0].double(), kind)
-            pairs = zip((*found, *back), (*exact, *exact_back), strict=True)
-            worst = max(float((one.double() - other).norm() / other.norm()) for one, other in pairs)
-        except Exception as error:
-            return f"QuACK's products fail here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        except env.Fault as fault:
+            return f"QuACK's products {fault.why}"
+        exact = gemm_act_reference(x.double(), weight.double(), bias.double(), kind)
+        exact_back = gemm_dact_reference(dy.double(), down.double(), found[0].double(), kind)
+        pairs = zip((*found, *back), (*exact, *exact_back), strict=True)
+        worst = max(float((one.double() - other).norm() / other.norm()) for one, other in pairs)
     return None if worst < 0.01 else f"QuACK's products are wrong here: relative error {worst:.1e}"

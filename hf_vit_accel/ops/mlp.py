@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.activation import (
     linear_gelu_tanh,
@@ -131,14 +130,13 @@ def _differentiable(
     def gelu_weights() -> list[torch.Tensor | None]:
         return list(map(cast, (first.weight, first.bias, after.weight, after.bias)))
 
-    widths = *after.weight.shape, first.weight.shape[1]
-    aligned = kind == "silu" or not any(width % 8 for width in widths)  # a SwiGLU's are padded
-    epilogue = context.no_epilogues is None and limit is None and aligned
-    options: Any = dict(takes_norm=True, fault=env.EPILOGUES if epilogue else env.KERNELS)
+    widths = {first.weight.shape[1], len(after.weight)}
+    widths |= set() if kind == "silu" else {len(first.weight)}  # a SwiGLU's is padded
+    epilogue = context.no_epilogues is None and limit is None and not any(width % 8 for width in widths)
     if kind == "silu":
         settings = limit, epilogue
-        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, settings=settings, **options)
-    return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind, epilogue), **options)
+        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, settings=settings, takes_norm=True)
+    return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind, epilogue), takes_norm=True)
 
 
 def _reference(

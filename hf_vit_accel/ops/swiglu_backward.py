@@ -129,7 +129,7 @@ class SwigluMlp(torch.autograd.Function):
     ) -> torch.Tensor:
         _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
         ctx.needs_both, ctx.limit = any(ctx.needs_input_grad[:5]), limit
-        ctx.epilogue = epilogue and ctx.needs_both and serves(x_TE, "swiglu")
+        ctx.epilogue = epilogue and ctx.needs_both and needs_gate == needs_up and serves(x_TE, "swiglu")
         weight, bias, down_EG = _aligned(gate_FE, up_FE, (gate_F, up_F), down_EF, turns=ctx.epilogue)
         if ctx.epilogue:
             both_TG, h_TG = gemm_act(x_TE, weight, bias, "swiglu")
@@ -192,10 +192,9 @@ class SwigluMlp(torch.autograd.Function):
             dgate_F, dup_F = sums
             gradients[3], gradients[4] = dgate_F if needs_gate_bias else None, dup_F if needs_up_bias else None
         if needs_gate or needs_up:
-            # Of one only, where the other is frozen and the two lie side by side.
+            # Of one only, where the other is frozen.
             first, last = 0 if needs_gate else padded, 2 * padded if needs_up else padded
-            columns_of = slice(None) if ctx.epilogue else slice(first, last)
-            dweight = dboth_TG[:, columns_of].t() @ kept(tensors, ctx.settings, rows)
+            dweight = dboth_TG[:, first:last].t() @ kept(tensors, ctx.settings, rows)
             if ctx.epilogue:
                 dgate_FE, dup_FE = dweight.view(padded, 2, -1).unbind(1)
             else:

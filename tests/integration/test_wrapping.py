@@ -325,6 +325,25 @@ def test_a_checkpointed_tower_runs_fast_and_is_recomputed_fast(model: Any) -> No
     check_calls(model, 2, 0)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_checkpointing_that_ends_early_is_no_fault(references: Any, model: Any, whole: bool) -> None:
+    """Without re-entering, what runs again ends by an error as soon as all that was saved is there: in an operation."""
+    tower, twin, grid = tower_of(model), tower_of(copy.deepcopy(model)), GRIDS["mixed"]
+    if not whole:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        model.train()
+    hf_vit_accel.patch(model)
+
+    def forward(pixels: torch.Tensor, grid_thw: torch.Tensor) -> Any:
+        run = lambda pixels: tuple(flat(tower(pixels, grid_thw)))  # noqa: E731
+        return checkpoint(run, pixels, use_reentrant=False) if whole else run(pixels)
+
+    for _ in range(2):
+        assert_close(gradients(tower, grid, forward), gradients(twin, grid))
+    assert status_of(model).stock_calls == 0 and not state_of(tower).faults
+
+
 def test_inference_mode_and_then_training(model: Any) -> None:
     tower, twin, grid = tower_of(model), tower_of(copy.deepcopy(model)), GRIDS["mixed"]
     with torch.inference_mode():

@@ -28,7 +28,7 @@ IMPORTS = {
     "data_parallel": "metadata ops passes ranks route split",
     "encoder": "backends ops route",
     "graphs": "config encoder metadata route",
-    "upstream": "backends config encoder families metadata ops route",
+    "upstream": "backends config encoder env families metadata ops route",
     "sharding": "",
     "guard": "backends env families inputs metadata ops route sharding upstream",
     "reuse": "config env guard metadata ops route",

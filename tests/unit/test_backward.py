@@ -128,8 +128,16 @@ def needs_epilogues(at: At, kind: str) -> None:
 
 
 def gelu_case(
-    kind: str, sizes: tuple[int, int], real: tuple[int, int], *, bias: bool = True, epilogue: bool = False
+    kind: str,
+    sizes: tuple[int, int],
+    real: tuple[int, int],
+    *,
+    bias: bool = True,
+    shift: float = 0.0,
+    epilogue: bool = False,
 ) -> Callable[[At], Case]:
+    """shift: of the first product's results; where most are far below zero, formulas of the activation cancel."""
+
     def make(at: At) -> Case:
         if epilogue:
             needs_epilogues(at, kind)
@@ -137,6 +145,7 @@ def gelu_case(
         drawn = leaves(at, x=(at["rows"], inner), w1=(width, inner), w2=(inner, width))
         drawn["w1"] = 2 * drawn["w1"]
         drawn |= leaves(at, b1=(width,), b2=(inner,)) if bias else {}
+        drawn |= {"b1": drawn["b1"] + shift} if shift else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
             return lambda p: function(p["x"], p["w1"], p.get("b1"), p["w2"], p.get("b2"), kind, epilogue)
@@ -343,6 +352,9 @@ CASES: dict[str, Callable[[At], Case]] = {
     "swiglu, cut off": swiglu_case((80, 61), (1280, 3419), limit=0.75),
     "swiglu, one bias": swiglu_case((80, 36), (1280, 3420), biases="bu"),
     "mlp gelu_tanh, epilogue": gelu_case("gelu_tanh", (80, 208), (1152, 4304), epilogue=True),
+    "mlp gelu_tanh, closed": gelu_case("gelu_tanh", (80, 208), (1152, 4304), shift=-4.0),
+    "mlp gelu_tanh, closed, epilogue": gelu_case("gelu_tanh", (80, 208), (1152, 4304), shift=-4.0, epilogue=True),
+    "mlp quick_gelu, closed, epilogue": gelu_case("quick_gelu", (80, 208), (1280, 5120), shift=-4.0, epilogue=True),
     "mlp quick_gelu, no bias, epilogue": gelu_case("quick_gelu", (80, 136), (1280, 5120), bias=False, epilogue=True),
     "swiglu unaligned, epilogue": swiglu_case((24, 132), (1280, 3420), epilogue=True),
     "swiglu, one bias, epilogue": swiglu_case((80, 40), (1280, 3456), biases="bu", epilogue=True),
@@ -367,6 +379,7 @@ CASES: dict[str, Callable[[At], Case]] = {
 ALIKE = {f"mlp {kind}" for kind in KINDS if kind != "gelu_tanh"} | {"swiglu, odd", "swiglu, no bias", "swiglu, cut off"}
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer delta", "norm 1152 layer delta", "norm 1280 rms delta"}
 ALIKE |= {"rope 80 None", "rope 72 None", "rope 80 96", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
+ALIKE |= {"mlp gelu_tanh, closed", "mlp gelu_tanh, closed, epilogue", "mlp quick_gelu, closed, epilogue"}
 ALIKE |= {"mlp quick_gelu, no bias, epilogue", "swiglu, no bias, epilogue", "swiglu, one bias, epilogue"}
 ALIKE |= {"project 3", "project 1 grouped, no bias", "positions 16", "layer swiglu, the first"}
 """Those that differ from another case in sizes, in what is left out, or in a part that has a case of its own.
