@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.graphs.recorder import CudaRecorder, Recorder
+from hf_vit_accel.graphs.recorder import CudaRecorder
 
 __all__ = ["CaptureError", "Eager", "GraphStatus", "Held", "numerics"]
 
@@ -94,7 +94,7 @@ class Held(Generic[G]):
         self._drop()
 
     def _drop(self) -> None:
-        self._recorder: Recorder | None = None
+        self._recorder: CudaRecorder | None = None
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._retired: list[G] = []  # a replay may still be running: they go once it is known to be over
@@ -157,7 +157,7 @@ class Held(Generic[G]):
     def _may_capture(self, signature: Hashable) -> bool:
         return self._off is None and signature not in self._refused and self._nbytes <= self._max_bytes
 
-    def _held(self, signature: Hashable, capture: Callable[[Recorder], G]) -> G:
+    def _held(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
         """The graph of a signature, captured if it is not there. Raises CaptureError."""
         graph, recorder = self._graphs.get(signature), self._recorder
         assert recorder is not None
