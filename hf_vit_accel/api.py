@@ -17,7 +17,7 @@ from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig,
 from hf_vit_accel.env import refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.install import former_of, install, uninstall
-from hf_vit_accel.metadata import Grid
+from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ranks import ranks_of
 from hf_vit_accel.registration import name_for, restore_name
@@ -166,8 +166,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
         budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
         for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
-            rows = sum(t * h * w for t, h, w in grid)
-            pixels_TP = torch.zeros(rows, weight[0].numel(), dtype=weight.dtype, device=weight.device)
+            pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
             pixels = state.family.pixels(tower, pixels_TP)
             with torch.no_grad(), runner.capturing(exactly=calls is not None):
                 tower(pixels, grid_thw=torch.tensor(grid))

@@ -1,6 +1,6 @@
 """What runs on this machine, and whether it computes the right thing: the logic of `hf-vit-accel doctor`.
 
-`T` packed rows, `S` segments, `L` rows of one segment, `H` heads, `D` head dim.
+`T` packed rows, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 import hf_vit_accel
 from hf_vit_accel import backends, env
 from hf_vit_accel.backends import Backend, Kind, Request
+from hf_vit_accel.backends.base import reference_attention
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import gemm_epilogue
 
-__all__ = ["Auto", "Check", "Gpu", "Report", "Verdict", "examine", "lines", "reference_attention"]
+__all__ = ["Auto", "Check", "Gpu", "Report", "Verdict", "examine", "lines"]
 
 LENGTHS = (1, 64, 64, 37, 200)
 """Rows of the segments: a single one, two equal ones that stand together, and ones that fill no tile of a kernel."""
@@ -153,7 +154,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
         )
         return gpus, None, torch.device("cuda", torch.cuda.current_device())
     except Exception as error:  # a GPU that is full or taken exclusively: the rest can still be told
-        return (), _describe(error), torch.device("cpu")
+        return (), env.one_line(error), torch.device("cpu")
 
 
 def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: dict[torch.device, str]) -> Verdict:
@@ -164,7 +165,7 @@ def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: di
     try:
         against = backend.reasons_against_machine()
     except Exception as error:
-        return Verdict(name=backend.name, status="wrong", reasons=(_describe(error),), checks=())
+        return Verdict(name=backend.name, status="wrong", reasons=(env.one_line(error),), checks=())
     if against:
         return Verdict(name=backend.name, status="unusable", reasons=tuple(against), checks=())
     checks: list[Check] = []
@@ -213,7 +214,7 @@ def _check(backend: Backend, request: Request) -> Check:
             if error > bound:
                 problem = f"relative error {error:.1e}, at most {bound:.0e} is allowed"
     except Exception as raised:
-        problem = _describe(raised)
+        problem = env.one_line(raised)
     return Check(
         device=str(request.device),
         dtype=_name(request.dtype),
@@ -241,19 +242,9 @@ def _relative_error(backend: Backend, request: Request) -> float:
             f"expected {_name(q_THD.dtype)} of shape {tuple(q_THD.shape)}, "
             f"got {_name(out_THD.dtype)} of shape {tuple(out_THD.shape)}"
         )
-    expected_THD = reference_attention(host_T3HD, LENGTHS, request.scale)
+    expected_THD = reference_attention(host_T3HD.double(), LENGTHS, request.scale)
     difference_THD = out_THD.cpu().double() - expected_THD
     return float(difference_THD.norm() / expected_THD.norm())
-
-
-def reference_attention(qkv_T3HD: torch.Tensor, lengths_S: Sequence[int], scale: float) -> torch.Tensor:
-    """Attention within segments by its definition, softmax(scale * q k^T) v, in float64; returns (T, H, D)."""
-    outputs = []
-    for segment_L3HD in qkv_T3HD.double().split(list(lengths_S)):
-        q_HLD, k_HLD, v_HLD = segment_L3HD.permute(1, 2, 0, 3)
-        weights_HLL = torch.softmax(scale * (q_HLD @ k_HLD.mT), dim=-1)
-        outputs.append((weights_HLL @ v_HLD).transpose(0, 1))
-    return torch.cat(outputs)
 
 
 def _still_works(device: torch.device) -> bool:
@@ -273,12 +264,8 @@ def _resolve_auto(device: torch.device) -> Auto:
             request = _request(device, dtype, head_dim, packed=True, kind=kind)
             layers[kind] = backends.resolve("auto", request).backend.name
     except Exception as error:
-        problem = _describe(error)
+        problem = env.one_line(error)
     return Auto(device=str(device), dtype=_name(dtype), head_dim=head_dim, layers=layers, problem=problem)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -35,6 +35,7 @@ __all__ = [
     "has_cuda",
     "is_upstream",
     "multiprocessors",
+    "one_line",
     "probe",
     "refuse",
     "reset",
@@ -161,12 +162,16 @@ def refuse(reasons: list[str], what: str = "this call", *, wanted: str = "strict
         raise FallbackError(f"{wanted} and {what} cannot be served as asked: " + "; ".join(reasons))
 
 
+def one_line(error: Exception) -> str:
+    """The class of an error and what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class Fault(RuntimeError):
     """What failed when it ran: a backend by its name, or the kernels. why: one line about the error that it raised."""
 
     def __init__(self, name: str, error: Exception) -> None:
-        message = " ".join(str(error).split())
-        self.name, self.why = name, f"failed when it ran: {type(error).__name__}: {message}"[:300]
+        self.name, self.why = name, f"failed when it ran: {one_line(error)}"[:300]
         super().__init__(f"{name} {self.why}")
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "VisionMetadata",
     "build",
     "pack",
+    "rows_of",
     "send",
     "settle",
     "to_device",
@@ -31,6 +32,11 @@ __all__ = [
 
 Grid = tuple[tuple[int, int, int], ...]
 Array = np.ndarray[Any, Any]
+
+
+def rows_of(grid: Grid) -> int:
+    """T."""
+    return sum(t * h * w for t, h, w in grid)
 
 
 @dataclass(frozen=True, kw_only=True)

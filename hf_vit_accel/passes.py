@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel.metadata import Grid
+from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.route import Spec
 
-__all__ = ["FREE", "NEVER", "Passes", "Serve", "cut", "rows_of"]
+__all__ = ["FREE", "NEVER", "Passes", "Serve", "cut"]
 
 Serve = Callable[..., list[torch.Tensor]]
 """(grid, pixels (T, P)) of whole images and videos, or of some of their frames, to the outputs of a tower; a pass also
@@ -36,11 +36,6 @@ pass 1.83 GB and 357 ms, 4 passes of 36,864 rows 0.62 GB and 359 ms, 10 of 16,12
 """
 
 NEVER = sys.maxsize
-
-
-def rows_of(grid: Grid) -> int:
-    """T."""
-    return sum(t * h * w for t, h, w in grid)
 
 
 @lru_cache(maxsize=128)

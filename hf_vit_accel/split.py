@@ -13,8 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from hf_vit_accel.metadata import Grid
-from hf_vit_accel.passes import rows_of
+from hf_vit_accel.metadata import Grid, rows_of
 
 __all__ = ["EVEN", "Piece", "Places", "Split", "loads", "split"]
 

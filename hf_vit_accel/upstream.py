@@ -28,8 +28,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.encoder import encode
+from hf_vit_accel.env import one_line
 from hf_vit_accel.families import Family
-from hf_vit_accel.metadata import Grid
+from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.route import Spec, lay_out
 
@@ -169,8 +170,7 @@ def _prove(kind: Any, config: Any, family: Family) -> Proof:
                 parameter.mul_(0.02 if parameter.dim() > 1 or name.endswith("bias") else 1.0)
         fast = fast or _compare(twin, family, GRIDS[0])[0]
     except Exception as error:
-        why = f"{kind.__name__} could not be run beside our operations: {type(error).__name__}: {error}"
-        fast, injected = (" ".join(why.split()),) * 2
+        fast = injected = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     return Proof(fast=fast, injected=injected, classes=classes, code=Code(kind, classes))
 
 
@@ -180,8 +180,7 @@ def _compare(twin: Any, family: Family, grid: Grid, *, whole: bool = False) -> t
     weight, attention = parts.projection.weight, parts.blocks[0].attention
     if not family.clips:
         grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
-    rows = sum(t * h * w for t, h, w in grid)
-    pixels_TP = torch.randn(rows, weight[0].numel(), generator=generator, device="cpu", dtype=torch.float32)
+    pixels_TP = torch.randn(rows_of(grid), weight[0].numel(), generator=generator, device="cpu", dtype=torch.float32)
     pixels_TP.requires_grad_()
     grid_thw = torch.tensor(grid, device="cpu")
     request = Request(

@@ -38,7 +38,7 @@ def _probe() -> tuple[str, ...]:
     try:
         from flash_attn_interface import flash_attn_varlen_func  # noqa: F401
     except Exception as error:
-        return (f"importing flash_attn_interface failed: {type(error).__name__}: {error} ({PACKAGE.install})",)
+        return (f"importing flash_attn_interface failed: {env.one_line(error)} ({PACKAGE.install})",)
     return ()
 
 
@@ -59,7 +59,4 @@ def _attend_cuda(
     return out_THD
 
 
-_attend = attention_op(
-    "flash_attention_3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor",
-    _attend_cuda,
-)
+_attend = attention_op("flash_attention_3", _attend_cuda)

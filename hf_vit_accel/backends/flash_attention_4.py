@@ -78,7 +78,7 @@ def _probe() -> tuple[str, ...]:
         interface = _interface()
         missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(interface, name)]
     except Exception as error:
-        return (f"importing flash_attn.cute failed: {type(error).__name__}: {error} ({PACKAGE.install})",)
+        return (f"importing flash_attn.cute failed: {env.one_line(error)} ({PACKAGE.install})",)
     return (f"this flash-attn-4 has no {', '.join(missing)}",) if missing else ()
 
 
@@ -94,10 +94,7 @@ def _attend_cuda(
     return out_THD
 
 
-_attend = attention_op(
-    "flash_attention_4(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor",
-    _attend_cuda,
-)
+_attend = attention_op("flash_attention_4", _attend_cuda)
 
 
 def _lengths(cu_seqlens_S1: torch.Tensor, max_seqlen: int) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def _probe() -> tuple[str, ...]:
 
         found = int(cudnn.backend_version())
     except Exception as error:
-        return (f"importing FlashInfer's cuDNN attention failed: {type(error).__name__}: {error} ({_REMEDY})",)
+        return (f"importing FlashInfer's cuDNN attention failed: {env.one_line(error)} ({_REMEDY})",)
     if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
         return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
     if found < _OLDEST_CUDNN:
@@ -297,7 +297,8 @@ def _attend_cuda(*arguments: Any) -> torch.Tensor:
 
 
 _attend = attention_op(
-    "cudnn_attention(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor q_offsets, Tensor k_offsets, "
-    "Tensor v_offsets, Tensor out_offsets, int max_seqlen, float scale) -> Tensor",
+    "cudnn_attention",
     _attend_cuda,
+    "Tensor lengths, Tensor q_offsets, Tensor k_offsets, Tensor v_offsets, Tensor out_offsets, int max_seqlen, "
+    "float scale",
 )

@@ -23,9 +23,9 @@ from hf_vit_accel.bench.baselines import Run, stock, trained
 from hf_vit_accel.bench.contenders import Contender, check_names, choose
 from hf_vit_accel.bench.profile import Part, profile
 from hf_vit_accel.bench.towers import build_tower, family_of_tower, matrix_flops, weight_of
-from hf_vit_accel.bench.work import Batch, Errors, draw_batch, milliseconds, peak_gigabytes, results, rows, work
+from hf_vit_accel.bench.work import Batch, Errors, draw_batch, milliseconds, peak_gigabytes, results, work
 from hf_vit_accel.inputs import Expected, read
-from hf_vit_accel.metadata import Grid
+from hf_vit_accel.metadata import Grid, rows_of
 
 __all__ = ["DTYPES", "Row", "bench", "default_dtype", "device_of_choice", "measure"]
 
@@ -192,7 +192,7 @@ def measure(
                 Row(
                     model=model,
                     size=size,
-                    patches=rows(grid),
+                    patches=rows_of(grid),
                     contender=name,
                     status=problem.status if problem else "timed",
                     floor_ms=floor_ms,
@@ -222,7 +222,7 @@ def _check_grid(tower: Any, grid: Grid) -> None:
     """Raise ValueError for a grid that the tower does not take."""
     family = family_of_tower(tower)
     expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
-    read(expected, None, torch.empty(rows(grid), 1, device="meta"), torch.tensor(grid))
+    read(expected, None, torch.empty(rows_of(grid), 1, device="meta"), torch.tensor(grid))
     if not family.clips and any(t > 1 for t, _, _ in grid):
         raise ValueError(f"expected images for {family.name}, which takes videos frame by frame, got {grid}")
 
@@ -273,8 +273,7 @@ def _open(
 
 def _failed(contender: Contender, raised: Exception) -> _Problem:
     """A backend that raises is wrong; a baseline may be another library's that does not fit the installed versions."""
-    text = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
-    return _Problem("skipped" if contender.baseline else "wrong", text)
+    return _Problem("skipped" if contender.baseline else "wrong", env.one_line(raised)[:300])
 
 
 def _verify(

@@ -135,6 +135,11 @@ class Context:
         return module
 
     @property
+    def trains_by_kernels(self) -> bool:
+        """Whether gradients flow through kernels."""
+        return self.grad and not self.reference and self.no_kernels is None
+
+    @property
     def cast(self) -> Callable[[Any], Any]:
         """A weight, or a bias that is None, to the dtype of the rows; once per forward: each weight serves once."""
         dtype = self.dtype

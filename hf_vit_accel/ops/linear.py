@@ -68,12 +68,8 @@ def linear(
 
 def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
     """A projection: where it is trained by kernels `linear`, else the module itself."""
-    if not context.grad or context.reference or context.no_kernels or context.reasons_replaced(module, nn.Linear):
+    if not context.trains_by_kernels or context.reasons_replaced(module, nn.Linear):
         return context.called(module)
     cast = context.cast
-
-    def weights() -> tuple[torch.Tensor | None, ...]:
-        bias_F = module.bias
-        return cast(module.weight), None if bias_F is None else cast(bias_F)
-
+    weights: Any = lambda: (cast(module.weight), cast(module.bias))  # noqa: E731
     return Trained(alone=linear, function=LinearFunction, weights=weights, takes_norm=True)

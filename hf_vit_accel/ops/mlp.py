@@ -108,7 +108,7 @@ def fused(mlp: Any, context: Context) -> Apply:
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
         return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, limit, context.cast)
-    one = _gelu_tanh if kind == "gelu_tanh" else _quick_gelu
+    one = linear_gelu_tanh if kind == "gelu_tanh" else _quick_gelu
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
     cast = context.cast
@@ -120,25 +120,19 @@ def fused(mlp: Any, context: Context) -> Apply:
     return run
 
 
-def _differentiable(
-    before: list[nn.Linear], after: nn.Linear, kind: str, limit: float | None, context: Context
-) -> Trained:
-    first, last, cast = before[0], before[-1], context.cast
+def _differentiable(before: list[Any], after: Any, kind: str, limit: float | None, context: Context) -> Trained:
+    named, cast = [(each, name) for name in ("weight", "bias") for each in before], context.cast
+    named += [(after, "weight"), (after, "bias")]
 
-    def swiglu_weights() -> list[torch.Tensor | None]:
-        return list(map(cast, (first.weight, last.weight, first.bias, last.bias, after.weight, after.bias)))
+    def weights() -> list[torch.Tensor | None]:
+        return [cast(getattr(linear, name)) for linear, name in named]
 
-    def gelu_weights() -> list[torch.Tensor | None]:
-        return list(map(cast, (first.weight, first.bias, after.weight, after.bias)))
-
-    widths = *after.weight.shape, first.weight.shape[1]
+    widths = *after.weight.shape, before[0].weight.shape[1]
     aligned = kind == "silu" or not any(width % 8 for width in widths)  # a SwiGLU's are padded
     epilogue = context.no_epilogues is None and limit is None and aligned
     options: Any = dict(takes_norm=True, fault=env.EPILOGUES if epilogue else env.KERNELS)
-    if kind == "silu":
-        settings = limit, epilogue
-        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, settings=settings, **options)
-    return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind, epilogue), **options)
+    alone, function, setting = (swiglu_mlp, SwigluMlp, limit) if kind == "silu" else (gelu_mlp, GeluMlp, kind)
+    return Trained(alone=alone, function=function, weights=weights, settings=(setting, epilogue), **options)
 
 
 def _reference(
@@ -152,10 +146,6 @@ def _reference(
         return F.linear(h_TF, cast(after.weight), cast(after.bias))
 
     return run
-
-
-def _gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
-    return linear_gelu_tanh(x_TE, weight_FE, bias_F)
 
 
 def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
@@ -203,16 +193,12 @@ def _subjects(parts: Parts) -> list[nn.Module]:
     return [block.mlp for block in parts.blocks if not routed(block.mlp)]
 
 
-def _plain(mlp: nn.Module, context: Context) -> nn.Module:
-    return context.called(mlp)
-
-
 OPERATION = Operation(
     name="mlp",
     summary="the activation in its product's kernel, or as one of its own",
     subjects=_subjects,
     reasons_against=reasons_against,
     fused=fused,
-    plain=_plain,
+    plain=lambda mlp, context: context.called(mlp),
     missing="every layer has a mixture of experts",
 )

@@ -31,9 +31,8 @@ def build(block: Block, context: Context, shape: Rows | None) -> Rows:
     The weights are put together at each call: they are fewer than the rows' results, and one product is the faster.
     """
     modules, cast = block.qkv, context.cast
-    kernels = context.grad and not context.reference and not context.no_kernels
     replaced = any(context.reasons_replaced(module, nn.Linear) for module in modules)
-    if kernels and not replaced and (len(modules) > 1 if shape is None else "heads" in context.fused):
+    if context.trains_by_kernels and not replaced and (len(modules) > 1 if shape is None else "heads" in context.fused):
 
         def weights() -> list[torch.Tensor | None]:
             linears = [cast(getattr(module, name)) for name in ("weight", "bias") for module in modules]

@@ -12,8 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
-from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 
@@ -253,20 +252,12 @@ def window_attention(
     return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
 
-def _reasons_against(parts: Parts, context: Context) -> list[str]:
-    return reasons_against_rotation(parts, context)
-
-
-def _fused(parts: Parts, context: Context) -> Any:
-    return window_attention_reference if context.reference else window_attention
-
-
 OPERATION = Operation(
     name="window_attention",
     summary="short windows attended by one kernel, rotation included",
     subjects=lambda parts: [] if parts.full_layers is None else [parts],
-    reasons_against=_reasons_against,
-    fused=_fused,
+    reasons_against=reasons_against_rotation,
+    fused=lambda parts, context: window_attention_reference if context.reference else window_attention,
     plain=lambda parts, context: None,
     missing="the tower has no windows",
 )

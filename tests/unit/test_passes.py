@@ -25,7 +25,8 @@ import hf_vit_accel
 from hf_vit_accel import passes, route
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.bench.towers import weight_of
-from hf_vit_accel.passes import FREE, NEVER, Passes, cut, rows_of
+from hf_vit_accel.metadata import rows_of
+from hf_vit_accel.passes import FREE, NEVER, Passes, cut
 from hf_vit_accel.tower import state_of
 
 Grid = list[tuple[int, int, int]]
