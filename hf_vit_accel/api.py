@@ -28,6 +28,7 @@ from hf_vit_accel.tower import TowerState, state_of
 __all__ = ["patch", "patched", "unpatch", "warmup"]
 
 Model = TypeVar("Model", bound=nn.Module)
+C = TypeVar("C", GraphConfig, Fp8Config, ReuseConfig)
 
 
 def patch(
@@ -187,26 +188,20 @@ def _checked_grid(grid: Any) -> Grid:
         ) from None
 
 
+def _config(name: str, value: Any, kind: type[C]) -> C | None:
+    """What an option asks for that is a flag or a config."""
+    if not isinstance(value, bool | kind):
+        raise ValueError(f"expected {name} to be True, False or a {kind.__name__}, got {value!r}")
+    return kind() if value is True else value or None
+
+
 def _settings(
-    attention: str | FlexConfig,
-    fuse: str | bool | Iterable[str],
-    cuda_graphs: bool | GraphConfig,
-    fp8: bool | Fp8Config,
-    max_rows: int | Literal["auto"] | None,
-    data_parallel: Any,
-    reuse: bool | ReuseConfig,
-    strict: bool,
+    attention: Any, fuse: Any, cuda_graphs: Any, fp8: Any, max_rows: Any, data_parallel: Any, reuse: Any, strict: Any
 ) -> Settings:
     if not isinstance(strict, bool):
         raise ValueError(f"expected strict to be True or False, got {strict!r}")
-    if not isinstance(cuda_graphs, bool | GraphConfig):
-        raise ValueError(f"expected cuda_graphs to be True, False or a GraphConfig, got {cuda_graphs!r}")
-    if not isinstance(fp8, bool | Fp8Config):
-        raise ValueError(f"expected fp8 to be True, False or a Fp8Config, got {fp8!r}")
-    if not isinstance(reuse, bool | ReuseConfig):
-        raise ValueError(f"expected reuse to be True, False or a ReuseConfig, got {reuse!r}")
-    graphs = GraphConfig() if cuda_graphs is True else cuda_graphs or None
-    quantized = Fp8Config() if fp8 is True else fp8 or None
+    graphs, quantized = _config("cuda_graphs", cuda_graphs, GraphConfig), _config("fp8", fp8, Fp8Config)
+    reused = _config("reuse", reuse, ReuseConfig)
     score_mod = attention.score_mod if isinstance(attention, FlexConfig) else None
     if isinstance(attention, FlexConfig):
         attention = "flex"
@@ -232,7 +227,7 @@ def _settings(
         amax=None if quantized is None or quantized.amax_file is None else Amax.load(quantized.amax_file),
         max_rows=max_rows,
         ranks=ranks_of(data_parallel),
-        reuse=ReuseConfig() if reuse is True else reuse or None,
+        reuse=reused,
         strict=strict,
     )
 

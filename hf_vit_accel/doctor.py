@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Literal, get_args
 
 import numpy as np
@@ -190,10 +190,7 @@ def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: di
 
 def _cases(devices: Sequence[torch.device]) -> Iterator[tuple[torch.device, torch.dtype, int, bool]]:
     for device in devices:
-        for dtype in DTYPES[device.type]:
-            for head_dim in HEAD_DIMS:
-                for packed in (False, True):
-                    yield device, dtype, head_dim, packed
+        yield from product([device], DTYPES[device.type], HEAD_DIMS, (False, True))
 
 
 def _request(device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: Kind = "full") -> Request:

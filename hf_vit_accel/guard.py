@@ -27,7 +27,7 @@ from hf_vit_accel.env import is_upstream
 from hf_vit_accel.families import Family, Parts
 from hf_vit_accel.inputs import Expected
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.ops import Reads, copied, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.route import POPPED
 
 __all__ = [

@@ -103,7 +103,7 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
                 for tower in _wrapped(self):
                     tower.get_correct_attn_implementation(requested_attention, *args, **kwargs)
                 return requested_attention
-            if _is_beside_a_tower(self):
+            if id(self.config) in _BESIDE:
                 current = self.config._attn_implementation
                 return original(self, None if is_ours(current) else current, *args, **kwargs)
             _check_composite(self.config, requested_attention)
@@ -128,13 +128,8 @@ def _wrapped(model: Any) -> list[Any]:
     return [tower for _, tower, _ in inside if tower is not model and tower.config is model.config]
 
 
-def _is_beside_a_tower(model: Any) -> bool:
-    """Whether a model without a tower belongs to a composite that has one: it keeps an attention of its own."""
-    return id(model.config) in _BESIDE
-
-
 _BESIDE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The sub-configs without a tower of composites that were given one of our names."""
+"""The sub-configs without a tower of composites that were given one of our names: they keep attentions of their own."""
 
 
 def _check_composite(config: Any, name: str) -> None:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -67,7 +67,7 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
         for each, count in taken.items():
             share += units[each][:count]
             del units[each][:count]
-        shares.append(tuple(_joined(sorted(share))))
+        shares.append(_joined(sorted(share)))
     return tuple(shares)
 
 
@@ -87,18 +87,15 @@ def _fit(counts: Mapping[float, int], ranks: int, bound: float) -> tuple[list[di
     return by_rank, left
 
 
-def _joined(units: list[Piece]) -> Iterator[Piece]:
+def _joined(units: list[Piece]) -> tuple[Piece, ...]:
     """Neighbouring frames of an entry as one piece."""
-    last: Piece | None = None
+    joined: list[Piece] = []
     for unit in units:
-        if last is not None and (last.entry, last.first + last.frames) == (unit.entry, unit.first):
-            last = Piece(last.entry, last.first, last.frames + unit.frames)
-            continue
-        if last is not None:
-            yield last
-        last = unit
-    if last is not None:
-        yield last
+        if joined and (joined[-1].entry, joined[-1].first + joined[-1].frames) == (unit.entry, unit.first):
+            joined[-1] = replace(joined[-1], frames=joined[-1].frames + unit.frames)
+        else:
+            joined.append(unit)
+    return tuple(joined)
 
 
 def loads(grid: Grid, shares: Split, *, clips: bool, full: float) -> list[float]:

@@ -166,7 +166,7 @@ def measure(
     for block in blocks if train else ():  # in fp32 stock keeps more than a GPU may hold
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for size, grid in sizes.items():
-        now = partial(_now, say, f"{model}, {size}")
+        now: Any = lambda what, where=f"{model}, {size}": say(f"{where}: {what}")  # noqa: E731
         floor_ms = (3 if train else 1) * matrix_flops(tower, grid) / (peak * 1e9) if peak else None
         with ExitStack() as stack:
             runs, problems = _open(stack, contenders, tower, grid)
@@ -212,10 +212,6 @@ def measure(
                 )
             )
         yield found
-
-
-def _now(say: Callable[[str], None], where: str, what: str) -> None:
-    say(f"{where}: {what}")
 
 
 def _check_grid(tower: Any, grid: Grid) -> None:

@@ -27,7 +27,7 @@ from hf_vit_accel.ops import (
     rope,
 )
 from hf_vit_accel.ops import window_attention as window
-from hf_vit_accel.ops.base import Context, Operation, Reads, copied, own_forward, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import why_not_triton
 
 __all__ = [
@@ -37,13 +37,8 @@ __all__ = [
     "LayerOps",
     "Operation",
     "Ops",
-    "Reads",
     "build",
-    "copied",
     "linears",
-    "own_forward",
-    "placed_by_accelerate",
-    "reasons_replaced",
     "why_not_triton",
 ]
 
