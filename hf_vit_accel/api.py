@@ -25,8 +25,6 @@ from hf_vit_accel.report import Status, beyond_attention, reasons_now, status, t
 from hf_vit_accel.scales import Amax
 from hf_vit_accel.tower import TowerState, state_of
 
-__all__ = ["patch", "patched", "unpatch", "warmup"]
-
 Model = TypeVar("Model", bound=nn.Module)
 C = TypeVar("C", GraphConfig, Fp8Config, ReuseConfig)
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["LINEARS", "FlexConfig", "Fp8Config", "GraphConfig", "ReuseConfig", "Settings"]
-
 LINEARS = ("qkv", "proj", "mlp", "mergers")
 """What has linears: attention before and after it, MLPs, mergers."""
 

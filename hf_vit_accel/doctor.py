@@ -22,8 +22,6 @@ from hf_vit_accel.backends.base import reference_attention
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import gemm_epilogue
 
-__all__ = ["Auto", "Check", "Gpu", "Report", "Verdict", "examine", "lines"]
-
 LENGTHS = (1, 64, 64, 37, 200)
 """Rows of the segments: a single one, two equal ones that stand together, and ones that fill no tile of a kernel."""
 HEADS = 4

@@ -18,9 +18,6 @@ from hf_vit_accel.ops import LayerOps
 from hf_vit_accel.ops.trained import layer_of
 from hf_vit_accel.route import Route
 
-__all__ = ["encode"]
-
-
 Checkpoint = Callable[..., torch.Tensor]
 """(function, rows) to the function of the rows, which runs again in the backward pass instead of keeping anything."""
 

@@ -21,28 +21,6 @@ from typing import Any, Generic, TypeVar
 import torch
 import transformers
 
-__all__ = [
-    "EPILOGUES",
-    "KERNELS",
-    "LINEARS",
-    "LRU",
-    "FallbackError",
-    "Fault",
-    "Package",
-    "cuda_capability",
-    "cuda_device_name",
-    "guarded",
-    "has_cuda",
-    "is_upstream",
-    "multiprocessors",
-    "one_line",
-    "probe",
-    "refuse",
-    "reset",
-    "versions",
-    "why_missing",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 V = TypeVar("V")
 _PROBES: list[Any] = []

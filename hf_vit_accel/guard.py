@@ -30,18 +30,6 @@ from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.route import POPPED
 
-__all__ = [
-    "Snapshot",
-    "Weights",
-    "autocast_dtype",
-    "checkpoints",
-    "reasons_own_attention",
-    "reasons_own_segments",
-    "reasons_slow",
-    "reasons_stock",
-    "reasons_untraceable",
-]
-
 _FORWARD_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 _BACKWARD_HOOKS = itemgetter("_backward_hooks"), itemgetter("_backward_pre_hooks")
 _VALUES, _POINTER, _DTYPE, _REQUIRES_GRAD = (

@@ -13,8 +13,6 @@ import torch
 
 from hf_vit_accel.metadata import Grid
 
-__all__ = ["Call", "Expected", "Look", "read"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:

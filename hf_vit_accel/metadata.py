@@ -16,20 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-__all__ = [
-    "Geometry",
-    "Grid",
-    "Segments",
-    "VisionMetadata",
-    "build",
-    "pack",
-    "rows_of",
-    "send",
-    "settle",
-    "to_device",
-    "unpack",
-]
-
 Grid = tuple[tuple[int, int, int], ...]
 Array = np.ndarray[Any, Any]
 

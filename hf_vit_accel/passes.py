@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.route import Spec
 
-__all__ = ["FREE", "NEVER", "Passes", "Serve", "cut"]
-
 Serve = Callable[..., list[torch.Tensor]]
 """(grid, pixels (T, P)) of whole images and videos, or of some of their frames, to the outputs of a tower; a pass also
 says where they will lie."""

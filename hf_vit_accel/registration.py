@@ -33,8 +33,6 @@ from hf_vit_accel.route import OFFSETS, PLANS, Offsets
 from hf_vit_accel.tower import TowerState, state_of
 from hf_vit_accel.upstream import NAMES, wrap
 
-__all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]
-
 
 def is_ours(name: object) -> bool:
     """Whether an attention implementation is one of the registered names (a dict or None is not)."""

@@ -21,8 +21,6 @@ from hf_vit_accel.reuse import ReuseStatus
 from hf_vit_accel.route import Spec
 from hf_vit_accel.tower import TowerState, state_of
 
-__all__ = ["Status", "TowerStatus", "beyond_attention", "reasons_now", "status", "towers_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TowerStatus:

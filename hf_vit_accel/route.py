@@ -21,8 +21,6 @@ from hf_vit_accel.ops import Ops, linears
 from hf_vit_accel.ops.trained import Trained
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
-__all__ = ["OFFSETS", "PLANS", "POPPED", "Offsets", "Route", "Routes", "Spec", "lay_out", "offsets"]
-
 PLANS = "vision_plans"
 """The keyword argument by which plans reach the registered attention function through stock's `**kwargs`; and the
 attribute of offsets by which they reach it where a tower passes none of these on."""

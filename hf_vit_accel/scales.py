@@ -15,8 +15,6 @@ import torch
 from hf_vit_accel.metadata import settle
 from hf_vit_accel.ops.e4m3 import LARGEST, fit
 
-__all__ = ["Amax", "Scales"]
-
 _FORMAT, _VERSION = "hf-vit-accel fp8 amax", 1
 
 

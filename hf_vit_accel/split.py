@@ -15,8 +15,6 @@ import torch
 
 from hf_vit_accel.metadata import Grid, rows_of
 
-__all__ = ["EVEN", "Piece", "Places", "Split", "loads", "split"]
-
 EVEN = 6000
 """Rows of a frame whose attention takes as long as everything else. From the times of FACTS (H200, bf16) at 1,024 and
 14,416 rows a frame it is 4,700 to 6,700, in all three families."""

@@ -41,8 +41,6 @@ from hf_vit_accel.reuse import Reuse
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
 
-__all__ = ["STATE", "AcceleratedForward", "TowerState", "state_of"]
-
 STATE = "_hf_vit_accel"
 
 

@@ -34,8 +34,6 @@ from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.route import Spec, lay_out
 
-__all__ = ["NAMES", "Proof", "prove", "warn_of", "wrap"]
-
 NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
 """Name that is registered with transformers -> the `attention` of `patch` that it stands for."""
 

@@ -18,20 +18,6 @@ from hf_vit_accel import env
 from hf_vit_accel.metadata import Segments, to_device
 from hf_vit_accel.scales import Scales
 
-__all__ = [
-    "Attend",
-    "Backend",
-    "BackendUnavailableError",
-    "Kind",
-    "Needs",
-    "Plan",
-    "Request",
-    "ScoreMod",
-    "against_machine",
-    "reasons_tried",
-    "reference_attention",
-]
-
 Kind = Literal["full", "window"]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to the attended rows (T, H, D)."""

@@ -27,8 +27,6 @@ from hf_vit_accel.guard import Snapshot
 from hf_vit_accel.metadata import Grid, build, to_device
 from hf_vit_accel.route import POPPED
 
-__all__ = ["BASELINES", "Open", "Run", "grid_tensor", "request_of", "stock", "trained"]
-
 LIGER = env.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
 _NO_GRAPHS = "a CUDA graph of a forward has no backward"
 _BY_MODULE = {

@@ -27,8 +27,6 @@ from hf_vit_accel.bench.work import Batch, Errors, draw_batch, milliseconds, pea
 from hf_vit_accel.inputs import Expected, read
 from hf_vit_accel.metadata import Grid, rows_of
 
-__all__ = ["DTYPES", "Row", "bench", "default_dtype", "device_of_choice", "measure"]
-
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROUNDING: Mapping[torch.dtype, float] = {
     torch.bfloat16: torch.finfo(torch.bfloat16).eps,

@@ -17,8 +17,6 @@ from hf_vit_accel.bench.baselines import Run, trained
 from hf_vit_accel.bench.towers import family_of_tower, weight_of
 from hf_vit_accel.metadata import Grid, rows_of
 
-__all__ = ["Batch", "Errors", "draw_batch", "milliseconds", "outputs_of", "peak_gigabytes", "results", "work"]
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -10,8 +10,6 @@ from typing import Any
 from hf_vit_accel.families.base import Family
 from hf_vit_accel.metadata import Geometry
 
-__all__ = ["FAMILIES"]
-
 
 def _frames(tower: Any) -> Geometry:
     return Geometry(merge=1)

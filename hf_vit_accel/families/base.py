@@ -15,8 +15,6 @@ from torch import nn
 
 from hf_vit_accel.metadata import Geometry
 
-__all__ = ["Block", "Family", "Parts", "block_of", "qwen_parts"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from hf_vit_accel.metadata import Grid, rows_of
 
-__all__ = ["Bin", "exact_bin", "ladder", "most_windows", "pack", "pays"]
-
 FRAMES = 256
 """Most frames in one replay: every declared segment costs time, even an empty one."""
 

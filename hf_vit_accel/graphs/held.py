@@ -13,8 +13,6 @@ import torch
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs.recorder import CudaRecorder
 
-__all__ = ["CaptureError", "Eager", "GraphStatus", "Held", "numerics"]
-
 _FAILURES, _REFUSED, _CHANGES, _REMEMBERED, _WAITED = 3, 32, 4, 4096, 16
 """Limits: failed captures in a row; signatures whose capture failed; replaced weights before calls run eagerly;
 signatures that are counted; calls that run eagerly because graphs hold too much, before all of those go."""

@@ -8,8 +8,6 @@ from contextlib import suppress
 
 import torch
 
-__all__ = ["CudaRecorder", "why_not_graphs"]
-
 
 def why_not_graphs(device: torch.device) -> str | None:
     """Why nothing can be captured on a device; None if it can."""

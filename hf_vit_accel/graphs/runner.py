@@ -26,8 +26,6 @@ from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.metadata import pack, send
 from hf_vit_accel.route import Route, Routes, Spec
 
-__all__ = ["Runner"]
-
 
 class _Signature:
     """What two layouts must share for one graph to serve both: shapes, dtypes and everything decided on the host.

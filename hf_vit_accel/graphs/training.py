@@ -27,8 +27,6 @@ from hf_vit_accel.graphs.held import CaptureError, Eager, Held, numerics
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.route import Route
 
-__all__ = ["TrainingRunner"]
-
 Tensors = list[torch.Tensor]
 Slots = list[tuple[dict[str, Any], str]]
 """Where modules hold their parameters, one by one: the dictionary, and the name in it."""

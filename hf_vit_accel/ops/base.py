@@ -17,8 +17,6 @@ from torch import nn
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 
-__all__ = ["Context", "Operation", "Reads", "copied", "own_forward", "placed_by_accelerate", "reasons_replaced"]
-
 
 def placed_by_accelerate(module: nn.Module) -> Any:
     """The device to which accelerate's hook on a module brings inputs; None for no hook, or one that does more.

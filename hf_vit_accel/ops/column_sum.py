@@ -18,8 +18,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["add_up", "column_sum", "column_sum_reference", "remember_sum", "runs"]
-
 BLOCK_T, BLOCK_F = 32, 128
 """A tile of a kernel that walks over rows and sums up columns: 256 bytes of a row are whole lines of memory."""
 

@@ -16,8 +16,6 @@ from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.linear import linear
 from hf_vit_accel.ops.patch_embed import READ, reasons_overlapping
 
-__all__ = ["OPERATION"]
-
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -23,16 +23,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = [
-    "OPERATION",
-    "ShapeHeads",
-    "Sizes",
-    "shape_heads",
-    "shape_heads_",
-    "shape_heads_reference",
-    "sizes_of",
-]
-
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -18,8 +18,6 @@ from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["LinearFunction", "build", "linear", "linear_reference"]
-
 
 def linear_reference(
     x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None = None

@@ -22,8 +22,6 @@ from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp
 from hf_vit_accel.ops.norm_backward import norm_of
 from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["OPERATION", "fused", "layers_of"]
-
 Merge = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -29,8 +29,6 @@ from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp
 from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "layers_of", "reasons_against", "routed"]
-
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 ACTIVATIONS: Mapping[str, Apply] = {

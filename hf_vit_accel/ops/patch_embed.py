@@ -18,8 +18,6 @@ from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.linear import linear
 
-__all__ = ["OPERATION", "READ", "reasons_overlapping"]
-
 READ = "stride", "kernel_size", "groups", "padding", "dilation"
 """What a convolution is beside its weights; a Linear has none of it."""
 

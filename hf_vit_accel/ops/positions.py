@@ -20,8 +20,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["OPERATION", "add_positions", "add_positions_", "add_positions_reference", "add_positions_reference_"]
-
 _BLOCK = 256
 
 

@@ -20,8 +20,6 @@ from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.trained import Frame, Trained
 
-__all__ = ["ProjectFunction", "build", "project", "project_reference"]
-
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 

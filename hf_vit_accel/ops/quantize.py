@@ -25,8 +25,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["dequantize", "dequantize_reference", "quantize", "quantize_reference", "sample_reference"]
-
 _SAMPLES = 256  # rows that tell what to expect of the others
 _ROWS, _WARPS = 64, 4
 _ROOM = 4.0  # by how much others may be larger; little, as averages of many values are small, and need what is left

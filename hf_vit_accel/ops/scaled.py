@@ -25,21 +25,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = [
-    "KINDS",
-    "MULTIPLE",
-    "Quantized",
-    "activate",
-    "activate_reference",
-    "add_norm_e4m3_",
-    "add_norm_e4m3_reference_",
-    "aligned",
-    "empty",
-    "product",
-    "quantize_rows",
-    "quantize_rows_reference",
-]
-
 MULTIPLE = 16
 """What the widths of both matrices must be multiples of."""
 KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu")

@@ -21,8 +21,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["LONGEST", "OPERATION", "WindowAttention", "window_attention", "window_attention_reference"]
-
 LONGEST = 64
 """Rows of the longest window that one program holds."""
 
