@@ -201,13 +201,11 @@ def _check(backend: Backend, request: Request) -> Check:
     """Run a backend once on random rows and compare; whatever it raises becomes the check's problem."""
     bound, error, problem = BOUNDS[request.dtype], None, None
     try:
-        found = _relative_error(backend, request)
-        if not math.isfinite(found):
-            problem = "the result holds NaN or infinity"
-        else:
-            error = found
-            if error > bound:
-                problem = f"relative error {error:.1e}, at most {bound:.0e} is allowed"
+        error = _relative_error(backend, request)
+        if not math.isfinite(error):
+            error, problem = None, "the result holds NaN or infinity"
+        elif error > bound:
+            problem = f"relative error {error:.1e}, at most {bound:.0e} is allowed"
     except Exception as raised:
         problem = env.one_line(raised)
     return Check(

@@ -12,6 +12,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -40,14 +41,6 @@ class Package:
     module: str
     distribution: str
     install: str
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, or None; nothing is imported."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @probe
@@ -95,7 +88,10 @@ def versions() -> dict[str, str | None]:
     names = ["hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"]
     names += ["flash-attn-4", "quack-kernels"]
     found["torch"] = torch.__version__
-    found |= {name: version_of(name) for name in names}
+    for name in names:
+        found[name] = None
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     found["cuda"] = torch.version.cuda
     found["cudnn"] = str(torch.backends.cudnn.version()) if has_cuda() else None
     return found

@@ -71,11 +71,6 @@ class Route:
     _packed: torch.Tensor | None = None
     _bound: Route | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
-
     def packed(self) -> torch.Tensor:
         """The arrays' bytes on the device, sent once."""
         if self._packed is None:
@@ -238,7 +233,7 @@ class Routes:
 
         def make() -> tuple[Route, int]:
             route = lay_out(grid if layout is None else layout(), spec)
-            return route, route.nbytes
+            return route, sum(array.nbytes for array in route.arrays.values())
 
         route: Route = self.cache.get((grid, spec, budget, stream), make)
         return route
