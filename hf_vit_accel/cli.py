@@ -114,12 +114,10 @@ def bench(
         bool, typer.Option("--train", help="Forward and backward, every parameter trained, all gradients verified.")
     ] = False,
     dtype: Annotated[
-        str | None,
-        typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU."),
+        str | None, typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU.")
     ] = None,
     rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5, on a CPU 1."),
+        int | None, typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5, on a CPU 1.")
     ] = None,
     peak: Annotated[
         float | None,

@@ -123,11 +123,7 @@ class TowerState:
                     self.runner.close()  # its graphs write to the memory that goes
                 held.close()
             self._scales = held = Scales(
-                device=device,
-                layers=layers,
-                heads=heads,
-                fixed=self.settings.amax,
-                min_seqlen=fp8.min_seqlen,
+                device=device, layers=layers, heads=heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
             )
         return held
 

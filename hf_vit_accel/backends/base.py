@@ -215,9 +215,7 @@ def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
 
 
 def attention_op(
-    name: str,
-    cuda: Callable[..., torch.Tensor],
-    arguments: str = "Tensor cu_seqlens, int max_seqlen, float scale",
+    name: str, cuda: Callable[..., torch.Tensor], arguments: str = "Tensor cu_seqlens, int max_seqlen, float scale"
 ) -> Callable[..., torch.Tensor]:
     """Register `hf_vit_accel::<name>`, a forward-only operator of q, k, v and arguments: new, and shaped as q.
 

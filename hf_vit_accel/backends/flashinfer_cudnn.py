@@ -33,10 +33,7 @@ _UIDS = (
     *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
-_FP8_UIDS = (
-    *("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"),
-    *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"),
-)
+_FP8_UIDS = (*("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"), *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"))
 _SPARE_WORKSPACE = 128 << 20  # bytes; FlashInfer's own advice, where the plan's need cannot be asked
 
 

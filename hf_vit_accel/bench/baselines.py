@@ -29,10 +29,7 @@ from hf_vit_accel.route import POPPED
 
 LIGER = env.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
 _NO_GRAPHS = "a CUDA graph of a forward has no backward"
-_BY_MODULE = {
-    "flash_attention_2": "flash_attention_2_of_torch",
-    "flash_attention_3": "flash_attention_3_by_module",
-}
+_BY_MODULE = {"flash_attention_2": "flash_attention_2_of_torch", "flash_attention_3": "flash_attention_3_by_module"}
 """Our names in transformers for what it does not recognise: FlashAttention-2 as built into torch, FlashAttention-3 as a
 module alone. "flash" in them makes them varlen attentions."""
 

@@ -26,11 +26,7 @@ def _windows(tower: Any) -> Geometry:
 def _family(name: str, tower: str, geometry: Any = _frames, *more: tuple[str, str]) -> Family:
     towers = ((f"transformers.models.{name}.modeling_{name}", tower), *more)
     return Family(
-        name=name,
-        towers=towers,
-        geometry=geometry,
-        arguments=("pixel_values", "grid_thw"),
-        attention_only=True,
+        name=name, towers=towers, geometry=geometry, arguments=("pixel_values", "grid_thw"), attention_only=True
     )
 
 

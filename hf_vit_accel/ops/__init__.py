@@ -30,17 +30,7 @@ from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import why_not_triton
 
-__all__ = [
-    "PARTS",
-    "TABLE",
-    "Context",
-    "LayerOps",
-    "Operation",
-    "Ops",
-    "build",
-    "linears",
-    "why_not_triton",
-]
+__all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "linears", "why_not_triton"]
 
 TABLE: tuple[Operation, ...] = (
     patch_embed.OPERATION,

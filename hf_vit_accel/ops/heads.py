@@ -94,13 +94,7 @@ _BLOCK = 16
 
 
 def _launch(
-    qkv_TF: torch.Tensor,
-    heads: int,
-    key_heads: int,
-    weights_D: tuple[torch.Tensor, ...],
-    eps: float,
-    *,
-    in_place: bool,
+    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float, *, in_place: bool
 ) -> torch.Tensor:
     qkv_TF = qkv_TF.contiguous()
     rows, dim = len(qkv_TF), qkv_TF.shape[1] // (heads + 2 * key_heads)

@@ -64,11 +64,7 @@ def add_positions_(
 
 
 def _add(
-    x_TE: torch.Tensor,
-    table_NE: torch.Tensor,
-    indices_T4: torch.Tensor,
-    weights_T4: torch.Tensor,
-    out_TE: torch.Tensor,
+    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor, out_TE: torch.Tensor
 ) -> torch.Tensor:
     rows, width = x_TE.shape
     assert indices_T4.is_contiguous() and weights_T4.is_contiguous()

@@ -104,11 +104,7 @@ def add_norm_e4m3_(
 
 
 def activate_reference(
-    z_TN: torch.Tensor,
-    biases_F: tuple[torch.Tensor | None, ...],
-    width: int,
-    kind: str,
-    limit: float | None = None,
+    z_TN: torch.Tensor, biases_F: tuple[torch.Tensor | None, ...], width: int, kind: str, limit: float | None = None
 ) -> Quantized:
     """The activation of z + b as rows in e4m3, (T, G), zeros beyond F = width; rounded once.
 
