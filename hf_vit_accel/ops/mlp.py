@@ -14,19 +14,12 @@ from torch import nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.activation import (
-    linear_gelu_tanh,
-    pad_swiglu,
-    quick_gelu_,
-    quick_gelu_reference,
-    swiglu,
-    swiglu_reference,
-)
+from hf_vit_accel.ops.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, quick_gelu_reference, swiglu
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp
+from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp, gelu_mlp_reference
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Trained
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -99,9 +92,7 @@ def fused(mlp: Any, context: Context) -> Apply:
     assert activation is not None and after is not None
     context.reads.all_of(activation)
     kind, first, limit = activation_of(activation, context), before[0], context.read(mlp, "swiglu_limit")
-    if context.reference:
-        return _reference(before, ACTIVATIONS[str(kind)], after, limit, context.cast)
-    if context.grad:
+    if context.reference or context.grad:
         return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
@@ -118,32 +109,24 @@ def fused(mlp: Any, context: Context) -> Apply:
     return run
 
 
-def _differentiable(before: list[Any], after: Any, kind: str, limit: float | None, context: Context) -> Trained:
+def _differentiable(before: list[Any], after: Any, kind: str, limit: float | None, context: Context) -> Apply:
+    """With a gradient: by kernels that keep little for it or, as reference, in plain torch."""
     named, cast = [(each, name) for name in ("weight", "bias") for each in before], context.cast
     named += [(after, "weight"), (after, "bias")]
 
     def weights() -> list[torch.Tensor | None]:
         return [cast(getattr(linear, name)) for linear, name in named]
 
+    setting: Any = limit if kind == "silu" else kind
+    if context.reference:
+        reference: Any = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
+        return lambda x_TE: reference(x_TE, *weights(), setting)
     widths = *after.weight.shape, before[0].weight.shape[1]
     aligned = kind == "silu" or not any(width % 8 for width in widths)  # a SwiGLU's are padded
     epilogue = context.no_epilogues is None and limit is None and aligned
     options: Any = dict(takes_norm=True, fault=env.EPILOGUES if epilogue else env.KERNELS)
-    alone, function, setting = (swiglu_mlp, SwigluMlp, limit) if kind == "silu" else (gelu_mlp, GeluMlp, kind)
+    alone, function = (swiglu_mlp, SwigluMlp) if kind == "silu" else (gelu_mlp, GeluMlp)
     return Trained(alone=alone, function=function, weights=weights, settings=(setting, epilogue), **options)
-
-
-def _reference(
-    before: list[nn.Linear], activation: Apply, after: nn.Linear, limit: float | None, cast: Callable[[Any], Any]
-) -> Apply:
-    """In plain torch, with autograd's gradient."""
-
-    def run(x_TE: torch.Tensor) -> torch.Tensor:
-        first, *second = (F.linear(x_TE, cast(linear.weight), cast(linear.bias)) for linear in before)
-        h_TF = swiglu_reference(first, second[0], limit=limit) if second else activation(first)
-        return F.linear(h_TF, cast(after.weight), cast(after.bias))
-
-    return run
 
 
 def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
