@@ -18,9 +18,9 @@ import torch
 import hf_vit_accel
 from hf_vit_accel import backends, env
 from hf_vit_accel.backends import Backend, Kind, Request
-from hf_vit_accel.backends.base import reference_attention
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import gemm_epilogue
+from hf_vit_accel.ops.window_attention import attention_reference
 
 LENGTHS = (1, 64, 64, 37, 200)
 """Rows of the segments: a single one, two equal ones that stand together, and ones that fill no tile of a kernel."""
@@ -235,7 +235,7 @@ def _relative_error(backend: Backend, request: Request) -> float:
             f"expected {_name(q_THD.dtype)} of shape {tuple(q_THD.shape)}, "
             f"got {_name(out_THD.dtype)} of shape {tuple(out_THD.shape)}"
         )
-    expected_THD = reference_attention(host_T3HD.double(), LENGTHS, request.scale)
+    expected_THD = attention_reference(host_T3HD.double(), LENGTHS, request.scale)
     difference_THD = out_THD.cpu().double() - expected_THD
     return float(difference_THD.norm() / expected_THD.norm())
 

@@ -1,7 +1,7 @@
 """The contract of an attention backend: what it needs, why it cannot serve a request, how it plans and attends.
 
 A backend states its needs as data (`Needs`); verdicts against a machine or a request are lists of sentences, empty when
-there is nothing against it. `T` packed rows, `S` segments, `L` rows of one, `H` heads, `D` head dim.
+there is nothing against it. `T` packed rows, `S` segments, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from hf_vit_accel import env
 from hf_vit_accel.metadata import Segments, to_device
+from hf_vit_accel.ops.window_attention import attention_reference
 from hf_vit_accel.scales import Scales
 
 Kind = Literal["full", "window"]
@@ -229,15 +230,6 @@ def attention_op(
     return op
 
 
-def reference_attention(qkv_T3HD: torch.Tensor, lengths_S: Sequence[int], scale: float) -> torch.Tensor:
-    """Attention within segments by its definition, softmax(scale * q k^T) v, in the dtype given; returns (T, H, D)."""
-    outputs = []
-    for segment_L3HD in qkv_T3HD.split(list(lengths_S)):
-        q_HLD, k_HLD, v_HLD = segment_L3HD.permute(1, 2, 0, 3)
-        outputs.append(((scale * (q_HLD @ k_HLD.mT)).softmax(-1) @ v_HLD).transpose(0, 1))
-    return torch.cat(outputs)
-
-
 def reasons_tried(
     attend: Callable[[torch.Tensor], torch.Tensor],
     lengths: Sequence[int],
@@ -260,7 +252,7 @@ def reasons_tried(
             qkv_T3HD, given_THD = wide_T3HD.to(device, dtype).requires_grad_(grad), given_THD.to(device, dtype)
             found_THD = attend(qkv_T3HD)
             exact_T3HD = qkv_T3HD.detach().float().requires_grad_()
-            wanted_THD = reference_attention(exact_T3HD, lengths, head_dim**-0.5)
+            wanted_THD = attention_reference(exact_T3HD, lengths, head_dim**-0.5)
             pairs = [(found_THD, wanted_THD)]
             if grad:
                 (found,) = torch.autograd.grad(found_THD, qkv_T3HD, given_THD)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.rope import rope_reference
 
 try:
     import triton.language as tl
@@ -62,11 +63,8 @@ def quantize_reference(
     expected. Its scales serve unless something overflows; then those of what was found do. final: they serve whatever
     overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
     """
-    qkv = qkv_T3HD.float()
-    cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
-    qk, half = qkv[:, :2], qkv.shape[-1] // 2
-    turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
-    qkv = torch.cat((qk * cos + turned * sin, qkv[:, 2:] - center_HD), dim=1)
+    qkv = rope_reference(qkv_T3HD.float(), cos_TD, sin_TD)
+    qkv[:, 2] -= center_HD
     finite = qkv.isfinite()
     found_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
     scales_3H = fit(amax_3H)
