@@ -279,13 +279,13 @@ def _forward(
             "expected no CUDA graph to be captured around a patched tower: what the graph would read is not kept for "
             "it; let hf_vit_accel.patch(model, cuda_graphs=True) capture"
         )
-    # A module that is not transformers' may train what is not the tower's.
+    # A foreign module (an adapter) may train parameters outside of the tower.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
     if (sharing := state.sharing) is not None:
         distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
         shared = sharing.begin(distinct, snapshot, guard.checkpoints(snapshot) if grad else ())
     unmet = slow()
-    if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
+    if not state.family.videos and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
     if spec.ops is None:

@@ -176,7 +176,7 @@ def _compare(twin: Any, family: Family, grid: Grid, *, whole: bool = False) -> t
     """What differs between stock and the operations; whole: also in gradients, and in stock with metadata of ours."""
     generator, parts = torch.Generator("cpu").manual_seed(1), family.parts(twin)
     weight, attention = parts.projection.weight, parts.blocks[0].attention
-    if not family.clips:
+    if not family.videos:
         grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
     pixels_TP = torch.randn(rows_of(grid), weight[0].numel(), generator=generator, device="cpu", dtype=torch.float32)
     pixels_TP.requires_grad_()

@@ -217,7 +217,7 @@ def _check_grid(tower: Any, grid: Grid) -> None:
     family = family_of_tower(tower)
     expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
     read(expected, None, torch.empty(rows_of(grid), 1, device="meta"), torch.tensor(grid))
-    if not family.clips and any(t > 1 for t, _, _ in grid):
+    if not family.videos and any(t > 1 for t, _, _ in grid):
         raise ValueError(f"expected images for {family.name}, which takes videos frame by frame, got {grid}")
 
 

@@ -159,8 +159,8 @@ class Operation:
 
     subjects: parts -> what it computes, one callable each (modules, or the parts themselves). reasons_against: why one
     of them is not what the operation computes. fused: one of them -> the operation. plain: the same by its module.
-    triton: whether it is a Triton kernel. guards: whether it tells the kernel's errors from those of modules that it
-    calls, itself. missing: what a tower without subjects lacks.
+    triton: whether it is a Triton kernel. guards: whether it marks the kernel's errors itself, as it calls modules too.
+    missing: what a tower without subjects lacks.
     """
 
     name: str

@@ -166,7 +166,7 @@ def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None
 
 
 def routed(mlp: nn.Module) -> bool:
-    """Whether it is a mixture of experts, which is called as it is, in whatever layers there is one."""
+    """Whether it is a mixture of experts; those are called as modules."""
     return hasattr(mlp, "experts")
 
 
