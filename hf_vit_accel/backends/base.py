@@ -129,8 +129,12 @@ class Backend(ABC):
         return against_machine(self.needs) or self.probe()
 
     def probe(self) -> list[str]:
-        """What only importing the packages can tell; called where nothing else stands against the backend."""
-        return []
+        """What only importing the packages can tell, once; asked where nothing else stands against the backend."""
+        return list(_imported(self))
+
+    def lacks(self) -> Sequence[str]:
+        """Import what the backend calls, and say what is not there; whatever is raised is told, too."""
+        return ()
 
     def reasons_against(self, request: Request) -> list[str]:
         """Why this backend cannot serve a request, this machine included; empty if it can."""
@@ -185,6 +189,15 @@ class Backend(ABC):
             return self.attend(q_THD, k_THD, v_THD, plan)
 
         return [attend] * layers
+
+
+@env.probe
+def _imported(backend: Backend) -> tuple[str, ...]:
+    try:
+        return tuple(backend.lacks())
+    except Exception as error:
+        package = backend.needs.packages[0]
+        return (f"importing {package.module} failed: {env.one_line(error)} ({package.install})",)
 
 
 def against_machine(needs: Needs) -> list[str]:

@@ -46,9 +46,9 @@ class CudnnFp8(FlashinferCudnn):
         head_dim_max=128,
     )
 
-    def probe(self) -> list[str]:
+    def lacks(self) -> tuple[str, ...]:
         lacking = "this FlashInfer lacks the pieces that FP8 needs (0.7.2 has them)"
-        return super().probe() or ([] if can_prepare() else [lacking])
+        return super().lacks() or (() if can_prepare() else (lacking,))
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)

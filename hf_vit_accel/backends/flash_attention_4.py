@@ -43,8 +43,9 @@ class FlashAttention4(Backend):
         differentiable=True,
     )
 
-    def probe(self) -> list[str]:
-        return list(_probe())
+    def lacks(self) -> tuple[str, ...]:
+        missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(_interface(), name)]
+        return (f"this flash-attn-4 has no {', '.join(missing)}",) if missing else ()
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
@@ -70,16 +71,6 @@ def _interface() -> Any:
     from flash_attn.cute import interface
 
     return interface
-
-
-@env.probe
-def _probe() -> tuple[str, ...]:
-    try:
-        interface = _interface()
-        missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(interface, name)]
-    except Exception as error:
-        return (f"importing flash_attn.cute failed: {env.one_line(error)} ({PACKAGE.install})",)
-    return (f"this flash-attn-4 has no {', '.join(missing)}",) if missing else ()
 
 
 def _attend_cuda(

@@ -64,8 +64,16 @@ class FlashinferCudnn(Backend):
         head_dim_max=128,
     )
 
-    def probe(self) -> list[str]:
-        return list(_probe())
+    def lacks(self) -> tuple[str, ...]:
+        prefill = _prefill_module()
+        import cudnn
+
+        found = int(cudnn.backend_version())
+        if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
+            return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
+        if found < _OLDEST_CUDNN:
+            return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
+        return ()
 
     def reasons_against(self, request: Request) -> list[str]:
         """As every backend's, and segments that are too long for int32 offsets."""
@@ -148,22 +156,6 @@ def _sequences(plan: Plan, index: int, packed: tuple[bool, ...]) -> Tensors:
     """lengths, and element offsets of q, k, v and of the output (always dense), of one chunk."""
     offsets = {True: plan.tensors[f"packed_{index}"], False: plan.tensors[f"dense_{index}"]}
     return plan.tensors[f"lengths_{index}"], *(offsets[layout] for layout in packed), offsets[False]
-
-
-@env.probe
-def _probe() -> tuple[str, ...]:
-    try:
-        prefill = _prefill_module()
-        import cudnn
-
-        found = int(cudnn.backend_version())
-    except Exception as error:
-        return (f"importing FlashInfer's cuDNN attention failed: {env.one_line(error)} ({_REMEDY})",)
-    if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
-        return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
-    if found < _OLDEST_CUDNN:
-        return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
-    return ()
 
 
 @env.probe

@@ -42,8 +42,8 @@ class TorchCudnn(Backend):
     )
     capturable = False
 
-    def probe(self) -> list[str]:
-        return [] if torch.backends.cudnn.is_available() else ["this torch has no cuDNN"]
+    def lacks(self) -> tuple[str, ...]:
+        return () if torch.backends.cudnn.is_available() else ("this torch has no cuDNN",)
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
