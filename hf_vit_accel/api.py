@@ -233,25 +233,22 @@ def _settings(
 def _check_amax(path: str, tower: Any, family: Family, settings: Settings) -> None:
     if settings.fp8 is None or settings.amax is None or family.attention_only:
         return
-    if settings.amax.model not in ("", family.name):
+    for wrong in _wrong_amax(settings.amax, path or "the tower", tower, family):
         raise ValueError(
-            f"expected FP8 amax of {family.name}, got those of {settings.amax.model!r} in {settings.fp8.amax_file}; "
-            "make them with this model by hf_vit_accel.calibrate"
-        )
-    parts = family.parts(tower)
-    expected = len(parts.blocks), parts.blocks[0].attention.num_heads
-    if (found := tuple(settings.amax.amax_L3H.shape[::2])) != expected:
-        raise ValueError(
-            f"expected FP8 amax for the {expected[0]} layers of {expected[1]} heads of {path or 'the tower'}, got "
-            f"{found[0]} of {found[1]} in {settings.fp8.amax_file}; make them with this "
-            "model by hf_vit_accel.calibrate"
-        )
-    if silent := silent_layers(settings.amax, tower, family):
-        raise ValueError(
-            "expected FP8 amax of every layer that attends per frame, got zeros for layers "
-            f"{', '.join(map(str, silent))} in {settings.fp8.amax_file}; make them with this model by "
+            f"expected FP8 amax {wrong} in {settings.fp8.amax_file}; make them with this model by "
             "hf_vit_accel.calibrate"
         )
+
+
+def _wrong_amax(amax: Amax, where: str, tower: Any, family: Family) -> Iterator[str]:
+    if amax.model not in ("", family.name):
+        yield f"of {family.name}, got those of {amax.model!r}"
+    parts = family.parts(tower)
+    layers, heads = len(parts.blocks), parts.blocks[0].attention.num_heads
+    if (found := tuple(amax.amax_L3H.shape[::2])) != (layers, heads):
+        yield f"for the {layers} layers of {heads} heads of {where}, got {found[0]} of {found[1]}"
+    if silent := silent_layers(amax, tower, family):
+        yield f"of every layer that attends per frame, got zeros for layers {', '.join(map(str, silent))}"
 
 
 def silent_layers(amax: Amax, tower: Any, family: Family) -> list[int]:
