@@ -208,7 +208,7 @@ def vision_attention(
         if score_mod is not None:
             why = "attention weights are dropped out" if dropout else reasons_untraceable()[0]
             raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
-        return _attend_as_stock(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
+        return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # `device_map` may have brought this layer to another GPU than the one that its tower's forward made current.
@@ -227,17 +227,11 @@ def vision_attention(
 
 
 def _attend_as_stock(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_S1: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
+    module: Any, qkv: tuple[torch.Tensor, ...], cu_seqlens_S1: torch.Tensor, dropout: float, scaling: float | None
 ) -> torch.Tensor:
     """As stock attends without varlen kernels: segment by segment, by what torch can drop out, transform and trace."""
     lengths = cu_seqlens_S1.diff().tolist()
-    segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    segments = zip(*(x.split(lengths, dim=2) for x in qkv), strict=True)
     outs = [
         sdpa_attention_forward(module, q, k, v, None, dropout=dropout, scaling=scaling, is_causal=False)[0]
         for q, k, v in segments

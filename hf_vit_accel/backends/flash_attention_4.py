@@ -73,16 +73,8 @@ def _interface() -> Any:
     return interface
 
 
-def _attend_cuda(
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    cu_seqlens_S1: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> torch.Tensor:
-    out_THD, _ = _forward((q_THD, k_THD, v_THD), cu_seqlens_S1, max_seqlen, scale, lse=False)
-    return out_THD
+def _attend_cuda(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _forward((q_THD, k_THD, v_THD), *rest, lse=False)[0]
 
 
 _attend = attention_op("flash_attention_4", _attend_cuda)
