@@ -196,8 +196,8 @@ def _imported(backend: Backend) -> tuple[str, ...]:
     try:
         return tuple(backend.lacks())
     except Exception as error:
-        package = backend.needs.packages[0]
-        return (f"importing {package.module} failed: {env.one_line(error)} ({package.install})",)
+        remedy = "".join(f" ({package.install})" for package in backend.needs.packages[:1])
+        return (f"importing what {backend.name} needs failed: {env.one_line(error)}{remedy}",)
 
 
 def against_machine(needs: Needs) -> list[str]:
