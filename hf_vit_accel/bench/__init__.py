@@ -8,6 +8,7 @@ JSON, figure). The command line is `hf-vit-accel bench`.
 from hf_vit_accel.bench.baselines import BASELINES
 from hf_vit_accel.bench.contenders import choose
 from hf_vit_accel.bench.measure import DTYPES, Row, bench, default_dtype, device_of_choice, measure
+from hf_vit_accel.bench.profile import Part
 from hf_vit_accel.bench.report import document, lines, machine, plot, require_matplotlib, slower
 from hf_vit_accel.bench.towers import PEAK, SHAPES, SIZES, build_tower, matrix_flops, parse_size, peak_of
 
@@ -17,6 +18,7 @@ __all__ = [
     "PEAK",
     "SHAPES",
     "SIZES",
+    "Part",
     "Row",
     "bench",
     "build_tower",
