@@ -43,8 +43,7 @@ def patch(
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
 
-    Patching again reconfigures, and drops captured graphs. Weights stay where and what they are; `unpatch` undoes
-    everything.
+    Patching again reconfigures, and drops captured graphs. Weights stay as they are; `unpatch` undoes everything.
 
     attention: "auto" for the fastest backend that can serve each call, a backend's name, or a `FlexConfig`. Under
     "auto", an attention function that you registered with transformers is kept, and that tower stays stock.
@@ -69,10 +68,9 @@ def patch(
 
     Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
     parts or FP8 beside a score_mod, a file of FP8 amax that is none or is another model's, max_rows below 1, and a
-    data_parallel that is no group of this process;
-    BackendUnavailableError for a named backend, or FP8, that cannot run on this machine; FallbackError under `strict`
-    for named parts that cannot be fused and for a tower that the fast path cannot serve. After an error nothing is
-    patched.
+    data_parallel that is no group of this process; BackendUnavailableError for a named backend, or FP8, that cannot run
+    on this machine; FallbackError under `strict` for named parts that cannot be fused and for a tower that the fast
+    path cannot serve. After an error nothing is patched.
     """
     settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, strict)
     towers = towers_of(model)

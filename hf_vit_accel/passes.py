@@ -40,8 +40,7 @@ NEVER = sys.maxsize
 def cut(grid: Grid, most: int, *, clips: bool) -> tuple[Grid, ...]:
     """A call as few passes of at most `most` rows each (more only where a frame has), in order and nearly equal.
 
-    clips: all frames of an entry stay together. Passes of one long video differ by one frame at most, so that they
-    share routes and CUDA graphs.
+    clips: all frames of an entry stay together. Passes of one long video differ by a frame at most: they share routes.
     """
     units = [(entry, t if clips else 1, h, w) for entry, (t, h, w) in enumerate(grid) for _ in range(1 if clips else t)]
     rows = [0, *accumulate(t * h * w for _, t, h, w in units)]

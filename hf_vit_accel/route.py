@@ -35,8 +35,7 @@ class Spec:
     """What decides a route beside the grid. A tower makes one per kind of call and keeps it while nothing changes.
 
     ops: None where stock's blocks run, on our metadata and attention. full_layers: whether each layer attends per
-    frame. faults: what failed when it ran, and is not to be chosen again. max_rows: rows from which on a call is cut;
-    None where it never is.
+    frame. faults: what failed when it ran, and is not to be chosen again. max_rows: of a pass; None: no call is cut.
     """
 
     geometry: Geometry

@@ -2,8 +2,7 @@
 
 Only a tower's `forward` is patched, on the instance. A call is five steps: the guard says what stands against serving
 it, its inputs are read, a route is taken for its layout, the route is encoded or replayed from CUDA graphs, the stock
-output class returned. What cannot be served runs the original forward, with metadata and attention of ours where it
-takes them.
+output class returned. What cannot be served runs the original forward, on our metadata and attention if it can.
 
 `T` packed patch rows, `M` merged tokens, `P` pixels of a patch.
 """

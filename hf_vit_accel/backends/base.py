@@ -39,9 +39,9 @@ class Request:
 
     scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
     will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score. fp8: the
-    scales of the tower's layers, where attention in FP8 is asked for. max_seqlen, rows: of the longest
-    segment, and of all, where they are known. graphs: whether a CUDA graph of it is to serve other layouts, too.
-    replayed: whether this very layout may be replayed from one, so that the host's part does not count.
+    scales of the tower's layers, where attention in FP8 is asked for. max_seqlen, rows: of the longest segment, and of
+    all, where they are known. graphs: whether a CUDA graph of it is to serve other layouts, too. replayed: whether this
+    very layout may be replayed from one, so that the host's part does not count.
     """
 
     device: torch.device
@@ -65,8 +65,7 @@ class Needs:
     """What a backend needs, as data.
 
     cuda: a CUDA device. capability: the lowest compute capability, and the one above the highest. head_dim_multiple
-    and head_dim_max bound D. differentiable: whether gradients flow through it. score_mods: whether it applies a
-    user's score_mod.
+    and head_dim_max bound D. differentiable: whether gradients flow through it. score_mods: whether it applies one.
     """
 
     packages: tuple[env.Package, ...] = ()

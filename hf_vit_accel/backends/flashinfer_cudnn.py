@@ -2,8 +2,7 @@
 
 FlashInfer's public call resolves metadata, cache key and cuDNN plan each time, about 0.3 ms of Python; here that is
 done once per (layout class, strides) and every layer only rebinds pointers. Segment offsets are in elements for the
-strides at hand, so q, k and v may be views of the packed projection. What was measured and why it is so is told where
-it is decided.
+strides at hand, so q, k and v may be views of the packed projection.
 """
 
 from __future__ import annotations

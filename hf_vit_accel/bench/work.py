@@ -20,9 +20,7 @@ from hf_vit_accel.metadata import Grid, rows_of
 
 @dataclass(frozen=True)
 class Batch:
-    """pixels_TP, and the gradients that come into the outputs; None for a forward alone. pixel_grad: the pixels' own
-    gradient is asked for, too.
-    """
+    """pixels_TP, and the gradients that come into the outputs (None: a forward alone). pixel_grad: the pixels', too."""
 
     pixels_TP: torch.Tensor
     incoming: tuple[torch.Tensor, ...] | None = None

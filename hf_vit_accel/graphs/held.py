@@ -34,8 +34,7 @@ class GraphStatus:
 
     graphs: (what it serves, bytes that it added, replays) of each one held. replays: graph launches. captures: graphs
     made. eager: reason -> calls that ran without. padding: rows replayed per row asked for. nbytes: device memory that
-    graphs took, those that went included: what they leave is for later graphs alone. off: why graphs are no longer
-    tried.
+    graphs took, those that went included: what they leave is for later graphs alone. off: why none are tried any more.
     """
 
     budgets: tuple[int, ...] = ()

@@ -65,8 +65,7 @@ def _joined(weights: list[Any], products: int) -> tuple[torch.Tensor, torch.Tens
 def project_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
     """`linear_reference` of all products at once, (T, F), then `shape_heads_reference` where there are sizes for it.
 
-    rest: weights of the products, their biases, weights of the norms of heads; how many products, `Sizes` or None; what
-    x was made of by `add_norm`.
+    rest: weights of the products, their biases, weights of heads' norms; how many products, `Sizes` or None; `Norm`.
     """
     *weights, products, sizes, norm = rest
     qkv_TF = linear.linear_reference(x_TE, *_joined(weights, products), norm)

@@ -1,5 +1,4 @@
-"""Quantisation to e4m3 before attention: the packed projection split, rotated, scaled, rounded and padded in one pass;
-and the way back after it.
+"""Quantisation to e4m3 for attention: the packed projection split, rotated, scaled, rounded, padded; and the way back.
 
 Values are centred first: each head's mean over a sample of the rows is taken off, and put back on what the attention
 made of the rest, which is exact for any vector, as its weights add up to one. Hopper's tensor cores add products of
