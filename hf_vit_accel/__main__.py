@@ -6,8 +6,6 @@ import atexit
 import os
 import sys
 
-__all__ = ["run"]
-
 
 def run() -> None:
     """The command line, which has the last word on the terminal.

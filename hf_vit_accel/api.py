@@ -17,7 +17,7 @@ from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig,
 from hf_vit_accel.env import refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.install import former_of, install, uninstall
-from hf_vit_accel.metadata import Grid
+from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ranks import ranks_of
 from hf_vit_accel.registration import name_for, restore_name
@@ -25,9 +25,8 @@ from hf_vit_accel.report import Status, beyond_attention, reasons_now, status, t
 from hf_vit_accel.scales import Amax
 from hf_vit_accel.tower import TowerState, state_of
 
-__all__ = ["patch", "patched", "unpatch", "warmup"]
-
 Model = TypeVar("Model", bound=nn.Module)
+C = TypeVar("C", GraphConfig, Fp8Config, ReuseConfig)
 
 
 def patch(
@@ -44,8 +43,7 @@ def patch(
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
 
-    Patching again reconfigures, and drops captured graphs. Weights stay where and what they are; `unpatch` undoes
-    everything.
+    Patching again reconfigures, and drops captured graphs. Weights stay as they are; `unpatch` undoes everything.
 
     attention: "auto" for the fastest backend that can serve each call, a backend's name, or a `FlexConfig`. Under
     "auto", an attention function that you registered with transformers is kept, and that tower stays stock.
@@ -70,10 +68,9 @@ def patch(
 
     Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
     parts or FP8 beside a score_mod, a file of FP8 amax that is none or is another model's, max_rows below 1, and a
-    data_parallel that is no group of this process;
-    BackendUnavailableError for a named backend, or FP8, that cannot run on this machine; FallbackError under `strict`
-    for named parts that cannot be fused and for a tower that the fast path cannot serve. After an error nothing is
-    patched.
+    data_parallel that is no group of this process; BackendUnavailableError for a named backend, or FP8, that cannot run
+    on this machine; FallbackError under `strict` for named parts that cannot be fused and for a tower that the fast
+    path cannot serve. After an error nothing is patched.
     """
     settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, strict)
     towers = towers_of(model)
@@ -166,8 +163,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
         budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
         for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
-            rows = sum(t * h * w for t, h, w in grid)
-            pixels_TP = torch.zeros(rows, weight[0].numel(), dtype=weight.dtype, device=weight.device)
+            pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
             pixels = state.family.pixels(tower, pixels_TP)
             with torch.no_grad(), runner.capturing(exactly=calls is not None):
                 tower(pixels, grid_thw=torch.tensor(grid))
@@ -188,26 +184,20 @@ def _checked_grid(grid: Any) -> Grid:
         ) from None
 
 
+def _config(name: str, value: Any, kind: type[C]) -> C | None:
+    """What an option asks for that is a flag or a config."""
+    if not isinstance(value, bool | kind):
+        raise ValueError(f"expected {name} to be True, False or a {kind.__name__}, got {value!r}")
+    return kind() if value is True else value or None
+
+
 def _settings(
-    attention: str | FlexConfig,
-    fuse: str | bool | Iterable[str],
-    cuda_graphs: bool | GraphConfig,
-    fp8: bool | Fp8Config,
-    max_rows: int | Literal["auto"] | None,
-    data_parallel: Any,
-    reuse: bool | ReuseConfig,
-    strict: bool,
+    attention: Any, fuse: Any, cuda_graphs: Any, fp8: Any, max_rows: Any, data_parallel: Any, reuse: Any, strict: Any
 ) -> Settings:
     if not isinstance(strict, bool):
         raise ValueError(f"expected strict to be True or False, got {strict!r}")
-    if not isinstance(cuda_graphs, bool | GraphConfig):
-        raise ValueError(f"expected cuda_graphs to be True, False or a GraphConfig, got {cuda_graphs!r}")
-    if not isinstance(fp8, bool | Fp8Config):
-        raise ValueError(f"expected fp8 to be True, False or a Fp8Config, got {fp8!r}")
-    if not isinstance(reuse, bool | ReuseConfig):
-        raise ValueError(f"expected reuse to be True, False or a ReuseConfig, got {reuse!r}")
-    graphs = GraphConfig() if cuda_graphs is True else cuda_graphs or None
-    quantized = Fp8Config() if fp8 is True else fp8 or None
+    graphs, quantized = _config("cuda_graphs", cuda_graphs, GraphConfig), _config("fp8", fp8, Fp8Config)
+    reused = _config("reuse", reuse, ReuseConfig)
     score_mod = attention.score_mod if isinstance(attention, FlexConfig) else None
     if isinstance(attention, FlexConfig):
         attention = "flex"
@@ -233,7 +223,7 @@ def _settings(
         amax=None if quantized is None or quantized.amax_file is None else Amax.load(quantized.amax_file),
         max_rows=max_rows,
         ranks=ranks_of(data_parallel),
-        reuse=ReuseConfig() if reuse is True else reuse or None,
+        reuse=reused,
         strict=strict,
     )
 
@@ -241,25 +231,22 @@ def _settings(
 def _check_amax(path: str, tower: Any, family: Family, settings: Settings) -> None:
     if settings.fp8 is None or settings.amax is None or family.attention_only:
         return
-    if settings.amax.model not in ("", family.name):
+    for wrong in _wrong_amax(settings.amax, path or "the tower", tower, family):
         raise ValueError(
-            f"expected FP8 amax of {family.name}, got those of {settings.amax.model!r} in {settings.fp8.amax_file}; "
-            "make them with this model by hf_vit_accel.calibrate"
-        )
-    parts = family.parts(tower)
-    expected = len(parts.blocks), parts.blocks[0].attention.num_heads
-    if (found := tuple(settings.amax.amax_L3H.shape[::2])) != expected:
-        raise ValueError(
-            f"expected FP8 amax for the {expected[0]} layers of {expected[1]} heads of {path or 'the tower'}, got "
-            f"{found[0]} of {found[1]} in {settings.fp8.amax_file}; make them with this "
-            "model by hf_vit_accel.calibrate"
-        )
-    if silent := silent_layers(settings.amax, tower, family):
-        raise ValueError(
-            "expected FP8 amax of every layer that attends per frame, got zeros for layers "
-            f"{', '.join(map(str, silent))} in {settings.fp8.amax_file}; make them with this model by "
+            f"expected FP8 amax {wrong} in {settings.fp8.amax_file}; make them with this model by "
             "hf_vit_accel.calibrate"
         )
+
+
+def _wrong_amax(amax: Amax, where: str, tower: Any, family: Family) -> Iterator[str]:
+    if amax.model not in ("", family.name):
+        yield f"of {family.name}, got those of {amax.model!r}"
+    parts = family.parts(tower)
+    layers, heads = len(parts.blocks), parts.blocks[0].attention.num_heads
+    if (found := tuple(amax.amax_L3H.shape[::2])) != (layers, heads):
+        yield f"for the {layers} layers of {heads} heads of {where}, got {found[0]} of {found[1]}"
+    if silent := silent_layers(amax, tower, family):
+        yield f"of every layer that attends per frame, got zeros for layers {', '.join(map(str, silent))}"
 
 
 def silent_layers(amax: Amax, tower: Any, family: Family) -> list[int]:

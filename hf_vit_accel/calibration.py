@@ -21,8 +21,6 @@ from hf_vit_accel.report import towers_of
 from hf_vit_accel.scales import Amax
 from hf_vit_accel.tower import state_of
 
-__all__ = ["calibrate"]
-
 _PIXELS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
 

@@ -17,8 +17,6 @@ import hf_vit_accel
 from hf_vit_accel import bench as benchmark
 from hf_vit_accel import doctor as examination
 
-__all__ = ["app"]
-
 MODELS, CPU_MODEL, CPU_SIZE = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b", "qwen3-vl-2b", "1x8x8"
 """What is timed by default; on a CPU little enough to end within a few minutes."""
 TRAIN_SIZES, TRAIN_BASELINES = "one 448²,one 1024²,16 x 512²,one page", "sdpa,flash_attention_2,liger,compile_blocks"
@@ -116,12 +114,10 @@ def bench(
         bool, typer.Option("--train", help="Forward and backward, every parameter trained, all gradients verified.")
     ] = False,
     dtype: Annotated[
-        str | None,
-        typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU."),
+        str | None, typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU.")
     ] = None,
     rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5, on a CPU 1."),
+        int | None, typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5, on a CPU 1.")
     ] = None,
     peak: Annotated[
         float | None,

@@ -6,10 +6,9 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
-
-__all__ = ["LINEARS", "FlexConfig", "Fp8Config", "GraphConfig", "ReuseConfig", "Settings"]
 
 LINEARS = ("qkv", "proj", "mlp", "mergers")
 """What has linears: attention before and after it, MLPs, mergers."""
@@ -45,13 +44,9 @@ class FlexConfig:
         if not callable(self.score_mod):
             raise ValueError(f"{wanted}, got {self.score_mod!r}")
         try:
-            signature = inspect.signature(self.score_mod)
-        except ValueError:  # builtins may have none
-            signature = None
-        try:
             hash(self.score_mod)
-            if signature is not None:
-                signature.bind(*range(5))
+            with suppress(ValueError):  # builtins may have no signature
+                inspect.signature(self.score_mod).bind(*range(5))
         except TypeError as error:
             raise ValueError(f"{wanted}, got {self.score_mod!r}: {error}") from error
 

@@ -32,8 +32,6 @@ from hf_vit_accel.ranks import RankError, Ranks
 from hf_vit_accel.route import Spec
 from hf_vit_accel.split import Places, loads, split
 
-__all__ = ["LEAST", "Sharing"]
-
 LEAST = {"eager": 4096, "graphs": 1024}
 """What sharing must save, in rows, to pay: an exchange takes as long as some hundred rows, and an eager forward as long
 as its launches, however few rows it has.

@@ -1,6 +1,6 @@
 """What runs on this machine, and whether it computes the right thing: the logic of `hf-vit-accel doctor`.
 
-`T` packed rows, `S` segments, `L` rows of one segment, `H` heads, `D` head dim.
+`T` packed rows, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,8 +20,7 @@ from hf_vit_accel import backends, env
 from hf_vit_accel.backends import Backend, Kind, Request
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import gemm_epilogue
-
-__all__ = ["Auto", "Check", "Gpu", "Report", "Verdict", "examine", "lines", "reference_attention"]
+from hf_vit_accel.ops.window_attention import attention_reference
 
 LENGTHS = (1, 64, 64, 37, 200)
 """Rows of the segments: a single one, two equal ones that stand together, and ones that fill no tile of a kernel."""
@@ -153,7 +152,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
         )
         return gpus, None, torch.device("cuda", torch.cuda.current_device())
     except Exception as error:  # a GPU that is full or taken exclusively: the rest can still be told
-        return (), _describe(error), torch.device("cpu")
+        return (), env.one_line(error), torch.device("cpu")
 
 
 def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: dict[torch.device, str]) -> Verdict:
@@ -164,7 +163,7 @@ def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: di
     try:
         against = backend.reasons_against_machine()
     except Exception as error:
-        return Verdict(name=backend.name, status="wrong", reasons=(_describe(error),), checks=())
+        return Verdict(name=backend.name, status="wrong", reasons=(env.one_line(error),), checks=())
     if against:
         return Verdict(name=backend.name, status="unusable", reasons=tuple(against), checks=())
     checks: list[Check] = []
@@ -189,10 +188,7 @@ def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: di
 
 def _cases(devices: Sequence[torch.device]) -> Iterator[tuple[torch.device, torch.dtype, int, bool]]:
     for device in devices:
-        for dtype in DTYPES[device.type]:
-            for head_dim in HEAD_DIMS:
-                for packed in (False, True):
-                    yield device, dtype, head_dim, packed
+        yield from product([device], DTYPES[device.type], HEAD_DIMS, (False, True))
 
 
 def _request(device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: Kind = "full") -> Request:
@@ -205,15 +201,13 @@ def _check(backend: Backend, request: Request) -> Check:
     """Run a backend once on random rows and compare; whatever it raises becomes the check's problem."""
     bound, error, problem = BOUNDS[request.dtype], None, None
     try:
-        found = _relative_error(backend, request)
-        if not math.isfinite(found):
-            problem = "the result holds NaN or infinity"
-        else:
-            error = found
-            if error > bound:
-                problem = f"relative error {error:.1e}, at most {bound:.0e} is allowed"
+        error = _relative_error(backend, request)
+        if not math.isfinite(error):
+            error, problem = None, "the result holds NaN or infinity"
+        elif error > bound:
+            problem = f"relative error {error:.1e}, at most {bound:.0e} is allowed"
     except Exception as raised:
-        problem = _describe(raised)
+        problem = env.one_line(raised)
     return Check(
         device=str(request.device),
         dtype=_name(request.dtype),
@@ -241,19 +235,9 @@ def _relative_error(backend: Backend, request: Request) -> float:
             f"expected {_name(q_THD.dtype)} of shape {tuple(q_THD.shape)}, "
             f"got {_name(out_THD.dtype)} of shape {tuple(out_THD.shape)}"
         )
-    expected_THD = reference_attention(host_T3HD, LENGTHS, request.scale)
+    expected_THD = attention_reference(host_T3HD.double(), LENGTHS, request.scale)
     difference_THD = out_THD.cpu().double() - expected_THD
     return float(difference_THD.norm() / expected_THD.norm())
-
-
-def reference_attention(qkv_T3HD: torch.Tensor, lengths_S: Sequence[int], scale: float) -> torch.Tensor:
-    """Attention within segments by its definition, softmax(scale * q k^T) v, in float64; returns (T, H, D)."""
-    outputs = []
-    for segment_L3HD in qkv_T3HD.double().split(list(lengths_S)):
-        q_HLD, k_HLD, v_HLD = segment_L3HD.permute(1, 2, 0, 3)
-        weights_HLL = torch.softmax(scale * (q_HLD @ k_HLD.mT), dim=-1)
-        outputs.append((weights_HLL @ v_HLD).transpose(0, 1))
-    return torch.cat(outputs)
 
 
 def _still_works(device: torch.device) -> bool:
@@ -273,12 +257,8 @@ def _resolve_auto(device: torch.device) -> Auto:
             request = _request(device, dtype, head_dim, packed=True, kind=kind)
             layers[kind] = backends.resolve("auto", request).backend.name
     except Exception as error:
-        problem = _describe(error)
+        problem = env.one_line(error)
     return Auto(device=str(device), dtype=_name(dtype), head_dim=head_dim, layers=layers, problem=problem)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _name(dtype: torch.dtype) -> str:

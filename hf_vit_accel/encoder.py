@@ -18,9 +18,6 @@ from hf_vit_accel.ops import LayerOps
 from hf_vit_accel.ops.trained import layer_of
 from hf_vit_accel.route import Route
 
-__all__ = ["encode"]
-
-
 Checkpoint = Callable[..., torch.Tensor]
 """(function, rows) to the function of the rows, which runs again in the backward pass instead of keeping anything."""
 
@@ -91,7 +88,7 @@ def _layer(
     x_TE: torch.Tensor,
     held: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """held: delta, (T, E), taken out. Once torch.compile was at work, who calls keeps what is handed over as it is."""
+    """held: a list with delta, (T, E), emptied here: after torch.compile ran, callers' frames hold their arguments."""
     x_TE, normed_TE = layer.norm1(x_TE, held.pop())
     delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1))
     x_TE, normed_TE = layer.norm2(x_TE, delta_TE)

@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -22,28 +23,6 @@ from typing import Any, Generic, TypeVar
 import torch
 import transformers
 from torch.utils import checkpoint
-
-__all__ = [
-    "EPILOGUES",
-    "KERNELS",
-    "LINEARS",
-    "LRU",
-    "FallbackError",
-    "Fault",
-    "Package",
-    "apart",
-    "cuda_capability",
-    "cuda_device_name",
-    "guarded",
-    "has_cuda",
-    "is_upstream",
-    "multiprocessors",
-    "probe",
-    "refuse",
-    "reset",
-    "versions",
-    "why_missing",
-]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 V = TypeVar("V")
@@ -73,14 +52,6 @@ class Package:
     module: str
     distribution: str
     install: str
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, or None; nothing is imported."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @probe
@@ -128,7 +99,10 @@ def versions() -> dict[str, str | None]:
     names = ["hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"]
     names += ["flash-attn-4", "quack-kernels"]
     found["torch"] = torch.__version__
-    found |= {name: version_of(name) for name in names}
+    for name in names:
+        found[name] = None
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     found["cuda"] = torch.version.cuda
     found["cudnn"] = str(torch.backends.cudnn.version()) if has_cuda() else None
     return found
@@ -173,12 +147,16 @@ def refuse(reasons: list[str], what: str = "this call", *, wanted: str = "strict
         raise FallbackError(f"{wanted} and {what} cannot be served as asked: " + "; ".join(reasons))
 
 
+def one_line(error: Exception) -> str:
+    """The class of an error and what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class Fault(RuntimeError):
     """What failed when it ran: a backend by its name, or the kernels. why: one line about the error that it raised."""
 
     def __init__(self, name: str, error: Exception) -> None:
-        message = " ".join(str(error).split())
-        self.name, self.why = name, f"failed when it ran: {type(error).__name__}: {message}"[:300]
+        self.name, self.why = name, f"failed when it ran: {one_line(error)}"[:300]
         super().__init__(f"{name} {self.why}")
 
 

@@ -27,20 +27,8 @@ from hf_vit_accel.env import is_upstream
 from hf_vit_accel.families import Family, Parts
 from hf_vit_accel.inputs import Expected
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.ops import Reads, copied, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.route import POPPED
-
-__all__ = [
-    "Snapshot",
-    "Weights",
-    "autocast_dtype",
-    "checkpoints",
-    "reasons_own_attention",
-    "reasons_own_segments",
-    "reasons_slow",
-    "reasons_stock",
-    "reasons_untraceable",
-]
 
 _FORWARD_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 _BACKWARD_HOOKS = itemgetter("_backward_hooks"), itemgetter("_backward_pre_hooks")
@@ -60,8 +48,7 @@ _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Weights:
     """The parameters of a tower as they lie in memory now. reasons: why kernels cannot read them.
 
-    pointers: where each lies, None where a tensor class has no memory of its own. contiguous, nbytes: of all; count:
-    how many.
+    pointers: where each lies, None where a tensor class has no memory of its own. contiguous, nbytes, count: of all.
     """
 
     def __init__(self, parameters: list[nn.Parameter], pointers: list[int] | None, offloaded: bool) -> None:
@@ -88,10 +75,9 @@ class Snapshot:
     parts, geometry, heads, head_dim, scale: known where `stock` is empty. foreign: a module inside whose code is
     neither torch's nor transformers', and which might act otherwise at every call. dropout: whether training drops out
     attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or inputs themselves.
-    places: what modules hold the parameters of `weights` in, in this order.
-    sharded: layers whose weights FSDP2 brings when their block is called, by their index.
-    expected: what inputs have to fit, known once `weights` was asked. reads: the attributes that all of this, and the
-    operations built of it, were made of.
+    places: what modules hold the parameters of `weights` in, in this order. sharded: by index, layers whose weights
+    FSDP2 brings when their block is called. expected: what inputs have to fit, known once `weights` was asked. reads:
+    the attributes that all of this, and the operations built of it, were made of.
     """
 
     expected: Expected

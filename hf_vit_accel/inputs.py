@@ -13,14 +13,11 @@ import torch
 
 from hf_vit_accel.metadata import Grid
 
-__all__ = ["Call", "Expected", "Look", "read"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """What a tower takes. merge: patches per merged token along one side. width: P, None where a quantiser packed the
-    weight. device: of the weights; None where inputs are moved to them. names, dims: see `arguments` and `pixel_dims`
-    of a `Family`."""
+    weight. device: of the weights; None where inputs are moved there. names, dims: `Family.arguments`, `pixel_dims`."""
 
     merge: int
     width: int | None

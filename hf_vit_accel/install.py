@@ -9,8 +9,6 @@ from torch import nn
 from hf_vit_accel.backends import ORDER
 from hf_vit_accel.tower import STATE, AcceleratedForward, TowerState, state_of
 
-__all__ = ["former_of", "install", "uninstall"]
-
 _SLOTS = ("forward", "_old_forward")
 
 

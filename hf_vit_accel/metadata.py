@@ -16,21 +16,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-__all__ = [
-    "Geometry",
-    "Grid",
-    "Segments",
-    "VisionMetadata",
-    "build",
-    "pack",
-    "send",
-    "settle",
-    "to_device",
-    "unpack",
-]
-
 Grid = tuple[tuple[int, int, int], ...]
 Array = np.ndarray[Any, Any]
+
+
+def rows_of(grid: Grid) -> int:
+    """T."""
+    return sum(t * h * w for t, h, w in grid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +48,7 @@ class Segments:
     """Consecutive runs of rows that attend within themselves.
 
     lengths_S: int32 rows of each, positive; zero only at the end, where a CUDA graph has more segments than the layout.
-    fixed_max_seqlen: what to report as `max_seqlen` for CUDA graphs; None for the true maximum. spare: rows at the end
-    that are only padding.
+    fixed_max_seqlen: what to report as `max_seqlen` for CUDA graphs; None for the true maximum. spare: padding rows.
     """
 
     lengths_S: Array
@@ -184,8 +175,7 @@ def _windows(h: int, w: int, side: int) -> tuple[Array, Array]:
 def _interpolation(positions_T2: Array, h: int, w: int, geometry: Geometry) -> tuple[Array, Array]:
     """Taps of one frame into the square table, its borders repeated: flat indices (T, 4 or 16), and their weights.
 
-    Bicubic is Keys' kernel with a = -0.75. float32 throughout and in transformers' order of operations, so that the
-    weights come out bit-equal.
+    Bicubic is Keys' kernel with a = -0.75. float32, in transformers' order of operations: the weights are bit-equal.
     """
     side, count = geometry.table or 1, geometry.taps
     offsets = np.arange(count, dtype=np.int32) - (count // 2 - 1)

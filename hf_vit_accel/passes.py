@@ -18,10 +18,8 @@ from typing import Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel.metadata import Grid
+from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.route import Spec
-
-__all__ = ["FREE", "NEVER", "Passes", "Serve", "cut", "rows_of"]
 
 Serve = Callable[..., list[torch.Tensor]]
 """(grid, pixels (T, P)) of whole images and videos, or of some of their frames, to the outputs of a tower; a pass also
@@ -38,17 +36,11 @@ pass 1.83 GB and 357 ms, 4 passes of 36,864 rows 0.62 GB and 359 ms, 10 of 16,12
 NEVER = sys.maxsize
 
 
-def rows_of(grid: Grid) -> int:
-    """T."""
-    return sum(t * h * w for t, h, w in grid)
-
-
 @lru_cache(maxsize=128)
 def cut(grid: Grid, most: int, *, clips: bool) -> tuple[Grid, ...]:
     """A call as few passes of at most `most` rows each (more only where a frame has), in order and nearly equal.
 
-    clips: all frames of an entry stay together. Passes of one long video differ by one frame at most, so that they
-    share routes and CUDA graphs.
+    clips: all frames of an entry stay together. Passes of one long video differ by a frame at most: they share routes.
     """
     units = [(entry, t if clips else 1, h, w) for entry, (t, h, w) in enumerate(grid) for _ in range(1 if clips else t)]
     rows = [0, *accumulate(t * h * w for _, t, h, w in units)]

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "Ranks", "ranks_of"]
-
 
 class RankError(RuntimeError):
     """In a call that ranks share: another rank failed, made another call, or did not answer in time."""

@@ -33,8 +33,6 @@ from hf_vit_accel.route import OFFSETS, PLANS, Offsets
 from hf_vit_accel.tower import TowerState, state_of
 from hf_vit_accel.upstream import NAMES, wrap
 
-__all__ = ["NAMES", "is_ours", "name_for", "register", "restore_name", "vision_attention"]
-
 
 def is_ours(name: object) -> bool:
     """Whether an attention implementation is one of the registered names (a dict or None is not)."""
@@ -103,7 +101,7 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
                 for tower in _wrapped(self):
                     tower.get_correct_attn_implementation(requested_attention, *args, **kwargs)
                 return requested_attention
-            if _is_beside_a_tower(self):
+            if id(self.config) in _BESIDE:
                 current = self.config._attn_implementation
                 return original(self, None if is_ours(current) else current, *args, **kwargs)
             _check_composite(self.config, requested_attention)
@@ -128,13 +126,8 @@ def _wrapped(model: Any) -> list[Any]:
     return [tower for _, tower, _ in inside if tower is not model and tower.config is model.config]
 
 
-def _is_beside_a_tower(model: Any) -> bool:
-    """Whether a model without a tower belongs to a composite that has one: it keeps an attention of its own."""
-    return id(model.config) in _BESIDE
-
-
 _BESIDE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The sub-configs without a tower of composites that were given one of our names."""
+"""The sub-configs without a tower of composites that were given one of our names: they keep attentions of their own."""
 
 
 def _check_composite(config: Any, name: str) -> None:
@@ -215,7 +208,7 @@ def vision_attention(
         if score_mod is not None:
             why = "attention weights are dropped out" if dropout else reasons_untraceable()[0]
             raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
-        return _attend_as_stock(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
+        return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # `device_map` may have brought this layer to another GPU than the one that its tower's forward made current.
@@ -234,17 +227,11 @@ def vision_attention(
 
 
 def _attend_as_stock(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_S1: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
+    module: Any, qkv: tuple[torch.Tensor, ...], cu_seqlens_S1: torch.Tensor, dropout: float, scaling: float | None
 ) -> torch.Tensor:
     """As stock attends without varlen kernels: segment by segment, by what torch can drop out, transform and trace."""
     lengths = cu_seqlens_S1.diff().tolist()
-    segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    segments = zip(*(x.split(lengths, dim=2) for x in qkv), strict=True)
     outs = [
         sdpa_attention_forward(module, q, k, v, None, dropout=dropout, scaling=scaling, is_causal=False)[0]
         for q, k, v in segments

@@ -21,8 +21,6 @@ from hf_vit_accel.reuse import ReuseStatus
 from hf_vit_accel.route import Spec
 from hf_vit_accel.tower import TowerState, state_of
 
-__all__ = ["Status", "TowerStatus", "beyond_attention", "reasons_now", "status", "towers_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TowerStatus:
@@ -32,11 +30,10 @@ class TowerStatus:
     why backends that come first did not serve it. fused: parts that run fused. unfused: parts that do not, with the
     reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
     that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
-    fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did; None without them.
-    training: those of forward and backward; None before a step with gradients.
-    fp8: by what attention in FP8 is scaled, and what it cut off; which linears are. passes: the calls that were cut,
-    and what memory told. ranks: what became of calls under `data_parallel`. reuse: what was encoded once. None where
-    that is not asked for, or no call was cut.
+    fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did. training: those of
+    forward and backward, once a step had gradients. fp8: by what attention in FP8 is scaled, and what it cut off; which
+    linears are. passes: the calls that were cut, and what memory told. ranks: what became of calls under
+    `data_parallel`. reuse: what was encoded once. These are None where nothing of the kind was asked for, or happened.
     """
 
     path: str

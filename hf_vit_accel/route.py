@@ -21,8 +21,6 @@ from hf_vit_accel.ops import Ops, linears
 from hf_vit_accel.ops.trained import Trained
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
-__all__ = ["OFFSETS", "PLANS", "POPPED", "Offsets", "Route", "Routes", "Spec", "lay_out", "offsets"]
-
 PLANS = "vision_plans"
 """The keyword argument by which plans reach the registered attention function through stock's `**kwargs`; and the
 attribute of offsets by which they reach it where a tower passes none of these on."""
@@ -37,8 +35,7 @@ class Spec:
     """What decides a route beside the grid. A tower makes one per kind of call and keeps it while nothing changes.
 
     ops: None where stock's blocks run, on our metadata and attention. full_layers: whether each layer attends per
-    frame. faults: what failed when it ran, and is not to be chosen again. max_rows: rows from which on a call is cut;
-    None where it never is.
+    frame. faults: what failed when it ran, and is not to be chosen again. max_rows: of a pass; None: no call is cut.
     """
 
     geometry: Geometry
@@ -72,11 +69,6 @@ class Route:
     signature: Any = None  # the runner's, of this layout's CUDA graph
     _packed: torch.Tensor | None = None
     _bound: Route | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
 
     def packed(self) -> torch.Tensor:
         """The arrays' bytes on the device, sent once."""
@@ -240,7 +232,7 @@ class Routes:
 
         def make() -> tuple[Route, int]:
             route = lay_out(grid if layout is None else layout(), spec)
-            return route, route.nbytes
+            return route, sum(array.nbytes for array in route.arrays.values())
 
         route: Route = self.cache.get((grid, spec, budget, stream), make)
         return route

@@ -15,8 +15,6 @@ import torch
 from hf_vit_accel.metadata import settle
 from hf_vit_accel.ops.e4m3 import LARGEST, fit
 
-__all__ = ["Amax", "Scales"]
-
 _FORMAT, _VERSION = "hf-vit-accel fp8 amax", 1
 
 
@@ -62,7 +60,7 @@ class Amax:
 
 @dataclass(kw_only=True, eq=False)
 class Scales:
-    """By what one tower's layers are scaled on one device.
+    """The scales of one tower's layers on one device.
 
     fixed: amax of a file; then calls_L43H holds what `ops.quantize` is to know of each layer, and the largest amax that
     were found. None: every call finds its own, and keeps nothing, but for `watch`. min_seqlen: see `Fp8Config`.

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["class_of", "hooked_by_fsdp", "reasons_against", "wrapper"]
-
 
 def wrapper() -> Any:
     """The class that FSDP2 adds to those of modules; no class where nobody has imported it."""

@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
 
-from hf_vit_accel.metadata import Grid
-from hf_vit_accel.passes import rows_of
-
-__all__ = ["EVEN", "Piece", "Places", "Split", "loads", "split"]
+from hf_vit_accel.metadata import Grid, rows_of
 
 EVEN = 6000
 """Rows of a frame whose attention takes as long as everything else. From the times of FACTS (H200, bf16) at 1,024 and
@@ -68,7 +65,7 @@ def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
         for each, count in taken.items():
             share += units[each][:count]
             del units[each][:count]
-        shares.append(tuple(_joined(sorted(share))))
+        shares.append(_joined(sorted(share)))
     return tuple(shares)
 
 
@@ -88,18 +85,15 @@ def _fit(counts: Mapping[float, int], ranks: int, bound: float) -> tuple[list[di
     return by_rank, left
 
 
-def _joined(units: list[Piece]) -> Iterator[Piece]:
+def _joined(units: list[Piece]) -> tuple[Piece, ...]:
     """Neighbouring frames of an entry as one piece."""
-    last: Piece | None = None
+    joined: list[Piece] = []
     for unit in units:
-        if last is not None and (last.entry, last.first + last.frames) == (unit.entry, unit.first):
-            last = Piece(last.entry, last.first, last.frames + unit.frames)
-            continue
-        if last is not None:
-            yield last
-        last = unit
-    if last is not None:
-        yield last
+        if joined and (joined[-1].entry, joined[-1].first + joined[-1].frames) == (unit.entry, unit.first):
+            joined[-1] = replace(joined[-1], frames=joined[-1].frames + unit.frames)
+        else:
+            joined.append(unit)
+    return tuple(joined)
 
 
 def loads(grid: Grid, shares: Split, *, clips: bool, full: float) -> list[float]:

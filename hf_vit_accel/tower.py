@@ -2,8 +2,7 @@
 
 Only a tower's `forward` is patched, on the instance. A call is five steps: the guard says what stands against serving
 it, its inputs are read, a route is taken for its layout, the route is encoded or replayed from CUDA graphs, the stock
-output class returned. What cannot be served runs the original forward, with metadata and attention of ours where it
-takes them.
+output class returned. What cannot be served runs the original forward, on our metadata and attention if it can.
 
 `T` packed patch rows, `M` merged tokens, `P` pixels of a patch.
 """
@@ -40,8 +39,6 @@ from hf_vit_accel.passes import Passes
 from hf_vit_accel.reuse import Reuse
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
-
-__all__ = ["STATE", "AcceleratedForward", "TowerState", "state_of"]
 
 STATE = "_hf_vit_accel"
 
@@ -125,11 +122,7 @@ class TowerState:
                     self.runner.close()  # its graphs write to the memory that goes
                 held.close()
             self._scales = held = Scales(
-                device=device,
-                layers=layers,
-                heads=heads,
-                fixed=self.settings.amax,
-                min_seqlen=fp8.min_seqlen,
+                device=device, layers=layers, heads=heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
             )
         return held
 
@@ -285,13 +278,13 @@ def _forward(
             "expected no CUDA graph to be captured around a patched tower: what the graph would read is not kept for "
             "it; let hf_vit_accel.patch(model, cuda_graphs=True) capture"
         )
-    # A module that is not transformers' may train what is not the tower's.
+    # A foreign module (an adapter) may train parameters outside of the tower.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
     if (sharing := state.sharing) is not None:
         distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
         shared = sharing.begin(distinct, snapshot, guard.checkpoints(snapshot) if grad else ())
     unmet = slow()
-    if not state.family.clips and any(t > 1 for t, _, _ in call.grid):
+    if not state.family.videos and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
     if spec.ops is None:

@@ -28,12 +28,11 @@ from hf_vit_accel import env
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.encoder import encode
+from hf_vit_accel.env import one_line
 from hf_vit_accel.families import Family
-from hf_vit_accel.metadata import Grid
+from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.route import Spec, lay_out
-
-__all__ = ["NAMES", "Proof", "prove", "warn_of", "wrap"]
 
 NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
 """Name that is registered with transformers -> the `attention` of `patch` that it stands for."""
@@ -165,8 +164,7 @@ def _prove(kind: Any, config: Any, family: Family) -> Proof:
                 parameter.mul_(0.02 if parameter.dim() > 1 or name.endswith("bias") else 1.0)
         fast = fast or _compare(twin, family, GRIDS[0])[0]
     except Exception as error:
-        why = f"{kind.__name__} could not be run beside our operations: {type(error).__name__}: {error}"
-        fast, injected = (" ".join(why.split()),) * 2
+        fast = injected = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     return Proof(fast=fast, injected=injected, classes=classes, code=Code(kind, classes))
 
 
@@ -174,10 +172,9 @@ def _compare(twin: Any, family: Family, grid: Grid, *, whole: bool = False) -> t
     """What differs between stock and the operations; whole: also in gradients, and in stock with metadata of ours."""
     generator, parts = torch.Generator("cpu").manual_seed(1), family.parts(twin)
     weight, attention = parts.projection.weight, parts.blocks[0].attention
-    if not family.clips:
+    if not family.videos:
         grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
-    rows = sum(t * h * w for t, h, w in grid)
-    pixels_TP = torch.randn(rows, weight[0].numel(), generator=generator, device="cpu", dtype=torch.float32)
+    pixels_TP = torch.randn(rows_of(grid), weight[0].numel(), generator=generator, device="cpu", dtype=torch.float32)
     pixels_TP.requires_grad_()
     grid_thw = torch.tensor(grid, device="cpu")
     request = Request(

@@ -19,7 +19,8 @@ import typer
 import hf_vit_accel
 from hf_vit_accel import Fp8Config, env
 from hf_vit_accel.bench.towers import SIZES, build_tower, family_of_tower, weight_of
-from hf_vit_accel.bench.work import milliseconds, rows
+from hf_vit_accel.bench.work import milliseconds
+from hf_vit_accel.metadata import rows_of
 
 WAYS: dict[str, bool | Fp8Config] = {
     "bf16": False,
@@ -42,7 +43,7 @@ def measure(model: str, rounds: int) -> list[dict[str, Any]]:
     tensors_of = family_of_tower(exact).tensors_of
     for size in TIMED:
         generator = torch.Generator(device).manual_seed(1)
-        shape, grid = (rows(SIZES[size]), weight_of(exact)[0].numel()), torch.tensor(SIZES[size])
+        shape, grid = (rows_of(SIZES[size]), weight_of(exact)[0].numel()), torch.tensor(SIZES[size])
         pixels = torch.randn(shape, device=device, generator=generator).bfloat16()
         expected = tensors_of(exact(pixels.float(), grid_thw=grid.to(device)))
         steps = {way: lambda tower=tower: tower(pixels, grid_thw=grid) for way, tower in towers.items()}  # noqa: B023

@@ -192,16 +192,13 @@ def require(name: str, *, fp8: Fp8Config | None = None) -> None:
     reasons = backend_named(name).reasons_against_machine()
     if not reasons:
         return
-    others = []
-    for backend in ORDER:
-        if backend.name != name:
-            against = backend.reasons_against_machine()
-            others.append(f"  {backend.name}: " + ("usable" if not against else "; ".join(against)))
+    others = {backend.name: backend.reasons_against_machine() for backend in ORDER if backend.name != name}
+    told = [f"  {other}: {'; '.join(against) or 'usable'}" for other, against in others.items()]
     raise BackendUnavailableError(
         f"attention backend {name!r} cannot run on this machine:\n  - "
         + "\n  - ".join(reasons)
         + "\nThe others:\n"
-        + "\n".join(others)
+        + "\n".join(told)
         + "\nUse attention='auto' (at load time attn_implementation='flash_vit_auto') for the fastest that can run."
     )
 

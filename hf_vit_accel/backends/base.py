@@ -1,7 +1,7 @@
 """The contract of an attention backend: what it needs, why it cannot serve a request, how it plans and attends.
 
-`T` packed rows, `S` segments, `H` heads, `D` head dim. A backend states its needs as data (`Needs`); verdicts against
-a machine or a request are lists of sentences, empty when there is nothing against it.
+A backend states its needs as data (`Needs`); verdicts against a machine or a request are lists of sentences, empty when
+there is nothing against it. `T` packed rows, `S` segments, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -16,20 +16,8 @@ import torch
 
 from hf_vit_accel import env
 from hf_vit_accel.metadata import Segments, to_device
+from hf_vit_accel.ops.window_attention import attention_reference
 from hf_vit_accel.scales import Scales
-
-__all__ = [
-    "Attend",
-    "Backend",
-    "BackendUnavailableError",
-    "Kind",
-    "Needs",
-    "Plan",
-    "Request",
-    "ScoreMod",
-    "against_machine",
-    "reasons_tried",
-]
 
 Kind = Literal["full", "window"]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -51,9 +39,9 @@ class Request:
 
     scale: what q k^T is multiplied by. kind: full layers (a segment per frame) or window layers. packed: q, k and v
     will be views of one (T, 3, H, D) projection. grad: gradients must flow. score_mod: applied to every score. fp8: the
-    scales of the tower's layers, where attention in FP8 is asked for. max_seqlen, rows: of the longest
-    segment, and of all, where they are known. graphs: whether a CUDA graph of it is to serve other layouts, too.
-    replayed: whether this very layout may be replayed from one, so that the host's part does not count.
+    scales of the tower's layers, where attention in FP8 is asked for. max_seqlen, rows: of the longest segment, and of
+    all, where they are known. graphs: whether a CUDA graph of it is to serve other layouts, too. replayed: whether this
+    very layout may be replayed from one, so that the host's part does not count.
     """
 
     device: torch.device
@@ -77,8 +65,7 @@ class Needs:
     """What a backend needs, as data.
 
     cuda: a CUDA device. capability: the lowest compute capability, and the one above the highest. head_dim_multiple
-    and head_dim_max bound D. differentiable: whether gradients flow through it. score_mods: whether it applies a
-    user's score_mod.
+    and head_dim_max bound D. differentiable: whether gradients flow through it. score_mods: whether it applies one.
     """
 
     packages: tuple[env.Package, ...] = ()
@@ -141,8 +128,12 @@ class Backend(ABC):
         return against_machine(self.needs) or self.probe()
 
     def probe(self) -> list[str]:
-        """What only importing the packages can tell; called where nothing else stands against the backend."""
-        return []
+        """What only importing the packages can tell, once; asked where nothing else stands against the backend."""
+        return list(_imported(self))
+
+    def lacks(self) -> Sequence[str]:
+        """Import what the backend calls, and say what is not there; whatever is raised is told, too."""
+        return ()
 
     def reasons_against(self, request: Request) -> list[str]:
         """Why this backend cannot serve a request, this machine included; empty if it can."""
@@ -199,6 +190,15 @@ class Backend(ABC):
         return [attend] * layers
 
 
+@env.probe
+def _imported(backend: Backend) -> tuple[str, ...]:
+    try:
+        return tuple(backend.lacks())
+    except Exception as error:
+        remedy = "".join(f" ({package.install})" for package in backend.needs.packages[:1])
+        return (f"importing what {backend.name} needs failed: {env.one_line(error)}{remedy}",)
+
+
 def against_machine(needs: Needs) -> list[str]:
     """Why a machine has not what is needed."""
     reasons = [why for package in needs.packages if (why := env.why_missing(package))]
@@ -227,17 +227,18 @@ def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
     return plan.bind(to_device(plan.arrays, request.device) if plan.arrays else {})
 
 
-def attention_op(schema: str, cuda: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Register `hf_vit_accel::<schema>`, a forward-only operator whose result is new and shaped as its first argument.
+def attention_op(
+    name: str, cuda: Callable[..., torch.Tensor], arguments: str = "Tensor cu_seqlens, int max_seqlen, float scale"
+) -> Callable[..., torch.Tensor]:
+    """Register `hf_vit_accel::<name>`, a forward-only operator of q, k, v and arguments: new, and shaped as q.
 
     By define and impl rather than `torch.library.custom_op`: 7 us of Python a call instead of 18, once per layer.
     """
-    name = "hf_vit_accel::" + schema.split("(")[0]
-    torch.library.define(name, schema[schema.index("(") :])
-    torch.library.impl(name, "cuda", cuda)
-    torch.library.register_fake(name, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
-    packet = getattr(torch.ops.hf_vit_accel, schema.split("(")[0])
-    op: Callable[..., torch.Tensor] = packet.default
+    full = f"hf_vit_accel::{name}"
+    torch.library.define(full, f"(Tensor q, Tensor k, Tensor v, {arguments}) -> Tensor")
+    torch.library.impl(full, "cuda", cuda)
+    torch.library.register_fake(full, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
+    op: Callable[..., torch.Tensor] = getattr(torch.ops.hf_vit_accel, name).default
     return op
 
 
@@ -263,11 +264,7 @@ def reasons_tried(
             qkv_T3HD, given_THD = wide_T3HD.to(device, dtype).requires_grad_(grad), given_THD.to(device, dtype)
             found_THD = attend(qkv_T3HD)
             exact_T3HD = qkv_T3HD.detach().float().requires_grad_()
-            outs_THD = []
-            for segment_L3HD in exact_T3HD.split(list(lengths)):
-                q, k, v = segment_L3HD.permute(1, 2, 0, 3)
-                outs_THD.append(((q @ k.mT * head_dim**-0.5).softmax(-1) @ v).transpose(0, 1))
-            wanted_THD = torch.cat(outs_THD)
+            wanted_THD = attention_reference(exact_T3HD, lengths, head_dim**-0.5)
             pairs = [(found_THD, wanted_THD)]
             if grad:
                 (found,) = torch.autograd.grad(found_THD, qkv_T3HD, given_THD)
@@ -275,5 +272,5 @@ def reasons_tried(
                 pairs += zip(found.unbind(1), wanted.unbind(1), strict=True)
             worst = max(float((one.float() - exact).norm() / exact.norm()) for one, exact in pairs)
         except Exception as error:
-            return (f"{what} fail here: {type(error).__name__}: {' '.join(str(error).split())[:200]}",)
+            return (f"{what} fail here: {env.one_line(error)[:220]}",)
     return () if worst < 0.03 else (f"{what} are wrong here: relative error {worst:.1e}",)

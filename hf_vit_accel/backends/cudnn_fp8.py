@@ -17,13 +17,7 @@ import torch
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Attend, Needs, Plan, Request
-from hf_vit_accel.backends.flashinfer_cudnn import (
-    CUDNN_FRONTEND,
-    FLASHINFER,
-    FlashinferCudnn,
-    can_prepare,
-    graph_for,
-)
+from hf_vit_accel.backends.flashinfer_cudnn import CUDNN_FRONTEND, FLASHINFER, FlashinferCudnn, can_prepare, graph_for
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops.e4m3 import E4M3
 from hf_vit_accel.ops.launch import why_not_triton
@@ -52,9 +46,9 @@ class CudnnFp8(FlashinferCudnn):
         head_dim_max=128,
     )
 
-    def probe(self) -> list[str]:
+    def lacks(self) -> tuple[str, ...]:
         lacking = "this FlashInfer lacks the pieces that FP8 needs (0.7.2 has them)"
-        return super().probe() or ([] if can_prepare() else [lacking])
+        return super().lacks() or (() if can_prepare() else (lacking,))
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
@@ -115,8 +109,7 @@ class CudnnFp8(FlashinferCudnn):
 def round_max_seqlen(length: int) -> int:
     """The longest segment to declare: at most 1/32 more, so that lengths share plans.
 
-    In FP8 cuDNN works for the length that is declared: 9216 rows declared as 16384 took 1245 us on an H200, as 9216
-    718.
+    In FP8 cuDNN works for the declared length: 9216 rows declared as 16384 took 1245 us on an H200, as 9216 718.
     """
     step = max(128, 1 << max(length.bit_length() - 6, 0))
     return -(-length // step) * step

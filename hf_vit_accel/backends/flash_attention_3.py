@@ -26,20 +26,13 @@ class FlashAttention3(Backend):
         head_dim_max=256,
     )
 
-    def probe(self) -> list[str]:
-        return list(_probe())
+    def lacks(self) -> tuple[str, ...]:
+        from flash_attn_interface import flash_attn_varlen_func  # noqa: F401
+
+        return ()
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale)
-
-
-@env.probe
-def _probe() -> tuple[str, ...]:
-    try:
-        from flash_attn_interface import flash_attn_varlen_func  # noqa: F401
-    except Exception as error:
-        return (f"importing flash_attn_interface failed: {type(error).__name__}: {error} ({PACKAGE.install})",)
-    return ()
 
 
 def _attend_cuda(
@@ -59,7 +52,4 @@ def _attend_cuda(
     return out_THD
 
 
-_attend = attention_op(
-    "flash_attention_3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor",
-    _attend_cuda,
-)
+_attend = attention_op("flash_attention_3", _attend_cuda)

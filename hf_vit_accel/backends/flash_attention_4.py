@@ -43,8 +43,9 @@ class FlashAttention4(Backend):
         differentiable=True,
     )
 
-    def probe(self) -> list[str]:
-        return list(_probe())
+    def lacks(self) -> tuple[str, ...]:
+        missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(_interface(), name)]
+        return (f"this flash-attn-4 has no {', '.join(missing)}",) if missing else ()
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
@@ -72,32 +73,11 @@ def _interface() -> Any:
     return interface
 
 
-@env.probe
-def _probe() -> tuple[str, ...]:
-    try:
-        interface = _interface()
-        missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(interface, name)]
-    except Exception as error:
-        return (f"importing flash_attn.cute failed: {type(error).__name__}: {error} ({PACKAGE.install})",)
-    return (f"this flash-attn-4 has no {', '.join(missing)}",) if missing else ()
+def _attend_cuda(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _forward((q_THD, k_THD, v_THD), *rest, lse=False)[0]
 
 
-def _attend_cuda(
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    cu_seqlens_S1: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> torch.Tensor:
-    out_THD, _ = _forward((q_THD, k_THD, v_THD), cu_seqlens_S1, max_seqlen, scale, lse=False)
-    return out_THD
-
-
-_attend = attention_op(
-    "flash_attention_4(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor",
-    _attend_cuda,
-)
+_attend = attention_op("flash_attention_4", _attend_cuda)
 
 
 def _lengths(cu_seqlens_S1: torch.Tensor, max_seqlen: int) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 FlashInfer's public call resolves metadata, cache key and cuDNN plan each time, about 0.3 ms of Python; here that is
 done once per (layout class, strides) and every layer only rebinds pointers. Segment offsets are in elements for the
-strides at hand, so q, k and v may be views of the packed projection. What was measured and why it is so is told where
-it is decided.
+strides at hand, so q, k and v may be views of the packed projection.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _UIDS = (
     *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
-_FP8_UIDS = (
-    *("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"),
-    *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"),
-)
+_FP8_UIDS = (*("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"), *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"))
 _SPARE_WORKSPACE = 128 << 20  # bytes; FlashInfer's own advice, where the plan's need cannot be asked
 
 
@@ -67,8 +63,16 @@ class FlashinferCudnn(Backend):
         head_dim_max=128,
     )
 
-    def probe(self) -> list[str]:
-        return list(_probe())
+    def lacks(self) -> tuple[str, ...]:
+        prefill = _prefill_module()
+        import cudnn
+
+        found = int(cudnn.backend_version())
+        if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
+            return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
+        if found < _OLDEST_CUDNN:
+            return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
+        return ()
 
     def reasons_against(self, request: Request) -> list[str]:
         """As every backend's, and segments that are too long for int32 offsets."""
@@ -151,22 +155,6 @@ def _sequences(plan: Plan, index: int, packed: tuple[bool, ...]) -> Tensors:
     """lengths, and element offsets of q, k, v and of the output (always dense), of one chunk."""
     offsets = {True: plan.tensors[f"packed_{index}"], False: plan.tensors[f"dense_{index}"]}
     return plan.tensors[f"lengths_{index}"], *(offsets[layout] for layout in packed), offsets[False]
-
-
-@env.probe
-def _probe() -> tuple[str, ...]:
-    try:
-        prefill = _prefill_module()
-        import cudnn
-
-        found = int(cudnn.backend_version())
-    except Exception as error:
-        return (f"importing FlashInfer's cuDNN attention failed: {type(error).__name__}: {error} ({_REMEDY})",)
-    if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
-        return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
-    if found < _OLDEST_CUDNN:
-        return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
-    return ()
 
 
 @env.probe
@@ -297,7 +285,8 @@ def _attend_cuda(*arguments: Any) -> torch.Tensor:
 
 
 _attend = attention_op(
-    "cudnn_attention(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor q_offsets, Tensor k_offsets, "
-    "Tensor v_offsets, Tensor out_offsets, int max_seqlen, float scale) -> Tensor",
+    "cudnn_attention",
     _attend_cuda,
+    "Tensor lengths, Tensor q_offsets, Tensor k_offsets, Tensor v_offsets, Tensor out_offsets, int max_seqlen, "
+    "float scale",
 )

@@ -1,7 +1,6 @@
 """cuDNN's attention as built into torch, forward and backward; for training, where it is the fastest without a package.
 
-It takes batches of equal lengths: neighbouring segments of one length are one batch. `T` packed rows, `H` heads, `D`
-head dim, `B` segments of `L` rows each.
+Neighbouring segments of one length are one batch. `T` packed rows, `H` heads, `D` head dim, `B` segments of `L` rows.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class TorchCudnn(Backend):
     )
     capturable = False
 
-    def probe(self) -> list[str]:
-        return [] if torch.backends.cudnn.is_available() else ["this torch has no cuDNN"]
+    def lacks(self) -> tuple[str, ...]:
+        return () if torch.backends.cudnn.is_available() else ("this torch has no cuDNN",)
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)

@@ -21,9 +21,8 @@ class TorchVarlen(Backend):
 
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         # FlashAttention-2 launches blocks for max_seqlen in every segment.
-        return super().graph_bounds(segments, max_seqlen, rows)[0], min(
-            rows, max(64, 1 << (max_seqlen - 1).bit_length())
-        )
+        segments, rows = super().graph_bounds(segments, max_seqlen, rows)
+        return segments, min(rows, max(64, 1 << (max_seqlen - 1).bit_length()))
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn

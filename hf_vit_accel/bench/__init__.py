@@ -6,9 +6,9 @@ JSON, figure). The command line is `hf-vit-accel bench`.
 """
 
 from hf_vit_accel.bench.baselines import BASELINES
-from hf_vit_accel.bench.contenders import Contender, choose
+from hf_vit_accel.bench.contenders import choose
 from hf_vit_accel.bench.measure import DTYPES, Row, bench, default_dtype, device_of_choice, measure
-from hf_vit_accel.bench.profile import Part, profile
+from hf_vit_accel.bench.profile import Part
 from hf_vit_accel.bench.report import document, lines, machine, plot, require_matplotlib, slower
 from hf_vit_accel.bench.towers import PEAK, SHAPES, SIZES, build_tower, matrix_flops, parse_size, peak_of
 
@@ -18,7 +18,6 @@ __all__ = [
     "PEAK",
     "SHAPES",
     "SIZES",
-    "Contender",
     "Part",
     "Row",
     "bench",
@@ -34,7 +33,6 @@ __all__ = [
     "parse_size",
     "peak_of",
     "plot",
-    "profile",
     "require_matplotlib",
     "slower",
 ]

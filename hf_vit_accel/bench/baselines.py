@@ -27,14 +27,9 @@ from hf_vit_accel.guard import Snapshot
 from hf_vit_accel.metadata import Grid, build, to_device
 from hf_vit_accel.route import POPPED
 
-__all__ = ["BASELINES", "Open", "Run", "grid_tensor", "request_of", "stock", "trained"]
-
 LIGER = env.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
 _NO_GRAPHS = "a CUDA graph of a forward has no backward"
-_BY_MODULE = {
-    "flash_attention_2": "flash_attention_2_of_torch",
-    "flash_attention_3": "flash_attention_3_by_module",
-}
+_BY_MODULE = {"flash_attention_2": "flash_attention_2_of_torch", "flash_attention_3": "flash_attention_3_by_module"}
 """Our names in transformers for what it does not recognise: FlashAttention-2 as built into torch, FlashAttention-3 as a
 module alone. "flash" in them makes them varlen attentions."""
 
@@ -276,16 +271,7 @@ def _set_attention(tower: Any, attention: str) -> None:
 
 
 def _flash_attention_2(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    **_: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """torch's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None)."""
     from torch.nn.attention.varlen import varlen_attn
@@ -293,31 +279,22 @@ def _flash_attention_2(
     if (groups := query.shape[1] // key.shape[1]) > 1:  # which stock's own sdpa repeats, too
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    longest = int(max_length_q)  # a tensor where stock computes it
-    out_THD = varlen_attn(q_THD, k_THD, v_THD, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling)
+    cu_seqlens, longest = options["cu_seq_lens_q"], int(options["max_length_q"])  # a tensor where stock computes it
+    out_THD = varlen_attn(q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, longest, longest, scale=options["scaling"])
     assert isinstance(out_THD, torch.Tensor)
     return out_THD.unsqueeze(0), None
 
 
 def _flash_attention_3(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    **_: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """FlashAttention-3's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None).
 
     Through the operator of our own backend, which torch.compile can trace: a peer must not lose to a graph break.
     """
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = torch.ops.hf_vit_accel.flash_attention_3(q_THD, k_THD, v_THD, cu_seq_lens_q, max_length_q, scaling)
-    return out_THD.unsqueeze(0), None
+    rest = options["cu_seq_lens_q"], options["max_length_q"], options["scaling"]
+    return torch.ops.hf_vit_accel.flash_attention_3(q_THD, k_THD, v_THD, *rest).unsqueeze(0), None
 
 
 def _metadata(tower: Any, grid: Grid) -> dict[str, Any]:

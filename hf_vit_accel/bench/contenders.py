@@ -21,8 +21,6 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.metadata import Grid
 
-__all__ = ["Contender", "check_names", "choose"]
-
 _GRAPH, _FP8 = "+graph", "+fp8"
 
 

@@ -23,11 +23,9 @@ from hf_vit_accel.bench.baselines import Run, stock, trained
 from hf_vit_accel.bench.contenders import Contender, check_names, choose
 from hf_vit_accel.bench.profile import Part, profile
 from hf_vit_accel.bench.towers import build_tower, family_of_tower, matrix_flops, weight_of
-from hf_vit_accel.bench.work import Batch, Errors, draw_batch, milliseconds, peak_gigabytes, results, rows, work
+from hf_vit_accel.bench.work import Batch, Errors, draw_batch, milliseconds, peak_gigabytes, results, work
 from hf_vit_accel.inputs import Expected, read
-from hf_vit_accel.metadata import Grid
-
-__all__ = ["DTYPES", "Row", "bench", "default_dtype", "device_of_choice", "measure"]
+from hf_vit_accel.metadata import Grid, rows_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROUNDING: Mapping[torch.dtype, float] = {
@@ -166,7 +164,7 @@ def measure(
     for block in blocks if train else ():  # in fp32 stock keeps more than a GPU may hold
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for size, grid in sizes.items():
-        now = partial(_now, say, f"{model}, {size}")
+        now: Any = lambda what, where=f"{model}, {size}": say(f"{where}: {what}")  # noqa: E731
         floor_ms = (3 if train else 1) * matrix_flops(tower, grid) / (peak * 1e9) if peak else None
         with ExitStack() as stack:
             runs, problems = _open(stack, contenders, tower, grid)
@@ -192,7 +190,7 @@ def measure(
                 Row(
                     model=model,
                     size=size,
-                    patches=rows(grid),
+                    patches=rows_of(grid),
                     contender=name,
                     status=problem.status if problem else "timed",
                     floor_ms=floor_ms,
@@ -214,16 +212,12 @@ def measure(
         yield found
 
 
-def _now(say: Callable[[str], None], where: str, what: str) -> None:
-    say(f"{where}: {what}")
-
-
 def _check_grid(tower: Any, grid: Grid) -> None:
     """Raise ValueError for a grid that the tower does not take."""
     family = family_of_tower(tower)
     expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
-    read(expected, None, torch.empty(rows(grid), 1, device="meta"), torch.tensor(grid))
-    if not family.clips and any(t > 1 for t, _, _ in grid):
+    read(expected, None, torch.empty(rows_of(grid), 1, device="meta"), torch.tensor(grid))
+    if not family.videos and any(t > 1 for t, _, _ in grid):
         raise ValueError(f"expected images for {family.name}, which takes videos frame by frame, got {grid}")
 
 
@@ -273,8 +267,7 @@ def _open(
 
 def _failed(contender: Contender, raised: Exception) -> _Problem:
     """A backend that raises is wrong; a baseline may be another library's that does not fit the installed versions."""
-    text = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
-    return _Problem("skipped" if contender.baseline else "wrong", text)
+    return _Problem("skipped" if contender.baseline else "wrong", env.one_line(raised)[:300])
 
 
 def _verify(

@@ -11,8 +11,6 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-__all__ = ["PARTS", "Part", "profile"]
-
 PARTS: Mapping[str, re.Pattern[str]] = {
     part: re.compile(pattern, re.IGNORECASE)
     for part, pattern in {

@@ -15,8 +15,6 @@ import torch
 from hf_vit_accel import env
 from hf_vit_accel.bench.measure import Row, device_of_choice
 
-__all__ = ["document", "lines", "machine", "plot", "require_matplotlib", "slower"]
-
 
 def document(
     rows: Sequence[Row], *, dtype: torch.dtype, rounds: int, peak: float | None, train: bool = False

@@ -19,18 +19,6 @@ from hf_vit_accel import env
 from hf_vit_accel.families import FAMILIES, Family, family_of, find_towers
 from hf_vit_accel.metadata import Grid, build
 
-__all__ = [
-    "PEAK",
-    "SHAPES",
-    "SIZES",
-    "build_tower",
-    "matrix_flops",
-    "parse_size",
-    "peak_of",
-    "tower_class",
-    "vision_config",
-]
-
 PEAK = 790.0
 """TFLOP/s that the floor assumes on an H200: what large bf16 matrix products reach there."""
 

@@ -15,16 +15,12 @@ import torch
 
 from hf_vit_accel.bench.baselines import Run, trained
 from hf_vit_accel.bench.towers import family_of_tower, weight_of
-from hf_vit_accel.metadata import Grid
-
-__all__ = ["Batch", "Errors", "draw_batch", "milliseconds", "outputs_of", "peak_gigabytes", "results", "rows", "work"]
+from hf_vit_accel.metadata import Grid, rows_of
 
 
 @dataclass(frozen=True)
 class Batch:
-    """pixels_TP, and the gradients that come into the outputs; None for a forward alone. pixel_grad: the pixels' own
-    gradient is asked for, too.
-    """
+    """pixels_TP, and the gradients that come into the outputs (None: a forward alone). pixel_grad: the pixels', too."""
 
     pixels_TP: torch.Tensor
     incoming: tuple[torch.Tensor, ...] | None = None
@@ -47,17 +43,12 @@ def draw_batch(run: Run, grid: Grid, seed: int) -> Batch:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype)
 
-    pixels_TP = family_of_tower(run.tower).pixels(run.tower, draw(rows(grid), weight[0].numel()))
+    pixels_TP = family_of_tower(run.tower).pixels(run.tower, draw(rows_of(grid), weight[0].numel()))
     if not trained(run.tower):
         return Batch(pixels_TP)
     with torch.no_grad():
         shapes = [output.shape for output in outputs_of(run(pixels_TP))]
     return Batch(pixels_TP, tuple(draw(*shape) for shape in shapes), pixel_grad=seed == 0)
-
-
-def rows(grid: Grid) -> int:
-    """The patches of a grid."""
-    return sum(t * h * w for t, h, w in grid)
 
 
 def outputs_of(output: Any) -> list[torch.Tensor]:

@@ -10,8 +10,6 @@ from typing import Any
 from hf_vit_accel.families.base import Family
 from hf_vit_accel.metadata import Geometry
 
-__all__ = ["FAMILIES"]
-
 
 def _frames(tower: Any) -> Geometry:
     return Geometry(merge=1)
@@ -28,11 +26,7 @@ def _windows(tower: Any) -> Geometry:
 def _family(name: str, tower: str, geometry: Any = _frames, *more: tuple[str, str]) -> Family:
     towers = ((f"transformers.models.{name}.modeling_{name}", tower), *more)
     return Family(
-        name=name,
-        towers=towers,
-        geometry=geometry,
-        arguments=("pixel_values", "grid_thw"),
-        attention_only=True,
+        name=name, towers=towers, geometry=geometry, arguments=("pixel_values", "grid_thw"), attention_only=True
     )
 
 

@@ -15,8 +15,6 @@ from torch import nn
 
 from hf_vit_accel.metadata import Geometry
 
-__all__ = ["Block", "Family", "Parts", "block_of", "qwen_parts"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
@@ -126,7 +124,7 @@ class Family:
     geometry: tower -> what decides its metadata; a ValueError says why that is not known. parts: tower -> `Parts`.
     windows: whether layers attend per window. deepstack: whether chosen layers' outputs are merged and returned too.
     arguments: names of the forward's arguments, in order; the first is the pixels. pixel_dims: of the pixels: 2 for
-    (T, P), 5 for (1, T, channels, side, side). clips: whether an entry of the grid may have several frames.
+    (T, P), 5 for (1, T, channels, side, side). videos: whether an entry of the grid may have several frames.
     attention_only: whether the tower's own forward always runs, on our attention; then parts are of no use.
     tiny: the fields of the vision config that make a tower of four layers which runs in milliseconds.
     """
@@ -140,7 +138,7 @@ class Family:
     deepstack: bool = False
     arguments: tuple[str, ...] = ("hidden_states", "grid_thw")
     pixel_dims: int = 2
-    clips: bool = True
+    videos: bool = True
     attention_only: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
 

@@ -35,7 +35,7 @@ FAMILY = Family(
     ),
     geometry=_geometry,
     parts=_parts,
-    clips=False,
+    videos=False,
     tiny=dict(
         depth=4,
         hidden_size=32,

@@ -40,11 +40,6 @@ FAMILY = Family(
     arguments=("pixel_values", "attention_mask", "grid_thw"),
     pixel_dims=5,
     tiny=dict(
-        num_hidden_layers=4,
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=40,
-        image_size=10,
-        patch_size=2,
+        num_hidden_layers=4, hidden_size=32, num_attention_heads=2, intermediate_size=40, image_size=10, patch_size=2
     ),
 )

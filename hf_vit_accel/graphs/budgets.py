@@ -9,9 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_vit_accel.metadata import Grid
-
-__all__ = ["Bin", "exact_bin", "ladder", "most_windows", "pack", "pays"]
+from hf_vit_accel.metadata import Grid, rows_of
 
 FRAMES = 256
 """Most frames in one replay: every declared segment costs time, even an empty one."""
@@ -53,7 +51,7 @@ class Bin:
 
 def exact_bin(grid: Grid, merge: int) -> Bin:
     """A call in its exact shape."""
-    tokens = sum(t * h * w for t, h, w in grid) // merge**2
+    tokens = rows_of(grid) // merge**2
     return Bin(first=0, last=len(grid), tokens=tokens, frames=sum(t for t, _, _ in grid), budget=None)
 
 

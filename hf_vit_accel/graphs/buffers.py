@@ -15,8 +15,6 @@ import numpy as np
 
 from hf_vit_accel.metadata import Array, Segments, VisionMetadata
 
-__all__ = ["TAILS", "Shape", "pad", "pad_segments"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:

@@ -11,9 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.graphs.recorder import CudaRecorder, Recorder
-
-__all__ = ["CaptureError", "Eager", "GraphStatus", "Held", "numerics"]
+from hf_vit_accel.graphs.recorder import CudaRecorder
 
 _FAILURES, _REFUSED, _CHANGES, _REMEMBERED, _WAITED = 3, 32, 4, 4096, 16
 """Limits: failed captures in a row; signatures whose capture failed; replaced weights before calls run eagerly;
@@ -36,8 +34,7 @@ class GraphStatus:
 
     graphs: (what it serves, bytes that it added, replays) of each one held. replays: graph launches. captures: graphs
     made. eager: reason -> calls that ran without. padding: rows replayed per row asked for. nbytes: device memory that
-    graphs took, those that went included: what they leave is for later graphs alone. off: why graphs are no longer
-    tried.
+    graphs took, those that went included: what they leave is for later graphs alone. off: why none are tried any more.
     """
 
     budgets: tuple[int, ...] = ()
@@ -94,7 +91,7 @@ class Held(Generic[G]):
         self._drop()
 
     def _drop(self) -> None:
-        self._recorder: Recorder | None = None
+        self._recorder: CudaRecorder | None = None
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._retired: list[G] = []  # a replay may still be running: they go once it is known to be over
@@ -157,7 +154,7 @@ class Held(Generic[G]):
     def _may_capture(self, signature: Hashable) -> bool:
         return self._off is None and signature not in self._refused and self._nbytes <= self._max_bytes
 
-    def _held(self, signature: Hashable, capture: Callable[[Recorder], G]) -> G:
+    def _held(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
         """The graph of a signature, captured if it is not there. Raises CaptureError."""
         graph, recorder = self._graphs.get(signature), self._recorder
         assert recorder is not None

@@ -1,45 +1,17 @@
-"""How work is captured and ordered on a device: what `runner` needs of CUDA, and nothing else."""
+"""How work is captured and ordered on a device: what runners need of CUDA, and nothing else."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
-
-__all__ = ["CudaRecorder", "Recorder", "why_not_graphs"]
 
 
 def why_not_graphs(device: torch.device) -> str | None:
     """Why nothing can be captured on a device; None if it can."""
     return None if device.type == "cuda" else f"the tensors are on {device}, CUDA graphs need cuda"
-
-
-class Recorder(Protocol):
-    """What captures and orders work on a device."""
-
-    def against(self) -> str | None:
-        """Why nothing can be captured or replayed just now."""
-
-    def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
-        """Run all in turn to warm up, capture each, and return what replays each and the device memory they took.
-
-        What one leaves for the next is where it was when that replays, if nothing else was replayed between them.
-        """
-
-    def wait(self) -> None:
-        """Let work queued from now on begin after the last `done`."""
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory until work queued so far on the current stream is over, even if it is dropped."""
-
-    def done(self) -> None:
-        """The static buffers are free for whoever waits."""
-
-    def settle(self) -> None:
-        """Let the host wait until nothing that was replayed is running."""
 
 
 class CudaRecorder:
@@ -60,7 +32,10 @@ class CudaRecorder:
         return None
 
     def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
-        """Run all in turn to warm up, capture each, and return what replays each and the device memory they took."""
+        """Run all in turn to warm up, capture each, and return what replays each and the device memory they took.
+
+        What one leaves for the next is where it was when that replays, if nothing else was replayed between them.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:

@@ -22,11 +22,9 @@ from hf_vit_accel.encoder import encode
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.buffers import Shape, pad
 from hf_vit_accel.graphs.held import CaptureError, Eager, GraphStatus, Held, numerics
-from hf_vit_accel.graphs.recorder import Recorder
+from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.metadata import pack, send
 from hf_vit_accel.route import Route, Routes, Spec
-
-__all__ = ["Runner"]
 
 
 class _Signature:
@@ -168,7 +166,7 @@ class Runner(Held[_Graph]):
         padded = self._padded(route, bin_)
         return self._held(_signature(padded), partial(self._capture, padded, bin_)), padded
 
-    def _capture(self, route: Route, bin_: budgets.Bin, recorder: Recorder) -> _Graph:
+    def _capture(self, route: Route, bin_: budgets.Bin, recorder: CudaRecorder) -> _Graph:
         metadata, per_token = route.metadata, route.spec.geometry.merge**2
         outputs: list[torch.Tensor] = []
 

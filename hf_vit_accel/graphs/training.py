@@ -24,10 +24,8 @@ from torch.autograd.function import once_differentiable
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.graphs.held import CaptureError, Eager, Held, numerics
-from hf_vit_accel.graphs.recorder import Recorder
+from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.route import Route
-
-__all__ = ["TrainingRunner"]
 
 Tensors = list[torch.Tensor]
 Slots = list[tuple[dict[str, Any], str]]
@@ -137,7 +135,7 @@ class TrainingRunner(Held[_Step]):
         pixels_TP: torch.Tensor,
         parameters: Sequence[torch.Tensor],
         places: Sequence[dict[str, Any]],
-        recorder: Recorder,
+        recorder: CudaRecorder,
     ) -> _Step:
         slots = [(place, name) for place in places for name, each in place.items() if each is not None]
         wants = [*map(_WANTS_GRADIENT, parameters)]

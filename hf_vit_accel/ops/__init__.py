@@ -27,25 +27,10 @@ from hf_vit_accel.ops import (
     rope,
 )
 from hf_vit_accel.ops import window_attention as window
-from hf_vit_accel.ops.base import Context, Operation, Reads, copied, own_forward, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import why_not_triton
 
-__all__ = [
-    "PARTS",
-    "TABLE",
-    "Context",
-    "LayerOps",
-    "Operation",
-    "Ops",
-    "Reads",
-    "build",
-    "copied",
-    "linears",
-    "own_forward",
-    "placed_by_accelerate",
-    "reasons_replaced",
-    "why_not_triton",
-]
+__all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "linears", "why_not_triton"]
 
 TABLE: tuple[Operation, ...] = (
     patch_embed.OPERATION,

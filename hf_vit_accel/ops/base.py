@@ -17,8 +17,6 @@ from torch import nn
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 
-__all__ = ["Context", "Operation", "Reads", "copied", "own_forward", "placed_by_accelerate", "reasons_replaced"]
-
 
 def placed_by_accelerate(module: nn.Module) -> Any:
     """The device to which accelerate's hook on a module brings inputs; None for no hook, or one that does more.
@@ -135,6 +133,11 @@ class Context:
         return module
 
     @property
+    def trains_by_kernels(self) -> bool:
+        """Whether gradients flow through kernels."""
+        return self.grad and not self.reference and self.no_kernels is None
+
+    @property
     def cast(self) -> Callable[[Any], Any]:
         """A weight, or a bias that is None, to the dtype of the rows; once per forward: each weight serves once."""
         dtype = self.dtype
@@ -156,8 +159,8 @@ class Operation:
 
     subjects: parts -> what it computes, one callable each (modules, or the parts themselves). reasons_against: why one
     of them is not what the operation computes. fused: one of them -> the operation. plain: the same by its module.
-    triton: whether it is a Triton kernel. guards: whether it tells the kernel's errors from those of modules that it
-    calls, itself. missing: what a tower without subjects lacks.
+    triton: whether it is a Triton kernel. guards: whether it marks the kernel's errors itself, as it calls modules too.
+    missing: what a tower without subjects lacks.
     """
 
     name: str

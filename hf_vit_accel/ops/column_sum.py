@@ -18,8 +18,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["add_up", "column_sum", "column_sum_reference", "remember_sum", "runs"]
-
 BLOCK_T, BLOCK_F = 32, 128
 """A tile of a kernel that walks over rows and sums up columns: 256 bytes of a row are whole lines of memory."""
 
@@ -101,14 +99,6 @@ def column_sum(dy_TF: torch.Tensor) -> torch.Tensor:
     length, count = runs(rows, columns, dy_TF.device, block_t=BLOCK_T)
     partial_1PF = torch.empty(1, count, width, dtype=torch.float32, device=dy_TF.device)
     _column_sum_kernel[(columns, count)](
-        dy_TF,
-        partial_1PF,
-        rows,
-        length,
-        dy_TF.stride(0),
-        WIDTH=width,
-        BLOCK_T=BLOCK_T,
-        BLOCK_F=BLOCK_F,
-        num_warps=4,
+        dy_TF, partial_1PF, rows, length, dy_TF.stride(0), WIDTH=width, BLOCK_T=BLOCK_T, BLOCK_F=BLOCK_F, num_warps=4
     )
     return add_up(partial_1PF, dy_TF.dtype)[0]

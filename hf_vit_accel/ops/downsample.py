@@ -16,8 +16,6 @@ from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.linear import linear
 from hf_vit_accel.ops.patch_embed import READ, reasons_overlapping
 
-__all__ = ["OPERATION"]
-
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -26,15 +24,14 @@ def _reasons_against(conv: Any, context: Context) -> list[str]:
 
 
 def _fused(conv: Any, context: Context) -> Rows:
-    product = linear if context.grad and context.no_kernels is None and not context.reference else F.linear
-    cast = context.cast
+    product, cast = linear if context.trains_by_kernels else F.linear, context.cast
     for name in READ:
         context.read(conv, name)
 
     def downsample(x_TE: torch.Tensor) -> torch.Tensor:
         # Channels last, as the rows lie: a copy of the weight, a hundredth of the product's time.
         weight = cast(conv.weight).permute(0, 2, 3, 1).flatten(1)
-        return product(x_TE.reshape(-1, weight.shape[1]), weight, None if conv.bias is None else cast(conv.bias))
+        return product(x_TE.reshape(-1, weight.shape[1]), weight, cast(conv.bias))
 
     return downsample
 

@@ -20,8 +20,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["E4M3", "LARGEST", "fit", "fit_all", "fit_one", "largest", "powers", "rounded"]
-
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""

@@ -5,32 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel.families.base import Block, Parts
+from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.norm_backward import add_norm_reference
 
 try:
     import triton.language as tl
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
-
-__all__ = [
-    "OPERATION",
-    "ShapeHeads",
-    "Sizes",
-    "shape_heads",
-    "shape_heads_",
-    "shape_heads_reference",
-    "sizes_of",
-]
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
@@ -42,15 +33,18 @@ def shape_heads_reference(
 
     weights: of q's norm and k's; none for no norms. Rounded as stock's modules do: before the weight, and after it.
     """
-    wide = torch.promote_types(qkv_TF.dtype, torch.float32)
+    norm_by = [
+        lambda x, weight_D=weight_D: add_norm_reference(x, None, weight_D, None, eps, True)[1] for weight_D in weights_D
+    ]
+    return _shaped(qkv_TF, heads, key_heads, norm_by)
+
+
+def _shaped(qkv_TF: torch.Tensor, heads: int, key_heads: int, norm_by: Sequence[Rows]) -> torch.Tensor:
     sizes = heads, key_heads, key_heads
     parts = list(qkv_TF.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=1))
-    for index, weight_D in enumerate(weights_D):
-        x = parts[index].to(wide)
-        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(qkv_TF.dtype)
-        parts[index] = (weight_D * normed).to(qkv_TF.dtype)
-    repeated = [part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts]
-    return torch.cat(repeated, dim=1).flatten(1)
+    for index, norm in enumerate(norm_by):
+        parts[index] = norm(parts[index]).to(qkv_TF.dtype)
+    return torch.cat([part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts], dim=1).flatten(1)
 
 
 @jit
@@ -100,13 +94,7 @@ _BLOCK = 16
 
 
 def _launch(
-    qkv_TF: torch.Tensor,
-    heads: int,
-    key_heads: int,
-    weights_D: tuple[torch.Tensor, ...],
-    eps: float,
-    *,
-    in_place: bool,
+    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float, *, in_place: bool
 ) -> torch.Tensor:
     qkv_TF = qkv_TF.contiguous()
     rows, dim = len(qkv_TF), qkv_TF.shape[1] // (heads + 2 * key_heads)
@@ -258,19 +246,16 @@ def _reasons_against(block: Block, context: Context) -> list[str]:
     for norm in block.head_norms:
         if reasons := norms.reasons_against(norm, context):
             return reasons
-    eps = {context.read(norm, "variance_epsilon") for norm in block.head_norms}
-    return (
-        ["the norms of q and k are no RMSNorms of one epsilon"] if block.head_norms and len(eps - {None}) != 1 else []
-    )
+    eps = {context.read(norm, "variance_epsilon") for norm in block.head_norms} - {None}
+    return ["the norms of q and k are no RMSNorms of one epsilon"] if block.head_norms and len(eps) != 1 else []
 
 
 def _fused(block: Block, context: Context) -> Rows:
     heads, key_heads, eps = sizes_of(block, context)
     # What another module made is not written to: it might be kept.
     plain = len(block.qkv) > 1 or not context.reasons_replaced(block.qkv[0], nn.Linear)
-    function = (
-        shape_heads_reference if context.reference else shape_heads_ if plain and not context.grad else shape_heads
-    )
+    kernel = shape_heads_ if plain and not context.grad else shape_heads
+    function = shape_heads_reference if context.reference else kernel
 
     def shape(qkv_TF: torch.Tensor) -> torch.Tensor:
         return function(qkv_TF, heads, key_heads, tuple(norm.weight for norm in block.head_norms), eps)
@@ -281,25 +266,13 @@ def _fused(block: Block, context: Context) -> Rows:
 def _plain(block: Block, context: Context) -> Rows:
     head_norms = list(map(context.called, block.head_norms))
     heads, key_heads, _ = sizes_of(block, context)
-    sizes = heads, key_heads, key_heads
-
-    def shape(qkv_TF: torch.Tensor) -> torch.Tensor:
-        parts = list(qkv_TF.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=1))
-        for index, norm in enumerate(head_norms):
-            parts[index] = norm(parts[index]).to(qkv_TF.dtype)
-        return torch.cat([part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts], dim=1).flatten(1)
-
-    return shape
-
-
-def _subjects(parts: Parts) -> list[Block]:
-    return [block for block in parts.blocks if block.shaped]
+    return lambda qkv_TF: _shaped(qkv_TF, heads, key_heads, head_norms)
 
 
 OPERATION = Operation(
     name="heads",
     summary="q and k normalised head by head, heads of k and v repeated for those of q, in one kernel",
-    subjects=_subjects,
+    subjects=lambda parts: [block for block in parts.blocks if block.shaped],
     reasons_against=_reasons_against,
     fused=_fused,
     plain=_plain,

@@ -18,8 +18,6 @@ from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["LinearFunction", "build", "linear", "linear_reference"]
-
 
 def linear_reference(
     x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None = None
@@ -68,12 +66,8 @@ def linear(
 
 def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
     """A projection: where it is trained by kernels `linear`, else the module itself."""
-    if not context.grad or context.reference or context.no_kernels or context.reasons_replaced(module, nn.Linear):
+    if not context.trains_by_kernels or context.reasons_replaced(module, nn.Linear):
         return context.called(module)
     cast = context.cast
-
-    def weights() -> tuple[torch.Tensor | None, ...]:
-        bias_F = module.bias
-        return cast(module.weight), None if bias_F is None else cast(bias_F)
-
+    weights: Any = lambda: (cast(module.weight), cast(module.bias))  # noqa: E731
     return Trained(alone=linear, function=LinearFunction, weights=weights, takes_norm=True)

@@ -27,8 +27,6 @@ from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.scaled import MULTIPLE, Quantized, aligned
 
-__all__ = ["CAPABILITY", "MIN_ROWS", "layer", "merger", "why_not"]
-
 MIN_ROWS = 12288
 """Rows from which on it is faster: what weights and launches cost does not grow with them, what is gained does.
 

@@ -22,8 +22,6 @@ from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp
 from hf_vit_accel.ops.norm_backward import norm_of
 from hf_vit_accel.ops.trained import Trained
 
-__all__ = ["OPERATION", "fused", "layers_of"]
-
 Merge = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -60,14 +58,11 @@ def fused(merger: Any, context: Context, after: Callable[[torch.Tensor], torch.T
         return _fused_gated(merger, context)
     norm, rest = layers_of(merger) or (None, [])
     assert norm is not None
-    add_norm, width, merged_width = (
-        guarded(KERNELS, norms.fused(norm, context)),
-        norm.weight.shape[0],
-        context.read(merger, "hidden_size"),
-    )
+    add_norm = guarded(KERNELS, norms.fused(norm, context))
+    width, merged_width = norm.weight.shape[0], context.read(merger, "hidden_size")
     for module in rest:
         context.called(module)
-    trained = _differentiable(rest, context) if context.grad and not context.reference else None
+    trained = _differentiable(rest, context) if context.trains_by_kernels else None
     # Norms that are not fused have been shown x, and may keep it: then nothing is written to it in place.
     in_place = context.reference or "norms" in context.fused
 
@@ -87,11 +82,8 @@ def fused(merger: Any, context: Context, after: Callable[[torch.Tensor], torch.T
 
 def _fused_gated(merger: Any, context: Context) -> Merge:
     add_norm = guarded(KERNELS, norms.fused(merger.post_projection_norm, context))
-    project, activate, gated = (
-        linear.build(merger.proj, context),
-        context.called(merger.act1),
-        mlps.fused(merger, context),
-    )
+    project, activate = linear.build(merger.proj, context), context.called(merger.act1)
+    gated = mlps.fused(merger, context)
 
     def merge(x_ME: torch.Tensor, delta_ME: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert delta_ME is None, "rows that were downsampled are no residual stream"
@@ -103,13 +95,10 @@ def _fused_gated(merger: Any, context: Context) -> Merge:
 def _differentiable(rest: list[Any], context: Context) -> Trained | None:
     """Product, GELU, product as an MLP that keeps little for its gradient; None for anything else."""
     kinds = nn.Linear, nn.GELU, nn.Linear
-    if context.no_kernels or len(rest) != 3 or any(map(context.reasons_replaced, rest, kinds)):
+    if len(rest) != 3 or any(map(context.reasons_replaced, rest, kinds)):
         return None
     (first, gelu, last), cast = rest, context.cast
-
-    def weights() -> list[torch.Tensor]:
-        return list(map(cast, (first.weight, first.bias, last.weight, last.bias)))
-
+    weights: Any = lambda: list(map(cast, (first.weight, first.bias, last.weight, last.bias)))  # noqa: E731
     kind = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
     return Trained(alone=gelu_mlp, function=GeluMlp, weights=weights, settings=(kind, False), takes_norm=True)
 

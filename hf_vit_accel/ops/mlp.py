@@ -13,22 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.activation import (
-    linear_gelu_tanh,
-    pad_swiglu,
-    quick_gelu_,
-    quick_gelu_reference,
-    swiglu,
-    swiglu_reference,
-)
+from hf_vit_accel.ops.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, quick_gelu_reference, swiglu
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp
+from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp, gelu_mlp_reference
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Trained
-
-__all__ = ["ACTIVATIONS", "OPERATION", "activation_of", "fused", "layers_of", "reasons_against", "routed"]
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -100,14 +91,12 @@ def fused(mlp: Any, context: Context) -> Apply:
     assert activation is not None and after is not None
     context.reads.all_of(activation)
     kind, first, limit = activation_of(activation, context), before[0], context.read(mlp, "swiglu_limit")
-    if context.reference:
-        return _reference(before, ACTIVATIONS[str(kind)], after, limit, context.cast)
-    if context.grad:
+    if context.reference or context.grad:
         return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
         return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, limit, context.cast)
-    one = _gelu_tanh if kind == "gelu_tanh" else _quick_gelu
+    one = linear_gelu_tanh if kind == "gelu_tanh" else _quick_gelu
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
     cast = context.cast
@@ -119,41 +108,23 @@ def fused(mlp: Any, context: Context) -> Apply:
     return run
 
 
-def _differentiable(
-    before: list[nn.Linear], after: nn.Linear, kind: str, limit: float | None, context: Context
-) -> Trained:
-    first, last, cast = before[0], before[-1], context.cast
+def _differentiable(before: list[Any], after: Any, kind: str, limit: float | None, context: Context) -> Apply:
+    """With a gradient: by kernels that keep little for it or, as reference, in plain torch."""
+    named, cast = [(each, name) for name in ("weight", "bias") for each in before], context.cast
+    named += [(after, "weight"), (after, "bias")]
 
-    def swiglu_weights() -> list[torch.Tensor | None]:
-        return list(map(cast, (first.weight, last.weight, first.bias, last.bias, after.weight, after.bias)))
+    def weights() -> list[torch.Tensor | None]:
+        return [cast(getattr(linear, name)) for linear, name in named]
 
-    def gelu_weights() -> list[torch.Tensor | None]:
-        return list(map(cast, (first.weight, first.bias, after.weight, after.bias)))
-
-    widths = {first.weight.shape[1], len(after.weight)}
-    widths |= set() if kind == "silu" else {len(first.weight)}  # a SwiGLU's is padded
+    setting: Any = limit if kind == "silu" else kind
+    if context.reference:
+        reference: Any = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
+        return lambda x_TE: reference(x_TE, *weights(), setting)
+    widths = {before[0].weight.shape[1], len(after.weight)}
+    widths |= set() if kind == "silu" else {len(before[0].weight)}  # a SwiGLU's is padded
     epilogue = context.no_epilogues is None and limit is None and not any(width % 8 for width in widths)
-    if kind == "silu":
-        settings = limit, epilogue
-        return Trained(alone=swiglu_mlp, function=SwigluMlp, weights=swiglu_weights, settings=settings, takes_norm=True)
-    return Trained(alone=gelu_mlp, function=GeluMlp, weights=gelu_weights, settings=(kind, epilogue), takes_norm=True)
-
-
-def _reference(
-    before: list[nn.Linear], activation: Apply, after: nn.Linear, limit: float | None, cast: Callable[[Any], Any]
-) -> Apply:
-    """In plain torch, with autograd's gradient."""
-
-    def run(x_TE: torch.Tensor) -> torch.Tensor:
-        first, *second = (F.linear(x_TE, cast(linear.weight), cast(linear.bias)) for linear in before)
-        h_TF = swiglu_reference(first, second[0], limit=limit) if second else activation(first)
-        return F.linear(h_TF, cast(after.weight), cast(after.bias))
-
-    return run
-
-
-def _gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
-    return linear_gelu_tanh(x_TE, weight_FE, bias_F)
+    alone, function = (swiglu_mlp, SwigluMlp) if kind == "silu" else (gelu_mlp, GeluMlp)
+    return Trained(alone=alone, function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
 
 
 def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
@@ -193,16 +164,12 @@ def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None
 
 
 def routed(mlp: nn.Module) -> bool:
-    """Whether it is a mixture of experts, which is called as it is, in whatever layers there is one."""
+    """Whether it is a mixture of experts; those are called as modules."""
     return hasattr(mlp, "experts")
 
 
 def _subjects(parts: Parts) -> list[nn.Module]:
     return [block.mlp for block in parts.blocks if not routed(block.mlp)]
-
-
-def _plain(mlp: nn.Module, context: Context) -> nn.Module:
-    return context.called(mlp)
 
 
 OPERATION = Operation(
@@ -211,6 +178,6 @@ OPERATION = Operation(
     subjects=_subjects,
     reasons_against=reasons_against,
     fused=fused,
-    plain=_plain,
+    plain=lambda mlp, context: context.called(mlp),
     missing="every layer has a mixture of experts",
 )

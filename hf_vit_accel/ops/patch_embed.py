@@ -18,8 +18,6 @@ from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.linear import linear
 
-__all__ = ["OPERATION", "READ", "reasons_overlapping"]
-
 READ = "stride", "kernel_size", "groups", "padding", "dilation"
 """What a convolution is beside its weights; a Linear has none of it."""
 
@@ -41,7 +39,7 @@ def reasons_overlapping(conv: Any) -> list[str]:
 
 def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
     convolution, dtype, casts = parts.projection, context.dtype, context.weights not in (None, context.dtype)
-    product = linear if context.grad and context.no_kernels is None and not context.reference else F.linear
+    product = linear if context.trains_by_kernels else F.linear
     for name in READ:
         context.read(convolution, name)
 

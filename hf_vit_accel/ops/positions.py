@@ -20,23 +20,13 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["OPERATION", "add_positions", "add_positions_", "add_positions_reference", "add_positions_reference_"]
-
 _BLOCK = 256
-
-
-def add_positions_reference_(
-    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
-) -> torch.Tensor:
-    """x += the weighted sum of four table rows, summed in fp32 and rounded to x's dtype before it is added."""
-    x_TE += (table_NE[indices_T4] * weights_T4[:, :, None]).sum(1).to(x_TE.dtype)
-    return x_TE
 
 
 def add_positions_reference(
     x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
 ) -> torch.Tensor:
-    """`add_positions_reference_` out of place."""
+    """(T, E): x plus the weighted sum of four table rows, made in fp32 and rounded to x's dtype before it is added."""
     return x_TE + (table_NE[indices_T4] * weights_T4[:, :, None]).sum(1).to(x_TE.dtype)
 
 
@@ -60,17 +50,13 @@ def _add_positions_kernel(
 def add_positions_(
     x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
 ) -> torch.Tensor:
-    """`add_positions_reference_` as one kernel: nothing of size (T, 4, E) is written."""
+    """`add_positions_reference` as one kernel, in place: nothing of size (T, 4, E) is written."""
     assert x_TE.is_contiguous()
     return _add(x_TE, table_NE, indices_T4, weights_T4, x_TE)
 
 
 def _add(
-    x_TE: torch.Tensor,
-    table_NE: torch.Tensor,
-    indices_T4: torch.Tensor,
-    weights_T4: torch.Tensor,
-    out_TE: torch.Tensor,
+    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor, out_TE: torch.Tensor
 ) -> torch.Tensor:
     rows, width = x_TE.shape
     assert indices_T4.is_contiguous() and weights_T4.is_contiguous()

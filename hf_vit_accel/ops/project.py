@@ -20,8 +20,6 @@ from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.trained import Frame, Trained
 
-__all__ = ["ProjectFunction", "build", "project", "project_reference"]
-
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -31,9 +29,8 @@ def build(block: Block, context: Context, shape: Rows | None) -> Rows:
     The weights are put together at each call: they are fewer than the rows' results, and one product is the faster.
     """
     modules, cast = block.qkv, context.cast
-    kernels = context.grad and not context.reference and not context.no_kernels
     replaced = any(context.reasons_replaced(module, nn.Linear) for module in modules)
-    if kernels and not replaced and (len(modules) > 1 if shape is None else "heads" in context.fused):
+    if context.trains_by_kernels and not replaced and (len(modules) > 1 if shape is None else "heads" in context.fused):
 
         def weights() -> list[torch.Tensor | None]:
             linears = [cast(getattr(module, name)) for name in ("weight", "bias") for module in modules]
@@ -68,8 +65,7 @@ def _joined(weights: list[Any], products: int) -> tuple[torch.Tensor, torch.Tens
 def project_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
     """`linear_reference` of all products at once, (T, F), then `shape_heads_reference` where there are sizes for it.
 
-    rest: weights of the products, their biases, weights of the norms of heads; how many products, `Sizes` or None; what
-    x was made of by `add_norm`.
+    rest: weights of the products, their biases, weights of heads' norms; how many products, `Sizes` or None; `Norm`.
     """
     *weights, products, sizes, norm = rest
     qkv_TF = linear.linear_reference(x_TE, *_joined(weights, products), norm)

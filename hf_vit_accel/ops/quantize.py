@@ -1,5 +1,4 @@
-"""Quantisation to e4m3 before attention: the packed projection split, rotated, scaled, rounded and padded in one pass;
-and the way back after it.
+"""Quantisation to e4m3 for attention: the packed projection split, rotated, scaled, rounded, padded; and the way back.
 
 Values are centred first: each head's mean over a sample of the rows is taken off, and put back on what the attention
 made of the rest, which is exact for any vector, as its weights add up to one. Hopper's tensor cores add products of
@@ -19,13 +18,12 @@ import torch.nn.functional as F
 
 from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.rope import rope_reference
 
 try:
     import triton.language as tl
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
-
-__all__ = ["dequantize", "dequantize_reference", "quantize", "quantize_reference", "sample_reference"]
 
 _SAMPLES = 256  # rows that tell what to expect of the others
 _ROWS, _WARPS = 64, 4
@@ -64,11 +62,8 @@ def quantize_reference(
     expected. Its scales serve unless something overflows; then those of what was found do. final: they serve whatever
     overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
     """
-    qkv = qkv_T3HD.float()
-    cos, sin = cos_TD[:, None, None].float(), sin_TD[:, None, None].float()
-    qk, half = qkv[:, :2], qkv.shape[-1] // 2
-    turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
-    qkv = torch.cat((qk * cos + turned * sin, qkv[:, 2:] - center_HD), dim=1)
+    qkv = rope_reference(qkv_T3HD.float(), cos_TD, sin_TD)
+    qkv[:, 2] -= center_HD
     finite = qkv.isfinite()
     found_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
     scales_3H = fit(amax_3H)

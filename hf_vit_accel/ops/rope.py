@@ -23,21 +23,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = [
-    "OPERATION",
-    "fill_up",
-    "fill_up_reference",
-    "reasons_against_rotation",
-    "rope",
-    "rope_",
-    "rope_back",
-    "rope_gather_back",
-    "rope_padded",
-    "rope_reference",
-    "rotate",
-    "tables",
-]
-
 
 def rope_reference(
     qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int | None = None

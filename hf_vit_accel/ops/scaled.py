@@ -25,21 +25,6 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = [
-    "KINDS",
-    "MULTIPLE",
-    "Quantized",
-    "activate",
-    "activate_reference",
-    "add_norm_e4m3_",
-    "add_norm_e4m3_reference_",
-    "aligned",
-    "empty",
-    "product",
-    "quantize_rows",
-    "quantize_rows_reference",
-]
-
 MULTIPLE = 16
 """What the widths of both matrices must be multiples of."""
 KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
@@ -119,11 +104,7 @@ def add_norm_e4m3_(
 
 
 def activate_reference(
-    z_TN: torch.Tensor,
-    biases_F: tuple[torch.Tensor | None, ...],
-    width: int,
-    kind: str,
-    limit: float | None = None,
+    z_TN: torch.Tensor, biases_F: tuple[torch.Tensor | None, ...], width: int, kind: str, limit: float | None = None
 ) -> Quantized:
     """The activation of z + b as rows in e4m3, (T, G), zeros beyond F = width; rounded once.
 

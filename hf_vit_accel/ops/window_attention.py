@@ -1,10 +1,11 @@
 """Attention within short windows, rotation included, straight from the packed projection.
 
-`T` rows, `S` windows, `H` heads, `D` head dim.
+`T` rows, `S` windows, `L` rows of one, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
-from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 
@@ -22,23 +22,25 @@ try:
 except ImportError:  # pragma: no cover
     tl: Any = None  # type: ignore[no-redef]
 
-__all__ = ["LONGEST", "OPERATION", "WindowAttention", "window_attention", "window_attention_reference"]
-
 LONGEST = 64
 """Rows of the longest window that one program holds."""
+
+
+def attention_reference(qkv_T3HD: torch.Tensor, lengths_S: Sequence[int], scale: float) -> torch.Tensor:
+    """Attention within segments by its definition, softmax(scale * q k^T) v, in the dtype given; returns (T, H, D)."""
+    outputs = []
+    for segment_L3HD in qkv_T3HD.split(list(lengths_S)):
+        q_HLD, k_HLD, v_HLD = segment_L3HD.permute(1, 2, 0, 3)
+        outputs.append(((scale * (q_HLD @ k_HLD.mT)).softmax(-1) @ v_HLD).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def window_attention_reference(
     qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Rotate q and k, then softmax(scale * q k^T) v within each window; (T, H, D). The projection is not changed."""
-    q_THD, k_THD, v_THD = rope_reference(qkv_T3HD, cos_TD, sin_TD).unbind(1)
-    wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
-    outs = []
-    for start, stop in zip(cu_seqlens_S1.tolist()[:-1], cu_seqlens_S1.tolist()[1:], strict=True):
-        q, k, v = (x_THD[start:stop].transpose(0, 1).to(wide) for x_THD in (q_THD, k_THD, v_THD))
-        outs.append(((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).transpose(0, 1).to(qkv_T3HD.dtype))
-    return torch.cat(outs)
+    wide_T3HD = rope_reference(qkv_T3HD, cos_TD, sin_TD).to(torch.promote_types(qkv_T3HD.dtype, torch.float32))
+    return attention_reference(wide_T3HD, cu_seqlens_S1.diff().tolist(), scale).to(qkv_T3HD.dtype)
 
 
 @jit
@@ -253,20 +255,12 @@ def window_attention(
     return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
 
-def _reasons_against(parts: Parts, context: Context) -> list[str]:
-    return reasons_against_rotation(parts, context)
-
-
-def _fused(parts: Parts, context: Context) -> Any:
-    return window_attention_reference if context.reference else window_attention
-
-
 OPERATION = Operation(
     name="window_attention",
     summary="short windows attended by one kernel, rotation included",
     subjects=lambda parts: [] if parts.full_layers is None else [parts],
-    reasons_against=_reasons_against,
-    fused=_fused,
+    reasons_against=reasons_against_rotation,
+    fused=lambda parts, context: window_attention_reference if context.reference else window_attention,
     plain=lambda parts, context: None,
     missing="the tower has no windows",
 )

@@ -23,7 +23,7 @@ IMPORTS = {
     "backends": "config env metadata ops scales",
     "route": "backends config env metadata ops",
     "passes": "metadata route",
-    "split": "metadata passes",
+    "split": "metadata",
     "ranks": "",
     "data_parallel": "metadata ops passes ranks route split",
     "encoder": "backends ops route",
@@ -48,7 +48,7 @@ IMPORTS = {
 """What each place imports: only what stands above it."""
 
 # Explained in the class that they come from: a backend, an autograd.Function.
-OVERRIDES = {"plan", "attend", "prepare", "probe", "close", "graph_bounds", "needs_on", "attend_layers"}
+OVERRIDES = {"plan", "attend", "prepare", "lacks", "close", "graph_bounds", "needs_on", "attend_layers"}
 OVERRIDES |= {"reasons_against", "reasons_against_layout", "why_not_worth", "forward", "backward"}
 
 

@@ -27,7 +27,6 @@ from hf_vit_accel.backends import (
     plan_alone,
     resolve,
 )
-from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends.base import Needs, against_machine
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
@@ -308,8 +307,8 @@ def fake_machine(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = 
     monkeypatch.setattr(env, "has_cuda", lambda: True)
     monkeypatch.setattr(env, "cuda_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(env, "why_missing", lambda package: "missing" if package.module in missing else None)
-    monkeypatch.setattr(cudnn_backend, "_probe", lambda: ())
-    monkeypatch.setattr(fa3_backend, "_probe", lambda: ())
+    for backend in (FlashinferCudnn, FlashAttention3):
+        monkeypatch.setattr(backend, "probe", lambda self: [])
 
 
 @pytest.mark.parametrize(
@@ -340,7 +339,7 @@ def test_nothing_heavy_is_imported_for_what_cannot_be_served(monkeypatch: pytest
     """Importing FlashInfer takes seconds."""
     fake_machine(monkeypatch)
     probed = []
-    monkeypatch.setattr(cudnn_backend, "_probe", lambda: probed.append("cuDNN") or ())
+    monkeypatch.setattr(FlashinferCudnn, "probe", lambda self: probed.append("cuDNN") or [])
     for device, changes in (("cpu", {}), ("cuda", dict(dtype=torch.float32)), ("cuda", dict(grad=True))):
         asked = request(device, **{"dtype": torch.bfloat16} | changes)
         assert FlashinferCudnn().reasons_against(asked) and FP8.reasons_against(asked) and not probed
@@ -422,11 +421,7 @@ def test_importing_flashinfer_is_guarded(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError("libcudnn is gone")
 
     monkeypatch.setattr(cudnn_backend, "_prefill_module", broken)
-    cudnn_backend._probe.cache_clear()
-    try:
-        (reason,) = FlashinferCudnn().probe()
-    finally:
-        cudnn_backend._probe.cache_clear()
+    (reason,) = FlashinferCudnn().probe()
     assert "libcudnn is gone" in reason and "pip install" in reason
 
 
@@ -434,11 +429,7 @@ def test_importing_flash_attention_3_is_guarded(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "flash_attn_interface.py").write_text("raise OSError('kernels are gone')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
-    fa3_backend._probe.cache_clear()
-    try:
-        (reason,) = FlashAttention3().probe()
-    finally:
-        fa3_backend._probe.cache_clear()
+    (reason,) = FlashAttention3().probe()
     assert "kernels are gone" in reason and "build FlashAttention-3" in reason
 
 

@@ -21,6 +21,7 @@ from hf_vit_accel import doctor as doctor_logic
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.ops.gemm_epilogue import KINDS
+from hf_vit_accel.ops.window_attention import attention_reference
 
 RUNNER = CliRunner()
 Spoil = Callable[[torch.Tensor], Any]
@@ -246,7 +247,7 @@ def test_reference_attention() -> None:
     q, k, v = (x_THD.transpose(0, 1) for x_THD in qkv_T3HD.unbind(1))
     mask_TT = segment_T[:, None] == segment_T
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT, scale=scale).transpose(0, 1)
-    torch.testing.assert_close(doctor_logic.reference_attention(qkv_T3HD, lengths_S, scale), expected)
+    torch.testing.assert_close(attention_reference(qkv_T3HD, lengths_S, scale), expected)
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ from hf_vit_accel import tower as tower_module
 from hf_vit_accel.bench.towers import SIZES
 from hf_vit_accel.config import Settings
 from hf_vit_accel.data_parallel import checksum
-from hf_vit_accel.passes import rows_of
+from hf_vit_accel.metadata import rows_of
 from hf_vit_accel.split import Piece, Places, cost, loads, split
 from hf_vit_accel.tower import state_of
 

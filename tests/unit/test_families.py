@@ -65,7 +65,7 @@ def inputs(tower: Any, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.T
     """Flattened patches, the same in the tower's shape, and the grid; frame by frame where the family has no clips."""
     family, generator = family_of(tower), torch.Generator().manual_seed(seed)
     assert family is not None
-    if not family.clips:
+    if not family.videos:
         grid = [(1, h, w) for t, h, w in grid for _ in range(t)]
     weight = family.parts(tower).projection.weight
     rows = torch.randn(sum(t * h * w for t, h, w in grid), weight[0].numel(), generator=generator).to(weight.dtype)
@@ -365,8 +365,8 @@ def test_a_family_that_states_something_wrong_is_caught(typical: Any, what: str,
 def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: Any) -> None:
     family, *tower = next(each for each in CLASSES if each[2] == "Glm5NextVisionModel")
     monkeypatch.setattr(upstream, "_PROOFS", {})
-    function = mlp.swiglu_reference
-    monkeypatch.setattr(mlp, "swiglu_reference", lambda gate, up, limit: function(gate, up))
+    function = mlp.swiglu_mlp_reference
+    monkeypatch.setattr(mlp, "swiglu_mlp_reference", lambda *given: function(*given[:-1]))  # the limit comes last
     assert "something else" in (prove(build(family, *tower), family).fast or "")
 
 

@@ -25,7 +25,8 @@ import hf_vit_accel
 from hf_vit_accel import passes, route
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.bench.towers import weight_of
-from hf_vit_accel.passes import FREE, NEVER, Passes, cut, rows_of
+from hf_vit_accel.metadata import rows_of
+from hf_vit_accel.passes import FREE, NEVER, Passes, cut
 from hf_vit_accel.tower import state_of
 
 Grid = list[tuple[int, int, int]]
@@ -269,8 +270,10 @@ def test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held(
     tower(pixels, grid_thw=grid_thw)
 
     def encode(taken: Any, *rest: Any) -> Any:
+        layout = sum(array.nbytes for array in taken.arrays.values())
+
         def watched(layer: Any) -> Any:
-            return replace(layer, mlp=lambda rows: seen.append(held.now() - taken.nbytes) or layer.mlp(rows))
+            return replace(layer, mlp=lambda rows: seen.append(held.now() - layout) or layer.mlp(rows))
 
         ops = replace(taken.ops, layers=tuple(map(watched, taken.ops.layers)))
         return real(replace(taken, ops=ops), *rest)
