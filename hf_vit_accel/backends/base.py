@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -255,11 +256,22 @@ def reasons_tried(
 
     attend: (T, 3, H, D) of segments of these lengths to (T, H, D), scaled by D ** -0.5. grad: its gradient runs, too.
     """
+    return env.apart(_try, attend, lengths, device, dtype, head_dim, grad)
+
+
+def _try(
+    attend: Callable[[torch.Tensor], torch.Tensor],
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    grad: bool,
+) -> tuple[str, ...]:
     generator = torch.Generator("cpu").manual_seed(0)
     wide_T3HD = torch.randn(sum(lengths), 3, 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     given_THD = torch.randn(sum(lengths), 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     what = "its gradients" if grad else "its results"
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
             qkv_T3HD, given_THD = wide_T3HD.to(device, dtype).requires_grad_(grad), given_THD.to(device, dtype)
             found_THD = attend(qkv_T3HD)

@@ -5,29 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from hf_vit_accel.ops.launch import jit
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
-
-__all__ = [
-    "cut_off",
-    "linear_gelu_tanh",
-    "pad_swiglu",
-    "pad_swiglu_reference",
-    "quick_gelu",
-    "quick_gelu_",
-    "quick_gelu_reference",
-    "swiglu",
-    "swiglu_reference",
-]
+from hf_vit_accel.ops.launch import jit, tl
 
 _BLOCK = 1024
 

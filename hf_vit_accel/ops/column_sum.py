@@ -6,17 +6,10 @@ Each program adds up a run of rows and writes one partial sum per column; a seco
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_vit_accel import env
-from hf_vit_accel.ops.launch import jit
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
+from hf_vit_accel.ops.launch import jit, tl
 
 BLOCK_T, BLOCK_F = 32, 128
 """A tile of a kernel that walks over rows and sums up columns: 256 bytes of a row are whole lines of memory."""

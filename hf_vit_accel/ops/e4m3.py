@@ -9,16 +9,9 @@ why they may follow from a sample of the rows, with room for the others.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from hf_vit_accel.ops.launch import jit
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
+from hf_vit_accel.ops.launch import jit, tl
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

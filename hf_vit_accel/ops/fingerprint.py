@@ -10,30 +10,12 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_vit_accel.ops.launch import Launch, jit
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
-
-__all__ = [
-    "CHUNK",
-    "ITEM_CHUNK",
-    "Desk",
-    "draw_keys",
-    "hash_items",
-    "hash_items_reference",
-    "hash_memory",
-    "hash_memory_reference",
-    "words_of",
-]
+from hf_vit_accel.ops.launch import Launch, jit, tl
 
 _LANES, _STRANDS, _VECTOR = 4, 32, 4
 _STEP = 2 * _STRANDS * _VECTOR

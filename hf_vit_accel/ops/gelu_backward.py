@@ -16,15 +16,8 @@ from torch.autograd.function import once_differentiable
 from hf_vit_accel.ops.activation import quick_gelu, quick_gelu_reference
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_dact, serves
-from hf_vit_accel.ops.launch import jit
+from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
-
-__all__ = ["EACH_SM", "KINDS", "STAGES", "GeluMlp", "gelu_mlp", "gelu_mlp_reference"]
 
 EACH_SM, STAGES = 16, 3  # of the activations' gradients: programs of a multiprocessor, tiles on their way
 KINDS = ("gelu", "gelu_tanh", "quick_gelu")

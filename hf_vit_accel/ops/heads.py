@@ -15,13 +15,8 @@ from torch.autograd.function import once_differentiable
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.norm_backward import add_norm_reference
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,10 +15,22 @@ from hf_vit_accel import env
 
 try:
     import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # pragma: no cover
-    triton = None
+    triton = tl = TensorDescriptor = None
 
-__all__ = ["DTYPES", "Launch", "for_descriptor", "jit", "next_power_of_2", "why_not_descriptors", "why_not_triton"]
+__all__ = [
+    "DTYPES",
+    "Launch",
+    "TensorDescriptor",
+    "for_descriptor",
+    "jit",
+    "next_power_of_2",
+    "tl",
+    "why_not_descriptors",
+    "why_not_triton",
+]
 
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -7,22 +7,13 @@ SwiGLU is silu(x G^T + g) * (x U^T + u); quick_gelu is z * sigmoid(1.702 z) with
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.activation import cut_off, swiglu_reference
-from hf_vit_accel.ops.launch import for_descriptor, jit, next_power_of_2
-
-try:
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
-
-__all__ = ["linear_quick_gelu", "linear_quick_gelu_reference", "linear_swiglu", "linear_swiglu_reference"]
+from hf_vit_accel.ops.launch import TensorDescriptor, for_descriptor, jit, next_power_of_2, tl
 
 
 def linear_quick_gelu_reference(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:

@@ -15,23 +15,7 @@ from torch import nn
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, rounded
-from hf_vit_accel.ops.launch import jit, next_power_of_2
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
-
-__all__ = [
-    "OPERATION",
-    "add_norm_",
-    "add_norm_reference_",
-    "add_norm_rows",
-    "fused",
-    "pieces",
-    "plain",
-    "reasons_against",
-]
+from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
 
 def add_norm_reference_(

@@ -13,15 +13,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.ops.column_sum import add_up, remember_sum, runs
-from hf_vit_accel.ops.launch import jit
+from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm import add_norm_rows, pieces
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
-
-__all__ = ["AddNormFunction", "Norm", "add_norm", "add_norm_reference", "keep", "kept", "norm_of", "remember"]
 
 _FEW_ROWS = 8192
 _EACH_SM = 4  # programs of a multiprocessor: a warp each, which needs no barriers, and their next rows on their way

@@ -13,12 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import jit
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
+from hf_vit_accel.ops.launch import jit, tl
 
 _BLOCK = 256
 

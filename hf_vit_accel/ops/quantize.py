@@ -11,19 +11,12 @@ also spares the mean from being rounded to e4m3 in the output.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
-from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import rope_reference
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
 
 _SAMPLES = 256  # rows that tell what to expect of the others
 _ROWS, _WARPS = 64, 4

@@ -16,12 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.launch import jit, next_power_of_2
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
+from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
 
 def rope_reference(

@@ -16,14 +16,9 @@ import torch.nn.functional as F
 
 from hf_vit_accel.ops.activation import cut_off, swiglu_reference
 from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, powers, rounded
-from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.mlp import ACTIVATIONS
 from hf_vit_accel.ops.norm import add_norm_reference_, add_norm_rows, pieces
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
 
 MULTIPLE = 16
 """What the widths of both matrices must be multiples of."""

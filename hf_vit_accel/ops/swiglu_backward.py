@@ -15,15 +15,8 @@ from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_refe
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gelu_backward import EACH_SM, STAGES
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_dact, serves
-from hf_vit_accel.ops.launch import jit
+from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
-
-__all__ = ["SwigluMlp", "swiglu_mlp", "swiglu_mlp_reference"]
 
 
 def swiglu_mlp_reference(

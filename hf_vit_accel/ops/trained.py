@@ -18,8 +18,6 @@ from torch.autograd.function import once_differentiable
 from hf_vit_accel import env
 from hf_vit_accel.ops.norm_backward import Norm, norm_of, remember
 
-__all__ = ["Frame", "Trained", "TrainedLayer", "TrainedNorm", "layer_of"]
-
 Rows = torch.Tensor
 V = TypeVar("V")
 

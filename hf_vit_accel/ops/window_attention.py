@@ -14,13 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.base import Operation
-from hf_vit_accel.ops.launch import jit, next_power_of_2
+from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
-
-try:
-    import triton.language as tl
-except ImportError:  # pragma: no cover
-    tl: Any = None  # type: ignore[no-redef]
 
 LONGEST = 64
 """Rows of the longest window that one program holds."""
