@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,11 +26,10 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import held
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import activation, mlp
-from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.tower import state_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Read when kernels are defined, so whatever is interpreted runs in a process of its own."""
+"""Read when kernels are defined, so whatever is interpreted runs in a process of its own: test_interpreted.py's."""
 SMALL = GraphConfig(max_tokens=128, exact_after=0)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -142,17 +140,6 @@ def hurry_interpreter() -> None:
 
 if INTERPRETED:
     hurry_interpreter()
-
-
-@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
-def test_by_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """The tests named "interpreted" of the file that imports this one, in a process of their own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "interpreted"]
-    command += ["--matrix"] * request.config.getoption("--matrix")
-    done = subprocess.run([*command, request.path], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
