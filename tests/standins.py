@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tiny import FAMILIES, TINY, tower_of
+from tiny import FAMILIES, TINY
 from torch import nn
 
 import hf_vit_accel
@@ -26,7 +26,6 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import held
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import activation, mlp
-from hf_vit_accel.tower import state_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Read when kernels are defined, so whatever is interpreted runs in a process of its own: test_interpreted.py's."""
@@ -222,21 +221,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
     return Fresh
-
-
-def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
-    """Patch with graphs, and poison all their buffers before every use."""
-    hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
-    graphs = state_of(tower_of(model)).runner
-    make = held.CudaRecorder
-
-    def recorder(device: torch.device) -> Any:
-        made = make(device)
-        made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
-        return made
-
-    held.CudaRecorder = recorder  # put back by the fixture
-    return graphs
 
 
 def status_of(model: Any) -> Any:

@@ -7,7 +7,6 @@ stand in for the kernels, and a recorder replays graphs by running again.
 from __future__ import annotations
 
 import copy
-import enum
 import os
 import pickle
 import subprocess
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ import torch
 from standins import KERNELS, SMALL, put
 from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
+from torch._C import DispatchKey, DispatchKeySet
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, env, route
@@ -37,6 +37,7 @@ from hf_vit_accel.ops import linear_activation, mlp, norm
 from hf_vit_accel.tower import state_of
 
 GRID = GRIDS["mixed"]
+PREFILL = "flashinfer.cudnn.prefill"
 ANYWHERE = Needs(cuda=False, differentiable=True)
 
 
@@ -61,7 +62,7 @@ def _forget() -> None:
     env.reset()
     cudnn_backend.GRAPHS.clear()
     cudnn_backend.WORKSPACES.close()
-    flex_backend._compiled.cache_clear()
+    flex_backend.compiled.cache_clear()
 
 
 def status_of(model: Any) -> Any:
@@ -97,16 +98,24 @@ class Graph:
         self._owner.run(*tensors[:4], tensors[4], tensors[6:], self._scale, self._longest)
 
 
-class Flashinfer:
+class Uids:
+    """Any name has one."""
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(value=name)
+
+
+class Flashinfer(ModuleType):
     """What `flashinfer.cudnn.prefill` 0.7.2 offers, on the CPU."""
 
     CUDNN_AVAILABLE = True
-    UIDs = enum.Enum("UIDs", {name: index for index, name in enumerate(cudnn_backend._UIDS)})
+    UIDs = Uids()
 
     class _PrefillMetadata(SimpleNamespace):
         pass
 
     def __init__(self) -> None:
+        super().__init__(PREFILL)
         self.plans = self.runs = self.public_calls = 0
 
     def workspace_bytes(self) -> int:
@@ -124,7 +133,7 @@ class Flashinfer:
         self, q: Any, k: Any, v: Any, scale: float, workspace: Any, *, out: torch.Tensor, **options: Any
     ) -> None:
         self.public_calls += 1
-        offsets = [options[name] for name in cudnn_backend._OFFSETS]
+        offsets = [options[f"batch_offsets_{of}"] for of in "qkvo"]
         self.run(q, k, v, out, options["actual_seq_lens_q"], offsets, scale, options["max_token_per_sequence"])
 
     def run(self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offsets: Any, scale: float, longest: int) -> None:
@@ -145,7 +154,8 @@ class Flashinfer:
 def operator_on_cpu() -> Iterator[None]:
     """cuDNN's operator for CPU tensors too, as long as this file runs."""
     library = torch.library.Library("hf_vit_accel", "FRAGMENT")
-    library.impl("cudnn_attention", lambda *arguments: cudnn_backend._attend_cuda(*arguments), "CPU")
+    operator, keys = torch.ops.hf_vit_accel.cudnn_attention.default, DispatchKeySet(DispatchKey.CUDA)
+    library.impl("cudnn_attention", lambda *arguments: operator.redispatch(keys, *arguments), "CPU")
     yield
     library._destroy()
 
@@ -154,7 +164,9 @@ def operator_on_cpu() -> Iterator[None]:
 def flashinfer(operator_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
     """The real cuDNN backend in front of the one above, taken for one that runs on this machine in any dtype."""
     fake, kind = Flashinfer(), cudnn_backend.FlashinferCudnn
-    monkeypatch.setattr(cudnn_backend, "_prefill_module", lambda: fake)
+    for name in ("flashinfer", "flashinfer.cudnn"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, PREFILL, fake)
     monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(backend_version=lambda: 92000))
     monkeypatch.setattr(kind, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
     stream = SimpleNamespace(device=torch.device("cpu"), cuda_stream=0)
@@ -188,8 +200,9 @@ def _without(*names: str) -> Callable[[Any, Any], None]:
     """A FlashInfer in which these pieces are missing."""
 
     def arrange(fake: Any, monkeypatch: Any) -> None:
-        kept = {name: getattr(fake, name) for name in dir(fake) if not name.startswith("__") and name not in names}
-        monkeypatch.setattr(cudnn_backend, "_prefill_module", lambda: SimpleNamespace(**kept))
+        module, pieces = ModuleType(PREFILL), {name for name in dir(type(fake)) if not name.startswith("__")}
+        vars(module).update({name: getattr(fake, name) for name in pieces.difference(names)})
+        monkeypatch.setitem(sys.modules, PREFILL, module)
 
     return arrange
 
@@ -222,10 +235,8 @@ def _workspace(error: Exception) -> Callable[[Any, Any], None]:
 
 FAULTS = {
     "flashinfer does not import": Fault(
-        lambda fake, monkeypatch: monkeypatch.setattr(
-            cudnn_backend, "_prefill_module", raises(ImportError("libcudart"))
-        ),
-        "libcudart",
+        lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, PREFILL, None),
+        f"ModuleNotFoundError: import of {PREFILL} halted",
         early=True,
     ),
     "the cudnn frontend does not import": Fault(_frontend(None), "ModuleNotFoundError", early=True),
@@ -325,7 +336,7 @@ def test_a_frame_that_is_too_long_for_a_backend_goes_to_the_next(
     model, _ = built["qwen2_vl"]
     tower, small, large = tower_of(model), [(2, 4, 4), (1, 6, 8)], [(2, 4, 4), (1, 10, 10)]
     wanted = [run_tower(tower, grid) for grid in (small, large)]
-    monkeypatch.setattr(cudnn_backend, "_INT32_END", 3 * 160 * 99)
+    monkeypatch.setattr(cudnn_backend, "INT32_END", 3 * 160 * 99)
     hf_vit_accel.patch(model, attention=attention)
     for _ in range(2):
         for grid, outputs, backend in zip((small, large), wanted, ("flashinfer_cudnn", "sdpa"), strict=True):
@@ -346,7 +357,7 @@ def test_a_frame_that_is_too_long_for_a_backend_goes_to_the_next(
 def _fa3(monkeypatch: Any, error: Exception) -> None:
     monkeypatch.setattr(fa3_backend.FlashAttention3, "needs", Needs(cuda=False))
     monkeypatch.setattr(fa3_backend.FlashAttention3, "probe", lambda self: [])
-    monkeypatch.setattr(fa3_backend, "_attend", raises(error))
+    monkeypatch.setattr(fa3_backend.FlashAttention3, "attend", raises(error))
 
 
 def _varlen(monkeypatch: Any, error: Exception) -> None:
@@ -356,8 +367,8 @@ def _varlen(monkeypatch: Any, error: Exception) -> None:
 
 
 def _flex(monkeypatch: Any, error: Exception) -> None:
-    monkeypatch.setattr(flex_backend, "_compiles", lambda device: True)
-    monkeypatch.setattr(flex_backend, "_compile", lambda function: raises(error))
+    monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: raises(error))
 
 
 def _planning(method: str) -> Callable[[Any, Exception], None]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED, patch
+from standins import INTERPRETED
+from test_graphs import patch
 from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Module, ModuleList
 
