@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -36,3 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if not any(map(item.get_closest_marker, marks))]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Whatever is there now stays: no collection of garbage, of which one took 0.3 s, need look at it again."""
+    gc.collect()
+    gc.freeze()
