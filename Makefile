@@ -13,20 +13,27 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: test quick lint matrix demo gpu-test support tables docs dist format clean
+.PHONY: test quick suite lint style types matrix demo gpu-test support tables docs dist format clean
 .DELETE_ON_ERROR:
 
-test: lint
-	$(BIN)/pytest -q -n 2 --dist worksteal
+test: style
+	$(MAKE) -j 2 types suite
 
 QUICK := architecture families guard metadata registration
 
 quick: $(VENV)/.installed-test
-	$(BIN)/pytest -q -n 2 --dist worksteal $(QUICK:%=tests/unit/test_%.py) -k "not interpreter and not replaced and not autocast"
+	$(BIN)/pytest -q -n 2 --dist worksteal $(QUICK:%=tests/unit/test_%.py) -k "not replaced and not autocast"
 
-lint: $(VENV)/.installed-test
+suite: $(VENV)/.installed-test
+	$(BIN)/pytest -q -n 2 --dist worksteal
+
+lint: style types
+
+style: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 demo: $(VENV)/.installed-examples

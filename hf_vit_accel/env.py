@@ -26,13 +26,13 @@ from torch.utils import checkpoint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 V = TypeVar("V")
-_PROBES: list[Any] = []
+PROBES: list[Any] = []
 
 
 def probe(function: Function) -> Function:
     """Cache a probe's answers until `reset`."""
     cached = cache(function)
-    _PROBES.append(cached)
+    PROBES.append(cached)
     return cached  # type: ignore[return-value]
 
 
@@ -237,5 +237,5 @@ class LRU(Generic[V]):
 
 def reset() -> None:
     """Forget every cached answer (after installing a package, or between tests)."""
-    for cached in _PROBES:
+    for cached in PROBES:
         cached.cache_clear()

@@ -38,6 +38,7 @@ _TEXT = dict(
     first_k_dense_replace=1,
 )
 _MLA = dict(num_key_value_heads=4, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=4)
+_ADAPTER = dict(out_hidden_size=32, projector_hidden_size=32)
 _AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, output_dim=32)
 
 
@@ -102,7 +103,12 @@ COMPOSITES = {
         "Qwen3OmniMoeThinkerForConditionalGeneration",
         "Qwen3OmniMoeThinkerConfig",
         dict(rope_parameters=_ROPE),
-        dict(audio_config=_AUDIO, vision_start_token_id=60, vision_end_token_id=61, audio_start_token_id=62),
+        dict(
+            audio_config=_AUDIO | dict(downsample_hidden_size=8),
+            vision_start_token_id=60,
+            vision_end_token_id=61,
+            audio_start_token_id=62,
+        ),
     ),
     "cohere_compass": Composite(
         "CohereCompassForConditionalGeneration", "CohereCompassConfig", dict(rope_parameters={"full_attention": _ROPE})
@@ -143,17 +149,32 @@ COMPOSITES = {
         "Dots3NoteForConditionalGeneration",
         "Dots3NoteConfig",
         _MLA | dict(q_lora_rank=8, use_sliding_window=False, use_dsa=False),
-        dict(audio_config=dict(num_hidden_layers=1, downsample_hidden_size=8, adapter_out_dim=32)),
+        dict(
+            audio_config=dict(
+                num_hidden_layers=1,
+                hidden_size=32,
+                intermediate_size=32,
+                num_attention_heads=4,
+                downsample_hidden_size=8,
+                adapter_input_size=32,
+                adapter_out_dim=32,
+            )
+        ),
     ),
     "video_llama_3": Composite("VideoLlama3ForConditionalGeneration", "VideoLlama3Config"),
     "kimi_k25": Composite("Kimi_K25ForConditionalGeneration", "Kimi_K25Config", _MLA | dict(q_lora_rank=None)),
-    "glm_image": Composite("GlmImageForConditionalGeneration", "GlmImageConfig", dict(rope_parameters=_ROPE)),
+    "glm_image": Composite(
+        "GlmImageForConditionalGeneration",
+        "GlmImageConfig",
+        dict(rope_parameters=_ROPE),
+        dict(vq_config=dict(embed_dim=8, num_embeddings=8, latent_channels=8)),
+    ),
     "minimax_m3_vl": Composite("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLConfig", by_name=False),
-    "muse_glimmer": Composite("MuseGlimmerForConditionalGeneration", "MuseGlimmerConfig"),
+    "muse_glimmer": Composite("MuseGlimmerForConditionalGeneration", "MuseGlimmerConfig", more=_ADAPTER),
     "muse_spark": Composite(
         "MuseSparkForConditionalGeneration",
         "MuseSparkConfig",
-        more=dict(audio_config=dict(hidden_sizes=[8] * 4, depths=[1] * 4, out_hidden_size=32)),
+        more=_ADAPTER | dict(audio_config=dict(hidden_sizes=[8] * 4, depths=[1] * 4, out_hidden_size=32)),
     ),
     "hunyuan_vl": Composite(
         "HunYuanVLForConditionalGeneration",

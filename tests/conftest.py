@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
-import torch
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from standins import model, on_cpu, references  # noqa: F401  (fixtures)
-
 settings.register_profile("few", deadline=None, max_examples=30)
 settings.register_profile("all", deadline=None)  # --hypothesis-profile=all, as noxfile.py gives it
 settings.load_profile("few")
-torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", action="store_true", help="run every cell of the matrix, not one of each row")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--matrix"):
-        left_out = [item for item in items if item.get_closest_marker("matrix")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
-    if torch.cuda.is_available():
+def pytest_configure(config: pytest.Config) -> None:
+    """torch and the shared fixtures, which take seconds to import: not in the process that only hands out tests."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    import torch
+
+    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+    config.pluginmanager.import_plugin("standins")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    left_out = {"matrix": not config.getoption("--matrix"), "gpu": not torch.cuda.is_available()}
+    marks = [mark for mark, is_left_out in left_out.items() if is_left_out]
+    kept = [item for item in items if not any(map(item.get_closest_marker, marks))]
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Whatever is there now stays: no collection of garbage, of which one took 0.3 s, need look at it again."""
+    gc.collect()
+    gc.freeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tiny import FAMILIES, TINY, tower_of
+from tiny import FAMILIES, TINY
 from torch import nn
 
 import hf_vit_accel
@@ -27,11 +26,9 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.graphs import held
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import activation, mlp
-from hf_vit_accel.ops.launch import triton
-from hf_vit_accel.tower import state_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Read when kernels are defined, so whatever is interpreted runs in a process of its own."""
+"""Read when kernels are defined, so whatever is interpreted runs in a process of its own: test_interpreted.py's."""
 SMALL = GraphConfig(max_tokens=128, exact_after=0)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -144,17 +141,6 @@ if INTERPRETED:
     hurry_interpreter()
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
-def test_by_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """The tests named "interpreted" of the file that imports this one, in a process of their own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "interpreted"]
-    command += ["--matrix"] * request.config.getoption("--matrix")
-    done = subprocess.run([*command, request.path], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
-
-
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
@@ -235,21 +221,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
     return Fresh
-
-
-def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
-    """Patch with graphs, and poison all their buffers before every use."""
-    hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
-    graphs = state_of(tower_of(model)).runner
-    make = held.CudaRecorder
-
-    def recorder(device: torch.device) -> Any:
-        made = make(device)
-        made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
-        return made
-
-    held.CudaRecorder = recorder  # put back by the fixture
-    return graphs
 
 
 def status_of(model: Any) -> Any:

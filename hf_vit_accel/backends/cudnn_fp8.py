@@ -17,7 +17,14 @@ import torch
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Attend, Needs, Plan, Request
-from hf_vit_accel.backends.flashinfer_cudnn import CUDNN_FRONTEND, FLASHINFER, FlashinferCudnn, can_prepare, graph_for
+from hf_vit_accel.backends.flashinfer_cudnn import (
+    CUDNN_FRONTEND,
+    FLASHINFER,
+    INT32_END,
+    FlashinferCudnn,
+    can_prepare,
+    graph_for,
+)
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops.e4m3 import E4M3
 from hf_vit_accel.ops.launch import why_not_triton
@@ -28,7 +35,6 @@ MIN_SEQLEN = 5120
 """Rows of the segment that a row is in, on average, from which FP8 is faster than the best of the others (H200: a tower
 of Qwen3-VL-8B with FlashAttention-3 and in FP8 takes 13.7 and 14.8 ms at 4096 rows, 19.3 and 18.6 at 5184)."""
 
-_INT32_END = 2**31
 _WEIGHTS_SCALE = 256.0
 """What softmax weights, at most 1, are multiplied by before they are rounded to e4m3: without it all those below 1/1000
 of the largest would be lost, which in thousands of keys may be most of the sum."""
@@ -69,7 +75,7 @@ class CudnnFp8(FlashinferCudnn):
             return f"rows attend to {mean:.0f} others on average, it is used from {min_seqlen} on"
         if not lengths_S.all():
             return "cuDNN's FP8 kernels crash on empty segments, which fill this graph's shape"
-        if segments.rows * request.heads * _padded(request.head_dim) >= _INT32_END:
+        if segments.rows * request.heads * _padded(request.head_dim) >= INT32_END:
             return f"{segments.rows} rows are more than its int32 offsets reach"
         return None
 

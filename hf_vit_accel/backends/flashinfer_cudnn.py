@@ -26,7 +26,7 @@ FLASHINFER = env.Package(module="flashinfer", distribution="flashinfer-python", 
 CUDNN_FRONTEND = env.Package(module="cudnn", distribution="nvidia-cudnn-frontend", install=_REMEDY)
 
 _OLDEST_CUDNN = 91900  # the oldest release that this backend was run with
-_INT32_END = 2**31
+INT32_END = 2**31
 _OFFSETS = ("batch_offsets_q", "batch_offsets_k", "batch_offsets_v", "batch_offsets_o")
 _UIDS = (
     *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
@@ -131,7 +131,7 @@ class FlashinferCudnn(Backend):
 
 
 def _most_rows(row_elements: int) -> int:
-    return (_INT32_END - 1) // row_elements
+    return (INT32_END - 1) // row_elements
 
 
 def _chunks(segments: Segments, row_elements: int) -> list[tuple[int, int]]:
@@ -199,7 +199,7 @@ class Workspaces:
 WORKSPACES = Workspaces()
 
 
-class _Graph:
+class Graph:
     """One built cuDNN plan: its graph, the tensors that it takes in order, and the workspace that it needs."""
 
     def __init__(self, qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype) -> None:
@@ -232,13 +232,13 @@ class _Graph:
             self._graph.execute(dict(zip(self._uids, tensors, strict=True)), **options)
 
 
-GRAPHS: env.LRU[_Graph] = env.LRU(entries=256, cost=256)
+GRAPHS: env.LRU[Graph] = env.LRU(entries=256, cost=256)
 """The cuDNN plans built so far; `GRAPHS.misses` counts builds."""
 
 
 def graph_for(
     qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype | None = None
-) -> _Graph:
+) -> Graph:
     """The plan for these shapes and strides. qkv: (T, H, D) each. sequences: lengths, offsets of q, k, v, out.
 
     out_dtype: of the output, if it is not q's.
@@ -247,10 +247,10 @@ def graph_for(
     out_dtype = out_dtype or qkv[0].dtype
     key = qkv[0].device, qkv[0].dtype, out_dtype, shape, strides, sequences[0].shape[0], max_seqlen, scale
 
-    def make() -> tuple[_Graph, int]:
+    def make() -> tuple[Graph, int]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a cuDNN plan must be built before a CUDA graph is captured; run the same sizes once")
-        return _Graph(qkv, sequences, max_seqlen, scale, out_dtype), 1
+        return Graph(qkv, sequences, max_seqlen, scale, out_dtype), 1
 
     return GRAPHS.get(key, make)
 

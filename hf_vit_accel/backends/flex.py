@@ -54,14 +54,14 @@ class Flex(Backend):
 
     def prepare(self, plan: Plan) -> None:
         # What layouts differ in: marked for the compiler here, once, and for q, k and v at every call.
-        if _compiles(plan.request.device) and not torch.compiler.is_compiling():
+        if compiles(plan.request.device) and not torch.compiler.is_compiling():
             for name, tensor in plan.tensors.items():
                 for dim in (0,) if name == "segment_T" else range(2, tensor.dim()):
                     torch._dynamo.mark_dynamic(tensor, dim)
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         request, tensors = plan.request, plan.tensors
-        if not _compiles(q_THD.device):
+        if not compiles(q_THD.device):
             return reference(q_THD, k_THD, v_THD, tensors, request.scale, request.score_mod)
         rows, heads, head_dim = q_THD.shape
         # An enabled gradient mode would be compiled apart, and write what only a backward pass reads.
@@ -71,7 +71,7 @@ class Flex(Backend):
                 attend: Callable[..., torch.Tensor] = _flex(request.scale, request.score_mod)
             else:
                 torch._dynamo.mark_dynamic(qkv_T3HD, 0)
-                attend = _compiled(q_THD.device, request.dtype, heads, head_dim, request.scale, request.score_mod)
+                attend = compiled(q_THD.device, request.dtype, heads, head_dim, request.scale, request.score_mod)
             out_THD = attend(qkv_T3HD, *tensors.values())
         return out_THD[:rows] if rows < FEWEST else out_THD
 
@@ -163,7 +163,7 @@ def _modified(score_mod: ScoreMod, scores_HTT: torch.Tensor, q_T: torch.Tensor, 
         return each(scores_HTT, batch, heads_H, q_T, k_T)
 
 
-def _compiles(device: torch.device) -> bool:
+def compiles(device: torch.device) -> bool:
     """Whether tensors on this device go through the compiled kernels."""
     return device.type == "cuda"
 
@@ -188,7 +188,7 @@ def _packed(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, grad:
 
 
 @lru_cache(maxsize=32)  # bounded, as it also holds what a score_mod captured
-def _compiled(
+def compiled(
     device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, scale: float, score_mod: ScoreMod | None
 ) -> Callable[..., torch.Tensor]:
     """`_flex`, to be compiled at its first call, once for any number of rows and any layout.

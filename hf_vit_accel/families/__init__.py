@@ -39,9 +39,13 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+_BY_CLASS = {tower: family for family in FAMILIES for tower in family.towers}
+
+
 def family_of(module: nn.Module) -> Family | None:
     """The family that a module is a tower of, or None."""
-    return next((family for family in FAMILIES if family.tower_class(module) is not None), None)
+    classes = ((kind.__module__, kind.__name__) for kind in type(module).__mro__)
+    return next((_BY_CLASS[each] for each in classes if each in _BY_CLASS), None)
 
 
 def find_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:

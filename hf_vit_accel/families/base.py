@@ -150,11 +150,7 @@ class Family:
 
     def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
         """The tower class that a module is an instance of, or None. Imports nothing: an instance has its class."""
-        for module_name, class_name in self.towers:
-            known = getattr(sys.modules.get(module_name), class_name, None)
-            if known is not None and isinstance(module, known):
-                return known  # type: ignore[no-any-return]
-        return None
+        return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers), None)
 
     def output_of(self, tower: nn.Module, tensors: list[torch.Tensor]) -> Any:
         """The stock tower's output class around the last rows, the merged features, if any, and deepstack's."""

@@ -13,7 +13,7 @@ import torch
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs.recorder import CudaRecorder
 
-_FAILURES, _REFUSED, _CHANGES, _REMEMBERED, _WAITED = 3, 32, 4, 4096, 16
+_FAILURES, _REFUSED, _CHANGES, REMEMBERED, _WAITED = 3, 32, 4, 4096, 16
 """Limits: failed captures in a row; signatures whose capture failed; replaced weights before calls run eagerly;
 signatures that are counted; calls that run eagerly because graphs hold too much, before all of those go."""
 
@@ -147,7 +147,7 @@ class Held(Generic[G]):
     def _came(self, signature: Hashable) -> int:
         """How often calls of a signature came, this one included."""
         count = self._seen[signature] = self._seen.pop(signature, 0) + 1
-        if len(self._seen) > _REMEMBERED:
+        if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         return count
 

@@ -61,9 +61,9 @@ def put(folder: Path, *names: str) -> dict[str, str]:
     return captions
 
 
-def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
-    """A tar archive; a name may come twice."""
-    with tarfile.open(path, "w") as archive:
+def write_tar(path: Path, *members: tuple[str, bytes], **options: Any) -> Path:
+    """A tar archive; a name may come twice. options: `tarfile.open`'s."""
+    with tarfile.open(path, "w", **options) as archive:
         for name, data in members:
             info = tarfile.TarInfo(name)
             info.size = len(data)

@@ -29,7 +29,7 @@ import PIL
 import pytest
 import torch
 import transformers
-from caption_cli import EXAMPLES, batch_caption, draw, encode
+from caption_cli import EXAMPLES, batch_caption, draw, encode, write_tar
 from captioning import captioner as captioner_module
 from captioning import sources
 from captioning.batches import Task, cost, pack, spread, vision_tokens
@@ -584,15 +584,6 @@ def test_a_member_that_comes_twice_is_a_problem(tmp_path: Path) -> None:
         open_item(found.items[0])
 
 
-def write_tar(path: Path, members: dict[str, bytes], **options: Any) -> Path:
-    with tarfile.open(path, "w", **options) as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
-
-
 MEMBERS = {
     "0001.jpg": b"first",
     "0001.json": b'{"title": "One", "n": 1}',
@@ -607,7 +598,7 @@ MEMBERS = {
 
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_tar_shards(tmp_path: Path, format: int) -> None:
-    items = {item.key: item for item in find([str(write_tar(tmp_path / "s.tar", MEMBERS, format=format))])}
+    items = {item.key: item for item in find([str(write_tar(tmp_path / "s.tar", *MEMBERS.items(), format=format))])}
     wanted = [name for name in MEMBERS if not name.endswith(("json", "txt", "cls"))]
     assert items.keys() == {f"s.tar/{name}" for name in wanted}
     for name in wanted:
@@ -624,13 +615,13 @@ def test_tar_shards(tmp_path: Path, format: int) -> None:
 
 def test_notes_of_macos_in_a_shard_are_no_pictures(tmp_path: Path) -> None:
     members = {"a.png": b"a", "._a.png": b"\0\5\x16\7", "b/._c.json": b"\0\5", "b/c.jpg": b"c"}
-    assert keys(write_tar(tmp_path / "s.tar", members)) == ["s.tar/a.png", "s.tar/b/c.jpg"]
+    assert keys(write_tar(tmp_path / "s.tar", *members.items())) == ["s.tar/a.png", "s.tar/b/c.jpg"]
 
 
 def test_damaged_tar_shards(tmp_path: Path) -> None:
     """Cut or broken at any block: members before are read, and an error stands for the rest."""
     members = {f"{index}.png": bytes([65 + index]) * 700 for index in range(3)}
-    whole = write_tar(tmp_path / "s.tar", members).read_bytes()
+    whole = write_tar(tmp_path / "s.tar", *members.items()).read_bytes()
     assert len(find([str(tmp_path / "s.tar")])) == 3
     step = 512 + 1024
     for cut in range(0, 3 * step + 1, 256):
@@ -650,7 +641,7 @@ def test_damaged_tar_shards(tmp_path: Path) -> None:
     assert keys(tmp_path / "s.tar") == ["s.tar", "s.tar/0.png"]
     (tmp_path / "s.tar").write_bytes(random.Random(0).randbytes(5000))
     assert keys(tmp_path / "s.tar") == ["s.tar"]
-    write_tar(tmp_path / "t.tar.gz", {})
+    write_tar(tmp_path / "t.tar.gz")
     with pytest.raises(ValueError, match="decompress it"):
         open_item(find([str(tmp_path / "t.tar.gz")])[0])
 

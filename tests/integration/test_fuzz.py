@@ -331,7 +331,8 @@ def test_routes_do_not_grow(family: str, attention: str) -> None:
     routes.cache.entries = ENTRIES
     grown, cache = growth_of(lambda grid: routes.get(grid, spec).ready()), routes.cache
     assert cache.misses == CALLS and len(cache) <= ENTRIES and cache.held <= cache.cost
-    assert sum(x.nbytes for route, _ in cache._values.values() for x in route.ready().tensors.values()) <= cache.held
+    kept = [routes.get(grid, spec) for grid in list(new_grids())[-len(cache) :]]
+    assert cache.misses == CALLS and sum(x.nbytes for each in kept for x in each.ready().tensors.values()) <= cache.held
     check_bounded(state_of(tower), 64)
     assert grown < BLOCKS
 
@@ -344,7 +345,7 @@ def test_graphs_do_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fails:
     routes.cache.entries = ENTRIES
     runner = runner_module.Runner(GraphConfig(max_tokens=128, exact_after=1, max_graphs=8), routes)
     monkeypatch.setattr(runner_module, "encode", lambda route, pixels_TP: [pixels_TP, pixels_TP[::4]])
-    monkeypatch.setattr(held_module, "_REMEMBERED", 128)  # reached before the first half is over
+    monkeypatch.setattr(held_module, "REMEMBERED", 128)  # reached before the first half is over
     on_cpu.fail = RuntimeError("no capture") if fails else None
 
     def call(grid: Any) -> None:
@@ -364,7 +365,7 @@ def test_graphs_do_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fails:
 
 def test_cudnn_plans_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is built for every class of layouts that was never seen; the least recently used ones go."""
-    monkeypatch.setattr(cudnn_backend, "_Graph", lambda *arguments: object())
+    monkeypatch.setattr(cudnn_backend, "Graph", lambda *arguments: object())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cudnn_backend.GRAPHS.clear()
     qkv, before = torch.zeros(1, 3, 2, 8).unbind(1), cudnn_backend.GRAPHS.misses
@@ -403,7 +404,7 @@ def resident() -> int:
 )
 def test_a_tower_does_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, family: str, graphs: Any) -> None:
     """Many calls of new shapes, a tenth of them after one that was refused."""
-    monkeypatch.setattr(held_module, "_REMEMBERED", 24)  # reached before the first third is over
+    monkeypatch.setattr(held_module, "REMEMBERED", 24)  # reached before the first third is over
     tower, rng = tower_of(TINY[family].build()), np.random.default_rng(0)
     hf_vit_accel.patch(tower, cuda_graphs=graphs)
     state, held, blocks = state_of(tower), [], []
@@ -426,9 +427,9 @@ def test_a_tower_does_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fam
 
 def test_every_cache_declares_its_bound() -> None:
     """No `functools.cache` of inputs; and what a module holds that grows is a bounded LRU, or named here."""
-    probes = {id(probe) for probe in env._PROBES}  # of packages and devices: as many as the machine has
+    probes = {id(probe) for probe in env.PROBES}  # of packages and devices: as many as the machine has
     held = {
-        "_PROBES": "as many as there are probes",
+        "PROBES": "as many as there are probes",
         "WORKSPACES": "one per device and stream",
         "MISSING": "as many as there are functions of transformers that are wrapped",
     }

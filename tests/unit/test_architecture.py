@@ -11,6 +11,7 @@ import hf_vit_accel
 
 PACKAGE = Path(hf_vit_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = Path(__file__).parents[1]
 
 IMPORTS = {
     "env": "",
@@ -107,3 +108,40 @@ def test_public_functions_are_explained(path: Path) -> None:
             nested = isinstance(node, ast.FunctionDef) and node.col_offset > 4
             inside = any(each.lineno < node.lineno <= (each.end_lineno or 0) for each in functions)
             assert overrides or nested or inside or ast.get_docstring(node), f"{path}: {node.name}"
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with a leading underscore that a file defines: functions, classes, variables, attributes of `self`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr if of_self(node) else "")
+    return {name for name in found if name.startswith("_") and not name.startswith("__") and name != "_"}
+
+
+def of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def used_of_others(path: Path) -> set[str]:
+    """Attributes of anything but `self`, names that are imported, and those that `setattr` and its like are given."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and not of_self(node):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            found |= {text.rpartition(".")[2] for text in texts if isinstance(text, str)}
+    return found
+
+
+def test_private_names_are_used_by_unit_tests_alone() -> None:
+    ours = set().union(*map(private_names, FILES))
+    others = [path for path in TESTS.rglob("*.py") if TESTS / "unit" not in path.parents]
+    assert {"_graphs", "_prefill_module", "_FAILURES", "_PROOFS"} <= ours and len(others) > 20
+    used = {str(path.relative_to(TESTS)): used_of_others(path) & ours for path in others}
+    assert not {path: names for path, names in used.items() if names}

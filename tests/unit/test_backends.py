@@ -171,13 +171,13 @@ def test_cudnn_other_ways_to_call_it(monkeypatch: pytest.MonkeyPatch, way: str) 
     if way == "public call":
         monkeypatch.setattr(cudnn_backend, "can_prepare", lambda: False)
     else:
-        real = cudnn_backend._Graph.run
+        real = cudnn_backend.Graph.run
 
         def run(self: Any, *args: Any) -> None:
             monkeypatch.setattr(self, "_ordered", False)
             real(self, *args)
 
-        monkeypatch.setattr(cudnn_backend._Graph, "run", run)
+        monkeypatch.setattr(cudnn_backend.Graph, "run", run)
     check(backend, LAYOUTS["ragged"], 72, torch.bfloat16, "cuda", True)
 
 
@@ -248,7 +248,7 @@ def test_cudnn_splits_before_int32_overflows() -> None:
 
 
 def test_cudnn_split_offsets_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_backend, "_INT32_END", 3 * HEADS * 80 * 100)
+    monkeypatch.setattr(cudnn_backend, "INT32_END", 3 * HEADS * 80 * 100)
     plan = FlashinferCudnn().plan(segments_of([64, 30, 64, 64]), request(dtype=torch.bfloat16))
     assert plan.host["chunks"] == ((0, 94, 64), (94, 158, 64), (158, 222, 64))
     assert plan.arrays["dense_1"].ravel().tolist() == [0, 64 * HEADS * 80]

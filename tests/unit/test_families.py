@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from dataclasses import replace
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED, patch, test_by_the_interpreter  # noqa: F401  (a test)
+from standins import INTERPRETED
+from test_graphs import patch
 from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Module, ModuleList
 
@@ -48,17 +50,16 @@ def tower(request: Any) -> Any:
 @pytest.fixture(params=CLASSES, ids=lambda each: each[2])
 def typical(request: Any) -> Any:
     """For what does not look at a class: none whose parameters are those of an earlier class of its family."""
-    family, module, name = request.param
-    tower = build(family, module, name)
-    shapes = _shapes(tower)
-    for earlier in family.towers[: family.towers.index((module, name))]:
-        if _shapes(build(family, *earlier)) == shapes:
+    family, *named = request.param
+    for earlier in family.towers[: family.towers.index(tuple(named))]:
+        if _shapes(family, *earlier) == _shapes(family, *named):
             pytest.skip(f"built as {earlier[1]}")
-    return tower
+    return build(*request.param)
 
 
-def _shapes(tower: Any) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in tower.named_parameters()}
+@functools.cache
+def _shapes(*built: Any) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in build(*built).named_parameters()}
 
 
 def inputs(tower: Any, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,7 +168,7 @@ def test_rounding_is_that_of_stock(references: list[str], typical: Any) -> None:
         assert relative_error(ours, true) <= 1.1 * relative_error(theirs, true)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs interpreted above")
+@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
 @pytest.mark.parametrize(
     "name",
     [

@@ -17,9 +17,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, patch, status_of
+from standins import SMALL, status_of
 from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
-from test_graphs import draw_grid
+from test_graphs import draw_grid, patch
 from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -179,11 +179,11 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWith
     counter = CompileCounterWithBackend("eager")
     real = torch.compile
     monkeypatch.setattr(torch, "compile", partial(real, backend=counter))
-    monkeypatch.setattr(flex_backend, "_compiles", lambda device: True)
-    flex_backend._compiled.cache_clear()
+    monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
+    flex_backend.compiled.cache_clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield counter
-    flex_backend._compiled.cache_clear()
+    flex_backend.compiled.cache_clear()
 
 
 MANY = [*LAYOUTS.values(), [128, 128], [256], [384], [400, 300], [64] * 9, [1000], [1, 2], [300] * 3]
@@ -235,13 +235,13 @@ def test_devices_do_not_share_what_torch_bounds(monkeypatch: pytest.MonkeyPatch)
         made.append(function)
         return lambda qkv_T3HD, *_: qkv_T3HD[:, 0]
 
-    monkeypatch.setattr(flex_backend, "_compiles", lambda device: True)
+    monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
     monkeypatch.setattr(flex_backend, "_compile", compile_)
-    flex_backend._compiled.cache_clear()
+    flex_backend.compiled.cache_clear()
     for device in ("cpu", "meta", "cpu"):
         plan = plan_alone(Flex(), segments_of([300, 212]), request(device, packed=True))
         plan.attend(*draw(512, 80, torch.float32, device, 0, True))
-    flex_backend._compiled.cache_clear()
+    flex_backend.compiled.cache_clear()
     assert len(made) == 2 and made[0].__code__ is not made[1].__code__
 
 
@@ -530,7 +530,7 @@ def on_gpu() -> Iterator[None]:
     backend = backend_named("flex")
     if reasons := backend.reasons_against(request("cuda", torch.bfloat16)):
         pytest.skip("; ".join(reasons))
-    flex_backend._compiled.cache_clear()
+    flex_backend.compiled.cache_clear()
     torch.compiler.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield

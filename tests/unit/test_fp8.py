@@ -20,9 +20,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, patch, status_of
+from standins import SMALL, status_of
 from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
-from test_graphs import draw_grid
+from test_graphs import draw_grid, patch
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel

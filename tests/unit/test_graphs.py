@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, Recorder, patch, status_of
+from standins import SMALL, Recorder, status_of
 from tiny import FAMILIES, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
@@ -32,6 +32,21 @@ from hf_vit_accel.metadata import Geometry, Segments, build
 from hf_vit_accel.tower import state_of
 
 Grid = list[tuple[int, int, int]]
+
+
+def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
+    """Patch with graphs, and poison all their buffers before every use."""
+    hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
+    graphs = state_of(tower_of(model)).runner
+    make = held.CudaRecorder
+
+    def recorder(device: torch.device) -> Any:
+        made = make(device)
+        made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
+        return made
+
+    held.CudaRecorder = recorder  # put back by the fixture
+    return graphs
 
 
 ODD: dict[str, Any] = {
@@ -521,6 +536,7 @@ def test_the_least_recently_used_graph_goes(on_cpu: Any, model: Any) -> None:
 def test_graphs_that_took_too_much_all_go(on_cpu: Any, model: Any) -> None:
     """What they took is one pool's: it is given back as a whole, ever more rarely."""
     on_cpu.nbytes = 1 << 20
+    del tower_of(model).blocks[1:]
     patch(model, GraphConfig(max_tokens=128, exact_after=0, max_bytes=5 << 19), strict=True)
     grids: list[Grid] = [[(1, 2, 2 * tokens)] for tokens in (4, 8, 12, 16, 20)]
     expected, emptied = [run_tower(tower_of(copy.deepcopy(model)), grid) for grid in grids], 0
@@ -541,6 +557,7 @@ def test_graphs_that_took_too_much_all_go(on_cpu: Any, model: Any) -> None:
 def test_graphs_that_all_go_are_not_those_of_the_call_at_hand(on_cpu: Any, model: Any) -> None:
     """A call of several bins finds the graph of the first, and for another all go: none is replayed that went."""
     on_cpu.nbytes = 1 << 20
+    del tower_of(model).blocks[2:]
     patch(model, GraphConfig(max_tokens=64, exact_after=0, max_bytes=1), strict=True)
     first: Grid = [(1, 2, 2 * 64)]
     whole: Grid = [*first, (1, 2, 2 * 8)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED, test_by_the_interpreter  # noqa: F401  (a test)
+from standins import INTERPRETED
 from tiny import relative_error
 
 from hf_vit_accel.ops.activation import (
@@ -61,10 +61,10 @@ LARGE = dict(device="cuda", rows=2053, heads=16)
 
 
 def where(test: Any) -> Any:
-    """Run a kernel's test interpreted at small shapes (in the subprocess below) and compiled at large ones."""
+    """Run a kernel's test interpreted at small shapes (by test_interpreted.py) and compiled at large ones."""
     cases = [
         pytest.param(
-            SMALL, id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="runs interpreted below")
+            SMALL, id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
         ),
         *(
             pytest.param(LARGE | {"dtype": dtype}, id=f"gpu-{dtype}", marks=pytest.mark.gpu)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from standins import SMALL, patch
+from standins import SMALL
 from standins import status_of as graphs_of
+from test_graphs import patch
 from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 

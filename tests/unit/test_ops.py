@@ -171,7 +171,8 @@ def test_any_attribute_may_change(on_cpu: Any, request: Any, model: Any, kernels
     """What an operation reads from modules makes it, and every CUDA graph, stale: no list says which that is."""
     if kernels:
         request.getfixturevalue("references")
-    tower, grid = tower_of(model), [(1, 6, 8), (1, 12, 12)]
+    tower, grid = tower_of(model), [(1, 4, 6), (1, 10, 10)]
+    del tower.blocks[2:]  # of Qwen2.5-VL one with windows, and one without
     before, changed = run_tower(tower, grid), []
     for module, name, value in attributes_of(tower):
         hf_vit_accel.patch(model, cuda_graphs=hf_vit_accel.GraphConfig(max_tokens=64, exact_after=0))

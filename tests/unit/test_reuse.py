@@ -15,8 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standins import INTERPRETED, SMALL, patch, test_by_the_interpreter  # noqa: F401  (a test)
+from standins import INTERPRETED, SMALL
 from test_fuzz import FUZZ, Inputs, check, inputs, twin_of
+from test_graphs import patch
 from test_guard import entered
 from test_kernels import compile_for_hopper
 from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
@@ -193,7 +194,7 @@ WHERE = pytest.mark.parametrize(
     "device",
     [
         pytest.param(
-            "cpu", id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="runs interpreted below")
+            "cpu", id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
         ),
         pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
     ],
