@@ -400,6 +400,16 @@ TABLES: Mapping[str, Callable[[], str]] = {
         },
         memory=True,
     ),
+    "training_epilogues": Timings(
+        file="training_epilogues.json",
+        columns={
+            "stock sdpa": "stock sdpa",
+            "stock compile_blocks": "stock, compiled blocks",
+            "auto": "patched",
+            "auto+graph": "patched, CUDA graphs",
+        },
+        memory=True,
+    ),
     "families_training": Timings(
         file="families_training.json",
         columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
