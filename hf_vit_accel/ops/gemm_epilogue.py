@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def serves(x_TE: torch.Tensor, kind: str) -> bool:
     return len(x_TE) >= LEAST_ROWS and why_not(x_TE.device, x_TE.dtype, kind) is None
 
 
-@cache
+@lru_cache(maxsize=len(KINDS))
 def _config(kind: str) -> Any:
     """Two tiles take turns: one's epilogue runs during the other's product."""
     from quack.gemm_config import GemmConfig
@@ -77,7 +77,7 @@ def _config(kind: str) -> Any:
     return GemmConfig(**tile, pingpong=True, is_dynamic_persistent=False, device_capacity=9)
 
 
-@cache
+@lru_cache(maxsize=len(KINDS))
 def _epilogues(kind: str) -> tuple[Any, Any]:
     """What QuACK computes behind the first product, and behind that of the gradient.
 
