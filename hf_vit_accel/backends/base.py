@@ -271,8 +271,8 @@ def _try(
     wide_T3HD = torch.randn(sum(lengths), 3, 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     given_THD = torch.randn(sum(lengths), 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     what = "its gradients" if grad else "its results"
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        try:
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             qkv_T3HD, given_THD = wide_T3HD.to(device, dtype).requires_grad_(grad), given_THD.to(device, dtype)
             found_THD = attend(qkv_T3HD)
             exact_T3HD = qkv_T3HD.detach().float().requires_grad_()
@@ -284,6 +284,6 @@ def _try(
                 pairs += zip(found.unbind(1), wanted.unbind(1), strict=True)
             with torch.no_grad():
                 worst = max(float((one.float() - exact).norm() / exact.norm()) for one, exact in pairs)
-        except Exception as error:
-            return (f"{what} fail here: {env.one_line(error)[:220]}",)
+    except Exception as error:
+        return (f"{what} fail here: {env.one_line(error)[:220]}",)
     return () if worst < 0.03 else (f"{what} are wrong here: relative error {worst:.1e}",)

@@ -32,6 +32,7 @@ from hf_vit_accel.backends.base import Needs, against_machine
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, _chunks, round_max_seqlen, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 from hf_vit_accel.metadata import Segments
 
 LAYOUTS = {
@@ -303,12 +304,13 @@ def test_capability_and_cuda_are_checked(backend: Backend, monkeypatch: pytest.M
 
 
 def fake_machine(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = ()) -> None:
-    """A Hopper machine with every package but the missing ones."""
+    """A Hopper machine with every package but the missing ones, and a torch without cuDNN."""
     monkeypatch.setattr(env, "has_cuda", lambda: True)
     monkeypatch.setattr(env, "cuda_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(env, "why_missing", lambda package: "missing" if package.module in missing else None)
     for backend in (FlashinferCudnn, FlashAttention3):
         monkeypatch.setattr(backend, "probe", lambda self: [])
+    monkeypatch.setattr(TorchCudnn, "lacks", lambda self: ("this torch has no cuDNN",))
 
 
 @pytest.mark.parametrize(
