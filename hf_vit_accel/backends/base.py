@@ -256,34 +256,27 @@ def reasons_tried(
 
     attend: (T, 3, H, D) of segments of these lengths to (T, H, D), scaled by D ** -0.5. grad: its gradient runs, too.
     """
-    return env.apart(_try, attend, lengths, device, dtype, head_dim, grad)
-
-
-def _try(
-    attend: Callable[[torch.Tensor], torch.Tensor],
-    lengths: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    grad: bool,
-) -> tuple[str, ...]:
     generator = torch.Generator("cpu").manual_seed(0)
     wide_T3HD = torch.randn(sum(lengths), 3, 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     given_THD = torch.randn(sum(lengths), 2, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     what = "its gradients" if grad else "its results"
-    try:
+
+    def run() -> float:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            qkv_T3HD, given_THD = wide_T3HD.to(device, dtype).requires_grad_(grad), given_THD.to(device, dtype)
+            qkv_T3HD, dout_THD = wide_T3HD.to(device, dtype).requires_grad_(grad), given_THD.to(device, dtype)
             found_THD = attend(qkv_T3HD)
             exact_T3HD = qkv_T3HD.detach().float().requires_grad_()
             wanted_THD = attention_reference(exact_T3HD, lengths, head_dim**-0.5)
             pairs = [(found_THD, wanted_THD)]
             if grad:
-                (found,) = torch.autograd.grad(found_THD, qkv_T3HD, given_THD)
-                (wanted,) = torch.autograd.grad(wanted_THD, exact_T3HD, given_THD.float())
+                (found,) = torch.autograd.grad(found_THD, qkv_T3HD, dout_THD)
+                (wanted,) = torch.autograd.grad(wanted_THD, exact_T3HD, dout_THD.float())
                 pairs += zip(found.unbind(1), wanted.unbind(1), strict=True)
             with torch.no_grad():
-                worst = max(float((one.float() - exact).norm() / exact.norm()) for one, exact in pairs)
+                return max(float((one.float() - exact).norm() / exact.norm()) for one, exact in pairs)
+
+    try:
+        worst = env.apart(run)
     except Exception as error:
         return (f"{what} fail here: {env.one_line(error)[:220]}",)
     return () if worst < 0.03 else (f"{what} are wrong here: relative error {worst:.1e}",)
