@@ -20,7 +20,7 @@ def _clips(tower: Any) -> Geometry:
 
 
 def _windows(tower: Any) -> Geometry:
-    return Geometry(merge=1, window=tower.window_size // tower.patch_size)
+    return Geometry(merge=1, window=tower.config.pos_emb_height)
 
 
 def _family(name: str, tower: str, geometry: Any = _frames, *more: tuple[str, str]) -> Family:
