@@ -142,7 +142,7 @@ class GeluMlp(torch.autograd.Function):
         if ctx.epilogue:
             dz_TF, h_TF, sum_F = gemm_dact(dy_TE, weight2_EF, z_TF, ctx.kind)
             dbias1_F = sum_F.to(z_TF.dtype) if needs_bias1 else None
-            dweight2_EF = dy_TE.t() @ h_TF if needs_weight2 else None
+            dweight2_EF = dy_TE.t() @ h_TF
             del h_TF
         elif ctx.needs_z or needs_weight2:
             (rows, width), columns = z_TF.shape, -(-z_TF.shape[1] // BLOCK_F)
