@@ -85,7 +85,7 @@ class Auto:
 class Report:
     """Everything that doctor found; its fields are the keys of `doctor --json`.
 
-    epilogues: activations of MLPs that are trained, and why they are not in their products' epilogues, or None.
+    epilogues: activations of MLPs that are trained, and the residual stream: why not in products' epilogues, or None.
     """
 
     ok: bool
@@ -302,7 +302,7 @@ def lines(report: Report) -> Iterator[str]:
     for kind, name in auto.layers.items():
         yield f"  {kind + ' layers':13}  {name}{' (WRONG here, name another)' if name in wrong else ''}"
 
-    yield "Training, activations in the products of an MLP (QuACK)"
+    yield "Epilogues of products: activations in training, the residual stream (QuACK)"
     for kind, why in report.epilogues.items():
         yield f"  {kind:10}  {'usable' if why is None else why}"
 

@@ -87,18 +87,19 @@ def _layer(
     sin_TD: torch.Tensor,
     x_TE: torch.Tensor,
     held: list[torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """held: a list with delta, (T, E), emptied here: after torch.compile ran, callers' frames hold their arguments."""
     x_TE, normed_TE = layer.norm1(x_TE, held.pop())
-    delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1))
+    stream = (x_TE,) if layer.adds else ()
+    delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1), *stream)
     x_TE, normed_TE = layer.norm2(x_TE, delta_TE)
     del delta_TE
-    return x_TE, layer.mlp(normed_TE)
+    return x_TE, layer.mlp(normed_TE, *stream)
 
 
 def _layer_of_rows(
     layer: LayerOps, attend: Attend, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     return _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, [delta_TE])
 
 
@@ -115,4 +116,9 @@ def _checkpointed(checkpoint: Any, run: Any, x_TE: torch.Tensor, delta_TE: Any) 
     """As a layer of stock: one tensor goes in, one comes out."""
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     x_TE = x_TE if x_TE.requires_grad else x_TE.detach().requires_grad_()
-    return checkpoint(lambda x: torch.add(*run(x, None)), x_TE), None
+
+    def one(x_TE: torch.Tensor) -> torch.Tensor:
+        x_TE, delta_TE = run(x_TE, None)
+        return x_TE if delta_TE is None else x_TE + delta_TE
+
+    return checkpoint(one, x_TE), None

@@ -131,7 +131,7 @@ LINEARS = "fp8_linears"
 
 
 EPILOGUES = "gemm_epilogues"
-"""The name under which products with activations in their epilogues fail; kernels of their own may run then."""
+"""The name under which products with what follows them in their epilogues fail; kernels of their own may run then."""
 
 
 class FallbackError(RuntimeError):

@@ -17,7 +17,7 @@ from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, reso
 from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.metadata import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
-from hf_vit_accel.ops import Ops, linears
+from hf_vit_accel.ops import Ops, gemm_epilogue, linears
 from hf_vit_accel.ops.trained import Trained
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
@@ -153,6 +153,9 @@ def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
             ops = ops.fp8
         else:
             few_rows = f"{metadata.rows} rows, they are used from {least} on (where a CUDA graph pads to that, too)"
+    at = spec.request.device, spec.request.dtype
+    if ops is not None and ops is spec.ops and ops.adding != ops.layers and metadata.rows >= gemm_epilogue.LEAST_ROWS:
+        ops = ops if gemm_epilogue.why_not(*at, "residual") else replace(ops, layers=ops.adding)
     return Route(spec=spec, metadata=metadata, ops=ops, few_rows=few_rows, **made)
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Block, Parts
 from hf_vit_accel.ops import (
     downsample,
@@ -28,7 +30,9 @@ from hf_vit_accel.ops import (
 )
 from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.gemm_epilogue import add_product_
 from hf_vit_accel.ops.launch import why_not_triton
+from hf_vit_accel.ops.trained import Trained
 
 __all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "linears", "why_not_triton"]
 
@@ -55,14 +59,16 @@ Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
 class LayerOps:
     """One layer. norm1, norm2: (x, delta) -> (x + delta, norm of it), x possibly in place. mlp: rows to their delta.
 
-    qkv: rows to packed queries, keys and values, (T, 3 * heads * head dim).
+    qkv: rows to packed queries, keys and values, (T, 3 * heads * head dim). adds: whether proj and mlp are given x as
+    well, add to it in place, and return None; never where gradients flow.
     """
 
     norm1: AddNorm
     qkv: Callable[[Rows], Rows]
-    proj: Callable[[Rows], Rows]
+    proj: Callable[..., Any]
     norm2: AddNorm
-    mlp: Callable[[Rows], Rows]
+    mlp: Callable[..., Any]
+    adds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +78,8 @@ class Ops:
     tables: rows and positions (T, 2) to cos and sin (T, D). rotate: see `ops.rope`. deepstack: (x, delta) ->
     (x + delta, what the merger makes of it), x possibly in place. finish: the same of the last layer to the rows that
     the tower returns, and to features where it has a merger. attend_window: see `ops.window_attention`. fp8: the same
-    with linears in FP8, where they are asked for and any can be; not_fp8: parts whose linears cannot, and why.
+    with linears in FP8, where they are asked for and any can be; not_fp8: parts whose linears cannot, and why. adding:
+    the layers for many rows, whose products add to the residual stream in their epilogues, where they can.
     """
 
     embed: Callable[[Rows], Rows]
@@ -81,6 +88,7 @@ class Ops:
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     attend_window: Callable[..., torch.Tensor] | None
     layers: tuple[LayerOps, ...]
+    adding: tuple[LayerOps, ...]
     finish: Finish
     deepstack: Mapping[int, AddNorm]
     fused: frozenset[str]
@@ -119,6 +127,7 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         rotate=made["rope"][0],
         attend_window=next(each["window_attention"], None),
         layers=layers,
+        adding=tuple(_adding(block, layer, context) for block, layer in zip(parts.blocks, layers, strict=True)),
         **ends(made["mergers"]),
         fused=frozenset(context.fused),
         unfused=unfused,
@@ -148,6 +157,26 @@ def _layer(block: Block, shape: Any, each: Mapping[str, Iterator[Any]], context:
         norm2=next(each["norms"]),
         mlp=context.called(block.mlp) if mlp.routed(block.mlp) else next(each["mlp"]),
     )
+
+
+def _adding(block: Block, made: LayerOps, context: Context) -> LayerOps:
+    """A layer whose proj and MLP add to the residual stream; as it is where they are no products that QuACK takes."""
+    fused = {"norms", "mlp"} <= context.fused and not context.reference and context.no_epilogues is None
+    if not fused or mlp.routed(block.mlp) or context.reasons_replaced(block.proj, nn.Linear):
+        return made
+    proj, cast, known = block.proj, context.cast, mlp.layers_of(block.mlp)
+    assert known is not None
+    widths = *proj.weight.shape, *(() if len(known[0]) == 2 else known[2].weight.shape)  # a SwiGLU's is padded
+    if any(width % 8 for width in widths):
+        return made
+    if context.grad:
+        assert isinstance(made.proj, Trained)
+        return replace(made, proj=replace(made.proj, adds=True))
+
+    def add_proj_(rows_TE: Rows, x_TE: Rows) -> None:
+        add_product_(rows_TE, cast(proj.weight), cast(proj.bias), x_TE)
+
+    return replace(made, adds=True, proj=add_proj_, mlp=guarded(KERNELS, mlp.fused(block.mlp, context, add_product_)))
 
 
 def _embed(embed: Callable[[Rows], Rows], norm: AddNorm | None) -> Callable[[Rows], Rows]:

@@ -104,7 +104,7 @@ class Context:
     dtype: of the rows; weights: of the weights, which are cast where that is another (autocast). no_kernels: why Triton
     kernels cannot run there, None if they can. reference: whether plain torch stands in for them, differentiable and on
     any device. grad: whether gradients flow through what is built. linears: those that are asked for in FP8, too;
-    no_linears: why none can be. no_epilogues: why no product may have its activation in its epilogue. classes: those
+    no_linears: why none can be. no_epilogues: why no product may have what follows it in its epilogue. classes: those
     whose forwards are proven, None for any of transformers. fused: operations earlier in the table that are.
     activations: what was found by trying them.
     """

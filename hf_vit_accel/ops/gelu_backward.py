@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.ops.activation import quick_gelu, quick_gelu_reference
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
-from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_dact, serves
+from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 
@@ -113,6 +113,7 @@ class GeluMlp(torch.autograd.Function):
         kind: str,
         epilogue: bool,
         norm: Norm | None,
+        stream_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         needs_x, needs_weight1, needs_bias1, needs_weight2 = ctx.needs_input_grad[:4]
         ctx.kind = kind
@@ -130,6 +131,8 @@ class GeluMlp(torch.autograd.Function):
             weight2_EF if ctx.needs_z else None,
             *tensors,
         )
+        if stream_TE is not None:
+            return gemm_add(h_TF, weight2_EF, bias2_E, stream_TE)
         return F.linear(h_TF, weight2_EF, bias2_E)
 
     @staticmethod

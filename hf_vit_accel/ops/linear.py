@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
+from hf_vit_accel.ops.gemm_epilogue import gemm_add
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 from hf_vit_accel.ops.trained import Trained
 
@@ -31,11 +32,18 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None
+        ctx: Any,
+        x_TE: torch.Tensor,
+        weight_FE: torch.Tensor,
+        bias_F: torch.Tensor | None,
+        norm: Norm | None,
+        stream_TF: torch.Tensor | None = None,
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         tensors, ctx.settings = keep(x_TE, norm) if needs_weight else ((), None)
         ctx.save_for_backward(weight_FE if needs_x else None, *tensors)
+        if stream_TF is not None:
+            return gemm_add(x_TE, weight_FE, bias_F, stream_TF)
         return F.linear(x_TE, weight_FE, bias_F)
 
     @staticmethod

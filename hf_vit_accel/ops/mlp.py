@@ -85,8 +85,11 @@ def reasons_against(mlp: Any, context: Context) -> list[str]:
     return reasons
 
 
-def fused(mlp: Any, context: Context) -> Apply:
-    """Rows to what the MLP makes of them; the activation in a kernel."""
+def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> Any:
+    """Rows to what the MLP makes of them; the activation in a kernel.
+
+    last: its last product, where no gradient is required; it is given what follows the rows, too.
+    """
     before, activation, after = layers_of(mlp) or ([], None, None)
     assert activation is not None and after is not None
     context.reads.all_of(activation)
@@ -95,15 +98,15 @@ def fused(mlp: Any, context: Context) -> Apply:
         return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
-        return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, limit, context.cast)
+        return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, limit, context.cast, last)
     one = linear_gelu_tanh if kind == "gelu_tanh" else _quick_gelu
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
     cast = context.cast
 
-    def run(x_TE: torch.Tensor) -> torch.Tensor:
+    def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
         h_TF = one(x_TE, cast(first.weight), cast(first.bias))
-        return F.linear(h_TF, cast(after.weight), cast(after.bias))
+        return last(h_TF, cast(after.weight), cast(after.bias), *stream)
 
     return run
 
@@ -138,27 +141,28 @@ def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tenso
 # safetensors, fused optimizers and whoever looks for shared storage take such parameters for something else.)
 
 
-def _linear_swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None, cast: Apply) -> Apply:
-    def run(x_TE: torch.Tensor) -> torch.Tensor:
+def _linear_swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None, cast: Apply, last: Any) -> Any:
+    def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
         weights = map(cast, (gate.weight, up.weight, gate.bias, up.bias, down.weight))
         h_TG, down_EG = linear_swiglu(x_TE, *weights, limit=limit)
-        return F.linear(h_TG, down_EG, cast(down.bias))
+        return last(h_TG, down_EG, cast(down.bias), *stream)
 
     return run
 
 
-def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None, cast: Apply) -> Apply:
-    def run(x_TE: torch.Tensor) -> torch.Tensor:
+def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None, cast: Apply, last: Any) -> Any:
+    def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
         weights = gate.weight, up.weight, gate.bias, up.bias, down.weight
         gate_FE, up_FE, gate_F, up_F, down_EF = map(cast, weights)
         if gate_FE.shape[0] % 8 == 0:
             gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)
-            return F.linear(swiglu(gate_TF, up_TF, limit=limit), down_EF, cast(down.bias))
+            return last(swiglu(gate_TF, up_TF, limit=limit), down_EF, cast(down.bias), *stream)
         some_F = gate_FE.flatten()[: len(gate_FE)]  # the kernel wants to copy some
         biases = (some_F, some_F) if gate_F is None else (gate_F, up_F)
         weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, *biases, down_EF)
         bias = None if gate_F is None else bias
-        return F.linear(swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1), limit=limit), down_EG, cast(down.bias))
+        h_TG = swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1), limit=limit)
+        return last(h_TG, down_EG, cast(down.bias), *stream)
 
     return run
 

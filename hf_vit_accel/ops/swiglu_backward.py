@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gelu_backward import EACH_SM, STAGES
-from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_dact, serves
+from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 
@@ -119,6 +119,7 @@ class SwigluMlp(torch.autograd.Function):
         limit: float | None,
         epilogue: bool,
         norm: Norm | None,
+        stream_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
         ctx.needs_both, ctx.limit = any(ctx.needs_input_grad[:5]), limit
@@ -133,6 +134,8 @@ class SwigluMlp(torch.autograd.Function):
         tensors, ctx.settings = keep(x_TE, norm) if needs_gate or needs_up else ((), None)
         saved = (both_TG, gate_FE, up_FE, down_EF) if ctx.needs_both or needs_down else (None,) * 4
         ctx.save_for_backward(*saved, *tensors)
+        if stream_TE is not None:
+            return gemm_add(h_TG, down_EG, down_E, stream_TE)
         return F.linear(h_TG, down_EG, down_E)
 
     @staticmethod

@@ -27,8 +27,9 @@ class Trained:
     """An operation with a gradient of its own, which takes rows, weights and settings in this order.
 
     alone: what runs it; function: the autograd function of that. weights: as they are now, in the dtype of the rows.
-    takes_norm: whether its last argument is what its rows were made of by a norm. fault: the name of what failed, if
-    its forward does.
+    takes_norm: whether its last argument is what its rows were made of by a norm. adds, of a layer's proj: whether it
+    and the MLP add to the residual stream, which they take after that. fault: the name of what failed, if its forward
+    does.
     """
 
     alone: Callable[..., Any]
@@ -36,6 +37,7 @@ class Trained:
     weights: Callable[[], Sequence[Any]] = tuple
     settings: tuple[Any, ...] = ()
     takes_norm: bool = False
+    adds: bool = False
     fault: str = env.KERNELS
 
     def __call__(self, *rows: Any, norm: Norm | None = None) -> Any:
@@ -81,12 +83,12 @@ class TrainedLayer:
 
     def __call__(
         self, heads: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
-    ) -> tuple[Rows, Rows]:
-        """The residual stream, (T, E), and what it is still to receive, (T, E). heads: (3, H, D)."""
+    ) -> tuple[Rows, Rows | None]:
+        """The residual stream, (T, E), and what it is still to receive, (T, E) or None. heads: (3, H, D)."""
         weights = [part.weights() for part in (self.norm1, self.qkv, self.proj, self.norm2, self.mlp)]
         rows = cos_TD, sin_TD, x_TE.contiguous(), delta_TE
         flat = (weight for weights_of_part in weights for weight in weights_of_part)
-        out: tuple[Rows, Rows] = _Layer.apply(self, heads, list(map(len, weights)), *rows, *flat)
+        out: tuple[Rows, Rows | None] = _Layer.apply(self, heads, list(map(len, weights)), *rows, *flat)
         return out
 
 
@@ -127,36 +129,40 @@ class _Layer(torch.autograd.Function):
         x_TE: Rows,
         delta_TE: Rows | None,
         *flat: torch.Tensor | None,
-    ) -> tuple[Rows, Rows]:
+    ) -> tuple[Rows, Rows | None]:
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.frames, ctx.heads = layer, [], heads
         needs_x, needs_delta, *needs_flat = ctx.needs_input_grad[5:]
+        adds = layer.proj.adds
         weights: list[list[Any]] = list(_split(flat, counts))
         needed = list(_split(needs_flat, counts))
 
-        def run(part: Trained, at: int | None, rows: tuple[Any, ...], needs: tuple[bool, ...], *norm: Any) -> Any:
+        def run(part: Trained, at: int | None, rows: tuple[Any, ...], needs: tuple[bool, ...], *rest: Any) -> Any:
+            """rest: the norm that made the rows, and the residual stream, whose gradient is the result's."""
             own, needs_own = (weights[at], needed[at]) if at is not None else ([], [])
-            frame = Frame((*needs, *needs_own, *(False for _ in (*part.settings, *norm))))
+            frame = Frame((*needs, *needs_own, *(False for _ in (*part.settings, *rest[:1]))))
             ctx.frames.append(frame)
-            made = part.forward(frame, *rows, *own, *part.settings, *norm)
+            made = part.forward(frame, *rows, *own, *part.settings, *rest)
             return made, any(frame.needs_input_grad)
 
-        (sum_TE, normed_TE), flows = run(layer.norm1, 0, (x_TE, delta_TE), (needs_x, needs_delta))
+        # A norm that adds nothing is told that it does: so it sums up the gradient, for the bias of what was added.
+        needs = needs_x, needs_x if adds and delta_TE is None else needs_delta
+        (sum_TE, normed_TE), flows = run(layer.norm1, 0, (x_TE, delta_TE), needs)
         norm = Norm(sum_TE, *weights[0], *layer.norm1.settings)
         qkv, flows = run(layer.qkv, 1, (normed_TE,), (flows,), norm)
         rows = qkv.view(len(qkv), *heads), cos_TD, sin_TD  # Python's unflatten takes 8 us
         attended_THD, flows = run(layer.attend, None, rows, (flows, False, False))
-        delta_TE, flows = run(layer.proj, 2, (attended_THD.flatten(1),), (flows,), None)
-        (sum_TE, normed_TE), flows = run(layer.norm2, 3, (sum_TE, delta_TE), (needs_x or needs_delta, flows))
+        made_TE, flows = run(layer.proj, 2, (attended_THD.flatten(1),), (flows,), None, *[sum_TE] * adds)
+        pair = (made_TE, None) if adds else (sum_TE, made_TE)
+        (sum_TE, normed_TE), flows = run(layer.norm2, 3, pair, (needs_x or needs_delta, flows))
         norm = Norm(sum_TE, *weights[3], *layer.norm2.settings)
-        delta_TE, flows = run(layer.mlp, 4, (normed_TE,), (flows,), norm)
+        made_TE, flows = run(layer.mlp, 4, (normed_TE,), (flows,), norm, *[sum_TE] * adds)
         # All by autograd's own means: hooks see them, and a result that is kept makes no cycle.
         ctx.save_for_backward(*(tensor for frame in ctx.frames for tensor in frame.saved_tensors))
         ctx.saved = [len(frame.saved_tensors) for frame in ctx.frames]
         for frame in ctx.frames:
             frame.saved_tensors = ()
-        assert delta_TE is not None
-        return sum_TE, delta_TE
+        return (made_TE, None) if adds else (sum_TE, made_TE)
 
     @staticmethod
     @once_differentiable
@@ -178,12 +184,13 @@ class _Layer(torch.autograd.Function):
             gradients[name] = found[rows : len(found) - len(part.settings) - part.takes_norm]
             return tuple(found[:rows])
 
-        (dnormed_TE,) = back("mlp", 1, ddelta_TE)
+        (dnormed_TE,) = back("mlp", 1, dsum_TE if layer.proj.adds else ddelta_TE)
         dsum_TE, dproj_TE = back("norm2", 2, dsum_TE, dnormed_TE)
         (dattended,) = back("proj", 1, dproj_TE)
         dqkv_T3HD, *_ = back("attend", 3, None if dattended is None else dattended.view(-1, *ctx.heads[1:]))
         (dnormed_TE,) = back("qkv", 1, None if dqkv_T3HD is None else dqkv_T3HD.flatten(1))
         dx_TE, ddelta_TE = back("norm1", 2, dsum_TE, dnormed_TE)
+        ddelta_TE = ddelta_TE if ctx.needs_input_grad[6] else None
         order = "norm1", "qkv", "proj", "norm2", "mlp"
         return None, None, None, None, None, dx_TE, ddelta_TE, *(each for name in order for each in gradients[name])
 

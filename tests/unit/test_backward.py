@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel.ops import column_sum as column_sum_module
 from hf_vit_accel.ops import gelu_backward, gemm_epilogue, norm_backward, swiglu_backward
+from hf_vit_accel.ops import linear as linear_module
 from hf_vit_accel.ops.activation import pad_swiglu_reference
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
 from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp, gelu_mlp_reference
@@ -212,14 +213,22 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
     return make
 
 
-def layer_case(kind: str, *, rms: bool, delta: bool, epilogue: bool = False) -> Callable[[At], Case]:
-    """A whole layer as one node, with the attention that runs anywhere."""
+def layer_case(
+    kind: str, *, rms: bool, delta: bool, epilogue: bool = False, adds: bool = False
+) -> Callable[[At], Case]:
+    """A whole layer as one node, with the attention that runs anywhere.
+
+    adds: its products add to the residual stream; then twice, as what one adds to is the other's norm's.
+    """
 
     def make(at: At) -> Case:
         if epilogue:
             needs_epilogues(at, kind)
+        if adds:
+            needs_epilogues(at, "residual")
         heads, dim, lengths = at["heads"], 40, [8, 1, 0, 12][: at.get("segments")] * sized(at, 1, 90)
-        rows, width, inner = sum(lengths), heads * dim, sized(at, 36, 3420)
+        aligned = adds and kind != "swiglu"  # whose width is padded
+        rows, width, inner = sum(lengths), heads * dim, sized(at, *((40, 3424) if aligned else (36, 3420)))
         cos, sin = tables(rows, dim, at)
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
         shapes = dict(x=(rows, width), delta=(rows, width), scale1=(width,), bias1=(width,), wq=(3 * width, width))
@@ -241,21 +250,31 @@ def layer_case(kind: str, *, rms: bool, delta: bool, epilogue: bool = False) -> 
             layer = SimpleNamespace(
                 norm1=part(norm_backward.AddNormFunction, "scale1", "bias1", **norm),
                 qkv=part(LinearFunction, "wq", "bq", takes_norm=True),
-                proj=part(LinearFunction, "wp", "bp", takes_norm=True),
+                proj=part(LinearFunction, "wp", "bp", takes_norm=True, adds=adds),
                 norm2=part(norm_backward.AddNormFunction, "scale2", "bias2", **norm),
                 mlp=part(SwigluMlp if kind == "swiglu" else GeluMlp, *mlp, settings=settings, takes_norm=True),
             )
             attend = Trained(alone=WindowAttention.apply, function=WindowAttention, settings=(offsets, dim**-0.5))
             trained = layer_of(layer, attend)
             assert trained is not None
-            return trained((3, heads, dim), cos, sin, p["x"], p.get("delta"))
+            rest = (3, heads, dim), cos, sin
+            if not adds:
+                return trained(*rest, p["x"], p.get("delta"))
+            again, left = trained(*rest, *trained(*rest, p["x"], p.get("delta")))
+            assert left is None
+            return again
 
         def reference(p: Tensors) -> Any:
-            total, normed = add_norm_reference(p["x"], p.get("delta"), p["scale1"], p.get("bias1"), 1e-6, rms=rms)
+            if adds:
+                return sum(once(p, *once(p, p["x"], p.get("delta"))))
+            return once(p, p["x"], p.get("delta"))
+
+        def once(p: Tensors, x: torch.Tensor, delta: torch.Tensor | None) -> Any:
+            total, normed = add_norm_reference(x, delta, p["scale1"], p.get("bias1"), 1e-6, rms=rms)
             qkv = linear_reference(normed, p["wq"], p["bq"]).unflatten(-1, (3, heads, dim))
             attended = window_attention_reference(qkv, cos, sin, offsets, dim**-0.5).flatten(1)
-            delta = linear_reference(attended, p["wp"], p["bp"])
-            total, normed = add_norm_reference(total, delta, p["scale2"], p.get("bias2"), 1e-6, rms=rms)
+            made = linear_reference(attended, p["wp"], p["bp"])
+            total, normed = add_norm_reference(total, made, p["scale2"], p.get("bias2"), 1e-6, rms=rms)
             run = swiglu_mlp_reference if kind == "swiglu" else gelu_mlp_reference
             return total, run(normed, *(p[name] for name in mlp), *settings)
 
@@ -360,6 +379,8 @@ CASES: dict[str, Callable[[At], Case]] = {
     "swiglu, one bias, epilogue": swiglu_case((80, 40), (1280, 3456), biases="bu", epilogue=True),
     "swiglu, no bias, epilogue": swiglu_case((80, 36), (1280, 3420), biases="", epilogue=True),
     "layer swiglu, epilogue": layer_case("swiglu", rms=True, delta=True, epilogue=True),
+    "layer gelu, adding": layer_case("gelu_tanh", rms=False, delta=True, adds=True),
+    "layer swiglu, adding, the first": layer_case("swiglu", rms=True, delta=False, adds=True),
     "norm + gelu, merged": half_layer_case("gelu", rms=False, merge=4),
     "norm + swiglu": half_layer_case("swiglu", rms=True),
     "layer gelu": layer_case("gelu_tanh", rms=False, delta=True),
@@ -380,8 +401,14 @@ ALIKE = {f"mlp {kind}" for kind in KINDS if kind != "gelu_tanh"} | {"swiglu, odd
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer delta", "norm 1152 layer delta", "norm 1280 rms delta"}
 ALIKE |= {"rope 80 None", "rope 72 None", "rope 80 96", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
 ALIKE |= {"mlp gelu_tanh, closed", "mlp gelu_tanh, closed, epilogue", "mlp quick_gelu, closed, epilogue"}
-ALIKE |= {"mlp quick_gelu, no bias, epilogue", "swiglu, no bias, epilogue", "swiglu, one bias, epilogue"}
+ALIKE |= {
+    "layer swiglu, adding, the first",
+    "mlp quick_gelu, no bias, epilogue",
+    "swiglu, no bias, epilogue",
+    "swiglu, one bias, epilogue",
+}
 ALIKE |= {"project 3", "project 1 grouped, no bias", "positions 16", "layer swiglu, the first"}
+ALIKE |= {"layer swiglu, adding, the first"}
 """Those that differ from another case in sizes, in what is left out, or in a part that has a case of its own.
 
 They are interpreted in fp16, each trained whole; in fp32 and with parts frozen in the matrix. On a GPU all are.
@@ -424,6 +451,9 @@ def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
     for module in (column_sum_module, norm_backward):
         monkeypatch.setattr(module, "_FEW_ROWS", 0)
+    for module in (linear_module, gelu_backward, swiglu_backward):
+        if INTERPRETED:
+            monkeypatch.setattr(module, "gemm_add", gemm_epilogue.gemm_add_reference)
     for module in (gelu_backward, swiglu_backward):
         monkeypatch.setattr(module, "serves", lambda x_TE, kind: True)
         if INTERPRETED:
@@ -583,6 +613,16 @@ def test_column_sum(at: At, rows: int, width: int) -> None:
 def test_gradient_of_the_table_in_order(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     test_outputs_and_gradients("positions 4", at)
+
+
+@pytest.mark.parametrize("at", DTYPES[:1])
+def test_biases_of_the_stream_take_the_sums_that_norms_make(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layers whose products add: all but the last one's, and those of queries, keys and values."""
+    summed, runs = [], column_sum_module.runs
+    monkeypatch.setattr(column_sum_module, "runs", lambda *args, **more: summed.append(args) or runs(*args, **more))
+    case = CASES["layer gelu, adding"](at)
+    run(case, fresh(case.leaves))
+    assert len(summed) == 3
 
 
 @pytest.mark.parametrize("at", DTYPES)

@@ -1,4 +1,6 @@
-"""When an MLP's activation goes into its products: where QuACK can, is proven and is faster; else by a kernel.
+"""When what follows a product goes into its epilogue: where QuACK can, is proven and is faster; else by a kernel.
+
+Towers whose residual stream does: tests/unit/test_residual.py.
 
 There is no GPU here: what its products compute stands in for them. On a GPU, tests/unit/test_backward.py compares them.
 """
@@ -6,6 +8,9 @@ There is no GPU here: what its products compute stands in for them. On a GPU, te
 from __future__ import annotations
 
 import copy
+import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +23,10 @@ from hf_vit_accel import env
 from hf_vit_accel.ops import gelu_backward, gemm_epilogue, mlp, swiglu_backward
 from hf_vit_accel.ops.activation import pad_swiglu_reference
 from hf_vit_accel.ops.base import Context
-from hf_vit_accel.ops.gemm_epilogue import KINDS, gemm_act_reference, gemm_dact_reference
+from hf_vit_accel.ops.gemm_epilogue import KINDS, gemm_act_reference, gemm_add_reference, gemm_dact_reference
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
+ACTIVATIONS = KINDS[:-1]
 
 
 @pytest.fixture
@@ -77,7 +83,7 @@ def off_by_little(function: Any, at: int) -> Any:
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each of five results, and an error, tells."""
     tried = gemm_epilogue._try
@@ -96,6 +102,62 @@ def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch, kind: st
 
     monkeypatch.setattr(gemm_epilogue, "gemm_dact", env.guarded(env.EPILOGUES, broken))
     assert tried(torch.device("cpu"), kind) == "QuACK's products failed when it ran: RuntimeError: no such tile"
+
+
+def test_the_residual_stream_is_tried_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To memory of its own, and in place."""
+
+    def off(in_place: bool, *arguments: torch.Tensor) -> torch.Tensor:
+        made = gemm_add_reference(*arguments)
+        return made.mul_(1.02) if (len(arguments) == 5) == in_place else made
+
+    monkeypatch.setattr(gemm_epilogue, "gemm_add", gemm_add_reference)
+    assert gemm_epilogue._try(torch.device("cpu"), "residual") is None
+    for in_place in (False, True):
+        monkeypatch.setattr(gemm_epilogue, "gemm_add", partial(off, in_place))
+        assert "QuACK's products are wrong here" in gemm_epilogue._try(torch.device("cpu"), "residual")
+
+    def forgets(h: Any, weight: Any, bias: Any, x: torch.Tensor, out: Any = None) -> torch.Tensor:
+        return gemm_add_reference(h, weight, bias if out is None else None, x, out)
+
+    monkeypatch.setattr(gemm_epilogue, "gemm_add", forgets)
+    assert "QuACK's products are wrong here" in gemm_epilogue._try(torch.device("cpu"), "residual")
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_how_quack_is_given_a_product_that_adds(monkeypatch: pytest.MonkeyPatch, biased: bool, in_place: bool) -> None:
+    """Contiguous rows of 16 bytes, whatever comes; its caches of row counts are bounded."""
+
+    class Product:
+        _plan_cache, _call_cache = dict.fromkeys(range(257)), dict.fromkeys(range(256))
+
+        def __call__(self, h: Any, w: Any, c: Any, *, out: Any, config: Any, tuned: bool, bias: Any) -> Any:
+            assert h.is_contiguous() and w.t().is_contiguous() and config == ("residual", 24) and not tuned
+            assert all(x.data_ptr() % 16 == 0 for x in (h, w, c, bias))
+            return {"D": out["D"].copy_(h @ w + bias + c)}
+
+    product = Product()
+    monkeypatch.setattr(gemm_epilogue, "_addition", lambda: product)
+    monkeypatch.setattr(gemm_epilogue, "_config", lambda kind, width: (kind, width))
+    h, weight = torch.randn(16, 5).t(), torch.randn(24, 18)[:, 1:17]
+    bias, x = torch.randn(25)[1:] if biased else None, torch.randn(5, 24)
+    before = x.clone()
+    expected = gemm_add_reference(h, weight, bias, x)
+    if in_place:
+        assert gemm_epilogue.add_product_(h, weight, bias, x) is None
+        torch.testing.assert_close(x, expected)
+    else:
+        torch.testing.assert_close(gemm_epilogue.gemm_add(h, weight, bias, x), expected)
+        assert torch.equal(x, before)
+    assert not product._plan_cache and len(product._call_cache) == 256
+
+
+def test_tiles_fit_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "quack.gemm_config", SimpleNamespace(GemmConfig=SimpleNamespace))
+    monkeypatch.setattr(gemm_epilogue, "_config", gemm_epilogue._config.__wrapped__)
+    asked = [("residual", 1152), ("residual", 1280), ("residual", 1024), ("gelu_tanh", 4608), ("swiglu", 6840)]
+    assert [gemm_epilogue._config(*each).tile_n for each in asked] == [192, 160, 160, 160, 128]
 
 
 def test_a_trial_is_no_part_of_what_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +179,7 @@ def test_a_trial_is_no_part_of_what_is_checkpointed(monkeypatch: pytest.MonkeyPa
     env.reset()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_references_are_autograds(kind: str) -> None:
     """Also where there is no bias; gate and up take turns in a SwiGLU."""
     rows, width, inner = 7, 6, 5
