@@ -10,6 +10,7 @@ reused, `again` is a second tower without reuse: what two equal towers differ by
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,22 +26,24 @@ from hf_vit_accel.bench.towers import build_tower, weight_of
 from hf_vit_accel.bench.work import milliseconds, outputs_of
 
 PICTURES, COPIES, OLD, QUESTIONS = 8, 8, 10, 16
-PICTURE = (1, 32, 32)
+SIDE, LARGE = 32, 64
+"""Patches of a picture's side: 512 x 512 pixels, and 1024 x 1024, with 16 a patch."""
 ACROSS = ReuseConfig(across_calls=True)
 Step = Callable[[], Any]
 
 
-def draw(tower: Any, count: int, seed: int = 0) -> list[torch.Tensor]:
+def draw(tower: Any, count: int, seed: int = 0, side: int = SIDE) -> list[torch.Tensor]:
     """Random pictures in patches."""
     weight = weight_of(tower)
     generator = torch.Generator(weight.device).manual_seed(seed)
-    shape = count, PICTURE[1] * PICTURE[2], weight[0].numel()
+    shape = count, side * side, weight[0].numel()
     return list(torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype))
 
 
 def call(tower: Any, pictures: list[torch.Tensor]) -> list[torch.Tensor]:
     """Features of a call."""
-    grid = torch.tensor([PICTURE] * len(pictures), device=pictures[0].device)
+    sides = [math.isqrt(len(picture)) for picture in pictures]
+    grid = torch.tensor([(1, side, side) for side in sides], device=pictures[0].device)
     return outputs_of(tower(torch.cat(pictures), grid_thw=grid))
 
 
@@ -100,11 +103,11 @@ def verify(plain: Any, reused: Any, kept: Any) -> dict[str, float]:
     return {"outputs": 0.0, "gradients": error(gradients["reused"], gradients["plain"])}
 
 
-def chat(tower: Any, calls: int, cuda: bool, *, seed: int) -> list[float]:
+def chat(tower: Any, calls: int, cuda: bool, *, seed: int, side: int = SIDE) -> list[float]:
     """Milliseconds of each of so many calls, each of one new picture and the ten before it."""
-    pictures, times = draw(tower, OLD, seed), []
+    pictures, times = draw(tower, OLD, seed, side), []
     for index in range(calls):
-        pictures = [*pictures[-OLD:], *draw(tower, 1, seed * 100_003 + index)]
+        pictures = [*pictures[-OLD:], *draw(tower, 1, seed * 100_003 + index, side)]
         times.append(milliseconds(lambda: forward(tower, pictures), cuda=cuda))  # noqa: B023
     return times
 
@@ -149,7 +152,15 @@ def measure(
     for tower in each.values():
         tower.requires_grad_(True)
     steps = {name: lambda tower=tower: train(tower, copies) for name, tower in each.items()}
-    row(f"{PICTURES} x {COPIES} copies, forward and backward", in_turn(steps, seconds, cuda), 0.18)
+    what = f"{PICTURES} x {COPIES} copies, forward and backward"
+    row(what, in_turn(steps, seconds, cuda), 0.18)
+    if cuda:
+        for tower, reuse in ((plain, False), (reused, True)):
+            patch(tower, reuse=reuse, cuda_graphs=True)
+            for _ in range(8):  # captured meanwhile, where it is
+                train(tower, copies)
+        row(f"{what}, graphs", in_turn(steps, seconds, cuda), 0.18, graphs=str(status(reused).towers[0].training))
+        patch(plain), patch(reused, reuse=True, strict=True)
 
     # A step of GRPO: the policy is trained; the old policy and the reference are frozen. Pictures come again when
     # a batch is used for several updates, which is when the frozen towers have seen them.
@@ -172,16 +183,18 @@ def measure(
 
     for graphs in (False, True) if cuda else (False,):
         patch(plain, cuda_graphs=graphs), patch(kept, reuse=ACROSS, cuda_graphs=graphs)
-        for tower in (plain, kept):
-            chat(tower, 5, cuda, seed=1)
-        times: dict[str, list[float]] = {"without": [], "reuse": []}
-        for block in range(10):  # in turn
-            times["without"] += chat(plain, max(calls // 100, 2), cuda, seed=2 + block)
-            times["reuse"] += chat(kept, max(calls // 10, 2), cuda, seed=2 + block)[1:]  # the first brings ten pictures
-        what = f"chat, 1 new picture and {OLD} old{', graphs' if graphs else ''}"
-        told = status(kept).towers[0].reuse
-        medians = {name: statistics.median(each) for name, each in times.items()}
-        row(what, medians, 0.15, calls=len(times["reuse"]), reuse=str(told).split(maxsplit=1)[1])
+        for side in (SIDE, LARGE):
+            for tower in (plain, kept):
+                chat(tower, 5, cuda, seed=1, side=side)
+            times: dict[str, list[float]] = {"without": [], "reuse": []}
+            for block in range(10):  # in turn
+                times["without"] += chat(plain, max(calls // 100, 2), cuda, seed=2 + block, side=side)
+                found = chat(kept, max(calls // 10, 2), cuda, seed=2 + block, side=side)
+                times["reuse"] += found[1:]  # the first brings ten pictures
+            what = f"chat, 1 new picture and {OLD} old, {side * side} patches each{', graphs' if graphs else ''}"
+            told = status(kept).towers[0].reuse
+            medians = {name: statistics.median(each) for name, each in times.items()}
+            row(what, medians, 0.15, calls=len(times["reuse"]), reuse=str(told).split(maxsplit=1)[1])
 
         asked: dict[str, list[float]] = {"without": [], "reuse": []}
         for block in range(3):

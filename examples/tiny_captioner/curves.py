@@ -4,15 +4,21 @@
 
 A patched model is to learn as the stock one does: the distance of its losses from stock's with the same seed, in means
 of ten steps, is to stay within what seeds change in stock, and so is what it knows in the end. Exits with 1 if
-not, or if a call of the patched tower did not go the fast path.
+not, or if a call of the patched tower did not go the fast path. Trainings do not wait for each other: --at-once of
+them run in processes of their own.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,6 +100,25 @@ def tokens(model: Any, family: str, tokenizer: Any, scenes: int) -> float:
     return right / count
 
 
+def trainings(families: list[str], seeds: int, at_once: int, **settings: Any) -> Iterator[tuple[str, list[Run], Run]]:
+    """Each family with its trainings of stock, one a seed, and the patched one with the first seed."""
+    wanted = [(family, seed % seeds, seed == seeds) for family in families for seed in range(seeds + 1)]
+    with ExitStack() as stack:
+        everywhere: Any = map
+        if at_once > 1:
+            spawn = multiprocessing.get_context("spawn")
+            everywhere = stack.enter_context(ProcessPoolExecutor(at_once, mp_context=spawn)).map
+        found = everywhere(partial(_run, **settings), wanted)
+        for family in families:
+            *stock, patched = (next(found) for _ in range(seeds + 1))
+            yield family, stock, patched
+
+
+def _run(wanted: tuple[str, int, bool], **settings: Any) -> Run:
+    family, seed, patched = wanted
+    return run(family, seed, patched=patched, **settings)
+
+
 def compare(family: str, stock: list[Run], patched: Run) -> Comparison:
     """Patched beside stock of the same seed, measured by what seeds change."""
     same = next(run for run in stock if run.seed == patched.seed)
@@ -145,16 +170,16 @@ def main(
     batch: Annotated[int, typer.Option(min=2)] = 192,
     rate: float = 1.5e-3,
     scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes to judge by.")] = 500,
-    workers: Annotated[int, typer.Option(min=0)] = 12,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that draw scenes, of each training.")] = 12,
+    at_once: Annotated[int, typer.Option(min=1, help="Trainings at once, all on one GPU.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Draw FAMILY.svg into this folder.")] = None,
 ) -> None:
     """Train, compare, report."""
     settings: dict[str, Any] = dict(steps=steps, batch=batch, rate=rate, scenes=scenes, workers=workers)
     found = []
-    for family in families.split(","):
-        stock = [run(family, seed, patched=False, **settings) for seed in range(seeds)]
-        found.append(compare(family, stock, run(family, 0, patched=True, **settings)))
+    for family, stock, patched in trainings(families.split(","), seeds, at_once, **settings):
+        found.append(compare(family, stock, patched))
         report(found[-1])
         if plots is not None:
             plot(found[-1], plots)

@@ -9,6 +9,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,17 @@ def test_patched_models_learn_as_stock(family: str, capsys: Any, monkeypatch: An
     assert len(losses) == 2 and losses[1] < losses[0]
     assert found["patched"]["fast"] >= 10 and found["patched"]["stock"] == 0
     assert (tmp_path / f"{family}.svg").read_text().count("<polyline") == 3
+
+
+def test_trainings_at_once_are_told_apart(monkeypatch: Any) -> None:
+    def run(family: str, seed: int, *, patched: bool, steps: int) -> tuple[Any, ...]:
+        return family, seed, patched, steps
+
+    monkeypatch.setattr(curves, "run", run)
+    one_by_one = list(curves.trainings(["a", "b"], seeds=2, at_once=1, steps=7))
+    assert one_by_one == [(f, [(f, 0, False, 7), (f, 1, False, 7)], (f, 0, True, 7)) for f in "ab"]
+    monkeypatch.setattr(curves, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
+    assert list(curves.trainings(["a", "b"], seeds=2, at_once=3, steps=7)) == one_by_one
 
 
 def test_learning_otherwise_is_a_problem() -> None:
