@@ -226,6 +226,21 @@ def max_rows() -> str:
     return grid(head, rows) + f"\n{conditions(document, 'max_rows.json', command)}\n"
 
 
+def long_video() -> str:
+    """What a video's tower and its answer take within a budget, stock beside patched."""
+    document = load("long_video.json")
+
+    def cell(step: Any) -> str:
+        return f"{step['peak_gb']:.1f} GB, {step['seconds']:.2f} s" if isinstance(step, dict) else step or ""
+
+    rows = [
+        [row["way"], f"{row['fps']:g}", f"{row['patches']:,}", cell(row["encode"]), cell(row.get("generate"))]
+        for row in document["rows"]
+    ]
+    head = [f"within {document['rows'][0]['budget_gb']:g} GB", "frames a second", "patches", "encoding", "answering"]
+    return grid(head, rows) + f"\n{conditions(document, 'long_video.json')}\n"
+
+
 def fp8_linears() -> str:
     """What linears in FP8 gain, and what they cost."""
     document = load("fp8_linears.json")
@@ -347,6 +362,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "captioning_processes": captioning_processes,
     "data_parallel": data_parallel,
     "max_rows": max_rows,
+    "long_video": long_video,
     "reuse": reuse,
     "fp8_linears": fp8_linears,
     "backends": Timings(

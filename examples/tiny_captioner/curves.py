@@ -3,7 +3,8 @@
     python examples/tiny_captioner/curves.py --json build/curves.json
 
 A patched model is to learn as the stock one does: the distance of its losses from stock's with the same seed, in means
-of ten steps, is to stay within what seeds change in stock, and so is what it knows in the end. Exits with 1 if
+of ten steps, is to stay within what seeds change in stock, and so is what it knows in the end; with several patched
+trainings, on average. Exits with 1 if
 not, or if a call of the patched tower did not go the fast path. Trainings do not wait for each other: --at-once of
 them run in processes of their own.
 """
@@ -19,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +61,7 @@ class Comparison:
 
     family: str
     stock: tuple[Run, ...]
-    patched: Run
+    patched: tuple[Run, ...]
     furthest: float
     mean_distance: float
     mean_spread: float
@@ -100,9 +102,12 @@ def tokens(model: Any, family: str, tokenizer: Any, scenes: int) -> float:
     return right / count
 
 
-def trainings(families: list[str], seeds: int, at_once: int, **settings: Any) -> Iterator[tuple[str, list[Run], Run]]:
-    """Each family with its trainings of stock, one a seed, and the patched one with the first seed."""
-    wanted = [(family, seed % seeds, seed == seeds) for family in families for seed in range(seeds + 1)]
+def trainings(
+    families: list[str], seeds: int, patched: int, at_once: int, **settings: Any
+) -> Iterator[tuple[str, list[Run], list[Run]]]:
+    """Each family with its trainings of stock, one a seed, and those patched, with the first of these seeds."""
+    ways = [(seed, False) for seed in range(seeds)] + [(seed, True) for seed in range(patched)]
+    wanted = [(family, *way) for family in families for way in ways]
     with ExitStack() as stack:
         everywhere: Any = map
         if at_once > 1:
@@ -110,8 +115,8 @@ def trainings(families: list[str], seeds: int, at_once: int, **settings: Any) ->
             everywhere = stack.enter_context(ProcessPoolExecutor(at_once, mp_context=spawn)).map
         found = everywhere(partial(_run, **settings), wanted)
         for family in families:
-            *stock, patched = (next(found) for _ in range(seeds + 1))
-            yield family, stock, patched
+            runs = list(islice(found, len(ways)))
+            yield family, runs[:seeds], runs[seeds:]
 
 
 def _run(wanted: tuple[str, int, bool], **settings: Any) -> Run:
@@ -119,26 +124,28 @@ def _run(wanted: tuple[str, int, bool], **settings: Any) -> Run:
     return run(family, seed, patched=patched, **settings)
 
 
-def compare(family: str, stock: list[Run], patched: Run) -> Comparison:
-    """Patched beside stock of the same seed, measured by what seeds change."""
-    same = next(run for run in stock if run.seed == patched.seed)
-    distances = [abs(a - b) for a, b in zip(patched.losses, same.losses, strict=True)]
+def compare(family: str, stock: list[Run], patched: list[Run]) -> Comparison:
+    """Each patched training beside stock of its seed, measured by what seeds change; what they know, on average."""
+    pairs = [(ours, next(run for run in stock if run.seed == ours.seed)) for ours in patched]
+    distances = [[abs(a - b) for a, b in zip(ours.losses, same.losses, strict=True)] for ours, same in pairs]
     spreads = [max(at) - min(at) for at in zip(*(run.losses for run in stock), strict=True)]
-    furthest = max(distance / spread for distance, spread in zip(distances, spreads, strict=True))
+    furthest = max(distance / spread for each in distances for distance, spread in zip(each, spreads, strict=True))
     problems = [] if furthest <= 1 else [f"a loss is {furthest:.2f} times as far from stock's as seeds are apart"]
     for name in SHARES:
         shares = [getattr(run, name) for run in stock]
-        apart, spread = abs(getattr(patched, name) - getattr(same, name)), max(shares) - min(shares)
+        apart = abs(statistics.fmean(getattr(ours, name) - getattr(same, name) for ours, same in pairs))
+        spread = max(shares) - min(shares)
         if apart > spread:
             problems.append(f"the share of right {name} differs by {apart:.2%}, seeds by {spread:.2%}")
-    if patched.stock or not patched.fast:
-        problems.append(f"the patched tower ran the stock forward {patched.stock} times, its own {patched.fast} times")
+    fast, slow = (sum(getattr(run, name) for run in patched) for name in ("fast", "stock"))
+    if slow or not all(run.fast for run in patched):
+        problems.append(f"the patched tower ran the stock forward {slow} times, its own {fast} times")
     return Comparison(
         family=family,
         stock=tuple(stock),
-        patched=patched,
+        patched=tuple(patched),
         furthest=furthest,
-        mean_distance=statistics.fmean(distances),
+        mean_distance=statistics.fmean(distance for each in distances for distance in each),
         mean_spread=statistics.fmean(spreads),
         problems=tuple(problems),
     )
@@ -151,14 +158,15 @@ def report(found: Comparison) -> None:
         f"{len(found.stock)} seeds are {found.mean_spread:.2g} apart; at most {found.furthest:.2g} of that"
     )
     for name in SHARES:
-        shares = ", ".join(f"{getattr(run, name):.1%}" for run in found.stock)
-        print(f"  right {name}: patched {getattr(found.patched, name):.1%}, stock {shares}")
+        ours, stock = (", ".join(f"{getattr(run, name):.1%}" for run in runs) for runs in (found.patched, found.stock))
+        print(f"  right {name}: patched {ours}; stock {stock}")
     print(*(f"  PROBLEM: {problem}\n" for problem in found.problems), sep="", end="", flush=True)
 
 
 def plot(found: Comparison, folder: Path) -> None:
     """Draw all losses into FAMILY.svg."""
-    runs = {f"stock, seed {run.seed}": run for run in found.stock} | {"patched": found.patched}
+    runs = {f"stock, seed {run.seed}": run for run in found.stock}
+    runs |= {f"patched, seed {run.seed}": run for run in found.patched}
     lines = {name: [((at + 1) * MEAN_OF, loss) for at, loss in enumerate(run.losses)] for name, run in runs.items()}
     draw(folder / f"{found.family}.svg", f"{found.family}: loss over the steps", lines)
 
@@ -167,6 +175,7 @@ def main(
     families: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(train.FAMILIES),
     steps: Annotated[int, typer.Option(min=1)] = 300,
     seeds: Annotated[int, typer.Option(min=2, help="Trainings of stock.")] = 5,
+    patched: Annotated[int, typer.Option(min=1, help="Patched trainings, with the first of these seeds.")] = 1,
     batch: Annotated[int, typer.Option(min=2)] = 192,
     rate: float = 1.5e-3,
     scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes to judge by.")] = 500,
@@ -178,8 +187,8 @@ def main(
     """Train, compare, report."""
     settings: dict[str, Any] = dict(steps=steps, batch=batch, rate=rate, scenes=scenes, workers=workers)
     found = []
-    for family, stock, patched in trainings(families.split(","), seeds, at_once, **settings):
-        found.append(compare(family, stock, patched))
+    for family, stock, ours in trainings(families.split(","), seeds, min(patched, seeds), at_once, **settings):
+        found.append(compare(family, stock, ours))
         report(found[-1])
         if plots is not None:
             plot(found[-1], plots)

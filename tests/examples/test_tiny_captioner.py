@@ -308,9 +308,9 @@ def test_patched_models_learn_as_stock(family: str, capsys: Any, monkeypatch: An
     curves.main(families=family, json_path=path, plots=tmp_path, **short)
     (found,) = json.loads(path.read_text())["families"]
     assert found["furthest"] < 1e-2 and found["problems"] == [] and "right tokens: patched" in capsys.readouterr().out
-    losses = found["patched"]["losses"]
-    assert len(losses) == 2 and losses[1] < losses[0]
-    assert found["patched"]["fast"] >= 10 and found["patched"]["stock"] == 0
+    (patched,) = found["patched"]
+    assert len(patched["losses"]) == 2 and patched["losses"][1] < patched["losses"][0]
+    assert patched["fast"] >= 10 and patched["stock"] == 0
     assert (tmp_path / f"{family}.svg").read_text().count("<polyline") == 3
 
 
@@ -319,10 +319,11 @@ def test_trainings_at_once_are_told_apart(monkeypatch: Any) -> None:
         return family, seed, patched, steps
 
     monkeypatch.setattr(curves, "run", run)
-    one_by_one = list(curves.trainings(["a", "b"], seeds=2, at_once=1, steps=7))
-    assert one_by_one == [(f, [(f, 0, False, 7), (f, 1, False, 7)], (f, 0, True, 7)) for f in "ab"]
+    one_by_one = list(curves.trainings(["a", "b"], seeds=3, patched=2, at_once=1, steps=7))
+    stock, patched = ([(seed, way, 7) for seed in range(count)] for way, count in ((False, 3), (True, 2)))
+    assert one_by_one == [(f, [(f, *run) for run in stock], [(f, *run) for run in patched]) for f in "ab"]
     monkeypatch.setattr(curves, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
-    assert list(curves.trainings(["a", "b"], seeds=2, at_once=3, steps=7)) == one_by_one
+    assert list(curves.trainings(["a", "b"], seeds=3, patched=2, at_once=3, steps=7)) == one_by_one
 
 
 def test_learning_otherwise_is_a_problem() -> None:
@@ -330,11 +331,15 @@ def test_learning_otherwise_is_a_problem() -> None:
         return curves.Run(seed=seed, losses=losses, tokens=tokens, exact=0.0, fast=fast)
 
     stock = [run(2.0, 1.0), run(2.2, 1.4, seed=1, tokens=0.6)]
-    assert curves.compare("", stock, run(2.1, 0.7, tokens=0.4)).problems == ()  # as far as seeds are apart, or nearer
-    far = curves.compare("", stock, run(2.0, 1.5))
+    # As far as seeds are apart, or nearer.
+    assert curves.compare("", stock, [run(2.1, 0.7, tokens=0.4)]).problems == ()
+    far = curves.compare("", stock, [run(2.0, 1.0), run(2.2, 1.9, seed=1, tokens=0.6)])
     assert far.furthest == pytest.approx(1.25) and len(far.problems) == 1
-    assert "right tokens" in curves.compare("", stock, run(2.0, 1.0, tokens=0.3)).problems[0]
-    assert "its own 0 times" in curves.compare("", stock, run(2.0, 1.0, fast=0)).problems[0]
+    assert "right tokens" in curves.compare("", stock, [run(2.0, 1.0, tokens=0.3)]).problems[0]
+    both = [run(2.0, 1.0, tokens=0.3), run(2.2, 1.4, seed=1, tokens=0.7)]
+    assert curves.compare("", stock, both).problems == (), "their mean is what counts"
+    slow = [run(2.0, 1.0, fast=0), run(2.2, 1.4, seed=1, tokens=0.6, fast=5)]
+    assert "its own 5 times" in curves.compare("", stock, slow).problems[0]
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
