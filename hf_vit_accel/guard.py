@@ -366,12 +366,7 @@ def reasons_slow(
     for name in ("output_hidden_states", "output_attentions"):
         if options.get(name, getattr(tower.config, name, False)):
             reasons.append(f"{name} is requested")
-    parts = snapshot.parts
-    if parts.embed_norm is not None:
-        autocast = autocast_dtype(parts.projection.weight.device)
-        if autocast not in (None, weights.dtype):
-            reasons.append("under autocast the norm of the embedding makes all rows fp32")
-    if snapshot.dropout and any(block.attention.training for block in parts.blocks):
+    if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
     return reasons + reasons_untraceable()
 

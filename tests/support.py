@@ -48,8 +48,6 @@ def page() -> str:
         "",
         'MiniMax-M3 loads by `{"vision_config": ...}` only: transformers puts a kernel of its own in the place of any',
         'plain name that contains "flash". In Muse a host sync a layer stays: its layers ask for the longest segment.',
-        "Under autocast to another dtype than the weights', `glm4v` and `dots3_note` run their own blocks: what the",
-        "norm of the embedding makes is fp32 there, and stays so.",
         "",
         "## Versions",
         "",

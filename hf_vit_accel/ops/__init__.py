@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -109,9 +110,12 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
     shapes = [next(each["heads"]) if block.shaped else None for block in parts.blocks]
     layers = tuple(_layer(block, shape, each, context) for block, shape in zip(parts.blocks, shapes, strict=True))
     embed_norm = None if parts.embed_norm is None else next(each["norms"])
+    wide = embed_norm is not None and context.casts
+    if wide:  # the residual stream starts with, and keeps, what a norm by weights of another dtype makes: fp32
+        embed_norm = norm.plain(parts.embed_norm, context, rows=False)
     final_norm = None if parts.final_norm is None else next(each["norms"])
     if parts.final_norm is not None and _autocasts(context):
-        final_norm = norm.plain(parts.final_norm, context)  # what it makes is returned: autocast may have it in fp32
+        final_norm = norm.plain(parts.final_norm, context, rows=False)  # it is returned: autocast may have it in fp32
     downsampled = next(each["downsample"], None)
 
     def ends(mergers: Iterable[Any]) -> dict[str, Any]:
@@ -127,7 +131,7 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         rotate=made["rope"][0],
         attend_window=next(each["window_attention"], None),
         layers=layers,
-        adding=tuple(_adding(block, layer, context) for block, layer in zip(parts.blocks, layers, strict=True)),
+        adding=layers if wide else tuple(map(_adding, parts.blocks, layers, repeat(context))),
         **ends(made["mergers"]),
         fused=frozenset(context.fused),
         unfused=unfused,
@@ -150,12 +154,15 @@ def _autocasts(context: Context) -> bool:
 
 
 def _layer(block: Block, shape: Any, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:
+    norm1, norm2, routed = next(each["norms"]), next(each["norms"]), mlp.routed(block.mlp)
+    if routed and context.casts:  # experts are chosen by, and add up in, what autocast makes of the norm
+        norm2 = norm.plain(block.norm2, context, rows=False)
     return LayerOps(
-        norm1=next(each["norms"]),
+        norm1=norm1,
         qkv=project.build(block, context, shape),
         proj=linear.build(block.proj, context),
-        norm2=next(each["norms"]),
-        mlp=context.called(block.mlp) if mlp.routed(block.mlp) else next(each["mlp"]),
+        norm2=norm2,
+        mlp=context.called(block.mlp) if routed else next(each["mlp"]),
     )
 
 

@@ -138,10 +138,15 @@ class Context:
         return self.grad and not self.reference and self.no_kernels is None
 
     @property
+    def casts(self) -> bool:
+        """Whether the rows are of another dtype than the weights."""
+        return self.weights not in (None, self.dtype)
+
+    @property
     def cast(self) -> Callable[[Any], Any]:
         """A weight, or a bias that is None, to the dtype of the rows; once per forward: each weight serves once."""
         dtype = self.dtype
-        if self.weights in (None, dtype):
+        if not self.casts:
             return lambda weight: weight
         return lambda weight: None if weight is None else weight.to(dtype)
 

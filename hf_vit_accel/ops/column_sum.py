@@ -84,7 +84,7 @@ def column_sum(dy_TF: torch.Tensor) -> torch.Tensor:
     rows, width = dy_TF.shape
     version, sum_F = getattr(dy_TF, "_hf_vit_accel_sum", (None, None))
     if version == dy_TF._version and isinstance(sum_F, torch.Tensor):
-        return sum_F
+        return sum_F.to(dy_TF.dtype)
     if rows < _FEW_ROWS:
         return dy_TF.sum(0)  # rows are summed in fp32, whatever their dtype
     dy_TF = dy_TF if dy_TF.stride(1) == 1 else dy_TF.contiguous()

@@ -26,19 +26,21 @@ def add_norm_reference_(
     eps: float,
     *,
     rms: bool,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Add delta to the residual stream x in place and return norm(x), (T, E): LayerNorm, or RMSNorm as Qwen2.5-VL's.
 
     The sum is rounded to x's dtype before it is normalised. RMSNorm rounds the normalised row to x's dtype before the
-    weight, LayerNorm only its result; statistics are fp32. So stock's modules round.
+    weight, LayerNorm only its result; statistics are fp32. So stock's modules round. dtype: of the result, None for
+    x's; under autocast the product that takes it rounds to that.
     """
     if delta_TE is not None:
         x_TE += delta_TE
     if not rms:
-        return F.layer_norm(x_TE, x_TE.shape[1:], weight_E, bias_E, eps)
+        return F.layer_norm(x_TE, x_TE.shape[1:], weight_E, bias_E, eps).to(dtype or x_TE.dtype)
     wide_TE = x_TE.float()
     wide_TE = wide_TE * torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
-    return weight_E * wide_TE.to(x_TE.dtype)
+    return (weight_E * wide_TE.to(x_TE.dtype)).to(dtype or x_TE.dtype)
 
 
 @jit
@@ -99,8 +101,8 @@ def _add_norm_kernel(
         tl.store(out + row + e1, rounded(y1, fits))
         tl.store(out + row + e2, rounded(y2, fits), mask=in2)
     else:
-        tl.store(out + row + e1, y1.to(dtype))
-        tl.store(out + row + e2, y2.to(dtype), mask=in2)
+        tl.store(out + row + e1, y1.to(out.dtype.element_ty))
+        tl.store(out + row + e2, y2.to(out.dtype.element_ty), mask=in2)
 
 
 def add_norm_(
@@ -111,10 +113,11 @@ def add_norm_(
     eps: float,
     *,
     rms: bool,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
     assert x_TE.is_contiguous()
-    return add_norm_rows(x_TE, x_TE, delta_TE, weight_E, bias_E, eps, rms, None)
+    return add_norm_rows(x_TE, x_TE, delta_TE, weight_E, bias_E, eps, rms, None, dtype=dtype)
 
 
 def add_norm_rows(
@@ -127,17 +130,19 @@ def add_norm_rows(
     rms: bool,
     statistics_2T: torch.Tensor | None,
     scales_T1: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The normed rows. sum_TE receives x + delta; statistics_2T, if any, one over the deviation, then the mean.
 
-    scales_T1: for rows in e4m3; receives what they are multiplied by to be themselves again.
+    scales_T1: for rows in e4m3; receives what they are multiplied by to be themselves again. dtype: of others than
+    those, None for x's.
     """
     rows, width = x_TE.shape
     assert rms or bias_E is not None
     delta_TE, weight_E = None if delta_TE is None else delta_TE.contiguous(), weight_E.contiguous()
     bias_E = None if bias_E is None else bias_E.contiguous()
     assert statistics_2T is None or scales_T1 is None
-    out_TE = torch.empty_like(x_TE, dtype=None if scales_T1 is None else E4M3)
+    out_TE = torch.empty_like(x_TE, dtype=dtype if scales_T1 is None else E4M3)
     written = scales_T1 if statistics_2T is None else statistics_2T
     _add_norm_kernel[(rows,)](
         x_TE,
@@ -179,27 +184,32 @@ def reasons_against(norm: Any, context: Context) -> list[str]:
 
 
 def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) -> AddNorm:
-    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place. run: for `add_norm_`."""
+    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place. run: for `add_norm_`.
+
+    x may be wider than the rows that the norm makes: under autocast, where the embedding has a norm.
+    """
     rms, eps = _is_rms(norm), context.read(norm, "variance_epsilon" if _is_rms(norm) else "eps")
+    dtype = context.dtype
     if context.reference:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-            return x_TE, add_norm_reference_(x_TE, None, norm.weight, None if rms else norm.bias, eps, rms=rms)
+            bias_E = None if rms else norm.bias
+            return x_TE, add_norm_reference_(x_TE, None, norm.weight, bias_E, eps, rms=rms, dtype=dtype)
     elif context.grad:
         from hf_vit_accel.ops import norm_backward
         from hf_vit_accel.ops.trained import TrainedNorm
 
-        cast = context.cast
-        weights: Any = lambda: (cast(norm.weight), None if rms else cast(norm.bias))  # noqa: E731
-        return TrainedNorm(
-            alone=norm_backward.add_norm, function=norm_backward.AddNormFunction, weights=weights, settings=(eps, rms)
-        )
+        weights: Any = lambda: (norm.weight, None if rms else norm.bias)  # noqa: E731
+        alone, function = norm_backward.add_norm, norm_backward.AddNormFunction
+        return TrainedNorm(alone=alone, function=function, weights=weights, settings=(eps, rms, dtype))
     else:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             bias_E = None if rms else norm.bias
-            return x_TE, (run or add_norm_)(x_TE, delta_TE, norm.weight, bias_E, eps, rms=rms)
+            if run is not None:
+                return x_TE, run(x_TE, delta_TE, norm.weight, bias_E, eps, rms=rms)
+            return x_TE, add_norm_(x_TE, delta_TE, norm.weight, bias_E, eps, rms=rms, dtype=dtype)
 
     return add_norm
 
@@ -208,13 +218,14 @@ def _is_rms(norm: Any) -> bool:
     return hasattr(norm, "variance_epsilon")
 
 
-def plain(norm: nn.Module, context: Context) -> AddNorm:
-    """The same by the module itself."""
-    norm = context.called(norm)
+def plain(norm: nn.Module, context: Context, *, rows: bool = True) -> AddNorm:
+    """The same by the module itself. rows: in the dtype of rows, not in what autocast makes of it."""
+    norm, dtype = context.called(norm), context.dtype
 
     def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-        return x_TE, norm(x_TE)
+        normed_TE = norm(x_TE)
+        return x_TE, normed_TE.to(dtype) if rows else normed_TE
 
     return add_norm
 

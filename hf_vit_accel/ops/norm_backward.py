@@ -31,10 +31,11 @@ class Norm(NamedTuple):
     bias_E: torch.Tensor | None
     eps: float
     rms: bool
+    dtype: torch.dtype | None = None
 
     def again(self) -> torch.Tensor:
         """The normed rows, (T, E), bit for bit as `add_norm` made them."""
-        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:], None)
+        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:5], None, dtype=self.dtype)
 
 
 def remember(normed_TE: torch.Tensor, norm: Norm) -> None:
@@ -47,17 +48,17 @@ def norm_of(x_TE: torch.Tensor) -> Norm | None:
     return getattr(x_TE, "_hf_vit_accel_norm", None)
 
 
-def keep(x_TE: torch.Tensor, norm: Norm | None) -> tuple[tuple[torch.Tensor | None, ...], tuple[float, bool] | None]:
+def keep(x_TE: torch.Tensor, norm: Norm | None) -> tuple[tuple[torch.Tensor | None, ...], tuple[Any, ...] | None]:
     """What a product saves for its input's sake: tensors and, with a norm, its settings. See `kept`.
 
     Few rows are kept as they are: making them again would cost a launch, and they cost no memory.
     """
     if norm is None or len(x_TE) < _FEW_ROWS:
         return (x_TE,), None
-    return (norm.sum_TE.detach(), norm.weight_E.detach(), norm.bias_E), (norm.eps, norm.rms)
+    return (norm.sum_TE.detach(), norm.weight_E.detach(), norm.bias_E), norm[3:]
 
 
-def kept(tensors: Sequence[torch.Tensor], settings: tuple[float, bool] | None, rows: int) -> torch.Tensor:
+def kept(tensors: Sequence[torch.Tensor], settings: tuple[Any, ...] | None, rows: int) -> torch.Tensor:
     """A product's input from what `keep` returned; rows: its own, of which each may hold several normed ones."""
     if settings is None:
         return tensors[0]
@@ -72,14 +73,16 @@ def add_norm_reference(
     bias_E: torch.Tensor | None,
     eps: float,
     rms: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + delta and norm(x + delta), both (T, E), rounded as by `add_norm_reference_`; nothing is done in place."""
     sum_TE = x_TE if delta_TE is None else x_TE + delta_TE
+    dtype = dtype or x_TE.dtype
     if not rms:
-        return sum_TE, F.layer_norm(sum_TE, sum_TE.shape[1:], weight_E, bias_E, eps)
+        return sum_TE, F.layer_norm(sum_TE, sum_TE.shape[1:], weight_E, bias_E, eps).to(dtype)
     wide_TE = sum_TE.to(torch.promote_types(sum_TE.dtype, torch.float32))
     wide_TE = wide_TE * torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
-    return sum_TE, weight_E * wide_TE.to(sum_TE.dtype)
+    return sum_TE, (weight_E * wide_TE.to(sum_TE.dtype)).to(dtype)
 
 
 @jit
@@ -90,6 +93,7 @@ def _add_norm_backward_kernel(
     weight,
     statistics,
     dx,
+    ddelta,
     partial,
     rows,
     length,
@@ -101,6 +105,7 @@ def _add_norm_backward_kernel(
     RMS: tl.constexpr,
     HAS_DSUM: tl.constexpr,
     NEED_X: tl.constexpr,
+    SPLIT: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
     NEED_SUM: tl.constexpr,
@@ -148,6 +153,9 @@ def _add_norm_backward_kernel(
                 y1, y2 = y1 + z1.to(tl.float32), y2 + z2.to(tl.float32)
             tl.store(dx + row + e1, y1.to(dx.dtype.element_ty), mask=in1)
             tl.store(dx + row + e2, y2.to(dx.dtype.element_ty), mask=in2)
+            if SPLIT:  # a gradient of the same numbers in the dtype of what was added
+                tl.store(ddelta + row + e1, y1.to(ddelta.dtype.element_ty), mask=in1)
+                tl.store(ddelta + row + e2, y2.to(ddelta.dtype.element_ty), mask=in2)
             if NEED_SUM:
                 dx1 += tl.sum(y1, 0)[None, :]
                 dx2 += tl.sum(y2, 0)[None, :]
@@ -177,12 +185,13 @@ class AddNormFunction(torch.autograd.Function):
         bias_E: torch.Tensor | None,
         eps: float,
         rms: bool,
+        dtype: torch.dtype | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.rms = rms
+        ctx.rms, ctx.delta_dtype = rms, x_TE.dtype if delta_TE is None else delta_TE.dtype
         sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
         statistics_2T = torch.empty(1 if rms else 2, len(x_TE), dtype=torch.float32, device=x_TE.device)
-        out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, statistics_2T)
+        out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, statistics_2T, dtype=dtype)
         ctx.save_for_backward(sum_TE, weight_E, statistics_2T)
         return sum_TE, out_TE
 
@@ -191,7 +200,8 @@ class AddNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dsum_TE: torch.Tensor | None, dout_TE: torch.Tensor | None) -> tuple[Any, ...]:
         needs_x, needs_delta, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         if dout_TE is None:
-            return dsum_TE if needs_x else None, dsum_TE if needs_delta else None, None, None, None, None
+            ddelta_TE = dsum_TE.to(ctx.delta_dtype) if needs_delta and dsum_TE is not None else None
+            return dsum_TE if needs_x else None, ddelta_TE, None, None, None, None, None
         sum_TE, weight_E, statistics_2T = ctx.saved_tensors
         dout_TE, weight_E = dout_TE.contiguous(), weight_E.contiguous()
         rows, width = sum_TE.shape
@@ -199,6 +209,9 @@ class AddNormFunction(torch.autograd.Function):
         warps = max(1, sizes["MAIN"] // 1024)  # a wide row, as mergers have, would spill
         length, count = runs(rows, 1, sum_TE.device, block_t=1, each_sm=_EACH_SM)
         dx_TE = torch.empty_like(sum_TE) if needs_x or needs_delta else None
+        ddelta_TE = dx_TE
+        if dx_TE is not None and needs_delta and ctx.delta_dtype != dx_TE.dtype:
+            ddelta_TE = torch.empty_like(dx_TE, dtype=ctx.delta_dtype)
         needs_sum = needs_delta  # of what is added to the stream, its product's bias may want it
         sets = needs_weight + needs_bias + needs_sum
         partial_NPE = torch.empty(sets, count, width, dtype=torch.float32, device=sum_TE.device)
@@ -209,6 +222,7 @@ class AddNormFunction(torch.autograd.Function):
             weight_E,
             statistics_2T,
             dout_TE if dx_TE is None else dx_TE,
+            dout_TE if ddelta_TE is None else ddelta_TE,
             partial_NPE,
             rows,
             length,
@@ -218,16 +232,17 @@ class AddNormFunction(torch.autograd.Function):
             RMS=ctx.rms,
             HAS_DSUM=dsum_TE is not None,
             NEED_X=dx_TE is not None,
+            SPLIT=ddelta_TE is not dx_TE,
             NEED_WEIGHT=needs_weight,
             NEED_BIAS=needs_bias,
             NEED_SUM=needs_sum,
             num_warps=warps,
         )
         sums = list(add_up(partial_NPE, weight_E.dtype)) if sets else []
-        if dx_TE is not None and needs_sum:
-            remember_sum(dx_TE, sums.pop())
+        if ddelta_TE is not None and needs_sum:
+            remember_sum(ddelta_TE, sums.pop())
         dbias_E, dweight_E = sums.pop() if needs_bias else None, sums.pop() if needs_weight else None
-        return dx_TE if needs_x else None, dx_TE if needs_delta else None, dweight_E, dbias_E, None, None
+        return dx_TE if needs_x else None, ddelta_TE if needs_delta else None, dweight_E, dbias_E, None, None, None
 
 
 def add_norm(
@@ -237,13 +252,14 @@ def add_norm(
     bias_E: torch.Tensor | None,
     eps: float,
     rms: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_norm_reference` as one kernel, with a gradient that is one kernel, too, and a small one for the parameters.
 
     Without delta the sum is x itself, and its gradient is added within the kernel all the same. Saved are the sum and
-    the rows' statistics; x and delta share one gradient. Weights are of x's dtype.
+    the rows' statistics; x and delta share one gradient where they are of one dtype.
     """
     result: tuple[torch.Tensor, torch.Tensor] = AddNormFunction.apply(
-        x_TE.contiguous(), delta_TE, weight_E, bias_E, eps, rms
+        x_TE.contiguous(), delta_TE, weight_E, bias_E, eps, rms, dtype
     )
     return result

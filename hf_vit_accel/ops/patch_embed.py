@@ -38,7 +38,7 @@ def reasons_overlapping(conv: Any) -> list[str]:
 
 
 def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
-    convolution, dtype, casts = parts.projection, context.dtype, context.weights not in (None, context.dtype)
+    convolution, dtype, casts = parts.projection, context.dtype, context.casts
     product = linear if context.trains_by_kernels else F.linear
     for name in READ:
         context.read(convolution, name)

@@ -132,10 +132,8 @@ AddPositions = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 def _fused(table: nn.Embedding, context: Context) -> AddPositions:
     if context.reference:
         return _plain(table, context)
-    cast = context.cast
-    if context.grad:
-        return lambda x_TE, indices_T4, weights_T4: add_positions(x_TE, cast(table.weight), indices_T4, weights_T4)
-    return lambda x_TE, indices_T4, weights_T4: add_positions_(x_TE, table.weight, indices_T4, weights_T4)
+    add = add_positions if context.grad else add_positions_
+    return lambda x_TE, indices_T4, weights_T4: add(x_TE, table.weight, indices_T4, weights_T4)
 
 
 def _plain(table: nn.Module, context: Context) -> AddPositions:

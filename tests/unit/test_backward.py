@@ -66,16 +66,24 @@ def sized(at: At, small: int, large: int) -> int:
     return min(small, at.get("most", small)) if at["device"] == "cpu" else large
 
 
-def norm_case(width: int, *, rms: bool, delta: bool) -> Callable[[At], Case]:
+def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Callable[[At], Case]:
+    """wide: all but delta and the result in fp32."""
+
     def make(at: At) -> Case:
         used = sized(at, width, width)
         rows = sized(at, 7, at["rows"]), used
         drawn = leaves(at, x=rows, scale=(used,)) | (leaves(at, delta=rows) if delta else {})
         drawn |= {} if rms else leaves(at, bias=(used,))
         drawn["x"] = drawn["x"] + 0.5
+        if wide:
+            drawn |= {name: value.float() for name, value in drawn.items() if name != "delta"}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(p["x"], p.get("delta"), p["scale"], p.get("bias"), 1e-6, rms=rms)
+            def run(p: Tensors) -> Any:
+                dtype = p["x"].dtype if p["x"].dtype == torch.float64 else at["dtype"]
+                return function(p["x"], p.get("delta"), p["scale"], p.get("bias"), 1e-6, rms, dtype)
+
+            return run
 
         return Case(drawn, call(add_norm), call(add_norm_reference))
 
@@ -246,7 +254,7 @@ def layer_case(
                     alone=function.apply, function=function, weights=lambda: [p.get(name) for name in names], **options
                 )
 
-            norm = dict(settings=(1e-6, rms))
+            norm = dict(settings=(1e-6, rms, None))
             layer = SimpleNamespace(
                 norm1=part(norm_backward.AddNormFunction, "scale1", "bias1", **norm),
                 qkv=part(LinearFunction, "wq", "bq", takes_norm=True),
@@ -355,6 +363,10 @@ CASES: dict[str, Callable[[At], Case]] = {
             (1280, True, True),
             *([(1024, False, True)] * (not INTERPRETED)),
         ]
+    },
+    **{
+        f"norm 144 {'rms' if rms else 'layer'} of fp32": norm_case(144, rms=rms, delta=True, wide=True)
+        for rms in (True, False)
     },
     **{f"rope {dim} {padded}": rope_case(dim, padded) for dim, padded in ((80, None), (72, None), (72, 96), (80, 96))},
     "window 80": window_case(80, [64, 16, 1, 37, 0, 48]),
@@ -668,13 +680,21 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         f"norm {width}": (
             "norm_backward",
             "_add_norm_backward_kernel",
-            "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 partial:*fp32 rows:i32 "
-            "length:i32",
+            "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 ddelta:*bf16 "
+            "partial:*fp32 rows:i32 length:i32",
             dict(WIDTH=width, MAIN=main, TAIL=tail, BLOCK_T=1, STAGES=4, RMS=width == 1280, HAS_DSUM=True, NEED_X=True)
-            | dict(NEED_WEIGHT=True, NEED_BIAS=width != 1280, NEED_SUM=True),
+            | dict(SPLIT=False, NEED_WEIGHT=True, NEED_BIAS=width != 1280, NEED_SUM=True),
         )
         for width, main, tail in ((1152, 1024, 128), (1280, 1024, 256), (4608, 4096, 512))
     },
+    "norm of fp32": (
+        "norm_backward",
+        "_add_norm_backward_kernel",
+        "dsum:*fp32 dout:*bf16 total:*fp32 weight:*fp32 statistics:*fp32 dx:*fp32 ddelta:*bf16 partial:*fp32 rows:i32 "
+        "length:i32",
+        dict(WIDTH=1536, MAIN=1024, TAIL=512, BLOCK_T=1, STAGES=4, RMS=True, HAS_DSUM=True, NEED_X=True, SPLIT=True)
+        | dict(NEED_WEIGHT=True, NEED_BIAS=False, NEED_SUM=True),
+    ),
     "norm, forward": (
         "norm",
         "_add_norm_kernel",

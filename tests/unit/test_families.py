@@ -89,7 +89,8 @@ def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[Any]]:
     outputs = family.tensors_of(tower(pixels, grid_thw=grid_thw))
     wanted = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
     leaves = [rows, *tower.parameters()]
-    found = iter(torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], wanted))
+    with torch.autocast("cpu", enabled=False):  # as the backward pass of a program that has the forward in it
+        found = iter(torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], wanted))
     return outputs, [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
@@ -170,18 +171,21 @@ def test_rounding_is_that_of_stock(references: list[str], typical: Any) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "autocast"),
     [
-        "Glm5Next",  # a limit; three products and groups of heads, which kernels know from test_backward.py, are:
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("Qwen2_5Omni", "Exaone4_5", "GlmOcr")),
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("Glm4vVision", "PaddleOCR")),
+        ("Glm5Next", False),  # a limit; three products and groups of heads, which kernels know from test_backward.py:
+        *(pytest.param(name, False, marks=pytest.mark.matrix) for name in ("Qwen2_5Omni", "Exaone4_5", "GlmOcr")),
+        *(pytest.param(name, False, marks=pytest.mark.matrix) for name in ("Glm4vVision", "PaddleOCR")),
+        *((name, True) for name in ("Glm4vVision", "GlmOcr")),  # the residual stream in fp32, and in fp16
+        *(pytest.param(name, True, marks=pytest.mark.matrix) for name in ("Dots3", "PaddleOCR")),
     ],
 )
-def test_kernels_interpreted(name: str, monkeypatch: Any) -> None:
+def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: Any) -> None:
     """The kernels themselves, in fp16: outputs and gradients are as near to fp32 as stock's, a layer being one node.
 
     What is frozen has no gradient, and others keep theirs.
     """
+    amp = torch.autocast("cpu", torch.float16, enabled=autocast)
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     nodes = one_node_a_layer(monkeypatch)
     tower, grid = build(*next(each for each in CLASSES if each[2].startswith(name))), [(1, 4, 4), (1, 2, 2)]
@@ -194,12 +198,15 @@ def test_kernels_interpreted(name: str, monkeypatch: Any) -> None:
             for block in parts.blocks:
                 block.mlp.up_proj.weight.mul_(limit)
     exact, exact_gradients = trained(tower, grid)
-    tower.half()
-    stock, stock_gradients = trained(tower, grid)
+    tower.to(torch.float32 if autocast else torch.float16)
+    with amp:
+        stock, stock_gradients = trained(tower, grid)
     hf_vit_accel.patch(tower, strict=True)
-    found, (_, gradients) = run(tower, grid), trained(tower, grid)
+    with amp:
+        found, (outputs, gradients) = run(tower, grid), trained(tower, grid)
     assert_fast(tower, 2)
-    assert nodes == [0, 1]
+    assert [x.dtype for x in found] == [x.dtype for x in outputs] == [x.dtype for x in stock]
+    assert len(nodes) == sum(not mlp.routed(block.mlp) for block in parts.blocks)
 
     def error(tensors: list[torch.Tensor], true: list[torch.Tensor]) -> float:
         return relative_error(*(torch.cat([x.flatten().double() for x in each]) for each in (tensors, true)))
@@ -245,24 +252,32 @@ def test_a_layer_is_one_node(tower: Any) -> None:
     assert [node is None for node in nodes] == [mlp.routed(block.mlp) for block in parts.blocks]
 
 
-def test_under_autocast_a_tower_is_as_stock(references: list[str], typical: Any) -> None:
-    """Dtypes, and the mean error over seeds: that of one is rounding's luck."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.matrix)], ids=str)
+def test_under_autocast_a_tower_is_as_stock(references: list[str], typical: Any, dtype: torch.dtype) -> None:
+    """Dtypes, and the mean error over seeds of outputs and of all gradients: that of one is rounding's luck."""
     if "experts" in str(typical):
         pytest.skip("rounding chooses other experts")
     ratios = []
     for seed in range(5):
         hf_vit_accel.unpatch(randomise(typical, seed))
-        exact = run(typical, GRIDS[1])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            stock = run(typical, GRIDS[1])
+        exact = pooled(*trained(typical, GRIDS[1]))
+        with torch.autocast("cpu", dtype=dtype):
+            stock = pooled(*trained(typical, GRIDS[1]))
             hf_vit_accel.patch(typical)
-            found = run(typical, GRIDS[1])
+            alone = run(typical, GRIDS[1])
+            found = pooled(*trained(typical, GRIDS[1]))
         assert [(x.dtype, x.shape) for x in found] == [(x.dtype, x.shape) for x in stock]
-        errors = zip(found, stock, exact, strict=True)
+        assert [x.dtype for x in alone] == [x.dtype for x in stock[:-1]]
+        errors = zip([*found, *alone], [*stock, *stock[:-1]], [*exact, *exact[:-1]], strict=True)
         ratios.append([relative_error(ours, true) / relative_error(theirs, true) for ours, theirs, true in errors])
     assert max(sum(each) / len(each) for each in zip(*ratios, strict=True)) <= 1.1
     [status] = hf_vit_accel.status(typical).towers
-    assert status.calls == (family_of(typical).parts(typical).embed_norm is None)
+    assert (status.calls, status.fallbacks) == (2, {})
+
+
+def pooled(outputs: list[torch.Tensor], gradients: list[Any]) -> list[torch.Tensor]:
+    """The outputs, and all gradients as one."""
+    return [*outputs, torch.cat([gradient.flatten() for gradient in gradients])]
 
 
 def test_whatever_module_is_replaced_runs_itself(references: list[str], typical: Any) -> None:

@@ -117,20 +117,24 @@ def test_rope(at: dict[str, Any], dim: int) -> None:
 @where
 @pytest.mark.parametrize("with_delta", [True, False])
 @pytest.mark.parametrize("rms", [True, False])
-@pytest.mark.parametrize("width", [1280, 1152, 1024, 144, 100])
-def test_add_norm(at: dict[str, Any], width: int, rms: bool, with_delta: bool) -> None:
-    x, weight = 3 + draw(at["rows"], width, at=at), draw(width, at=at)
+@pytest.mark.parametrize(
+    ("width", "wide"), [(1280, False), (1152, False), (1024, False), (144, False), (100, False), (144, True)]
+)
+def test_add_norm(at: dict[str, Any], width: int, wide: bool, rms: bool, with_delta: bool) -> None:
+    """wide: a residual stream and weights in fp32, and all else as without, as autocast may have it."""
+    of = torch.float32 if wide else None
+    x, weight = 3 + draw(at["rows"], width, at=at, dtype=of), draw(width, at=at, dtype=of)
     delta = draw(at["rows"], width, at=at, seed=1) if with_delta else None
-    bias = None if rms else draw(width, at=at, seed=2)
+    bias = None if rms else draw(width, at=at, seed=2, dtype=of)
     expected_x, found_x, exact_x = x.clone(), x.clone(), x.clone().double()
-    expected = add_norm_reference_(expected_x, delta, weight, bias, 1e-6, rms=rms)
-    found = add_norm_(found_x, delta, weight, bias, 1e-6, rms=rms)
+    expected = add_norm_reference_(expected_x, delta, weight, bias, 1e-6, rms=rms, dtype=at["dtype"])
+    found = add_norm_(found_x, delta, weight, bias, 1e-6, rms=rms, dtype=at["dtype"])
     exact_x = expected_x.double()
-    wide = None if bias is None else bias.double()
+    exact_bias = None if bias is None else bias.double()
     if rms:
         exact = exact_x * (exact_x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     else:
-        exact = torch.nn.functional.layer_norm(exact_x, (width,), weight.double(), wide, 1e-6)
+        exact = torch.nn.functional.layer_norm(exact_x, (width,), weight.double(), exact_bias, 1e-6)
     assert torch.equal(found_x, expected_x)
     check(found, expected, exact)
 
@@ -598,6 +602,12 @@ COMPILED = {
         "_add_norm_kernel",
         "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
         dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False, SAVE=False, QUANTIZE=False),
+    ),
+    "norm, of fp32": (
+        "norm",
+        "_add_norm_kernel",
+        "x:*fp32 delta:*bf16 weight:*fp32 bias:*fp32 total:*fp32 out:*bf16 statistics:*fp32 eps:fp32",
+        dict(WIDTH=1536, MAIN=1024, TAIL=512, HAS_DELTA=True, RMS=True, SAVE=True, QUANTIZE=False),
     ),
     "norm, quantized": (
         "norm",

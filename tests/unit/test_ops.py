@@ -16,7 +16,7 @@ import hf_vit_accel
 from hf_vit_accel import FallbackError
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.families import family_of
-from hf_vit_accel.ops import PARTS, TABLE, mlp, norm
+from hf_vit_accel.ops import PARTS, TABLE, Context, mlp, norm
 from hf_vit_accel.tower import state_of
 
 GRID = GRIDS["mixed"]
@@ -361,6 +361,17 @@ def test_embeddings_of_any_strides(references: list[str], monkeypatch: Any) -> N
     hf_vit_accel.patch(model)
     assert_close(run_tower(tower_of(model), GRID), expected)
     assert "norms" in status_of(model).fused
+
+
+@pytest.mark.parametrize("how", [norm.fused, norm.plain])
+def test_normed_rows_are_in_the_dtype_of_rows_under_autocast(references: list[str], how: Any) -> None:
+    """Whatever a norm by weights in fp32 makes of them: products with gradients of their own cast nothing."""
+    for module in (nn.LayerNorm(8), tower_of(TINY["qwen2_5_vl"].build()).blocks[0].norm1):
+        context = Context(device=torch.device("cpu"), dtype=torch.bfloat16, weights=torch.float32, grad=True)
+        x = torch.randn(3, *module.weight.shape)
+        with torch.autocast("cpu", torch.bfloat16):
+            total, normed = how(module, context)(x, x.bfloat16())
+        assert (total.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
