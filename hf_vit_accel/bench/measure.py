@@ -155,7 +155,9 @@ def measure(
     with_profile: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[Row]]:
-    """Verify and time contenders on a stock tower; every one gets a copy of it, so that none sees another's traces.
+    """Verify and time contenders on a stock tower; every one gets modules of its own, and sees no other's traces.
+
+    Parameters, and so gradients, are the tower's own: a copy for each would not fit, where they take a tenth of a GPU.
 
     with_profile: profile the first patched contender that was timed, else the first baseline.
     """
@@ -178,6 +180,7 @@ def measure(
             if with_profile and profiled is not None:
                 layers = len(family_of_tower(tower).parts(tower).blocks)
                 parts = profile(steps[profiled], layers, cuda=batch.pixels_TP.is_cuda)
+        tower.zero_grad(set_to_none=True)  # which its contenders have left
         first = times.get(contenders[0].name) if contenders else None
         found = []
         for contender in contenders:
@@ -221,6 +224,11 @@ def _check_grid(tower: Any, grid: Grid) -> None:
         raise ValueError(f"expected images for {family.name}, which takes videos frame by frame, got {grid}")
 
 
+def _twin(tower: Any) -> Any:
+    """The same tower again: modules and buffers are copies, parameters are the same."""
+    return deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})
+
+
 @contextmanager
 def _without_tf32() -> Iterator[None]:
     """Convolutions in full fp32: cuDNN takes TF32 by default, where matrix products do not."""
@@ -259,7 +267,7 @@ def _open(
             problems[contender.name] = _Problem("skipped", "; ".join(contender.against))
             continue
         try:
-            runs[contender.name] = stack.enter_context(contender.open(deepcopy(tower), grid))
+            runs[contender.name] = stack.enter_context(contender.open(_twin(tower), grid))
         except Exception as raised:
             problems[contender.name] = _failed(contender, raised)
     return runs, problems
@@ -285,7 +293,7 @@ def _verify(
     """
     train, own, errors = trained(tower), Errors(), {contender.name: Errors() for contender in contenders}
     verdicts: dict[str, _Verdict] = {}
-    with stock("sdpa", reference, grid) as exact, stock("sdpa", deepcopy(tower), grid) as same:
+    with stock("sdpa", reference, grid) as exact, stock("sdpa", _twin(tower), grid) as same:
         count = STEPS if train and ROUNDING[weight_of(tower).dtype] > 1e-4 else CALLS
         for seed in range(4 * count if train else count):
             if seed >= count and not _undecided(verdicts, runs, contenders):

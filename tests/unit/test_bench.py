@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -268,6 +269,33 @@ def test_a_second_call_is_verified_too(monkeypatch: pytest.MonkeyPatch, tmp_path
     spoil(monkeypatch, stale)
     checkpoint = write_config("qwen2_vl", tmp_path)
     assert command("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "spoiled").exit_code == 1
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_contenders_share_parameters_and_gradients_alone(train: bool) -> None:
+    """A copy of the weights for each would not fit. What one leaves on its modules, no other sees; nor its gradient."""
+    tower = tiny.tower_of(tiny.TINY["qwen2_vl"].build()).requires_grad_(train).train(train)
+    seen: list[nn.Module] = []
+
+    @contextmanager
+    def opened(own: Any, grid: Any) -> Any:
+        seen.append(own)
+        assert not any("trace" in vars(module) for module in own.modules())
+        for module in own.modules():
+            module.trace = "left"
+        with baselines.stock("sdpa", own, grid) as run:
+            yield run
+
+    both = [contenders.Contender(name=name, open=opened) for name in "ab"]
+    for rows in bench.measure("tiny", tower, {"one": GRID, "two": GRID}, both, rounds=1):
+        assert [row.status for row in rows] == ["timed", "timed"]
+        assert all(parameter.grad is None for parameter in tower.parameters())
+    assert len(seen) == 4 and all(
+        modules.isdisjoint(other.modules()) for other in seen for modules in [{*tower.modules()}]
+    )
+    for each in seen:
+        assert all(mine is its for mine, its in zip(tower.parameters(), each.parameters(), strict=True))
+        assert {id(b) for b in each.buffers()}.isdisjoint(map(id, tower.buffers()))
 
 
 def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
