@@ -16,7 +16,6 @@ from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
-from hf_vit_accel.ops.norm_backward import add_norm_reference
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,7 +28,8 @@ def shape_heads_reference(
     weights: of q's norm and k's; none for no norms. Rounded as stock's modules do: before the weight, and after it.
     """
     norm_by = [
-        lambda x, weight_D=weight_D: add_norm_reference(x, None, weight_D, None, eps, True)[1] for weight_D in weights_D
+        lambda x, weight_D=weight_D: norms.add_norm_reference(x, None, weight_D, None, eps, True)[1]
+        for weight_D in weights_D
     ]
     return _shaped(qkv_TF, heads, key_heads, norm_by)
 

@@ -18,6 +18,31 @@ from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
 
+def add_norm_reference(
+    x_TE: torch.Tensor,
+    delta_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + delta and norm(x + delta), both (T, E): LayerNorm, or RMSNorm as Qwen2.5-VL's; nothing is done in place.
+
+    The sum is rounded to x's dtype before it is normalised. RMSNorm rounds the normalised row to x's dtype before the
+    weight, LayerNorm only its result; statistics are fp32. So stock's modules round. dtype: of the result, None for
+    x's; under autocast the product that takes it rounds to that.
+    """
+    sum_TE = x_TE if delta_TE is None else x_TE + delta_TE
+    if rms:
+        wide_TE = sum_TE.to(torch.promote_types(sum_TE.dtype, torch.float32))
+        wide_TE = wide_TE * torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
+        normed_TE = weight_E * wide_TE.to(sum_TE.dtype)
+    else:
+        normed_TE = F.layer_norm(sum_TE, sum_TE.shape[1:], weight_E, bias_E, eps)
+    return sum_TE, normed_TE.to(dtype or x_TE.dtype)
+
+
 def add_norm_reference_(
     x_TE: torch.Tensor,
     delta_TE: torch.Tensor | None,
@@ -28,19 +53,10 @@ def add_norm_reference_(
     rms: bool,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Add delta to the residual stream x in place and return norm(x), (T, E): LayerNorm, or RMSNorm as Qwen2.5-VL's.
-
-    The sum is rounded to x's dtype before it is normalised. RMSNorm rounds the normalised row to x's dtype before the
-    weight, LayerNorm only its result; statistics are fp32. So stock's modules round. dtype: of the result, None for
-    x's; under autocast the product that takes it rounds to that.
-    """
+    """The norm of `add_norm_reference`, which adds delta to x in place."""
     if delta_TE is not None:
         x_TE += delta_TE
-    if not rms:
-        return F.layer_norm(x_TE, x_TE.shape[1:], weight_E, bias_E, eps).to(dtype or x_TE.dtype)
-    wide_TE = x_TE.float()
-    wide_TE = wide_TE * torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
-    return (weight_E * wide_TE.to(x_TE.dtype)).to(dtype or x_TE.dtype)
+    return add_norm_reference(x_TE, None, weight_E, bias_E, eps, rms, dtype)[1]
 
 
 @jit
@@ -193,9 +209,7 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
     if context.reference:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-            bias_E = None if rms else norm.bias
-            return x_TE, add_norm_reference_(x_TE, None, norm.weight, bias_E, eps, rms=rms, dtype=dtype)
+            return add_norm_reference(x_TE, delta_TE, norm.weight, None if rms else norm.bias, eps, rms, dtype)
     elif context.grad:
         from hf_vit_accel.ops import norm_backward
         from hf_vit_accel.ops.trained import TrainedNorm

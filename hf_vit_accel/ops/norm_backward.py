@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.ops.column_sum import add_up, remember_sum, runs
 from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.norm import add_norm_reference as add_norm_reference
 from hf_vit_accel.ops.norm import add_norm_rows, pieces
 
 _FEW_ROWS = 8192
@@ -64,25 +64,6 @@ def kept(tensors: Sequence[torch.Tensor], settings: tuple[Any, ...] | None, rows
         return tensors[0]
     sum_TE, weight_E, bias_E = tensors
     return Norm(sum_TE, weight_E, bias_E, *settings).again().view(rows, -1)
-
-
-def add_norm_reference(
-    x_TE: torch.Tensor,
-    delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    eps: float,
-    rms: bool,
-    dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta and norm(x + delta), both (T, E), rounded as by `add_norm_reference_`; nothing is done in place."""
-    sum_TE = x_TE if delta_TE is None else x_TE + delta_TE
-    dtype = dtype or x_TE.dtype
-    if not rms:
-        return sum_TE, F.layer_norm(sum_TE, sum_TE.shape[1:], weight_E, bias_E, eps).to(dtype)
-    wide_TE = sum_TE.to(torch.promote_types(sum_TE.dtype, torch.float32))
-    wide_TE = wide_TE * torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
-    return sum_TE, (weight_E * wide_TE.to(sum_TE.dtype)).to(dtype)
 
 
 @jit
