@@ -180,7 +180,7 @@ def measure(
             if with_profile and profiled is not None:
                 layers = len(family_of_tower(tower).parts(tower).blocks)
                 parts = profile(steps[profiled], layers, cuda=batch.pixels_TP.is_cuda)
-        tower.zero_grad(set_to_none=True)  # which its contenders have left
+            tower.zero_grad(set_to_none=True)  # a graph's memory may hold what its contenders have left
         first = times.get(contenders[0].name) if contenders else None
         found = []
         for contender in contenders:
