@@ -160,15 +160,29 @@ class Fault(RuntimeError):
         super().__init__(f"{name} {self.why}")
 
 
-_NO_FAULTS = (Fault, AssertionError, MemoryError, torch.OutOfMemoryError)
+_NO_FAULTS = (Fault, MemoryError, torch.OutOfMemoryError)
 # What checkpointing raises, to end a forward that it runs again: torch has no public name for it (2.11 to 2.15).
 _NO_FAULTS += tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
+
+
+_LIBRARIES = frozenset({"cudnn", "cutlass", "flash_attn", "flashinfer", "quack"})
+"""They assert what they ask of their arguments."""
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it is a failed assertion, and none of a library that we call."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    raised_in = "" if at is None else str(at.tb_frame.f_globals.get("__name__"))
+    return isinstance(error, AssertionError) and raised_in.partition(".")[0] not in _LIBRARIES
 
 
 def guarded(name: str, function: Function) -> Function:
     """The function, whose errors are raised as a `Fault` of that name.
 
-    Memory that ran out is the user's to deal with (people catch it, and try a smaller batch), a failed assertion ours.
+    Memory that ran out is the user's to deal with (people catch it, and try a smaller batch), a failed assertion of
+    ours is ours.
     """
 
     @wraps(function)
@@ -178,6 +192,8 @@ def guarded(name: str, function: Function) -> Function:
         except _NO_FAULTS:
             raise
         except Exception as error:
+            if _is_ours(error):
+                raise
             raise Fault(name, error) from error
 
     return call  # type: ignore[return-value]

@@ -11,7 +11,7 @@ import copy
 import sys
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -122,6 +122,50 @@ def test_the_residual_stream_is_tried_both_ways(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(gemm_epilogue, "gemm_add", forgets)
     assert "QuACK's products are wrong here" in gemm_epilogue._try(torch.device("cpu"), "residual")
+
+
+class Spoiled:
+    """QuACK's product, wrong or refused for results of some width."""
+
+    _plan_cache: ClassVar[dict[Any, Any]] = {}
+    _call_cache: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, run: Any) -> None:
+        self.run, self.tiles = run, set[int]()
+
+    def __call__(self, h: Any, w: Any, c: Any, *, out: Any, config: Any, tuned: bool, bias: Any) -> Any:
+        self.tiles.add(config)
+        return {"D": out["D"].copy_(self.run(config, h.double() @ w.double() + bias.double() + c.double()))}
+
+
+def test_every_tile_that_towers_take_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a kernel of its own; widths of 1152, 1280 and 1024 are those of the models."""
+    monkeypatch.setitem(sys.modules, "quack.gemm_config", SimpleNamespace(GemmConfig=SimpleNamespace))
+    config = gemm_epilogue._config.__wrapped__
+    monkeypatch.setattr(gemm_epilogue, "_config", lambda kind, width: config(kind, width).tile_n)
+    tiles = {config("residual", width).tile_n for width in (1024, 1152, 1280)}
+    for spoiled in (None, *tiles):
+        product = Spoiled(lambda at, made, spoiled=spoiled: made * (1.02 if at == spoiled else 1))
+        monkeypatch.setattr(gemm_epilogue, "_addition", lambda product=product: product)
+        why = gemm_epilogue._try(torch.device("cpu"), "residual")
+        assert (why is None) if spoiled is None else ("QuACK's products are wrong here" in str(why)), spoiled
+        assert spoiled is not None or product.tiles == tiles
+
+
+def test_what_quack_asserts_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its assertions are about our arguments, and may change with its version; another's reaches the user."""
+    monkeypatch.setattr(gemm_epilogue, "_config", lambda kind, width: width)
+    for module, is_fault in (("quack.gemm_sm90", True), ("hf_vit_accel.ops.linear", False), ("quackery", False)):
+        of: dict[str, Any] = {"__name__": module}
+        exec("def run(at, made):\n    assert at == 0, 'a tile of 0'", of)
+        product = Spoiled(of["run"])
+        monkeypatch.setattr(gemm_epilogue, "_addition", lambda product=product: product)
+        if is_fault:
+            why = gemm_epilogue._try(torch.device("cpu"), "residual")
+            assert why == "QuACK's products failed when it ran: AssertionError: a tile of 0"
+        else:
+            with pytest.raises(AssertionError, match="a tile of 0"):
+                gemm_epilogue._try(torch.device("cpu"), "residual")
 
 
 @pytest.mark.parametrize("biased", [True, False])
