@@ -15,7 +15,6 @@ from torch import nn
 
 from hf_vit_accel.backends import Attend
 from hf_vit_accel.ops import LayerOps
-from hf_vit_accel.ops.trained import layer_of
 from hf_vit_accel.route import Route
 
 Checkpoint = Callable[..., torch.Tensor]
@@ -55,12 +54,12 @@ def encode(
     merged_by_layer: list[torch.Tensor] = []
     places = iter(into[-len(ops.deepstack) :])
     delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
-    for index, (layer, attend) in enumerate(zip(ops.layers, route.attends, strict=True)):
+    for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
         if not request.grad and index not in through:
             held, delta_TE = [delta_TE], None  # handed over: nobody but the layer holds it
             x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, held)
         else:
-            run = (request.grad and layer_of(layer, attend)) or partial(_layer_of_rows, layer, attend)
+            run = node or partial(_layer_of_rows, layer, attend)
             if index in through:
                 run = partial(_through, through[index], run)
             if checkpoints and checkpoints[index] is not None:

@@ -18,7 +18,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.metadata import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
 from hf_vit_accel.ops import Ops, gemm_epilogue, linears
-from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.ops.trained import Trained, TrainedLayer, layer_of
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
 PLANS = "vision_plans"
@@ -54,6 +54,7 @@ class Route:
     ops: of the spec, or those with linears in FP8. few_rows: why not those, though there are some.
     arrays: what the device needs, by name. unmet: what was named and is not served.
     tensors: the arrays on the device, for a route that was bound. attends: then, what each layer attends by.
+    nodes: and what trains it as one node; None where it is several, or no gradient flows.
     """
 
     spec: Spec
@@ -66,6 +67,7 @@ class Route:
     unmet: list[str]
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     attends: list[Attend] = field(default_factory=list)
+    nodes: list[TrainedLayer | None] = field(default_factory=list)
     signature: Any = None  # the runner's, of this layout's CUDA graph
     _packed: torch.Tensor | None = None
     _bound: Route | None = None
@@ -95,6 +97,8 @@ class Route:
         bound = replace(self, tensors=tensors, plans=plans, signature=None, _packed=None, _bound=None)
         if self.ops is not None:
             bound.attends = bound._attends(self.ops)
+            pairs, grad = zip(self.ops.layers, bound.attends, strict=True), self.spec.request.grad
+            bound.nodes = [layer_of(*pair) if grad else None for pair in pairs]
         return bound
 
     def _attends(self, ops: Ops) -> list[Attend]:

@@ -19,7 +19,7 @@ from tiny import FAMILIES, TINY
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import GraphConfig, backends, encoder, ops
+from hf_vit_accel import GraphConfig, backends, ops, route
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.backends import ORDER, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
@@ -101,7 +101,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     for name, kernel in KERNELS.items():
         put(monkeypatch, kernel.function, counted(name, kernel.reference))
-    monkeypatch.setattr(encoder, "layer_of", lambda layer, attend: None)  # a layer's function launches kernels
+    monkeypatch.setattr(route, "layer_of", lambda layer, attend: None)  # a layer's function launches kernels
     put(monkeypatch, activation.linear_gelu_tanh, counted("linear_gelu_tanh", activation.linear_gelu_tanh))
     return called
 

@@ -6,10 +6,10 @@ what a step with few rows takes. `T` rows, `E` width, `H` heads, `D` head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
+from functools import cached_property, lru_cache
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -72,32 +72,32 @@ class TrainedNorm(Trained):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedLayer:
-    """All that a layer computes, as one node."""
+    """All that a layer computes, as one node. parts: norm1, qkv, attend, proj, norm2, mlp."""
 
-    norm1: Trained
-    qkv: Trained
-    attend: Trained
-    proj: Trained
-    norm2: Trained
-    mlp: Trained
+    parts: tuple[Trained, ...]
+
+    @cached_property
+    def unneeded(self) -> tuple[int, ...]:
+        """How many arguments, after a part's weights, have no gradient."""
+        return tuple(len(part.settings) + part.takes_norm for part in self.parts)
 
     def __call__(
         self, heads: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
     ) -> tuple[Rows, Rows | None]:
         """The residual stream, (T, E), and what it is still to receive, (T, E) or None. heads: (3, H, D)."""
-        weights = [part.weights() for part in (self.norm1, self.qkv, self.proj, self.norm2, self.mlp)]
+        weights = [part.weights() for part in self.parts]
         rows = cos_TD, sin_TD, x_TE.contiguous(), delta_TE
-        flat = (weight for weights_of_part in weights for weight in weights_of_part)
-        out: tuple[Rows, Rows | None] = _Layer.apply(self, heads, list(map(len, weights)), *rows, *flat)
+        out: tuple[Rows, Rows | None] = _Layer.apply(
+            self, heads, tuple(map(len, weights)), *rows, *chain.from_iterable(weights)
+        )
         return out
 
 
 def layer_of(operations: Any, attend: Any) -> TrainedLayer | None:
     """One node for a layer's operations and its attention; None where one of them is not `Trained`."""
-    names = "norm1", "qkv", "proj", "norm2", "mlp"
-    found = {name: getattr(operations, name) for name in names} | {"attend": attend}
-    parts = {name: getattr(part, "__wrapped__", part) for name, part in found.items()}  # they guard themselves
-    return TrainedLayer(**parts) if all(isinstance(part, Trained) for part in parts.values()) else None
+    found = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
+    parts = tuple(getattr(part, "__wrapped__", part) for part in found)  # they guard themselves
+    return TrainedLayer(parts=parts) if all(isinstance(part, Trained) for part in parts) else None
 
 
 class Frame:
@@ -115,6 +115,25 @@ class Frame:
         """The parts are given None for what needs no gradient, as they ask for."""
 
 
+@lru_cache(maxsize=1024)
+def _needs(
+    given: tuple[bool, ...], counts: tuple[int, ...], unneeded: tuple[int, ...], *, sums: bool
+) -> tuple[tuple[bool, ...], ...]:
+    """Which arguments of each part need a gradient. given: of x, of delta, of all weights; counts: of each part's.
+
+    sums: whether the first norm, though it adds nothing, is told that it does: then it sums up the gradient, for the
+    bias of what was added.
+    """
+    needs_x, needs_delta, *of_weights = given
+    after = [(*needs, *(False,) * rest) for needs, rest in zip(_split(of_weights, counts), unneeded, strict=True)]
+    norm1 = needs_x, needs_x if sums else needs_delta, *after[0]
+    qkv = any(norm1), *after[1]
+    attend = any(qkv), False, False, *after[2]
+    proj = any(attend), *after[3]
+    norm2 = needs_x or needs_delta, any(proj), *after[4]
+    return norm1, qkv, attend, proj, norm2, (any(norm2), *after[5])
+
+
 class _Layer(torch.autograd.Function):
     """The functions of `TrainedLayer`'s parts, one after the other, and back."""
 
@@ -123,78 +142,66 @@ class _Layer(torch.autograd.Function):
         ctx: Any,
         layer: TrainedLayer,
         heads: tuple[int, ...],
-        counts: list[int],
+        counts: tuple[int, ...],
         cos_TD: Rows,
         sin_TD: Rows,
         x_TE: Rows,
         delta_TE: Rows | None,
-        *flat: torch.Tensor | None,
+        *flat: Any,
     ) -> tuple[Rows, Rows | None]:
         ctx.set_materialize_grads(False)
-        ctx.layer, ctx.frames, ctx.heads = layer, [], heads
-        needs_x, needs_delta, *needs_flat = ctx.needs_input_grad[5:]
-        adds = layer.proj.adds
-        weights: list[list[Any]] = list(_split(flat, counts))
-        needed = list(_split(needs_flat, counts))
-
-        def run(part: Trained, at: int | None, rows: tuple[Any, ...], needs: tuple[bool, ...], *rest: Any) -> Any:
-            """rest: the norm that made the rows, and the residual stream, whose gradient is the result's."""
-            own, needs_own = (weights[at], needed[at]) if at is not None else ([], [])
-            frame = Frame((*needs, *needs_own, *(False for _ in (*part.settings, *rest[:1]))))
-            ctx.frames.append(frame)
-            made = part.forward(frame, *rows, *own, *part.settings, *rest)
-            return made, any(frame.needs_input_grad)
-
-        # A norm that adds nothing is told that it does: so it sums up the gradient, for the bias of what was added.
-        needs = needs_x, needs_x if adds and delta_TE is None else needs_delta
-        (sum_TE, normed_TE), flows = run(layer.norm1, 0, (x_TE, delta_TE), needs)
-        norm = Norm(sum_TE, *weights[0], *layer.norm1.settings)
-        qkv, flows = run(layer.qkv, 1, (normed_TE,), (flows,), norm)
-        rows = qkv.view(len(qkv), *heads), cos_TD, sin_TD  # Python's unflatten takes 8 us
-        attended_THD, flows = run(layer.attend, None, rows, (flows, False, False))
-        made_TE, flows = run(layer.proj, 2, (attended_THD.flatten(1),), (flows,), None, *[sum_TE] * adds)
+        norm1, qkv, attend, proj, norm2, mlp = layer.parts
+        adds = proj.adds
+        needs = _needs(ctx.needs_input_grad[5:], counts, layer.unneeded, sums=adds and delta_TE is None)
+        of_norm1, of_qkv, of_attend, of_proj, of_norm2, of_mlp = frames = list(map(Frame, needs))
+        in_norm1, in_qkv, _, in_proj, in_norm2, in_mlp = _split(flat, counts)
+        # What adds to the residual stream is given it last; its gradient is the result's.
+        sum_TE, normed_TE = norm1.forward(of_norm1, x_TE, delta_TE, *in_norm1, *norm1.settings)
+        norm = Norm(sum_TE, *in_norm1, *norm1.settings)
+        qkv_TF = qkv.forward(of_qkv, normed_TE, *in_qkv, *qkv.settings, norm)
+        rows = qkv_TF.view(qkv_TF.shape[0], *heads), cos_TD, sin_TD  # Python's unflatten takes 8 us
+        attended_TF = attend.forward(of_attend, *rows, *attend.settings).flatten(1)
+        made_TE = proj.forward(of_proj, attended_TF, *in_proj, None, *[sum_TE] * adds)
         pair = (made_TE, None) if adds else (sum_TE, made_TE)
-        (sum_TE, normed_TE), flows = run(layer.norm2, 3, pair, (needs_x or needs_delta, flows))
-        norm = Norm(sum_TE, *weights[3], *layer.norm2.settings)
-        made_TE, flows = run(layer.mlp, 4, (normed_TE,), (flows,), norm, *[sum_TE] * adds)
+        sum_TE, normed_TE = norm2.forward(of_norm2, *pair, *in_norm2, *norm2.settings)
+        norm = Norm(sum_TE, *in_norm2, *norm2.settings)
+        made_TE = mlp.forward(of_mlp, normed_TE, *in_mlp, *mlp.settings, norm, *[sum_TE] * adds)
         # All by autograd's own means: hooks see them, and a result that is kept makes no cycle.
-        ctx.save_for_backward(*(tensor for frame in ctx.frames for tensor in frame.saved_tensors))
-        ctx.saved = [len(frame.saved_tensors) for frame in ctx.frames]
-        for frame in ctx.frames:
+        saved = [frame.saved_tensors for frame in frames]
+        ctx.save_for_backward(*chain.from_iterable(saved))
+        for frame in frames:
             frame.saved_tensors = ()
+        ctx.layer, ctx.heads, ctx.counts, ctx.frames, ctx.saved = layer, heads, counts, frames, list(map(len, saved))
         return (made_TE, None) if adds else (sum_TE, made_TE)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dsum_TE: Rows | None, ddelta_TE: Rows | None) -> tuple[Any, ...]:
-        layer, gradients = ctx.layer, {}
-        saved = dict(zip(map(id, ctx.frames), _split(ctx.saved_tensors, ctx.saved), strict=True))
-        frames = dict(zip(("norm1", "qkv", "attend", "proj", "norm2", "mlp"), ctx.frames, strict=True))
+        parts, frames, counts = ctx.layer.parts, ctx.frames, ctx.counts
+        saved, gradients = _split(ctx.saved_tensors, ctx.saved), [()] * len(parts)
 
-        def back(name: str, rows: int, *given: Rows | None) -> tuple[Rows | None, ...]:
+        def back(at: int, rows: int, *given: Rows | None) -> Any:
             """Gradients of a part's rows; those of its weights are put aside."""
-            frame, part = frames[name], getattr(layer, name)
-            flows = any(frame.needs_input_grad) and any(each is not None for each in given)
-            if flows:
-                frame.saved_tensors = tuple(saved.pop(id(frame)))
-                found = part.backward(frame, *given)
-                frame.saved_tensors = ()
+            frame = frames[at]
+            frame.saved_tensors, saved[at] = saved[at], ()
+            if any(frame.needs_input_grad) and (given[0] is not None or given[-1] is not None):
+                found = parts[at].backward(frame, *given)
             else:
                 found = (None,) * len(frame.needs_input_grad)
-            gradients[name] = found[rows : len(found) - len(part.settings) - part.takes_norm]
-            return tuple(found[:rows])
+            frame.saved_tensors = ()
+            gradients[at] = found[rows : rows + counts[at]]
+            return found[:rows]
 
-        (dnormed_TE,) = back("mlp", 1, dsum_TE if layer.proj.adds else ddelta_TE)
-        dsum_TE, dproj_TE = back("norm2", 2, dsum_TE, dnormed_TE)
-        (dattended,) = back("proj", 1, dproj_TE)
-        dqkv_T3HD, *_ = back("attend", 3, None if dattended is None else dattended.view(-1, *ctx.heads[1:]))
-        (dnormed_TE,) = back("qkv", 1, None if dqkv_T3HD is None else dqkv_T3HD.flatten(1))
-        dx_TE, ddelta_TE = back("norm1", 2, dsum_TE, dnormed_TE)
+        (dnormed_TE,) = back(5, 1, dsum_TE if parts[3].adds else ddelta_TE)
+        dsum_TE, dproj_TE = back(4, 2, dsum_TE, dnormed_TE)
+        (dattended,) = back(3, 1, dproj_TE)
+        dqkv_T3HD, _, _ = back(2, 3, None if dattended is None else dattended.view(-1, *ctx.heads[1:]))
+        (dnormed_TE,) = back(1, 1, None if dqkv_T3HD is None else dqkv_T3HD.flatten(1))
+        dx_TE, ddelta_TE = back(0, 2, dsum_TE, dnormed_TE)
         ddelta_TE = ddelta_TE if ctx.needs_input_grad[6] else None
-        order = "norm1", "qkv", "proj", "norm2", "mlp"
-        return None, None, None, None, None, dx_TE, ddelta_TE, *(each for name in order for each in gradients[name])
+        return None, None, None, None, None, dx_TE, ddelta_TE, *chain.from_iterable(gradients)
 
 
-def _split(flat: Sequence[V], counts: list[int]) -> Iterator[list[V]]:
+def _split(flat: Iterable[V], counts: Iterable[int]) -> list[tuple[V, ...]]:
     rest = iter(flat)
-    return (list(islice(rest, count)) for count in counts)
+    return [tuple(islice(rest, count)) for count in counts]

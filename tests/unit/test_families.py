@@ -16,7 +16,8 @@ from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Module, ModuleList
 
 import hf_vit_accel
-from hf_vit_accel import encoder, ops, registration, upstream
+from hf_vit_accel import ops, registration, upstream
+from hf_vit_accel import route as route_module
 from hf_vit_accel.families import FAMILIES, Block, Family, Parts, family_of
 from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops import TABLE, Context, heads, mlp
@@ -240,7 +241,7 @@ def one_node_a_layer(monkeypatch: Any) -> list[int]:
         return made
 
     monkeypatch.setattr(Route, "_attends", attends)
-    monkeypatch.setattr(encoder, "layer_of", counted)
+    monkeypatch.setattr(route_module, "layer_of", counted)
     return found
 
 
