@@ -127,6 +127,18 @@ class Context:
         """An attribute of a module; see `Reads`."""
         return self.reads.read(module, name, default)
 
+    def reader(self, *places: tuple[nn.Module, str], cast: bool = True) -> Callable[[], list[Any]]:
+        """What reads weights, or biases that are None, as they are at that time. cast: to the dtype of the rows.
+
+        From where modules hold them, and whoever replaces them puts others: `__getattr__` takes ten times as long. A
+        parameter that turns into something else is one less, at which operations are built anew.
+        """
+        held = [(m._parameters if name in m._parameters else m._buffers, name) for m, name in places]
+        if not (cast and self.casts):
+            return lambda: [of[name] for of, name in held]
+        to_rows = self.cast
+        return lambda: [to_rows(of[name]) for of, name in held]
+
     def called(self, module: nn.Module) -> nn.Module:
         """A module that is to be called as it is."""
         self.reads.all_of(module)

@@ -54,7 +54,7 @@ class LinearFunction(torch.autograd.Function):
         dy_TF = dy_TF.contiguous()
         return (
             dy_TF @ weight_FE if needs_x else None,
-            dy_TF.t() @ kept(tensors, ctx.settings, len(dy_TF)) if needs_weight else None,
+            dy_TF.t() @ kept(tensors, ctx.settings, dy_TF.shape[0]) if needs_weight else None,
             column_sum(dy_TF) if needs_bias else None,
             None,
         )
@@ -74,8 +74,10 @@ def linear(
 
 def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
     """A projection: where it is trained by kernels `linear`, else the module itself."""
-    if not context.trains_by_kernels or context.reasons_replaced(module, nn.Linear):
+    if context.reasons_replaced(module, nn.Linear):
         return context.called(module)
-    cast = context.cast
-    weights: Any = lambda: (cast(module.weight), cast(module.bias))  # noqa: E731
+    if not context.trains_by_kernels:
+        forward: Callable[[torch.Tensor], torch.Tensor] = module.forward  # not `__call__`: hooks go the stock way
+        return forward
+    weights = context.reader((module, "weight"), (module, "bias"))
     return Trained(alone=linear, function=LinearFunction, weights=weights, takes_norm=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,28 +99,23 @@ def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> An
         return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     if kind == "silu":
-        return (_linear_swiglu if in_one else _swiglu)(first, before[1], after, limit, context.cast, last)
+        weights = context.reader(*_places(before, after))
+        return partial(_linear_swiglu if in_one else _swiglu, weights, limit, last)
     one = linear_gelu_tanh if kind == "gelu_tanh" else _quick_gelu
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
-    cast = context.cast
+    weights = context.reader(*((each, name) for each in (first, after) for name in ("weight", "bias")))
 
     def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
-        h_TF = one(x_TE, cast(first.weight), cast(first.bias))
-        return last(h_TF, cast(after.weight), cast(after.bias), *stream)
+        weight_FE, bias_F, weight_EF, bias_E = weights()
+        return last(one(x_TE, weight_FE, bias_F), weight_EF, bias_E, *stream)
 
     return run
 
 
 def _differentiable(before: list[Any], after: Any, kind: str, limit: float | None, context: Context) -> Apply:
     """With a gradient: by kernels that keep little for it or, as reference, in plain torch."""
-    named, cast = [(each, name) for name in ("weight", "bias") for each in before], context.cast
-    named += [(after, "weight"), (after, "bias")]
-
-    def weights() -> list[torch.Tensor | None]:
-        return [cast(getattr(linear, name)) for linear, name in named]
-
-    setting: Any = limit if kind == "silu" else kind
+    weights, setting = context.reader(*_places(before, after)), limit if kind == "silu" else kind
     if context.reference:
         reference: Any = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
         return lambda x_TE: reference(x_TE, *weights(), setting)
@@ -128,6 +124,11 @@ def _differentiable(before: list[Any], after: Any, kind: str, limit: float | Non
     epilogue = context.no_epilogues is None and limit is None and not any(width % 8 for width in widths)
     alone, function = (swiglu_mlp, SwigluMlp) if kind == "silu" else (gelu_mlp, GeluMlp)
     return Trained(alone=alone, function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
+
+
+def _places(before: list[Any], after: Any) -> list[tuple[Any, str]]:
+    each = [(linear, name) for name in ("weight", "bias") for linear in before]
+    return [*each, (after, "weight"), (after, "bias")]
 
 
 def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
@@ -141,30 +142,22 @@ def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tenso
 # safetensors, fused optimizers and whoever looks for shared storage take such parameters for something else.)
 
 
-def _linear_swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None, cast: Apply, last: Any) -> Any:
-    def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
-        weights = map(cast, (gate.weight, up.weight, gate.bias, up.bias, down.weight))
-        h_TG, down_EG = linear_swiglu(x_TE, *weights, limit=limit)
-        return last(h_TG, down_EG, cast(down.bias), *stream)
-
-    return run
+def _linear_swiglu(weights: Any, limit: float | None, last: Any, x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
+    *first, down_E = weights()
+    h_TG, down_EG = linear_swiglu(x_TE, *first, limit=limit)
+    return last(h_TG, down_EG, down_E, *stream)
 
 
-def _swiglu(gate: nn.Linear, up: nn.Linear, down: nn.Linear, limit: float | None, cast: Apply, last: Any) -> Any:
-    def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
-        weights = gate.weight, up.weight, gate.bias, up.bias, down.weight
-        gate_FE, up_FE, gate_F, up_F, down_EF = map(cast, weights)
-        if gate_FE.shape[0] % 8 == 0:
-            gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)
-            return last(swiglu(gate_TF, up_TF, limit=limit), down_EF, cast(down.bias), *stream)
-        some_F = gate_FE.flatten()[: len(gate_FE)]  # the kernel wants to copy some
-        biases = (some_F, some_F) if gate_F is None else (gate_F, up_F)
-        weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, *biases, down_EF)
-        bias = None if gate_F is None else bias
-        h_TG = swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1), limit=limit)
-        return last(h_TG, down_EG, cast(down.bias), *stream)
-
-    return run
+def _swiglu(weights: Any, limit: float | None, last: Any, x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
+    gate_FE, up_FE, gate_F, up_F, down_EF, down_E = weights()
+    if gate_FE.shape[0] % 8 == 0:
+        gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)
+        return last(swiglu(gate_TF, up_TF, limit=limit), down_EF, down_E, *stream)
+    some_F = gate_FE.flatten()[: len(gate_FE)]  # the kernel wants to copy some
+    biases = (some_F, some_F) if gate_F is None else (gate_F, up_F)
+    weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, *biases, down_EF)
+    h_TG = swiglu(*F.linear(x_TE, weight, None if gate_F is None else bias).chunk(2, dim=-1), limit=limit)
+    return last(h_TG, down_EG, down_E, *stream)
 
 
 def routed(mlp: nn.Module) -> bool:

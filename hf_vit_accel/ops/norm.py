@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -179,6 +180,7 @@ def add_norm_rows(
     return out_TE
 
 
+@lru_cache(maxsize=256)
 def pieces(width: int) -> dict[str, int]:
     """A row in two: the largest power of two below its width, and the rest."""
     main = next_power_of_2(width + 1) // 2
@@ -205,7 +207,8 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
     x may be wider than the rows that the norm makes: under autocast, where the embedding has a norm.
     """
     rms, eps = _is_rms(norm), context.read(norm, "variance_epsilon" if _is_rms(norm) else "eps")
-    dtype = context.dtype
+    dtype, without = context.dtype, (None,) * rms
+    weights = context.reader(*[(norm, "weight"), (norm, "bias")][: 2 - rms], cast=False)
     if context.reference:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,16 +217,13 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
         from hf_vit_accel.ops import norm_backward
         from hf_vit_accel.ops.trained import TrainedNorm
 
-        weights: Any = lambda: (norm.weight, None if rms else norm.bias)  # noqa: E731
         alone, function = norm_backward.add_norm, norm_backward.AddNormFunction
-        return TrainedNorm(alone=alone, function=function, weights=weights, settings=(eps, rms, dtype))
+        return TrainedNorm(alone=alone, function=function, weights=weights, settings=(*without, eps, rms, dtype))
     else:
+        made: Any = run or partial(add_norm_, dtype=dtype)
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            bias_E = None if rms else norm.bias
-            if run is not None:
-                return x_TE, run(x_TE, delta_TE, norm.weight, bias_E, eps, rms=rms)
-            return x_TE, add_norm_(x_TE, delta_TE, norm.weight, bias_E, eps, rms=rms, dtype=dtype)
+            return x_TE, made(x_TE, delta_TE, *weights(), *without, eps, rms=rms)
 
     return add_norm
 

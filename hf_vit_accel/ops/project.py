@@ -28,26 +28,21 @@ def build(block: Block, context: Context, shape: Rows | None) -> Rows:
 
     The weights are put together at each call: they are fewer than the rows' results, and one product is the faster.
     """
-    modules, cast = block.qkv, context.cast
+    modules = block.qkv
+    weights = context.reader(*((module, name) for name in ("weight", "bias") for module in modules))
     replaced = any(context.reasons_replaced(module, nn.Linear) for module in modules)
     if context.trains_by_kernels and not replaced and (len(modules) > 1 if shape is None else "heads" in context.fused):
-
-        def weights() -> list[torch.Tensor | None]:
-            linears = [cast(getattr(module, name)) for name in ("weight", "bias") for module in modules]
-            return linears + [norm.weight for norm in block.head_norms]
-
+        of_norms = context.reader(*((norm, "weight") for norm in block.head_norms), cast=False)
+        every: Any = lambda: weights() + of_norms()  # noqa: E731
         settings = len(modules), None if shape is None else sizes_of(block, context)
-        return Trained(alone=project, function=ProjectFunction, weights=weights, settings=settings, takes_norm=True)
+        return Trained(alone=project, function=ProjectFunction, weights=every, settings=settings, takes_norm=True)
     if len(modules) == 1:
         product: Rows = linear.build(modules[0], context)
     elif replaced:
         called = list(map(context.called, modules))
         product = lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)  # noqa: E731
     else:
-        every = [(module, name) for name in ("weight", "bias") for module in modules]
-        product = lambda x_TE: F.linear(  # noqa: E731
-            x_TE, *map(cast, _joined([getattr(module, name) for module, name in every], len(modules)))
-        )
+        product = lambda x_TE: F.linear(x_TE, *_joined(weights(), len(modules)))  # noqa: E731
     return product if shape is None else lambda x_TE: shape(product(x_TE))
 
 
