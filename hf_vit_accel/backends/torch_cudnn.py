@@ -22,6 +22,8 @@ from hf_vit_accel.ops.trained import Trained
 Groups = Sequence[tuple[int, int]]
 
 _rotate_ = env.guarded(env.KERNELS, rope_)
+_sdpa = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_sdpa_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 MOST_GROUPS = 16
 """Batches from which one call for all segments is faster: each is a launch in both directions."""
@@ -78,11 +80,14 @@ class TorchCudnn(Backend):
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         settings = plan.host["groups"], plan.request.scale
-        if getattr(rotate, "__wrapped__", rotate) is rotation:  # then its gradient is fused, too
+        if plan.request.grad and getattr(rotate, "__wrapped__", rotate) is rotation:  # then its gradient is fused, too
             return [Trained(alone=_Attention.apply, function=_Attention, settings=settings, fault=self.name)] * layers
 
         def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-            out_THD: torch.Tensor = _Attention.apply(rotate(qkv_T3HD, cos_TD, sin_TD), None, None, *settings)
+            rotated_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)
+            if not plan.request.grad:
+                return _forward(rotated_T3HD, *settings, False)[0]
+            out_THD: torch.Tensor = _Attention.apply(rotated_T3HD, None, None, *settings)
             return out_THD
 
         return [attend] * layers
@@ -94,25 +99,37 @@ def _groups(segments: Segments) -> tuple[tuple[int, int], ...]:
     return tuple((len(list(same)), length) for length, same in groupby(lengths))
 
 
+def _rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return x if count == x.shape[0] else x[start : start + count]
+
+
 def _batch(x_THD: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
     """Rows of equal segments as (B, H, L, D), a view."""
-    x_THD = x_THD if count * length == len(x_THD) else x_THD[start : start + count * length]
-    return x_THD.view(count, length, *x_THD.shape[1:]).transpose(1, 2)
+    return _rows(x_THD, start, count * length).view(count, length, *x_THD.shape[1:]).transpose(1, 2)
 
 
-def _forward(qkv: Sequence[torch.Tensor], groups: Groups, scale: float, keep: bool) -> tuple[torch.Tensor, list[Any]]:
-    """(T, H, D), and what the backward of each group needs besides."""
+def _batches(qkv: torch.Tensor | Sequence[torch.Tensor], *at: int) -> Sequence[torch.Tensor]:
+    """The same of q, k and v, that are packed or not."""
+    if not isinstance(qkv, torch.Tensor):
+        return [_batch(x_THD, *at) for x_THD in qkv]
+    start, count, length = at
+    qkv_BL3HD = _rows(qkv, start, count * length).view(count, length, *qkv.shape[1:])
+    return qkv_BL3HD.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _forward(
+    qkv: torch.Tensor | Sequence[torch.Tensor], groups: Groups, scale: float, keep: bool
+) -> tuple[torch.Tensor, list[Any]]:
+    """(T, H, D), and what the backward of each group needs besides. qkv: (T, 3, H, D), or three of (T, H, D)."""
     outs_THD, kept, start = [], [], 0
     for count, length in groups:
         if length == 1:  # of which cuDNN has no backward: each row attends to itself
-            outs_THD.append(qkv[2][start : start + count].contiguous())
+            v_THD = qkv[:, 2] if isinstance(qkv, torch.Tensor) else qkv[2]
+            outs_THD.append(v_THD[start : start + count].contiguous())
             kept.append([None] * 8)
             start += count
             continue
-        q, k, v = (_batch(x_THD, start, count, length) for x_THD in qkv)
-        out, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, keep, 0.0, False, False, scale=scale
-        )
+        out, *rest = _sdpa(*_batches(qkv, start, count, length), None, keep, 0.0, False, False, scale=scale)
         outs_THD.append(out.transpose(1, 2).flatten(0, 1))
         kept.append(rest)
         start += count * length
@@ -134,7 +151,7 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
-        out_THD, kept = _forward(qkv_T3HD.unbind(1), groups, scale, any(ctx.needs_input_grad))
+        out_THD, kept = _forward(qkv_T3HD, groups, scale, any(ctx.needs_input_grad))
         ctx.groups, ctx.scale = groups, scale
         # Of each group: logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, seed, offset.
         ctx.sizes = [group[1:5] for group in kept]
@@ -154,9 +171,9 @@ class _Attention(torch.autograd.Function):
                 start += count
                 continue
             lse, seed, offset = tensors[3 * index : 3 * index + 3]
-            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            found = _sdpa_backward(
                 _batch(dout_THD, *at),
-                *(_batch(x_THD, *at) for x_THD in rotated_T3HD.unbind(1)),
+                *_batches(rotated_T3HD, *at),
                 _batch(out_THD, *at),
                 lse,
                 seed,
@@ -167,13 +184,12 @@ class _Attention(torch.autograd.Function):
                 False,
                 scale=ctx.scale,
             )
-            stop = start + count * length
             if cos_TD is not None:
-                rope_gather_back(found, cos_TD[start:stop], sin_TD[start:stop], dqkv_T3HD[start:stop])
+                rope_gather_back(found, *(_rows(x, start, count * length) for x in (cos_TD, sin_TD, dqkv_T3HD)))
             else:
                 for part, dx in enumerate(found):
                     _batch(dqkv_T3HD[:, part], *at).copy_(dx)
-            start = stop
+            start += count * length
         return dqkv_T3HD, None, None, None, None
 
 

@@ -12,8 +12,8 @@ import torch
 from tiny import relative_error
 
 from hf_vit_accel import env
-from hf_vit_accel.backends import Request, backend_named, flash_attention_4, plan_alone
-from hf_vit_accel.backends.base import reasons_tried
+from hf_vit_accel.backends import Request, backend_named, flash_attention_4, plan_alone, torch_cudnn
+from hf_vit_accel.backends.base import attention_op, reasons_tried
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import rope
 
@@ -116,6 +116,61 @@ def test_rotation_is_a_part_of_it(interface: Interface, monkeypatch: pytest.Monk
     assert relative_error(*gradients) < 1e-6
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_cudnn_takes_runs_of_equal_lengths(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As views of the projection, or of q, k and v: one run or several, and rows that attend to themselves alone."""
+
+    def forward(q: Any, k: Any, v: Any, bias: None, keep: bool, *rest: Any, scale: float) -> Any:
+        assert {x.stride(3) for x in (q, k, v)} == {1} and rest == (0.0, False, False)
+        out = ((q @ k.mT * scale).softmax(-1) @ v).transpose(1, 2).contiguous().transpose(1, 2).detach()
+        return out, torch.zeros(1), None, None, q.shape[2], k.shape[2], torch.zeros(()), torch.zeros(()), None
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, *rest: Any, scale: float) -> Any:
+        assert out.shape == dout.shape == q.shape and rest[4:6] == (None, None)
+        assert rest[6:] == (q.shape[2], k.shape[2], 0.0, False)
+        with torch.enable_grad():
+            qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+            return torch.autograd.grad((qkv[0] @ qkv[1].mT * scale).softmax(-1) @ qkv[2], qkv, dout)
+
+    def gather(parts: Any, cos: Any, sin: Any, out: Any) -> None:
+        packed = torch.stack([part.transpose(1, 2).flatten(0, 1) for part in parts], 1)
+        with torch.enable_grad():
+            zero = torch.zeros_like(packed, requires_grad=True)
+            out.copy_(torch.autograd.grad(rope.rope_reference(zero, cos, sin), zero, packed)[0])
+
+    monkeypatch.setattr(torch_cudnn, "_sdpa", forward)
+    monkeypatch.setattr(torch_cudnn, "_sdpa_backward", backward)
+    monkeypatch.setattr(torch_cudnn, "_rotate_", lambda qkv, *given: qkv.copy_(rope.rope_reference(qkv, *given)))
+    monkeypatch.setattr(torch_cudnn, "rope_gather_back", gather)
+    backend, generator = backend_named("torch_cudnn"), torch.Generator().manual_seed(0)
+    for lengths in ((5, 5, 5), (5, 5, 1, 1, 3, 5), (9,)):
+        wanted_from = torch.randn(sum(lengths), 3, HEADS, DIM, generator=generator).requires_grad_()
+        angles = torch.randn(sum(lengths), DIM // 2, generator=generator).repeat(1, 2)
+        tables = angles.cos(), angles.sin()
+        at = dict(device=torch.device("cpu"), dtype=torch.float32, heads=HEADS, head_dim=DIM, scale=DIM**-0.5)
+        segments = Segments(lengths_S=torch.tensor(lengths, dtype=torch.int32).numpy())
+        served, trained = (plan_alone(backend, segments, Request(**at, grad=grad)) for grad in (False, True))
+        rotated = wanted_from if not packed else rope.rope_reference(wanted_from, *tables)
+        wanted = attend(rotated, lengths)
+        given = torch.randn(wanted.shape, generator=generator)
+        expected = torch.autograd.grad(wanted, wanted_from, given)[0]
+        mine = wanted_from.detach().clone()
+        with torch.no_grad():
+            if packed:
+                [run] = backend.attend_layers(served, 1, rope.rope_reference)
+                assert relative_error(run(mine, *tables), wanted) < 1e-6
+            else:
+                assert relative_error(backend.attend(*mine.unbind(1), served), wanted) < 1e-6
+        leaf = mine.requires_grad_()
+        if packed:
+            [run] = backend.attend_layers(trained, 1, rope.rotate)
+            found = run(leaf + 0.0, *tables)
+        else:
+            found = backend.attend(*leaf.unbind(1), trained)
+        assert relative_error(found, wanted) < 1e-6
+        assert relative_error(torch.autograd.grad(found, leaf, given)[0], expected) < 1e-6
+
+
 def test_it_is_tried_before_it_is_used(interface: Interface) -> None:
     at = torch.device("cpu"), torch.float32, DIM
     assert flash_attention_4._proven(*at, True) == () == flash_attention_4._proven(*at, False)
@@ -145,6 +200,27 @@ def test_another_version_without_what_is_called() -> None:
         monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         [why] = flash_attention_4.FlashAttention4().probe()
     assert why == "this flash-attn-4 has no _flash_attn_fwd, _flash_attn_bwd"
+
+
+def test_an_operator_is_what_torch_compile_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def function(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        called.append(rest)
+        return 2 * q
+
+    run = attention_op("of_this_test", function)
+    q, offsets = torch.ones(3, HEADS, DIM), torch.tensor([0, 3], dtype=torch.int32)
+    assert torch.equal(run(q, q, q, offsets, 3, 0.5), 2 * q) and len(called) == 1
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return lambda *given: (torch.zeros_like(q),)
+
+    compiled = torch.compile(lambda q: run(q, q, q, offsets, 3, 0.5), backend=backend, fullgraph=True)
+    assert torch.equal(compiled(q), torch.zeros_like(q)) and len(called) == 1
+    assert seen == [torch.ops.hf_vit_accel.of_this_test.default]
 
 
 @pytest.mark.parametrize("broken", ["", "out", "dq", "dk", "dv"])
