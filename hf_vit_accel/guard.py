@@ -267,8 +267,8 @@ class Snapshot:
 
         (`enable_input_require_grads`, for checkpointing: what comes after a frozen tower is not trained otherwise.)
         """
-        hooks = chain.from_iterable(own["_forward_hooks"].values() for own in self._below)
-        return any(map(_marks, hooks))
+        hooked = map(_FORWARD_HOOKS[0], self._below)  # few are, if any
+        return any(_marks(hook) for hooks in filter(None, hooked) for hook in hooks.values())
 
     def request(self, device: torch.device, autocast: torch.dtype | None = None, **options: Any) -> Request:
         """What the layers ask of a backend: heads, scale, and the dtype that attention computes in."""

@@ -255,7 +255,6 @@ class Reuse:
         nothing is known of it yet.
         """
         trains = torch.is_grad_enabled()
-        grad = trains and bool(snapshot.foreign or pixels_TP.requires_grad or snapshot.trained(parameters))
         if (trains and pixels_TP.requires_grad) or guard.reasons_untraceable() or pixels_TP.is_meta:
             return grid_N3.tolist(), Marks()  # a copy's pixels have a gradient of their own
         if snapshot.foreign and snapshot.training():
@@ -263,7 +262,8 @@ class Reuse:
         unmet: list[str] = []
         tensors: list[torch.Tensor] = []
         device = pixels_TP.device
-        if across := self.config.across_calls and not grad:
+        across = self.config.across_calls and not (trains and (snapshot.foreign or snapshot.trained(parameters)))
+        if across:
             unmet += self._reasons_against_keeping(snapshot, weights)
             if not unmet:
                 tensors = [*parameters, *snapshot.buffers()]
@@ -271,13 +271,14 @@ class Reuse:
                 unmet += memory.reasons
             across = not unmet and tensors[0].device == device
         rows = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
-        distinct = len(grid_N3) < 2 or (rows is not None and len(set(map(tuple, rows))) == len(rows))
-        if not pixels_TP.numel() or not len(grid_N3) or (distinct and not across):
+        items = grid_N3.shape[0]
+        distinct = items < 2 or (rows is not None and len(set(map(tuple, rows))) == items)
+        if not pixels_TP.numel() or not items or (distinct and not across):
             return rows or grid_N3.tolist(), Marks(unmet=unmet)
         kernels = no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
         of_items, of_memory = _BY_KERNELS if kernels else _BY_TORCH
         desk = self._desks.get(device, lambda: (Desk(device), 0))
-        found = desk.zeros(2 + 5 * len(grid_N3))
+        found = desk.zeros(2 + 5 * items)
         if across:  # first, since it takes longest: what follows is done meanwhile
             of_memory(tensors, memory.tables, desk.keys, found)
         grid_N3 = grid_N3.to(device, torch.int64, non_blocking=True).contiguous()
@@ -288,8 +289,8 @@ class Reuse:
             settle(device)  # the kernels still write
             return self.look(snapshot, parameters, weights, no_kernels, meanwhile, pixels_TP, grid_N3)
         decided = (memory.form, pixels_TP.dtype, *_numerics()) if across else ()
-        low, high, *items = found.tolist()
-        items_N5 = [items[start : start + 5] for start in range(0, len(items), 5)]
+        low, high, *flat = found.tolist()
+        items_N5 = [flat[start : start + 5] for start in range(0, len(flat), 5)]
         marks = Marks(
             prints=tuple((low, high) for frames, *_, low, high in items_N5 if frames),  # others pad a batch
             weights=(low, high, *decided) if across else None,

@@ -6,6 +6,8 @@ Each program adds up a run of rows and writes one partial sum per column; a seco
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from hf_vit_accel import env
@@ -23,6 +25,7 @@ def column_sum_reference(dy_TF: torch.Tensor) -> torch.Tensor:
     return dy_TF.sum(0, dtype=torch.promote_types(dy_TF.dtype, torch.float32)).to(dy_TF.dtype)
 
 
+@lru_cache(maxsize=1024)
 def runs(rows: int, columns: int, device: torch.device, *, block_t: int = BLOCK_T, each_sm: int = 8) -> tuple[int, int]:
     """Rows of a run, whole tiles of them, and how many runs: as many as fill the GPU beside `columns` of programs."""
     wanted = max(1, each_sm * env.multiprocessors(device) // columns)

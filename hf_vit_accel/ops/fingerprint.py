@@ -228,7 +228,7 @@ def hash_items(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tenso
     """`hash_items_reference` as one kernel."""
     if not _in_words(pixels_TP):
         pixels_TP = words_of(pixels_TP)
-    (rows, width), items = pixels_TP.shape, len(grid_N3)
+    (rows, width), items = pixels_TP.shape, grid_N3.shape[0]
     width = width * pixels_TP.itemsize // 4
     programs = -(-rows * width // ITEM_CHUNK) + items  # at most one chunk of an item is not full
     _items_launch(pixels_TP.device, programs, pixels_TP.data_ptr(), grid_N3, keys, out, rows, items, width)

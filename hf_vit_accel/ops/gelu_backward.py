@@ -175,7 +175,7 @@ class GeluMlp(torch.autograd.Function):
             del h_TF
             dbias1_F = add_up(partial_1PF, z_TF.dtype)[0] if needs_bias1 else None
         if needs_weight1:
-            dweight1_FE = dz_TF.t() @ kept(tensors, ctx.settings, len(dy_TE))  # type: ignore[union-attr]
+            dweight1_FE = dz_TF.t() @ kept(tensors, ctx.settings, dy_TE.shape[0])  # type: ignore[union-attr]
         if needs_x:
             dx_TE = dz_TF @ weight1_FE
         dbias2_E = column_sum(dy_TE) if needs_bias2 else None

@@ -80,7 +80,7 @@ def gemm_add_reference(
 
 def serves(x_TE: torch.Tensor, kind: str) -> bool:
     """Whether it is faster for these rows, and right here."""
-    return len(x_TE) >= LEAST_ROWS and why_not(x_TE.device, x_TE.dtype, kind) is None
+    return x_TE.shape[0] >= LEAST_ROWS and why_not(x_TE.device, x_TE.dtype, kind) is None
 
 
 @lru_cache(maxsize=16)

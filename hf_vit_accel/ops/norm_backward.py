@@ -53,7 +53,7 @@ def keep(x_TE: torch.Tensor, norm: Norm | None) -> tuple[tuple[torch.Tensor | No
 
     Few rows are kept as they are: making them again would cost a launch, and they cost no memory.
     """
-    if norm is None or len(x_TE) < _FEW_ROWS:
+    if norm is None or x_TE.shape[0] < _FEW_ROWS:
         return (x_TE,), None
     return (norm.sum_TE.detach(), norm.weight_E.detach(), norm.bias_E), norm[3:]
 
@@ -171,7 +171,7 @@ class AddNormFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.rms, ctx.delta_dtype = rms, x_TE.dtype if delta_TE is None else delta_TE.dtype
         sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
-        statistics_2T = torch.empty(1 if rms else 2, len(x_TE), dtype=torch.float32, device=x_TE.device)
+        statistics_2T = torch.empty(1 if rms else 2, x_TE.shape[0], dtype=torch.float32, device=x_TE.device)
         out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, statistics_2T, dtype=dtype)
         ctx.save_for_backward(sum_TE, weight_E, statistics_2T)
         return sum_TE, out_TE

@@ -94,7 +94,7 @@ def _aligned(
     turns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """`pad_swiglu`. Of biases, what is missing is zeros; for none at all none is returned."""
-    width = len(gate_FE)
+    width = gate_FE.shape[0]
     if biases is None or all(bias_F is None for bias_F in biases):
         some_F = gate_FE.flatten()[:width]  # the kernel wants to copy some
         weight, _, down_EG = pad_swiglu(gate_FE, up_FE, some_F, some_F, down_EF, turns=turns)
@@ -150,7 +150,7 @@ class SwigluMlp(torch.autograd.Function):
         gradients[6] = column_sum(dy_TE) if needs_down_bias else None
         if not (ctx.needs_both or needs_down):
             return tuple(gradients)
-        width, padded, rows = len(gate_FE), both_TG.shape[1] // 2, len(both_TG)
+        width, rows, padded = gate_FE.shape[0], both_TG.shape[0], both_TG.shape[1] // 2
         weight, _, down_EG = _aligned(gate_FE, up_FE, None, down_EF, turns=ctx.epilogue)
         needs_bias = needs_gate_bias or needs_up_bias
         if ctx.epilogue:
