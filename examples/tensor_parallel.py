@@ -39,14 +39,17 @@ def with_plan(config: Any) -> Any:
     return config
 
 
+def split_plan() -> DistributedConfig:
+    """transformers' own plan over all ranks (5.15 does not count them by itself)."""
+    return DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
+
+
 def load(model: str | None, random: str | None, device: torch.device) -> Any:
     """A model of a checkpoint or, of a name in `benchmark.first_token.TEXT` or a folder with a config, a random one."""
     auto = transformers.AutoModelForImageTextToText
     if random is None:
         config = with_plan(transformers.AutoConfig.from_pretrained(model))
-        return auto.from_pretrained(
-            model, config=config, dtype="auto", distributed_config=DistributedConfig(tp_plan="auto")
-        ).eval()
+        return auto.from_pretrained(model, config=config, dtype="auto", distributed_config=split_plan()).eval()
     torch.manual_seed(0)  # the same weights on every rank, of which each keeps its part
     if Path(random).exists():
         config = transformers.AutoConfig.from_pretrained(random)
@@ -62,7 +65,7 @@ def load(model: str | None, random: str | None, device: torch.device) -> Any:
             config=config,
             state_dict=whole.state_dict(),
             dtype=dtype,
-            distributed_config=DistributedConfig(tp_plan="auto"),
+            distributed_config=split_plan(),
         )
         .eval()
     )

@@ -19,6 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from hf_vit_accel import guard, inputs, upstream
@@ -154,6 +155,13 @@ class TowerState:
         """Layers in which FP8 attention cut numbers off."""
         return [] if self._scales is None else self._scales.saturated()
 
+    def refuse_stock(self, reasons: list[str]) -> None:
+        """Raise FallbackError for a call that would go the stock way, under `strict` or with a score_mod."""
+        if self.settings.score_mod is not None:
+            refuse(reasons, wanted="a score_mod was given")
+        if self.settings.strict:
+            refuse(reasons)
+
     def count_stock(self, output: Any, unmet: list[str]) -> Any:
         """The output of a call that ran the stock way, once it is over: one that failed on its way is not counted."""
         self.stock_calls += 1
@@ -267,10 +275,7 @@ def _forward(
         call = inputs.read(snapshot.expected, look, *args, **kwargs)
         reasons = [] if call else ["arguments, or pixel values, are in a shape of their own"]
     if call is None:
-        if settings.score_mod is not None:
-            refuse(reasons, wanted="a score_mod was given")
-        if settings.strict:
-            refuse(reasons)
+        state.refuse_stock(reasons)
         return state.count_stock(original(*args, **kwargs), reasons)
     device, trains = call.pixels.device, torch.is_grad_enabled()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -329,13 +334,15 @@ def _attend_only(
     reasons = guard.reasons_own_segments(tower, named, state.family.arguments[0])
     grid = () if reasons else tuple(map(tuple, named["grid_thw"].tolist()))
     if not grid or min(map(min, grid)) < 1:  # what else is wrong with a call, stock says
-        if state.settings.strict:
-            refuse(reasons)
+        state.refuse_stock(reasons)
         return state.count_stock(original(*args, **kwargs), reasons)
-    pixels = named[state.family.arguments[0]]
-    rest = state.family.geometry(tower), state.settings, state.faults, state.served
-    more = state.routes.offsets(grid, pixels.device, *rest)
+    device, rest = named[state.family.arguments[0]].device, (state.settings, state.faults, state.served)
+    more = state.routes.offsets(grid, device, state.family.geometry(tower), *rest)
     output = original(*args, **kwargs, **more)
+    if not state.served:  # MiniMax-M3 before transformers 5.23, whose layers know no segments
+        reasons = [f"no layer attended by segments, through a backend (transformers {transformers.__version__})"]
+        state.refuse_stock(reasons)
+        return state.count_stock(output, reasons)
     state.calls += 1
     return output
 

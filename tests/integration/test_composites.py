@@ -35,6 +35,9 @@ def assert_patched(model: Any, text: dict[str, str]) -> None:
 def test_loading_by_name_leaves_text_alone(name: str) -> None:
     composite = COMPOSITES[name]
     stock = composite.make()
+    [(_, tower, _)] = find_towers(stock)
+    if own := getattr(tower, "_compatible_flash_implementations", None):
+        pytest.skip(f"this transformers puts {own} in the place of a name, for the tower too (MiniMax-M3 before 5.23)")
     expected, before = logits(stock), names(stock)
     for spelling in [{"vision_config": AUTO}, *([AUTO] if composite.by_name else [])]:
         model = composite.make(attn_implementation=spelling)

@@ -58,15 +58,28 @@ TINY = {
 CLASSES = [(family, *tower) for family in FAMILIES if family.attention_only for tower in family.towers]
 
 
-@pytest.fixture(params=CLASSES, ids=lambda each: each[2])
-def tower(request: Any) -> Any:
-    _, module, name = request.param
+NO_SEGMENTS = "before transformers 5.23 the layers of MiniMax-M3 know no segments: its pictures attend to each other"
+
+
+def build(module: str, name: str) -> Any:
     kind: Any = getattr(pytest.importorskip(module), name)
     config = kind.config_class()
     for field, value in TINY[name].config.items():
         setattr(config, field, copy.deepcopy(value))
     config._attn_implementation_internal = "sdpa"
     return randomise(kind(config).eval())
+
+
+@pytest.fixture(params=CLASSES, ids=lambda each: each[2])
+def tower(request: Any) -> Any:
+    _, module, name = request.param
+    tower = build(module, name)
+    if (
+        name.startswith("MiniMax")
+        and "cu_seqlens" not in inspect.signature(tower.layers[0].self_attn.forward).parameters
+    ):
+        pytest.skip(NO_SEGMENTS)
+    return tower
 
 
 def inputs(tower: Any, seed: int = 0) -> dict[str, Any]:
@@ -152,6 +165,26 @@ def test_a_score_mod_is_applied(tower: Any) -> None:
     assert max(map(relative_error, run(tower), expected)) > 1e-3
 
 
+@pytest.mark.parametrize("asked", [{}, {"strict": True}, {"attention": FlexConfig(score_mod=lambda score, *_: score)}])
+def test_layers_that_ask_for_no_segments_are_told_as_stock(asked: dict[str, Any], monkeypatch: Any) -> None:
+    """As those of MiniMax-M3 before transformers 5.23: the other tests here are skipped there, not this one."""
+    module = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
+    tower = build(module, "MiniMaxM3VLVisionModel")
+    for layer in tower.layers:
+        if "cu_seqlens" in inspect.signature(layer.self_attn.forward).parameters:
+            monkeypatch.setattr(layer.self_attn, "forward", lambda hidden_states, **_: (hidden_states * 0.5, None))
+    expected = run(tower)
+    hf_vit_accel.patch(tower, **asked)
+    if asked:
+        with pytest.raises(FallbackError, match=r"no layer attended by segments, .* \(transformers 5\."):
+            run(tower)
+        return
+    assert_close(run(tower), expected, 0.0)
+    [status] = hf_vit_accel.status(tower).towers
+    [(why, count)] = status.fallbacks.items()
+    assert (status.calls, status.stock_calls, status.backends, count) == (0, 1, {}, 1) and why in str(status)
+
+
 def test_what_is_beyond_attention_is_told(tower: Any) -> None:
     hf_vit_accel.patch(tower, cuda_graphs=True, fuse={"norms"})
     run(tower)
@@ -174,6 +207,9 @@ def test_segments_of_the_callers_own_are_kept(tower: Any) -> None:
     assert_close(found, expected)
     [status] = hf_vit_accel.status(tower).towers
     assert status.stock_calls == 1 and "the caller supplies sequence metadata" in status.fallbacks
+    hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
+    with pytest.raises(FallbackError, match=r"a score_mod was given .* the caller supplies sequence metadata"):
+        tower(**inputs(tower), cu_seqlens=offsets)
 
 
 def test_copies_and_pickles_stay_patched(tower: Any) -> None:

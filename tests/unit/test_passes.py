@@ -305,10 +305,11 @@ def test_what_is_kept_for_the_backward_pass_is_the_inputs(monkeypatch: pytest.Mo
     pixels, grid, saved = pixels_for(tower, VIDEO).requires_grad_(), torch.tensor(VIDEO), []
     for max_rows in (None, 40):
         hf_vit_accel.patch(tower, max_rows=max_rows)
-        held: set[int] = set()
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: held.add(storage(x)) or x, lambda x: x):  # noqa: B023
+        held: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):  # noqa: B023
             tower(pixels, grid_thw=grid)
-        saved.append(len(held - set(map(storage, (pixels, *tower.parameters())))))
+        found = {storage(x) for x in held if x.numel()}  # torch 2.11 keeps an empty one for each pass
+        saved.append(len(found - set(map(storage, (pixels, *tower.parameters())))))
     assert saved[0] > 20 and saved[1] == 0
 
 
