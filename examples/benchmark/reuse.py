@@ -152,15 +152,7 @@ def measure(
     for tower in each.values():
         tower.requires_grad_(True)
     steps = {name: lambda tower=tower: train(tower, copies) for name, tower in each.items()}
-    what = f"{PICTURES} x {COPIES} copies, forward and backward"
-    row(what, in_turn(steps, seconds, cuda), 0.18)
-    if cuda:
-        for tower, reuse in ((plain, False), (reused, True)):
-            patch(tower, reuse=reuse, cuda_graphs=True)
-            for _ in range(8):  # captured meanwhile, where it is
-                train(tower, copies)
-        row(f"{what}, graphs", in_turn(steps, seconds, cuda), 0.18, graphs=str(status(reused).towers[0].training))
-        patch(plain), patch(reused, reuse=True, strict=True)
+    row(f"{PICTURES} x {COPIES} copies, forward and backward", in_turn(steps, seconds, cuda), 0.18)
 
     # A step of GRPO: the policy is trained; the old policy and the reference are frozen. Pictures come again when
     # a batch is used for several updates, which is when the frozen towers have seen them.

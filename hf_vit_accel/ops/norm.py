@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -208,7 +208,7 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
     """
     rms, eps = _is_rms(norm), context.read(norm, "variance_epsilon" if _is_rms(norm) else "eps")
     dtype, without = context.dtype, (None,) * rms
-    weights = context.reader(*[(norm, "weight"), (norm, "bias")][: 2 - rms], cast=False)
+    weights: Any = context.reader(*[(norm, "weight"), (norm, "bias")][: 2 - rms], cast=False)
     if context.reference:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,10 +220,11 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
         alone, function = norm_backward.add_norm, norm_backward.AddNormFunction
         return TrainedNorm(alone=alone, function=function, weights=weights, settings=(*without, eps, rms, dtype))
     else:
-        made: Any = run or partial(add_norm_, dtype=dtype)
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            return x_TE, made(x_TE, delta_TE, *weights(), *without, eps, rms=rms)
+            if run is not None:
+                return x_TE, run(x_TE, delta_TE, *weights(), *without, eps, rms=rms)
+            return x_TE, add_norm_(x_TE, delta_TE, *weights(), *without, eps, rms=rms, dtype=dtype)
 
     return add_norm
 
