@@ -208,7 +208,7 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
     """
     rms, eps = _is_rms(norm), context.read(norm, "variance_epsilon" if _is_rms(norm) else "eps")
     dtype, without = context.dtype, (None,) * rms
-    weights: Any = context.reader(*[(norm, "weight"), (norm, "bias")][: 2 - rms], cast=False)
+    weights = context.reader(*[(norm, "weight"), (norm, "bias")][: 2 - rms], cast=False)
     if context.reference:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,7 +224,8 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             if run is not None:
                 return x_TE, run(x_TE, delta_TE, *weights(), *without, eps, rms=rms)
-            return x_TE, add_norm_(x_TE, delta_TE, *weights(), *without, eps, rms=rms, dtype=dtype)
+            made_TE = add_norm_(x_TE, delta_TE, *weights(), *without, eps, rms=rms, dtype=dtype)  # type: ignore[misc]
+            return x_TE, made_TE
 
     return add_norm
 
