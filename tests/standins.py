@@ -110,10 +110,11 @@ def hurry_interpreter() -> None:
     """Triton's interpreter does some work anew in every call that is needed once, or not at all.
 
     It puts its own functions into the language, also in every call of a helper; it looks dtypes up in a table that it
-    makes every time; it checks sums and products of 32-bit integers by doing them in 64. For a process that compiles
-    nothing, since all of it stays.
+    makes every time; it checks sums and products of 32-bit integers by doing them in 64; it takes the shape of every
+    tensor apart. For a process that compiles nothing, since all of it stays.
     """
     import triton.language as tl
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     patch, patched = interpreter._patch_lang, set()
@@ -135,6 +136,44 @@ def hurry_interpreter() -> None:
     interpreter._patch_lang, interpreter._get_np_dtype = once, np_dtype
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+    # By sizes, what a type's constructor made of them; by what that is kept in, what a tensor's made of it.
+    types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+    shapes: dict[int, tuple[Any, Any, Any]] = {}
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        if sizes in types:
+            self.element_ty = element_ty
+            self.shape, self.numel, text = types[sizes]
+            self.name = f"<{text}, {element_ty}>"
+        else:
+            make_type(self, element_ty, shape)
+            types[sizes] = self.shape, self.numel, str(self.shape)
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        known = shapes.get(id(kind.shape)) if kind.is_block() else None
+        if known:
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+            _, self.shape, self.numel = known
+        else:
+            make_tensor(self, handle, kind)
+            if kind.is_block():
+                shapes[id(kind.shape)] = kind.shape, self.shape, self.numel
+
+    def broadcast_impl_value(self: Any, one: Any, other: Any) -> Any:
+        alike = one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape
+        return (one, other) if alike else broadcast(self, one, other)
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function, meaning = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+        scope.set_attr(owner, name, lambda *args, **kwargs: function(*args, **kwargs | {"_semantic": meaning}))
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    interpreter._patch_attr = patch_attr
 
 
 if INTERPRETED:
