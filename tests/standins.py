@@ -89,6 +89,16 @@ def put(monkeypatch: pytest.MonkeyPatch, function: Any, other: Any) -> None:
                 monkeypatch.setattr(module, name, other)
 
 
+def products_on_cpu() -> bool:
+    """Whether torch multiplies FP8 on the CPU with a scale a row: 2.11 scales whole tensors there."""
+    values, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(values, values.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every kernel replaced by its reference, and taken for runnable; the names of those that were called."""

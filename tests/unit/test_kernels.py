@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED
+from standins import INTERPRETED, products_on_cpu
 from tiny import relative_error
 
 from hf_vit_accel.ops.activation import (
@@ -556,6 +556,8 @@ def test_activate(exact_e4m3: None, at: dict[str, Any], kind: str, width: int, b
 @where
 def test_product(exact_e4m3: None, at: dict[str, Any]) -> None:
     """The library's, of rows and weights that were quantised here, with zeros where both are padded."""
+    if at["device"] == "cpu" and not products_on_cpu():
+        pytest.skip("this torch has no product in FP8 on the CPU that scales rows")
     rows, inner, outer = at["rows"], 100, 48
     x, weight = (quantize_rows(draw(count, inner, at=at, seed=count)) for count in (rows, outer))
     bias = draw(outer, at=at, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import SMALL
+from standins import SMALL, products_on_cpu
 from standins import status_of as graphs_of
 from test_graphs import patch
 from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
@@ -31,17 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "tiny_
 import parity
 
 
-def _products_on_cpu() -> bool:
-    """torch 2.11 scales whole tensors there, not rows."""
-    values, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
-    try:
-        torch._scaled_mm(values, values.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
-    except RuntimeError:
-        return False
-    return True
-
-
-if not torch.cuda.is_available() and not _products_on_cpu():
+if not torch.cuda.is_available() and not products_on_cpu():
     pytest.skip("this torch has no product in FP8 on the CPU that scales rows", allow_module_level=True)
 
 ALL = Fp8Config(attention=False, linears=True, min_rows=0)
