@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "tiny_
 
 import parity
 
-
 if not torch.cuda.is_available() and not products_on_cpu():
     pytest.skip("this torch has no product in FP8 on the CPU that scales rows", allow_module_level=True)
 
