@@ -22,14 +22,13 @@ NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
 OLDEST = {package: versions[0] for package, versions in TESTED.items()}
 PYTHONS = [name.rsplit(" ", 1)[1] for name in PROJECT["project"]["classifiers"] if ":: 3." in name]
 TEST = [name for name in PROJECT["project"]["optional-dependencies"]["test"] if not name.startswith(("mypy", "ruff"))]
-TRITON = "triton<3.9; sys_platform == 'linux'"  # beside a CPU build nothing bounds it, and 3.9 refuses two kernels
 WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao"]
 
 
 def install(session: nox.Session, *more: str, **versions: str) -> None:
     """The package with its tests' needs and the versions that are asked for, the newest of the others."""
     wanted = [f"{package}=={version}.*" for package, version in (NEWEST | versions).items()]
-    session.install("-e", ".", *TEST, TRITON, *wanted, *more)
+    session.install("-e", ".", *TEST, *wanted, *more)
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
 
 
@@ -68,7 +67,7 @@ def oldest(session: nox.Session) -> None:
     run_suite(session)
 
 
-@nox.session(venv_backend="uv", default=False, tags=["later"])  # for "ci" once it passes
+@nox.session(venv_backend="uv", tags=["ci"])
 def floors(session: nox.Session) -> None:
     """The whole suite with exactly the lowest versions that pyproject.toml allows.
 
@@ -77,7 +76,7 @@ def floors(session: nox.Session) -> None:
     session.install("--resolution", "lowest-direct", "-e", ".[examples]")
     lowest = Path(session.create_tmp()) / "lowest.txt"
     lowest.write_text(str(session.run("uv", "pip", "freeze", "--exclude-editable", silent=True)))
-    session.install("-e", ".", *TEST, TRITON, "pyarrow<22", "--constraint", str(lowest))
+    session.install("-e", ".", *TEST, "pyarrow<22", "--constraint", str(lowest))
     run_suite(session)
 
 
