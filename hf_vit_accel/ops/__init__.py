@@ -114,7 +114,7 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
     if wide:  # the residual stream starts with, and keeps, what a norm by weights of another dtype makes: fp32
         embed_norm = norm.plain(parts.embed_norm, context, rows=False)
     final_norm = None if parts.final_norm is None else next(each["norms"])
-    if parts.final_norm is not None and _autocasts(context):
+    if parts.final_norm is not None and context.rows_dtype is not None:
         final_norm = norm.plain(parts.final_norm, context, rows=False)  # it is returned: autocast may have it in fp32
     downsampled = next(each["downsample"], None)
 
@@ -146,11 +146,6 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
     of_mergers = zip(parts.mergers(), made["mergers"], strict=True)
     mergers = [linears.merger(*one, context, not_fp8) for one in of_mergers]
     return replace(ops, fp8=replace(ops, layers=layers, **ends(mergers)), not_fp8=not_fp8)
-
-
-def _autocasts(context: Context) -> bool:
-    kind = context.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _layer(block: Block, shape: Any, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:

@@ -150,6 +150,15 @@ class Context:
         return self.grad and not self.reference and self.no_kernels is None
 
     @property
+    def rows_dtype(self) -> torch.dtype | None:
+        """What norms write rows in: of autocast's products, where they would be fp32; None for that of what is normed.
+
+        (Of a block that FSDP2 shards by a policy, all is of another dtype than when operations were built.)
+        """
+        kind = self.device.type
+        return self.dtype if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
+
+    @property
     def casts(self) -> bool:
         """Whether the rows are of another dtype than the weights."""
         return self.weights not in (None, self.dtype)

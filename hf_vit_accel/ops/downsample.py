@@ -24,14 +24,14 @@ def _reasons_against(conv: Any, context: Context) -> list[str]:
 
 
 def _fused(conv: Any, context: Context) -> Rows:
-    product, cast, dtype = linear if context.trains_by_kernels else F.linear, context.cast, context.dtype
+    product, cast = linear if context.trains_by_kernels else F.linear, context.cast
     for name in READ:
         context.read(conv, name)
 
     def downsample(x_TE: torch.Tensor) -> torch.Tensor:
         # Channels last, as the rows lie: a copy of the weight, a hundredth of the product's time.
         weight = cast(conv.weight).permute(0, 2, 3, 1).flatten(1)
-        return product(x_TE.reshape(-1, weight.shape[1]).to(dtype), weight, cast(conv.bias))
+        return product(x_TE.reshape(-1, weight.shape[1]).to(weight.dtype), weight, cast(conv.bias))
 
     return downsample
 

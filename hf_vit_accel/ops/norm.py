@@ -207,7 +207,7 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
     x may be wider than the rows that the norm makes: under autocast, where the embedding has a norm.
     """
     rms, eps = _is_rms(norm), context.read(norm, "variance_epsilon" if _is_rms(norm) else "eps")
-    dtype, without = context.dtype, (None,) * rms
+    dtype, without = context.rows_dtype, (None,) * rms
     weights = context.reader(*[(norm, "weight"), (norm, "bias")][: 2 - rms], cast=False)
     if context.reference:
 
@@ -236,12 +236,12 @@ def _is_rms(norm: Any) -> bool:
 
 def plain(norm: nn.Module, context: Context, *, rows: bool = True) -> AddNorm:
     """The same by the module itself. rows: in the dtype of rows, not in what autocast makes of it."""
-    norm, dtype = context.called(norm), context.dtype
+    norm, dtype = context.called(norm), context.rows_dtype if rows else None
 
     def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x_TE = x_TE if delta_TE is None else x_TE + delta_TE
         normed_TE = norm(x_TE)
-        return x_TE, normed_TE.to(dtype) if rows else normed_TE
+        return x_TE, normed_TE if dtype is None else normed_TE.to(dtype)
 
     return add_norm
 
