@@ -165,8 +165,8 @@ _NO_FAULTS = (Fault, MemoryError, torch.OutOfMemoryError)
 _NO_FAULTS += tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
 
 
-_LIBRARIES = frozenset({"cudnn", "cutlass", "flash_attn", "flashinfer", "quack"})
-"""They assert what they ask of their arguments."""
+_LIBRARIES = {"cudnn", "cutlass", "flash_attn", "flash_attn_interface", "flashinfer", "quack", "triton", "tvm_ffi"}
+"""They assert what they ask of their arguments, and of the machine."""
 
 
 def _is_ours(error: Exception) -> bool:

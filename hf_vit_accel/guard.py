@@ -274,6 +274,8 @@ class Snapshot:
         """What the layers ask of a backend: heads, scale, and the dtype that attention computes in."""
         block = self.parts.blocks[0]
         dtype = autocast or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
+        if self.sharded and autocast is None:  # FSDP2 may bring weights in another than that of their shards
+            dtype = self._weights.dtype
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
             dtype = block.norm1.weight.dtype
         assert isinstance(dtype, torch.dtype)

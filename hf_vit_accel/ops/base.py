@@ -130,14 +130,20 @@ class Context:
     def reader(self, *places: tuple[nn.Module, str], cast: bool = True) -> Callable[[], list[Any]]:
         """What reads weights, or biases that are None, as they are at that time. cast: to the dtype of the rows.
 
-        From where modules hold them, and whoever replaces them puts others: `__getattr__` takes ten times as long. A
-        parameter that turns into something else is one less, at which operations are built anew.
+        From where modules hold them, and whoever replaces them puts others: `__getattr__` takes ten times as long.
         """
-        held = [(m._parameters if name in m._parameters else m._buffers, name) for m, name in places]
+        held = [(vars(module), name) for module, name in places]
+
+        def read() -> list[Any]:
+            return [
+                (of if name in (of := own["_parameters"]) or name in (of := own["_buffers"]) else own)[name]
+                for own, name in held
+            ]
+
         if not (cast and self.casts):
-            return lambda: [of[name] for of, name in held]
+            return read
         to_rows = self.cast
-        return lambda: [to_rows(of[name]) for of, name in held]
+        return lambda: list(map(to_rows, read()))
 
     def called(self, module: nn.Module) -> nn.Module:
         """A module that is to be called as it is."""

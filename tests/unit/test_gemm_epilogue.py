@@ -152,7 +152,9 @@ def test_every_tile_that_towers_take_is_tried(monkeypatch: pytest.MonkeyPatch) -
 def test_what_quack_asserts_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its assertions are about our arguments, and may change with its version; another's reaches the user."""
     monkeypatch.setattr(gemm_epilogue, "_config", lambda kind, width: width)
-    for module, is_fault in (("quack.gemm_sm90", True), ("hf_vit_accel.ops.linear", False), ("quackery", False)):
+    theirs = "quack.gemm_sm90", "triton.backends.nvidia.driver", "flash_attn_interface", "tvm_ffi.core"
+    of_modules = {**dict.fromkeys(theirs, True), "hf_vit_accel.ops.linear": False, "quackery": False}
+    for module, is_fault in of_modules.items():
         of: dict[str, Any] = {"__name__": module}
         exec("def run(at, made):\n    assert at == 0, 'a tile of 0'", of)
         product = Spoiled(of["run"])

@@ -17,6 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import hf_vit_accel
 from hf_vit_accel import sharding
+from hf_vit_accel.tower import state_of
 
 GRIDS = [[(1, 4, 6), (1, 8, 8)], [(2, 6, 4)]]
 
@@ -93,8 +94,18 @@ def test_a_policy_for_layers_alone(mesh: Any, policy: Any, reason: str | None) -
     assert not found if reason is None else found[0].startswith(reason)
 
 
-def test_mixed_precision_of_the_whole_tower(mesh: Any) -> None:
-    model, policy = TINY["qwen3_vl"].build(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize(
+    ("shards", "dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=["usual", "wider"]
+)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_mixed_precision_of_the_whole_tower(
+    mesh: Any, request: Any, family: str, shards: torch.dtype, dtype: torch.dtype, kernels: bool
+) -> None:
+    """Operations and attention are those of the dtype in which weights are brought, with kernels and without."""
+    if kernels:
+        request.getfixturevalue("references")
+    model, policy = TINY[family].build().to(shards), MixedPrecisionPolicy(param_dtype=dtype)
     stock, tower = tower_of(copy.deepcopy(model)), tower_of(hf_vit_accel.patch(model, strict=True))
     for each in (stock, tower):
         for block in each.blocks:
@@ -104,7 +115,10 @@ def test_mixed_precision_of_the_whole_tower(mesh: Any) -> None:
     for name, parameter in stock.named_parameters():
         found = tower.get_parameter(name).grad.full_tensor()
         assert found.dtype == parameter.grad.dtype and relative_error(found, parameter.grad.full_tensor()) < 0.1, name
-    assert hf_vit_accel.status(model).towers[0].calls == 1
+    state = state_of(tower)
+    for spec in state._specs.values():
+        assert spec.request.dtype == dtype and spec.ops is not None and ("norms" in spec.ops.fused) == kernels
+    assert state.calls == 1 and not state.faults
 
 
 def test_what_is_sharded_beside_layers_is_stock_s(mesh: Any) -> None:
