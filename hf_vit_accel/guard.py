@@ -46,18 +46,22 @@ _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Weights:
-    """The parameters of a tower as they lie in memory now. reasons: why kernels cannot read them.
+    """The parameters of a tower as they lie in memory now, adapters' last. reasons: why kernels cannot read them.
 
     pointers: where each lies, None where a tensor class has no memory of its own. contiguous, nbytes, count: of all.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], pointers: list[int] | None, offloaded: bool) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], pointers: list[int] | None, offloaded: bool, adapters: int = 0
+    ) -> None:
         self.indices = list(range(len(parameters)))
         self.pointers, self.dtype = pointers, parameters[0].dtype if parameters else torch.float32
         self.contiguous = all(map(torch.Tensor.is_contiguous, parameters))
         self.count, self.nbytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
         self.reasons: list[str] = []
-        dtypes, classes = set(map(_DTYPE, parameters)), set(map(type, parameters)) - {nn.Parameter}
+        # (An adapter's own dtype is its own business: PEFT casts what it takes, and what it gives.)
+        dtypes = set(map(_DTYPE, parameters[: len(parameters) - adapters]))
+        classes = set(map(type, parameters)) - {nn.Parameter}
         if len(dtypes) > 1:
             self.reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
         if classes:
@@ -102,10 +106,13 @@ class Snapshot:
         wrapped = [module for module in below if isinstance(module, sharding.wrapper())]
         elsewhere = {id(each) for module in wrapped for each in module.modules()}
         self._sharded = [module._parameters for module in modules.values() if id(module) in elsewhere]
+        adapters = {id(each) for module in below for each in _adapters(module)} - elsewhere
+        self._adapters = [each._parameters for each in modules.values() if id(each) in adapters]
+        elsewhere |= adapters
         named = [each._parameters for each in modules.values() if each._parameters and id(each) not in elsewhere]
         self._parameters = [each for each in named if all(value is not None for value in each.values())]
         self._partial = [each for each in named if any(value is None for value in each.values())]
-        self.places = [*self._parameters, *self._partial]
+        self.places = [*self._parameters, *self._partial, *self._adapters]
         self._own = [attributes for attributes in self._below if "forward" in attributes]
         self._read = self._now()
         self._read[-1][:] = copied(self._read[-1])
@@ -200,6 +207,8 @@ class Snapshot:
         """
         parameters, known = list(chain.from_iterable(map(_VALUES, self._parameters))), self._weights
         parameters += [value for each in self._partial for value in each.values() if value is not None]
+        own = len(parameters)
+        parameters += chain.from_iterable(map(_VALUES, self._adapters))
         pointers: list[int] | None = None
         try:
             still = _SAME_POINTERS is not None and known.pointers and len(parameters) == known.count
@@ -210,7 +219,7 @@ class Snapshot:
         except (RuntimeError, TypeError):  # of a tensor class without memory; a parameter that became None
             parameters = [parameter for parameter in parameters if parameter is not None]
         if pointers is None or pointers != known.pointers or parameters[0].dtype != known.dtype:
-            self._weights = known = Weights(parameters, pointers, self.offloaded)
+            self._weights = known = Weights(parameters, pointers, self.offloaded, len(parameters) - own)
             at = self.parts.projection.weight.device
             anywhere = self.offloaded or at.type == "meta"
             self.expected = Expected(
@@ -282,6 +291,12 @@ class Snapshot:
         return Request(
             device=device, dtype=dtype, heads=self.heads, head_dim=self.head_dim, scale=self.scale, **options
         )
+
+
+def _adapters(module: Any) -> Iterator[nn.Module]:
+    """What PEFT has put beside the layer that a module of its own wraps."""
+    named = (getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ()))
+    return (each for part in named if isinstance(part, nn.Module) for each in part.modules())
 
 
 _BARE = vars(nn.Module()).keys() | {"config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel"}

@@ -554,6 +554,63 @@ def test_parameters_of_several_dtypes_go_the_stock_way(model: Any) -> None:
     check_calls(model, 1, 0)
 
 
+LINEARS = r".*blocks\.\d+\..*(qkv|proj|fc1|fc2|linear_fc1|linear_fc2|gate_proj|up_proj|down_proj)"
+TUNERS: dict[str, Callable[[Any], Any]] = {
+    "LoRA": lambda peft: peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False),
+    "DoRA": lambda peft: peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False, use_dora=True),
+    "LoHa": lambda peft: peft.LoHaConfig(r=4, target_modules=LINEARS, init_weights=False),
+    "IA3": lambda peft: peft.IA3Config(target_modules=LINEARS, feedforward_modules=[], init_ia3_weights=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("tuner", "autocast"),
+    [("LoRA", False), ("LoRA", True), ("DoRA", True), ("LoHa", False), ("IA3", True)],
+)
+def test_adapters_in_fp32_beside_weights_in_bf16(tuner: str, autocast: bool) -> None:
+    """As PEFT makes them of a model in bf16, whatever it is trained by: adapters cast what they take and give."""
+    peft = pytest.importorskip("peft")
+    model = TINY["qwen2_5_vl"].build().bfloat16()
+    torch.manual_seed(0)
+    tower, grid = tower_of(peft.get_peft_model(model, TUNERS[tuner](peft))), GRIDS["images"]
+    adapters = [parameter for parameter in tower.parameters() if parameter.requires_grad]
+    assert adapters and {parameter.dtype for parameter in adapters} == {torch.float32}
+
+    def step(tower: Any) -> list[torch.Tensor]:
+        tower.zero_grad(set_to_none=True)
+        weight = next(tower.parameters())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and weight.dtype != torch.float32):
+            outputs = flat(tower(pixels_for(tower, grid).to(weight.dtype), grid_thw=torch.tensor(grid)))
+        assert len({output.dtype for output in outputs}) == 1 and outputs[0].dtype == weight.dtype
+        torch.stack([output.float().square().mean() for output in outputs]).sum().backward()
+        trained = [parameter.grad for parameter in tower.parameters() if parameter.requires_grad]
+        return [*(output.detach().float() for output in outputs), *trained]
+
+    exact, expected = step(copy.deepcopy(tower).float()), step(tower)
+    hf_vit_accel.patch(model)
+    found = step(tower)
+    check_calls(model, 1, 0)
+    for one, other, reference in zip(found, expected, exact, strict=True):
+        assert one.dtype == other.dtype
+        assert relative_error(one, reference) <= 1.5 * relative_error(other, reference) + 2**-8
+    hf_vit_accel.unpatch(model)
+    assert all(map(torch.equal, step(tower), expected))
+
+
+def test_an_adapter_over_a_weight_of_another_dtype_goes_the_stock_way(model: Any) -> None:
+    """Adapters are left out of the question, not what they adapt, nor what is trained whole beside them."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model.bfloat16(), peft.LoraConfig(r=4, target_modules=LINEARS))
+    tower, grid = tower_of(adapted), GRIDS["image"]
+    hf_vit_accel.patch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(tower, grid)
+        check_calls(model, 1, 0)
+        tower.blocks[1].attn.proj.base_layer.float()
+        run(tower, grid)
+    check_calls(model, 1, 1, "several dtypes (torch.bfloat16, torch.float32)")
+
+
 class Tripled(nn.Parameter):
     """A parameter whose class changes what a Linear computes with it."""
 
