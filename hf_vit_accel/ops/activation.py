@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hf_vit_accel.ops.launch import jit, tl
 
-_BLOCK = 1024
+_BLOCK, _COPY = 1024, 2048
 
 
 def linear_gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
@@ -138,34 +138,43 @@ def _pad_swiglu_kernel(
     out_weight,
     out_bias,
     out_down,
-    gate_stride,
-    up_stride,
-    down_stride,
     INNER: tl.constexpr,
+    OUTER: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     TURNS: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if row < 2 * PADDED:
-        source = row // 2 if TURNS else row % PADDED
-        is_gate = row % 2 == 0 if TURNS else row < PADDED
-        is_real = source < WIDTH
-        inside = at < tl.where(is_real, INNER, 0)  # a padding row reads nothing
-        if is_gate:
-            x = tl.load(gate + source.to(tl.int64) * gate_stride + at, mask=inside, other=0.0)
-            bias = tl.load(gate_bias + source, mask=is_real, other=0.0)
-        else:
-            x = tl.load(up + source.to(tl.int64) * up_stride + at, mask=inside, other=0.0)
-            bias = tl.load(up_bias + source, mask=is_real, other=0.0)
-        tl.store(out_weight + row.to(tl.int64) * INNER + at, x, mask=at < INNER)
-        tl.store(out_bias + row, bias, mask=tl.program_id(1) == 0)
+    # PIECES programs write the weight of both, the others that of the last product: runs of memory, not rows of it.
+    program, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    if program < PIECES:
+        at = program * BLOCK + lane
+        row, e = at // INNER, at % INNER
+        source, is_gate = _origin(row, PADDED, TURNS)
+        real, cell = source < WIDTH, source * INNER + e
+        x = tl.load(gate + cell, mask=real & is_gate, other=0.0)
+        y = tl.load(up + cell, mask=real & (is_gate == 0), other=0.0)
+        tl.store(out_weight + at, tl.where(is_gate, x, y), mask=row < 2 * PADDED)
+        if program * BLOCK < 2 * PADDED:
+            source, is_gate = _origin(at, PADDED, TURNS)
+            x = tl.load(gate_bias + source, mask=(source < WIDTH) & is_gate, other=0.0)
+            y = tl.load(up_bias + source, mask=(source < WIDTH) & (is_gate == 0), other=0.0)
+            tl.store(out_bias + at, tl.where(is_gate, x, y), mask=at < 2 * PADDED)
     else:
-        outer = (row - 2 * PADDED).to(tl.int64)
-        x = tl.load(down + outer * down_stride + at, mask=at < WIDTH, other=0.0)
-        tl.store(out_down + outer * PADDED + at, x, mask=at < PADDED)
+        at = (program - PIECES) * BLOCK + lane
+        row, f = at // PADDED, at % PADDED
+        x = tl.load(down + row * WIDTH + f, mask=(f < WIDTH) & (row < OUTER), other=0.0)
+        tl.store(out_down + at, x, mask=row < OUTER)
+
+
+@jit
+def _origin(row, PADDED: tl.constexpr, TURNS: tl.constexpr):
+    """Which row of gate's or up's weight a row of both is, and whether it is gate's; beyond both, none."""
+    if TURNS:
+        return row // 2, row % 2 == 0
+    is_gate = row < PADDED
+    return tl.where(is_gate, row, row - PADDED), is_gate
 
 
 def pad_swiglu(
@@ -178,29 +187,75 @@ def pad_swiglu(
     turns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`pad_swiglu_reference` as one kernel; a weight of the last product that needs no padding is taken as it is."""
-    gate_FE, up_FE, gate_F, up_F, down_EF = (x.contiguous() for x in (gate_FE, up_FE, gate_F, up_F, down_EF))
+    given = gate_FE, up_FE, gate_F, up_F, down_EF = [x.contiguous() for x in (gate_FE, up_FE, gate_F, up_F, down_EF)]
     (width, inner), outer = gate_FE.shape, down_EF.shape[0]
     padded = -(-width // 8) * 8
     weight, bias = gate_FE.new_empty(2 * padded, inner), gate_FE.new_empty(2 * padded)
     down = down_EF if padded == width else gate_FE.new_empty(outer, padded)
-    grid = 2 * padded + (0 if down is down_EF else outer), -(-max(inner, padded) // _BLOCK)
-    _pad_swiglu_kernel[grid](
-        gate_FE,
-        up_FE,
-        gate_F,
-        up_F,
-        down_EF,
-        weight,
-        bias,
-        down,
-        gate_FE.stride(0),
-        up_FE.stride(0),
-        down_EF.stride(0),
+    assert weight.numel() < 2**31
+    pieces, more = -(-weight.numel() // _COPY), 0 if down is down_EF else -(-down.numel() // _COPY)
+    shape = dict(INNER=inner, OUTER=outer, WIDTH=width, PADDED=padded, TURNS=turns)
+    _pad_swiglu_kernel[(pieces + more,)](*given, weight, bias, down, **shape, PIECES=pieces, BLOCK=_COPY, num_warps=4)
+    return weight, bias, down
+
+
+def unpad_swiglu_reference(
+    weight_2GE: torch.Tensor | None, down_EG: torch.Tensor | None, width: int
+) -> tuple[torch.Tensor | None, ...]:
+    """From gradients of what `pad_swiglu` made, with turns: those of gate and up, (F, E), and of down, (E, F).
+
+    width: F. None of what is None.
+    """
+    gate_FE, up_FE = (None, None) if weight_2GE is None else weight_2GE.unflatten(0, (-1, 2))[:width].unbind(1)
+    found = gate_FE, up_FE, None if down_EG is None else down_EG[:, :width]
+    return tuple(each if each is None else each.contiguous() for each in found)
+
+
+@jit
+def _unpad_swiglu_kernel(
+    weight,
+    down,
+    out_gate,
+    out_up,
+    out_down,
+    first,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Gate's, up's and down's have as many numbers each; first: which of them is written by the first programs.
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    which, inside = tl.program_id(1) + first, at < WIDTH * INNER
+    if which == 2:
+        x = tl.load(down + at // WIDTH * PADDED + at % WIDTH, mask=inside, other=0.0)
+        tl.store(out_down + at, x, mask=inside)
+    else:
+        x = tl.load(weight + (at // INNER * 2 + which) * INNER + at % INNER, mask=inside, other=0.0)
+        if which == 0:
+            tl.store(out_gate + at, x, mask=inside)
+        else:
+            tl.store(out_up + at, x, mask=inside)
+
+
+def unpad_swiglu(
+    weight_2GE: torch.Tensor | None, down_EG: torch.Tensor | None, width: int
+) -> tuple[torch.Tensor | None, ...]:
+    """`unpad_swiglu_reference` as one kernel."""
+    some = down_EG if weight_2GE is None else weight_2GE
+    if some is None:
+        return None, None, None
+    has = (weight_2GE is not None,) * 2 + (down_EG is not None,)
+    inner = len(some) if weight_2GE is None else some.shape[1]
+    shapes = (width, inner), (width, inner), (inner, width)
+    out = [some.new_empty(shape) if wanted else None for shape, wanted in zip(shapes, has, strict=True)]
+    _unpad_swiglu_kernel[(-(-width * inner // _COPY), sum(has))](
+        *(some if each is None else each for each in (weight_2GE, down_EG, *out)),
+        has.index(True),
         INNER=inner,
         WIDTH=width,
-        PADDED=padded,
-        TURNS=turns,
-        BLOCK=_BLOCK,
+        PADDED=-(-width // 8) * 8,
+        BLOCK=_COPY,
         num_warps=4,
     )
-    return weight, bias, down
+    return tuple(out)

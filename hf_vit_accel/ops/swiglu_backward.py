@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference
+from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference, unpad_swiglu
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gelu_backward import EACH_SM, STAGES
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
@@ -181,22 +181,22 @@ class SwigluMlp(torch.autograd.Function):
             )
             sums = add_up(partial_2PG, both_TG.dtype, width) if needs_bias else ()
         del down_EG
-        if needs_down:
-            gradients[5] = (dy_TE.t() @ h_TG)[:, :width].contiguous()
+        ddown_EG = dy_TE.t() @ h_TG if needs_down else None
         del h_TG
         if needs_bias:
             dgate_F, dup_F = sums
             gradients[3], gradients[4] = dgate_F if needs_gate_bias else None, dup_F if needs_up_bias else None
+        dweight = None
         if needs_gate or needs_up:
             # Of one only, where the other is frozen.
             first, last = 0 if needs_gate else padded, 2 * padded if needs_up else padded
             dweight = dboth_TG[:, first:last].t() @ kept(tensors, ctx.settings, rows)
-            if ctx.epilogue:
-                dgate_FE, dup_FE = dweight.view(padded, 2, -1).unbind(1)
-            else:
-                dgate_FE, dup_FE = dweight[:padded], dweight[-padded:]
-            gradients[1] = dgate_FE[:width].contiguous() if needs_gate else None
-            gradients[2] = dup_FE[:width].contiguous() if needs_up else None
+        if ctx.epilogue:
+            gradients[1], gradients[2], gradients[5] = unpad_swiglu(dweight, ddown_EG, width)
+        else:
+            gradients[1] = dweight[:width] if dweight is not None and needs_gate else None
+            gradients[2] = dweight[-padded:][:width] if dweight is not None and needs_up else None
+            gradients[5] = None if ddown_EG is None else ddown_EG[:, :width].contiguous()
         if needs_x:
             gradients[0] = dboth_TG @ weight
         return tuple(gradients)

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_vit_accel.ops import column_sum as column_sum_module
 from hf_vit_accel.ops import gelu_backward, gemm_epilogue, norm_backward, swiglu_backward
 from hf_vit_accel.ops import linear as linear_module
-from hf_vit_accel.ops.activation import pad_swiglu_reference
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
 from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp, gelu_mlp_reference
 from hf_vit_accel.ops.heads import shape_heads, shape_heads_reference
@@ -471,8 +470,6 @@ def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if INTERPRETED:
             monkeypatch.setattr(module, "gemm_act", gemm_epilogue.gemm_act_reference)
             monkeypatch.setattr(module, "gemm_dact", gemm_epilogue.gemm_dact_reference)
-    if INTERPRETED:  # a program for every row of weights, bit for bit tests/unit/test_kernels.py's
-        monkeypatch.setattr(swiglu_backward, "pad_swiglu", pad_swiglu_reference)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul
     before = products.allow_fp16_reduced_precision_reduction

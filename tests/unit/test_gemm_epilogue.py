@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import hf_vit_accel
 from hf_vit_accel import env
 from hf_vit_accel.ops import gelu_backward, gemm_epilogue, mlp, swiglu_backward
-from hf_vit_accel.ops.activation import pad_swiglu_reference
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.gemm_epilogue import KINDS, gemm_act_reference, gemm_add_reference, gemm_dact_reference
 
@@ -258,7 +257,6 @@ def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def either(function: Any, reference: Any) -> Any:
         return lambda *args: (function.apply if args[-2] else reference)(*args)  # before the norm: epilogue
 
-    monkeypatch.setattr(swiglu_backward, "pad_swiglu", pad_swiglu_reference)
     monkeypatch.setattr(mlp, "gelu_mlp", either(gelu_backward.GeluMlp, gelu_backward.gelu_mlp_reference))
     monkeypatch.setattr(mlp, "swiglu_mlp", either(swiglu_backward.SwigluMlp, swiglu_backward.swiglu_mlp_reference))
     for module in (gelu_backward, swiglu_backward):

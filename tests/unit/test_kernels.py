@@ -21,6 +21,8 @@ from hf_vit_accel.ops.activation import (
     quick_gelu_reference,
     swiglu,
     swiglu_reference,
+    unpad_swiglu,
+    unpad_swiglu_reference,
 )
 from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
@@ -235,14 +237,16 @@ def test_tiles_of_products(rows: int, columns: int, expected: tuple[int, int]) -
     assert tile(rows, columns, 132) == expected
 
 
+SWIGLUS = pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280), (212, 160), (7, 9)])
+
+
 @where
 @pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280), (212, 160), (7, 9)])
+@SWIGLUS
 def test_pad_swiglu(at: dict[str, Any], width: int, inner: int, turns: bool) -> None:
     outer = inner
-    if at["device"] == "cpu":  # a program for every row; more than one block of columns
-        sizes = {3420: (13, 1100, 5), 3424: (16, 1100, 5)}
-        width, inner, outer = sizes.get(width, (min(width, 20), min(inner, 16), min(inner, 9)))
+    if at["device"] == "cpu":  # some programs
+        width, inner, outer = {3420: (420, 16, 24), 3424: (424, 16, 16)}.get(width, (width, min(inner, 16), inner))
     weights = [draw(width, inner, at=at, seed=seed) for seed in range(2)]
     biases = [draw(width, at=at, seed=seed) for seed in range(2)]
     down = draw(outer, width, at=at)
@@ -253,6 +257,28 @@ def test_pad_swiglu(at: dict[str, Any], width: int, inner: int, turns: bool) -> 
             pad_swiglu(*given, turns=turns), pad_swiglu_reference(*given, turns=turns), strict=True
         ):
             assert torch.equal(found, expected) and found.is_contiguous()
+
+
+@where
+@pytest.mark.parametrize("missing", [(), (0,), (1,)])
+@SWIGLUS
+def test_unpad_swiglu(at: dict[str, Any], width: int, inner: int, missing: tuple[int, ...]) -> None:
+    """Also where some of them have no gradient."""
+    if at["device"] == "cpu":
+        width, inner = min(width, 420), min(inner, 16)
+    padded = -(-width // 8) * 8
+    given: list[Any] = [draw(2 * padded, inner, at=at), draw(inner, padded, at=at)]
+    given = [None if place in missing else each for place, each in enumerate(given)]
+    found, expected = unpad_swiglu(*given, width), unpad_swiglu_reference(*given, width)
+    assert [each is None for each in expected] == [0 in missing, 0 in missing, 1 in missing]
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None and other is None) or (torch.equal(one, other) and one.is_contiguous())
+    if not missing:  # back to what was padded
+        weight, _, down = pad_swiglu_reference(*found[:2], *given[0][:2, :1].expand(2, width), found[2], turns=True)
+        assert torch.equal(weight[: 2 * width], given[0][: 2 * width]) and torch.equal(
+            down[:, :width], given[1][:, :width]
+        )
+    assert unpad_swiglu(None, None, width) == (None, None, None)
 
 
 @where
@@ -651,9 +677,14 @@ COMPILED = {
     "pad_swiglu": (
         "activation",
         "_pad_swiglu_kernel",
-        "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 "
-        "out_down:*bf16 gate_stride:i32 up_stride:i32 down_stride:i32",
-        dict(INNER=1280, WIDTH=3420, PADDED=3424, TURNS=True, BLOCK=1024),
+        "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 out_down:*bf16",
+        dict(INNER=1280, OUTER=1280, WIDTH=3420, PADDED=3424, TURNS=True, PIECES=4280, BLOCK=2048),
+    ),
+    "unpad_swiglu": (
+        "activation",
+        "_unpad_swiglu_kernel",
+        "weight:*bf16 down:*bf16 out_gate:*bf16 out_up:*bf16 out_down:*bf16 first:i32",
+        dict(INNER=1280, WIDTH=3420, PADDED=3424, BLOCK=2048),
     ),
     **{
         f"quantize, {'again' if again else 'first'}": (
