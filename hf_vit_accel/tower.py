@@ -146,9 +146,9 @@ class TowerState:
                 max_rows=self.passes.most(device, grad=grad, sharded=bool(snapshot.sharded)),
                 settings=settings,
             )
-            if spec.ops is not None and request.dtype == weights.dtype and spec.ops.fused >= _INSENSITIVE:
-                for same in (None, weights.dtype):  # under autocast to that dtype, too
-                    self._specs[(device, same, *key[2:])] = spec
+            own = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
+            if own and request.dtype == weights.dtype:
+                self._specs |= {(device, same, *key[2:]): spec for same in (None, weights.dtype)}  # autocast to it, too
         return spec
 
     def saturated(self) -> list[int]:
@@ -184,7 +184,7 @@ class TowerState:
 
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
-"""Operations that call no module which autocast to the dtype of the weights would change."""
+"""Operations that call no module which autocast to the dtype of the weights would change, unless it is foreign."""
 
 
 def state_of(tower: nn.Module) -> TowerState | None:

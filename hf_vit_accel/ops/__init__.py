@@ -164,10 +164,12 @@ def _layer(block: Block, shape: Any, each: Mapping[str, Iterator[Any]], context:
 def _adding(block: Block, made: LayerOps, context: Context) -> LayerOps:
     """A layer whose proj and MLP add to the residual stream; as it is where they are no products that QuACK takes."""
     fused = {"norms", "mlp"} <= context.fused and not context.reference and context.no_epilogues is None
-    if not fused or mlp.routed(block.mlp) or context.reasons_replaced(block.proj, nn.Linear):
+    known = mlp.layers_of(block.mlp)
+    if not fused or mlp.routed(block.mlp) or known is None:
         return made
-    proj, cast, known = block.proj, context.cast, mlp.layers_of(block.mlp)
-    assert known is not None
+    proj, cast = block.proj, context.cast
+    if any(context.reasons_replaced(each, nn.Linear) for each in (proj, *known[0], known[2])):  # they have adapters
+        return made
     widths = *proj.weight.shape, *(() if len(known[0]) == 2 else known[2].weight.shape)  # a SwiGLU's is padded
     if any(width % 8 for width in widths):
         return made

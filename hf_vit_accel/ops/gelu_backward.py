@@ -41,7 +41,7 @@ def gelu_mlp_reference(
     return F.linear(F.gelu(z_TF, approximate="tanh" if kind == "gelu_tanh" else "none"), weight2_EF, bias2_E)
 
 
-def _activate(z_TF: torch.Tensor, kind: str) -> torch.Tensor:
+def gelu(z_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """What stock makes of the rounded result of the first product."""
     if kind == "quick_gelu":
         return quick_gelu(z_TF)
@@ -99,6 +99,45 @@ def _gelu_backward_kernel(
         store_sum(partial, total, f, tl.program_id(1), WIDTH)
 
 
+def gelu_gradient(
+    z_TF: torch.Tensor,
+    dh_TF: torch.Tensor,
+    dz_TF: torch.Tensor,
+    h_TF: torch.Tensor,
+    kind: str,
+    *,
+    needs_z: bool = True,
+    needs_h: bool = False,
+    needs_bias: bool = False,
+) -> torch.Tensor:
+    """Write to dz, which may be dh, the gradient of what is activated, and to h what its activation made.
+
+    Each where it is needed. Returns partial sums of dz, (1, P, F): none if they are not.
+    """
+    (rows, width), columns = z_TF.shape, -(-z_TF.shape[1] // BLOCK_F)
+    length, count = runs(rows, columns, z_TF.device, each_sm=EACH_SM)
+    partial_1PF = torch.empty(1, count if needs_bias else 0, width, dtype=torch.float32, device=z_TF.device)
+    _gelu_backward_kernel[(columns, count)](
+        z_TF,
+        dh_TF,
+        dz_TF,
+        h_TF,
+        partial_1PF,
+        rows,
+        length,
+        WIDTH=width,
+        KIND=kind,
+        NEED_Z=needs_z,
+        NEED_H=needs_h,
+        NEED_BIAS=needs_bias,
+        BLOCK_T=BLOCK_T,
+        BLOCK_F=BLOCK_F,
+        STAGES=STAGES,
+        num_warps=8,
+    )
+    return partial_1PF
+
+
 class GeluMlp(torch.autograd.Function):
     """`gelu_mlp` as autograd runs it."""
 
@@ -123,7 +162,7 @@ class GeluMlp(torch.autograd.Function):
             z_TF, h_TF = gemm_act(x_TE, weight1_FE, bias1_F, kind)
         else:
             z_TF = F.linear(x_TE, weight1_FE, bias1_F)
-            h_TF = _activate(z_TF, kind)
+            h_TF = gelu(z_TF, kind)
         tensors, ctx.settings = keep(x_TE, norm) if needs_weight1 else ((), None)
         ctx.save_for_backward(
             z_TF if ctx.needs_z or needs_weight2 else None,
@@ -148,29 +187,10 @@ class GeluMlp(torch.autograd.Function):
             dweight2_EF = dy_TE.t() @ h_TF
             del h_TF
         elif ctx.needs_z or needs_weight2:
-            (rows, width), columns = z_TF.shape, -(-z_TF.shape[1] // BLOCK_F)
             dz_TF = dy_TE @ weight2_EF if ctx.needs_z else z_TF
             h_TF = torch.empty_like(z_TF) if needs_weight2 else z_TF
-            length, count = runs(rows, columns, z_TF.device, each_sm=EACH_SM)
-            partial_1PF = torch.empty(1, count if needs_bias1 else 0, width, dtype=torch.float32, device=z_TF.device)
-            _gelu_backward_kernel[(columns, count)](
-                z_TF,
-                dz_TF,
-                dz_TF,
-                h_TF,
-                partial_1PF,
-                rows,
-                length,
-                WIDTH=width,
-                KIND=ctx.kind,
-                NEED_Z=ctx.needs_z,
-                NEED_H=needs_weight2,
-                NEED_BIAS=needs_bias1,
-                BLOCK_T=BLOCK_T,
-                BLOCK_F=BLOCK_F,
-                STAGES=STAGES,
-                num_warps=8,
-            )
+            needs: Any = dict(needs_z=ctx.needs_z, needs_h=needs_weight2, needs_bias=needs_bias1)
+            partial_1PF = gelu_gradient(z_TF, dz_TF, dz_TF, h_TF, ctx.kind, **needs)
             dweight2_EF = dy_TE.t() @ h_TF if needs_weight2 else None
             del h_TF
             dbias1_F = add_up(partial_1PF, z_TF.dtype)[0] if needs_bias1 else None

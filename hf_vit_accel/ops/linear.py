@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from hf_vit_accel.ops.adapter import lora_of, product
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_add
@@ -73,9 +74,10 @@ def linear(
 
 
 def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A projection: where it is trained by kernels `linear`, else the module itself."""
+    """A projection: where it is trained by kernels `linear`, else the module itself; with adapters, see `adapter`."""
     if context.reasons_replaced(module, nn.Linear):
-        return context.called(module)
+        lora = lora_of(module, context)
+        return context.called(module) if lora is None else product([lora], context)
     if not context.trains_by_kernels:
         forward: Callable[[torch.Tensor], torch.Tensor] = module.forward  # not `__call__`: hooks go the stock way
         return forward

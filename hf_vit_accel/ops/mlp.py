@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops import adapter
 from hf_vit_accel.ops.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, quick_gelu_reference, swiglu
+from hf_vit_accel.ops.adapter import lora_of
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp, gelu_mlp_reference
 from hf_vit_accel.ops.launch import why_not_descriptors
@@ -75,7 +77,8 @@ def reasons_against(mlp: Any, context: Context) -> list[str]:
         return reasons or [f"{type(mlp).__name__} is not an MLP that is known"]
     before, activation, after = layers
     for linear in (*before, after):
-        reasons += context.reasons_replaced(linear, nn.Linear)
+        if lora_of(linear, context) is None:
+            reasons += context.reasons_replaced(linear, nn.Linear)
     missing = [not reasons and linear.bias is None for linear in before]
     if any(missing) and (len(before) == 1 or not all(missing)):
         reasons.append("a Linear of the MLP has no bias")
@@ -95,6 +98,10 @@ def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> An
     assert activation is not None and after is not None
     context.reads.all_of(activation)
     kind, first, limit = activation_of(activation, context), before[0], context.read(mlp, "swiglu_limit")
+    loras = [lora_of(each, context) for each in (*before, after)]
+    if any(lora is not None and lora.owner is not None for lora in loras):
+        *those, lora = filter(None, loras)
+        return adapter.mlp(those, lora, str(kind), limit, context)
     if context.reference or context.grad:
         return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0

@@ -39,7 +39,7 @@ def build(block: Block, context: Context, shape: Rows | None) -> Rows:
     if len(modules) == 1:
         product: Rows = linear.build(modules[0], context)
     elif replaced:
-        called = list(map(context.called, modules))
+        called = [linear.build(module, context) for module in modules]
         product = lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)  # noqa: E731
     else:
         product = lambda x_TE: F.linear(x_TE, *_joined(weights(), len(modules)))  # noqa: E731

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops.adapter import lora_of
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
@@ -319,7 +320,8 @@ def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
     for block in parts.blocks:
         if len(block.qkv) > 1 or block.shaped:  # what comes of them is ours
             continue
-        if reasons := context.reasons_replaced(block.qkv[0], nn.Linear):
+        reasons = context.reasons_replaced(block.qkv[0], nn.Linear)
+        if reasons and lora_of(block.qkv[0], context) is None:
             return reasons
     return context.reasons_replaced(parts.rotary)
 

@@ -85,6 +85,42 @@ def _swiglu_backward_kernel(
         store_sum(partial, total_up, f, tl.num_programs(1) + tl.program_id(1), WIDTH)
 
 
+def swiglu_gradient(
+    both_TG: torch.Tensor,
+    dh_TG: torch.Tensor,
+    dboth_TG: torch.Tensor,
+    limit: float | None,
+    *,
+    needs_both: bool = True,
+    needs_bias: bool = False,
+) -> torch.Tensor:
+    """Write to dboth the gradients of gate and up, which lie side by side, and over dh what their SwiGLU made.
+
+    The gradients where they are needed. Returns partial sums of them, (2, P, G): none if they are not.
+    """
+    (rows, padded), columns = dh_TG.shape, -(-dh_TG.shape[1] // BLOCK_F)
+    length, count = runs(rows, columns, both_TG.device, each_sm=EACH_SM)
+    partial_2PG = torch.empty(2, count * needs_bias, padded, dtype=torch.float32, device=both_TG.device)
+    _swiglu_backward_kernel[(columns, count)](
+        both_TG,
+        dh_TG,
+        dboth_TG,
+        partial_2PG,
+        rows,
+        length,
+        limit or 0.0,
+        LIMITED=limit is not None,
+        WIDTH=padded,
+        NEED_BOTH=needs_both,
+        NEED_BIAS=needs_bias,
+        BLOCK_T=BLOCK_T,
+        BLOCK_F=BLOCK_F,
+        STAGES=STAGES,
+        num_warps=4,
+    )
+    return partial_2PG
+
+
 def _aligned(
     gate_FE: torch.Tensor,
     up_FE: torch.Tensor,
@@ -159,26 +195,8 @@ class SwigluMlp(torch.autograd.Function):
         else:
             h_TG = dy_TE @ down_EG if ctx.needs_both else both_TG.new_empty(rows, padded)
             dboth_TG = torch.empty_like(both_TG) if ctx.needs_both else both_TG
-            columns = -(-padded // BLOCK_F)
-            length, count = runs(rows, columns, both_TG.device, each_sm=EACH_SM)
-            partial_2PG = torch.empty(2, count * needs_bias, padded, dtype=torch.float32, device=both_TG.device)
-            _swiglu_backward_kernel[(columns, count)](
-                both_TG,
-                h_TG,
-                dboth_TG,
-                partial_2PG,
-                rows,
-                length,
-                ctx.limit or 0.0,
-                LIMITED=ctx.limit is not None,
-                WIDTH=padded,
-                NEED_BOTH=ctx.needs_both,
-                NEED_BIAS=needs_bias,
-                BLOCK_T=BLOCK_T,
-                BLOCK_F=BLOCK_F,
-                STAGES=STAGES,
-                num_warps=4,
-            )
+            needs: Any = dict(needs_both=ctx.needs_both, needs_bias=needs_bias)
+            partial_2PG = swiglu_gradient(both_TG, h_TG, dboth_TG, ctx.limit, **needs)
             sums = add_up(partial_2PG, both_TG.dtype, width) if needs_bias else ()
         del down_EG
         ddown_EG = dy_TE.t() @ h_TG if needs_down else None

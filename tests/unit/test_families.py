@@ -13,7 +13,7 @@ import torch
 from standins import INTERPRETED
 from test_graphs import patch
 from tiny import assert_close, checkpoint_layers, randomise, relative_error
-from torch.nn import Module, ModuleList
+from torch.nn import Linear, Module, ModuleList
 
 import hf_vit_accel
 from hf_vit_accel import ops, registration, upstream
@@ -98,6 +98,26 @@ def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[Any]]:
 def assert_fast(tower: Any, calls: int = 1) -> None:
     [status] = hf_vit_accel.status(tower).towers
     assert (status.calls, status.stock_calls, status.against_fast, status.fallbacks) == (calls, 0, (), {})
+
+
+def test_adapters_on_every_linear(typical: Any, references: Any) -> None:
+    """LoRA on all Linears of all layers, however a family names them: PEFT's modules are not called."""
+    peft = pytest.importorskip("peft")
+    blocks = {id(module) for block in family_of(typical).parts(typical).blocks for module in block.module.modules()}
+    linears = [name for name, each in typical.named_modules() if type(each) is Linear and id(each) in blocks]
+    config = peft.LoraConfig(r=2, target_modules=linears, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, typical)
+    expected, gradients = trained(typical, GRIDS[1])
+    hf_vit_accel.patch(typical, strict=True)
+    found, ours = trained(typical, GRIDS[1])
+    kept = [each is not None for each in gradients]
+    assert kept == [each is not None for each in ours] and sum(kept) == 1 + 2 * len(linears)
+    assert max(map(relative_error, found, expected)) < 1e-4
+    pairs = [(one, other) for one, other in zip(ours, gradients, strict=True) if other is not None]
+    assert max(relative_error(one, other) for one, other in pairs) < 1e-3
+    assert_fast(typical)
+    [status] = hf_vit_accel.status(typical).towers
+    assert not any("a Linear stands where" in why for why in status.unfused.values()), status.unfused
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=["image", "mixed"])

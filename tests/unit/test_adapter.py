@@ -1,0 +1,287 @@
+"""PEFT's LoRA computed by our products: everything that PEFT's modules do, and every state that they can be in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from matrix import flat
+from standins import INTERPRETED
+from tiny import GRIDS, TINY, pixels_for, relative_error, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import env
+from hf_vit_accel.ops import adapter
+from hf_vit_accel.ops.adapter import activated, activated_reference, adapted, adapted_reference
+
+peft = pytest.importorskip("peft")
+
+LINEARS = r".*blocks\.\d+\..*(qkv|q_proj|k_proj|v_proj|proj|fc1|fc2|linear_fc1|linear_fc2|gate_proj|up_proj|down_proj)"
+FAMILIES = "qwen2_vl", "qwen2_5_vl", "qwen3_vl"
+GRID = GRIDS["images"]
+GPU = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+def lora_on(family: str, *, rank: int = 3, dropout: float = 0.0, target: str = LINEARS, **kwargs: Any) -> Any:
+    """A model with drawn adapters on its tower."""
+    model = TINY[family].build()
+    more = {"init_lora_weights": False, "lora_alpha": 2 * rank, "lora_dropout": dropout} | kwargs
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=target, **more))
+
+
+def step(model: Any, *, grad: bool = True) -> dict[str, torch.Tensor]:
+    """Outputs and every gradient, by name; the same random numbers each time."""
+    tower = tower_of(model)
+    tower.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with torch.set_grad_enabled(grad):
+        outputs = flat(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))
+    if grad:
+        torch.stack([output.square().mean() for output in outputs]).sum().backward()
+    found = {name: parameter.grad for name, parameter in tower.named_parameters() if parameter.grad is not None}
+    return found | {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+
+
+def fused(model: Any) -> frozenset[str]:
+    return frozenset(hf_vit_accel.status(model).towers[0].fused)
+
+
+def check(model: Any, other: Any, bound: float = 1e-4, **kwargs: Any) -> None:
+    """A patched model computes what PEFT computes in its equal."""
+    found, expected = step(model, **kwargs), step(other, **kwargs)
+    assert found.keys() == expected.keys()
+    assert max(relative_error(found[name], expected[name]) for name in expected) < bound
+
+
+@pytest.fixture
+def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """PEFT's modules that were called."""
+    found: list[str] = []
+    kind = peft.tuners.lora.layer.Linear
+    before = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(type(self).__name__)
+        return before(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    env.reset()
+    assert adapter._known(forward)
+    found.clear()
+    return found
+
+
+def pair(family: str, **kwargs: Any) -> tuple[Any, Any]:
+    model = lora_on(family, **kwargs)
+    other = copy.deepcopy(model)
+    hf_vit_accel.patch(model)
+    return model, other
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_peft(family: str, called: list[str]) -> None:
+    """Trained, and without gradients; none of PEFT's modules is called, and all is fused around them."""
+    model, other = pair(family)
+    expected = step(other)
+    assert called and any("lora_A" in name for name in expected) and any("lora_B" in name for name in expected)
+    for grad in (True, False):
+        check(model, other, grad=grad)
+        called.clear()
+        step(model, grad=grad)
+        assert not called
+        assert {"mlp", "rope"} - fused(model) <= ({"rope"} if family == "exaone4_5" else set())
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.stock_calls == 0 and status.calls == 4
+
+
+def test_those_of_single_linears(called: list[str]) -> None:
+    """Of an MLP's only one, of one layer; the others are plain beside it."""
+    for target in (r".*blocks\.1\.mlp\.up_proj", r".*blocks\.2\.mlp\.down_proj", r".*blocks\.0\.attn\.proj"):
+        check(*pair("qwen2_5_vl", target=target))
+        called.clear()
+
+
+def test_base_weights_are_trained_as_well(called: list[str]) -> None:
+    """With biases of their own (`bias="lora_only"`), or all of them."""
+    check(*pair("qwen2_5_vl", bias="lora_only"))
+    model, other = pair("qwen2_5_vl")
+    for each in (model, other):
+        tower_of(each).requires_grad_(True)
+    check(model, other)
+
+
+def _again(model: Any) -> None:
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=5, lora_alpha=3, target_modules=LINEARS, init_lora_weights=False)
+    model.add_adapter("second", config)
+    model.base_model.set_adapter(["default", "second"])
+
+
+def _scaled(model: Any) -> None:
+    for module in tower_of(model).modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] *= -1.5
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "two adapters": _again,
+    "the second one": lambda model: (_again(model), model.set_adapter("second")),
+    "scaled": _scaled,
+    "merged": lambda model: model.merge_adapter(),
+    "merged and unmerged": lambda model: (model.merge_adapter(), model.unmerge_adapter()),
+    "switched off": lambda model: model.base_model.disable_adapter_layers(),
+    "off and on": lambda model: (model.base_model.disable_adapter_layers(), model.base_model.enable_adapter_layers()),
+    "merged and switched off": lambda model: (model.merge_adapter(), model.base_model.disable_adapter_layers()),
+    "merged for good": lambda model: model.merge_and_unload(),
+    "unloaded": lambda model: model.unload(),
+    "deleted": lambda model: (_again(model), model.set_adapter("second"), model.delete_adapter("default")),
+    "weights changed": lambda model: [
+        nn.init.normal_(parameter, std=0.2) for name, parameter in model.named_parameters() if "lora_" in name
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_calls_is_seen(change: str, called: list[str]) -> None:
+    model, other = pair("qwen2_5_vl")
+    before = step(model, grad=False)
+    for each in (model, other):
+        torch.manual_seed(3)
+        CHANGES[change](each)
+    check(model, other, grad=False)
+    after = step(model, grad=False)
+    moved = max(relative_error(after[name], before[name]) for name in before) > 1e-3
+    assert moved == (change not in ("merged", "merged and unmerged", "off and on", "merged for good"))
+    if "merged" not in change and change not in ("switched off", "unloaded"):  # nothing is trained then
+        check(model, other)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_dropout_is_peft_s(family: str, called: list[str]) -> None:
+    """The same numbers are dropped, in training only. (Padded rows draw more of them.)"""
+    model, other = pair(family, dropout=0.4)
+    for each in (model, other):
+        each.train()
+    check(model, other)
+    trained = step(model)
+    for each in (model, other):
+        each.eval()
+    check(model, other)
+    assert relative_error(step(model)["output 0"], trained["output 0"]) > 1e-2
+    called.clear()
+    step(model)
+    assert not called
+
+
+def test_dropout_of_padded_rows(called: list[str]) -> None:
+    """Of a SwiGLU's: nothing changes on average, and without it all is as in `eval`."""
+    model, _ = pair("qwen2_5_vl", dropout=0.3, target=r".*blocks\.\d+\.mlp\.down_proj")
+    expected = step(model.eval(), grad=False)["output 0"]
+    draws = []
+    for seed in range(60):
+        torch.manual_seed(seed)
+        tower = tower_of(model.train())
+        with torch.no_grad():
+            draws.append(flat(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))[0])
+    assert not called and relative_error(draws[0], expected) > 1e-2
+    assert relative_error(torch.stack(draws).mean(0), expected) < 0.3 * relative_error(draws[0], expected)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"use_dora": True}, {"lora_bias": True}, {"use_rslora": True}], ids=["DoRA", "bias", "rsLoRA"]
+)
+def test_other_kinds_are_their_modules(kwargs: dict[str, Any], called: list[str]) -> None:
+    """rsLoRA scales otherwise, and no more."""
+    model, other = pair("qwen3_vl", **kwargs)
+    check(model, other)
+    called.clear()
+    step(model)
+    assert bool(called) == ("use_rslora" not in kwargs) and ("mlp" in fused(model)) == ("use_rslora" in kwargs)
+
+
+def test_another_forward_is_called(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the class, as libraries put one there, or of an instance: what it computes is unknown."""
+    kind = peft.tuners.lora.layer.Linear
+    before = kind.forward
+
+    def doubled(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return before(self, x, *args, **kwargs) * 2
+
+    model, other = pair("qwen3_vl")
+    check(model, other)
+    monkeypatch.setattr(kind, "forward", doubled)
+    check(model, other)
+    assert "mlp" not in fused(model)
+    monkeypatch.setattr(kind, "forward", before)
+    check(model, other)
+    assert "mlp" in fused(model)
+    for each in (model, other):
+        proj = tower_of(each).blocks[1].attn.proj
+        proj.forward = lambda x, proj=proj: 3 * kind.forward(proj, x)
+    check(model, other)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_of_another_dtype_are_left_to_peft_but_under_autocast(autocast: bool, called: list[str]) -> None:
+    """PEFT multiplies those in fp32 in fp32; under autocast in the dtype of the rows, as we do."""
+    model = TINY["qwen2_5_vl"].build().bfloat16()
+    config = peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False)
+    tower = tower_of(hf_vit_accel.patch(peft.get_peft_model(model, config)))
+    pixels = pixels_for(tower, GRID)
+    for enabled in (autocast, not autocast, autocast):  # neither serves the other's calls
+        called.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
+            tower(pixels, grid_thw=torch.tensor(GRID))
+        assert bool(called) == (not enabled)
+
+
+def test_the_proof_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that computes something else is told from PEFT's, and no random number is drawn."""
+    kind, state = peft.tuners.lora.layer.Linear, torch.get_rng_state()
+    before = kind.forward
+    assert adapter._try(before) and not adapter._try(nn.Linear.forward)
+    monkeypatch.setattr(kind, "forward", lambda self, x: before(self, x) + 1e-3)
+    assert not adapter._try(kind.forward)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+DTYPES = [pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
+if INTERPRETED:
+    DTYPES.append(pytest.param({"device": "cpu", "dtype": torch.float16}, id="interpreter"))
+
+
+@pytest.mark.parametrize("at", DTYPES)
+@pytest.mark.parametrize("kind", ["gelu_tanh", "quick_gelu", "silu"])
+def test_activations_against_their_references(at: dict[str, Any], kind: str) -> None:
+    z = torch.randn(70, 2 * 104, **at).requires_grad_()
+    dh = torch.randn(70, 104 if kind == "silu" else 208, **at)
+    kept = dh.clone()
+    found = activated(z, kind)
+    (dz,) = torch.autograd.grad(found, z, dh)
+    assert torch.equal(dh, kept)  # it may be somebody else's
+    exact = z.detach().double().requires_grad_()
+    expected = activated_reference(exact, kind)
+    (dexact,) = torch.autograd.grad(expected, exact, dh.double())
+    bound = 2e-3 if at["dtype"] == torch.float16 else 8e-3
+    assert relative_error(found, expected) < bound and relative_error(dz, dexact) < bound
+
+
+@pytest.mark.parametrize("at", [pytest.param({"device": "cpu", "dtype": torch.float64}, id="cpu"), *DTYPES[:1]])
+@pytest.mark.parametrize("wanted", [(0, 1, 2, 3, 4), (0,), (3,), (4,), (0, 3, 4), (1, 2)])
+def test_products_against_their_reference(at: dict[str, Any], wanted: tuple[int, ...]) -> None:
+    """Gradients of what requires one, and of nothing else."""
+    rows, width, out, rank = 9000 if at["device"] == "cuda" else 12, 16, 24, 8
+    shapes = (rows, width), (out, width), (out,), (rank, width), (out, rank)
+    given = [torch.randn(shape, **at) / shape[-1] ** 0.5 for shape in shapes]
+    dy, found, expected = torch.randn(rows, out, **at), [], []
+    for function, dtype, gradients in ((adapted, at["dtype"], found), (adapted_reference, torch.float64, expected)):
+        each = [one.to(dtype).requires_grad_(place in wanted) for place, one in enumerate(given)]
+        made = function(*each)
+        gradients += [made, *torch.autograd.grad(made, [each[place] for place in wanted], dy.to(dtype))]
+    bound = 1e-12 if at["dtype"] == torch.float64 else 8e-3
+    assert all(relative_error(one, other) < bound for one, other in zip(found, expected, strict=True))
