@@ -24,8 +24,9 @@ from hf_vit_accel.ops.activation import quick_gelu_reference, swiglu, swiglu_ref
 from hf_vit_accel.ops.base import Context, own_forward
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gelu_backward import gelu, gelu_gradient
-from hf_vit_accel.ops.norm_backward import Norm, keep, kept, norm_of
+from hf_vit_accel.ops.norm_backward import keep, kept
 from hf_vit_accel.ops.swiglu_backward import swiglu_gradient
+from hf_vit_accel.ops.trained import Frame, Trained
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,6 +37,12 @@ class Lora:
 
     base: nn.Linear
     owner: Any = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether an adapter drops out some of its input in training."""
+        dropouts = () if self.owner is None else self.owner.lora_dropout.values()
+        return any(type(dropout) is nn.Dropout for dropout in dropouts)
 
     def active(self) -> list[tuple[nn.Linear, nn.Linear, nn.Module, float]]:
         """(A, B, dropout, scaling) of the adapters that act now: which do may change at every call."""
@@ -101,118 +108,172 @@ def _try(forward: Any) -> bool:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def adapted_reference(
-    x_TE: torch.Tensor,
-    weight_FE: torch.Tensor,
-    bias_F: torch.Tensor | None,
-    a_RE: torch.Tensor,
-    b_FR: torch.Tensor,
-    norm: Norm | None = None,
-) -> torch.Tensor:
-    """x W^T + b + (x A^T) B^T, (T, F)."""
-    return F.linear(x_TE, weight_FE, bias_F) + F.linear(F.linear(x_TE, a_RE), b_FR)
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """How Linears lie side by side in one product. widths: of each; spare: zeros after each, where there are some.
 
-
-class AdaptedFunction(torch.autograd.Function):
-    """`adapted` as autograd runs it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TE: torch.Tensor,
-        weight_FE: torch.Tensor,
-        bias_F: torch.Tensor | None,
-        a_RE: torch.Tensor,
-        b_FR: torch.Tensor,
-        norm: Norm | None,
-    ) -> torch.Tensor:
-        needs_x, needs_weight, _, needs_a, needs_b, _ = ctx.needs_input_grad
-        u_TR = F.linear(x_TE, a_RE)
-        tensors, ctx.settings = keep(x_TE, norm) if needs_weight or needs_a else ((), None)
-        of_x = (weight_FE, a_RE) if needs_x else (None, None)
-        ctx.save_for_backward(*of_x, b_FR, u_TR if needs_b else None, *tensors)
-        return F.linear(x_TE, weight_FE, bias_F).addmm_(u_TR, b_FR.t())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs_x, needs_weight, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
-        weight_FE, a_RE, b_FR, u_TR, *tensors = ctx.saved_tensors
-        dy_TF = dy_TF.contiguous()
-        du_TR = dy_TF @ b_FR
-        x_TE: Any = kept(tensors, ctx.settings, len(dy_TF)) if needs_weight or needs_a else None
-        return (
-            (dy_TF @ weight_FE).addmm_(du_TR, a_RE) if needs_x else None,
-            dy_TF.t() @ x_TE if needs_weight else None,
-            column_sum(dy_TF) if needs_bias else None,
-            du_TR.t() @ x_TE if needs_a else None,
-            dy_TF.t() @ u_TR if needs_b else None,
-            None,
-        )
-
-
-def adapted(
-    x_TE: torch.Tensor,
-    weight_FE: torch.Tensor,
-    bias_F: torch.Tensor | None,
-    a_RE: torch.Tensor,
-    b_FR: torch.Tensor,
-    norm: Norm | None = None,
-) -> torch.Tensor:
-    """`adapted_reference`, rounded after both products; all of one dtype. norm: see `linear`."""
-    out_TF: torch.Tensor = AdaptedFunction.apply(x_TE, weight_FE, bias_F, a_RE, b_FR, norm)
-    return out_TF
-
-
-def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -> Rows:
-    """Rows (T, E) to what Linears make of them, side by side, each of some filled up with zeros to `G`.
-
-    inner: how many columns the rows have, where that is more than E; those beyond are zeros.
+    inner: E; more: columns of zeros after the rows' own E. dtype: of the rows.
     """
-    weights = context.reader(*((lora.base, name) for name in ("weight", "bias") for lora in loras))
-    dtype, more = context.dtype, (inner or loras[0].base.in_features) - loras[0].base.in_features
-    widths = [len(lora.base.weight) for lora in loras]
-    spare = [-width % 8 if len(loras) > 1 else 0 for width in widths]
-    starts = [sum(widths[:at]) + sum(spare[:at]) for at in range(len(loras))]
-    total = sum(widths) + sum(spare)
 
-    def joined() -> tuple[torch.Tensor, torch.Tensor | None]:
-        each = weights()
-        whole, biases = [_padded(w, more, 0, rows) for w, rows in zip(each, spare, strict=False)], each[len(loras) :]
-        if all(bias is None for bias in biases):
+    widths: tuple[int, ...]
+    spare: tuple[int, ...]
+    inner: int
+    more: int
+    dtype: torch.dtype
+
+    def given(self, weights: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any]:
+        """Weights, biases, (which Linear, scaling) of each adapter, and the matrices of these."""
+        count = len(self.widths)
+        places, *matrices = weights[2 * count :]
+        return weights[:count], weights[count : 2 * count], places, matrices[: len(places)], matrices[len(places) :]
+
+    def start(self, index: int) -> int:
+        """Where the columns of a Linear's result begin."""
+        return sum(self.widths[:index]) + sum(self.spare[:index])
+
+    def join(self, weights: Sequence[Any], biases: Sequence[Any] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight and the bias, if there is any, of the one product."""
+        whole = [_padded(each, self.more, rows) for each, rows in zip(weights, self.spare, strict=True)]
+        if biases is None or all(bias is None for bias in biases):
             return _cat(whole, 0), None
-        some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(each, biases, strict=False)]
-        return _cat(whole, 0), _cat(
-            [F.pad(b, (0, rows)) if rows else b for b, rows in zip(some, spare, strict=True)], 0
-        )
+        some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
+        some = [F.pad(bias, (0, rows)) if rows else bias for bias, rows in zip(some, self.spare, strict=True)]
+        return _cat(whole, 0), _cat(some, 0)
 
-    def run(x_TE: torch.Tensor) -> torch.Tensor:
-        a_RE: list[torch.Tensor] = []
-        b_FR: list[torch.Tensor] = []
-        dropouts: list[nn.Module] = []
-        for lora, start, width in zip(loras, starts, widths, strict=True):
-            for a, b, dropout, scaling in lora.active():
-                share, rank = b.weight if scaling == 1 else b.weight * scaling, -len(a.weight) % 8
-                a_RE.append(_padded(a.weight.to(dtype), more, 0, rank))
-                b_FR.append(_padded(share.to(dtype), rank, start, total - start - width))
-                dropouts.append(dropout)
-        weight_FE, bias_F = joined()  # now that none is to be unmerged
-        if not a_RE:
-            return F.linear(x_TE, weight_FE, bias_F)
-        if torch.is_grad_enabled() and not any(type(each) is nn.Dropout and each.training for each in dropouts):
-            return adapted(x_TE, weight_FE, bias_F, _cat(a_RE, 0), _cat(b_FR, 1), norm_of(x_TE))
-        u_TR = _cat([F.linear(dropout(x_TE), a) for dropout, a in zip(dropouts, a_RE, strict=True)], 1)
-        return F.linear(x_TE, weight_FE, bias_F).addmm_(u_TR, _cat(b_FR, 1).t())
-
-    return run
+    def stack(self, places: Any, each_a: Sequence[Any], each_b: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """A (R, E) and s B (F, R) of each adapter, as they add to the one product."""
+        total, a_RE, b_FR = self.start(len(self.widths)), [], []
+        for (index, scaling), a, b in zip(places, each_a, each_b, strict=True):
+            start, rank = self.start(index), -len(a) % 8
+            share = (b if scaling == 1 else b * scaling).to(self.dtype)
+            a_RE.append(_padded(a.to(self.dtype), self.more, rank))
+            whole = start or len(b) < total
+            b_FR.append(F.pad(share, (0, rank, start, total - start - len(b))) if rank or whole else share)
+        return a_RE, b_FR
 
 
 def _cat(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def _padded(x: torch.Tensor, columns: int, above: int, below: int) -> torch.Tensor:
-    return F.pad(x, (0, columns, above, below)) if columns or above or below else x
+def _padded(x: torch.Tensor, columns: int, rows: int) -> torch.Tensor:
+    return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
+
+
+def adapted_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """What Linears with adapters make of rows, side by side; a PEFT module's result, if it is one.
+
+    rest: the Linears' weights, their biases, (which of them, scaling) of each adapter, all A, all B, `Sides`, `Norm`.
+    """
+    *given, sides, _ = rest
+    weights, biases, *adapters = sides.given(given)
+    out_TF, (a_RE, b_FR) = F.linear(x_TE, *sides.join(weights, biases)), sides.stack(*adapters)
+    for a, b in zip(a_RE, b_FR, strict=True):
+        out_TF = out_TF + F.linear(F.linear(x_TE, a), b)
+    return out_TF
+
+
+class AdaptedFunction(torch.autograd.Function):
+    """`adapted` as autograd runs it. remakes: who makes x again, given the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+        *given, ctx.sides, norm = rest
+        weights, biases, ctx.places, each_a, each_b = ctx.sides.given(given)
+        needs_x, *needs = ctx.needs_input_grad
+        places = len(ctx.places)
+        after = 2 * len(weights) + 1
+        needs_weights, needs_a = needs[: len(weights)], needs[after : after + places]
+        ctx.needs = needs_weights, needs[len(weights) : after - 1], needs_a, needs[after + places : after + 2 * places]
+        ctx.needs_x, ctx.dtypes, ctx.ranks = needs_x, [m.dtype for m in (*each_a, *each_b)], list(map(len, each_a))
+        out_TF = F.linear(x_TE, *ctx.sides.join(weights, biases))
+        keeps = not hasattr(ctx, "remakes") and (any(needs_weights) or any(needs_a))
+        tensors, ctx.settings = keep(x_TE, norm) if keeps else ((), None)
+        a_RE = b_FR = u_TR = None
+        if ctx.places:
+            stacked = ctx.sides.stack(ctx.places, each_a, each_b)
+            a_RE, b_FR = _cat(stacked[0], 0), _cat(stacked[1], 1)
+            u_TR = F.linear(x_TE, a_RE)
+            out_TF.addmm_(u_TR, b_FR.t())
+        ctx.save_for_backward(a_RE, b_FR, u_TR, *(weights if needs_x else [None] * len(weights)), *tensors)
+        return out_TF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[Any, ...]:
+        sides, places = ctx.sides, ctx.places
+        dx_TE = du_TR = x_TE = None  # type: Any
+        needs_weights, needs_biases, needs_a, needs_b = ctx.needs
+        a_RE, b_FR, u_TR, *saved = ctx.saved_tensors
+        weights, tensors = saved[: len(sides.widths)], saved[len(sides.widths) :]
+        dy_TF = dy_TF.contiguous()
+        if places and (ctx.needs_x or any(needs_a)):
+            du_TR = dy_TF @ b_FR
+        if ctx.needs_x:
+            dx_TE = dy_TF @ sides.join(weights, None)[0]
+            if du_TR is not None:
+                dx_TE.addmm_(du_TR, a_RE)
+        db_FR = dy_TF.t() @ u_TR if any(needs_b) else None
+        dbias = column_sum(dy_TF) if any(needs_biases) else None
+        if getattr(ctx, "remakes", None) is not None:
+            x_TE = ctx.remakes(dx_TE)
+        elif any(needs_weights) or any(needs_a):
+            x_TE = kept(tensors, ctx.settings, len(dy_TF))
+        dweight = dy_TF.t() @ x_TE if any(needs_weights) else None
+        da_RE = du_TR.t() @ x_TE if du_TR is not None and any(needs_a) else None
+
+        found: list[torch.Tensor | None] = []
+        for needs, whole in ((needs_weights, dweight), (needs_biases, dbias)):
+            for index, (need, width) in enumerate(zip(needs, sides.widths, strict=True)):
+                part = whole[sides.start(index) :][:width] if need and whole is not None else None
+                found.append(part if part is None or part.dim() < 2 else part[:, : sides.inner].contiguous())
+        each_da: list[torch.Tensor | None] = []
+        each_db: list[torch.Tensor | None] = []
+        first = 0
+        for at, (index, scaling) in enumerate(places):
+            rank, rows = ctx.ranks[at], slice(sides.start(index), sides.start(index) + sides.widths[index])
+            dtypes = ctx.dtypes[at], ctx.dtypes[at + len(places)]
+            da = da_RE[first : first + rank, : sides.inner].to(dtypes[0]) if needs_a[at] and da_RE is not None else None
+            db = db_FR[rows, first : first + rank].to(dtypes[1]) if needs_b[at] and db_FR is not None else None
+            each_da.append(da)
+            each_db.append(db if db is None or scaling == 1 else db * scaling)
+            first += -(-rank // 8) * 8
+        return dx_TE, *found, None, *each_da, *each_db, None, None
+
+
+def adapted(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`adapted_reference` with one sum of products for all adapters, rounded after it."""
+    out_TF: torch.Tensor = AdaptedFunction.apply(x_TE, *rest)
+    return out_TF
+
+
+def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -> Any:
+    """Rows (T, E) to what Linears make of them, side by side, each of some filled up with zeros to `G`.
+
+    inner: how many columns the rows have, where that is more than E; those beyond are zeros.
+    """
+    widths, own = tuple(len(lora.base.weight) for lora in loras), loras[0].base.in_features
+    spare = tuple(-width % 8 if len(loras) > 1 else 0 for width in widths)
+    sides = Sides(widths=widths, spare=spare, inner=own, more=(inner or own) - own, dtype=context.dtype)
+    read = context.reader(*((lora.base, name) for name in ("weight", "bias") for lora in loras))
+
+    def weights() -> list[Any]:
+        active = [(index, *each) for index, lora in enumerate(loras) for each in lora.active()]  # it may unmerge some
+        places = tuple((index, scaling) for index, _, _, _, scaling in active)
+        return [*read(), places, *(each[1].weight for each in active), *(each[2].weight for each in active)]
+
+    if context.trains_by_kernels and not any(lora.drops for lora in loras):
+        return Trained(alone=adapted, function=AdaptedFunction, weights=weights, settings=(sides,), takes_norm=True)
+
+    def run(x_TE: torch.Tensor) -> torch.Tensor:
+        dropouts = [each[2] for lora in loras for each in lora.active()]
+        bases, biases, *adapters = sides.given(weights())
+        out_TF, (a_RE, b_FR) = F.linear(x_TE, *sides.join(bases, biases)), sides.stack(*adapters)
+        for dropout, a, b in zip(dropouts, a_RE, b_FR, strict=True):
+            out_TF.addmm_(F.linear(dropout(x_TE), a), b.t())
+        return out_TF
+
+    return run
 
 
 # --- MLPs -------------------------------------------------------------------------------------------------------------
@@ -225,25 +286,34 @@ def activated_reference(z: torch.Tensor, kind: str, limit: float | None = None) 
     return quick_gelu_reference(z) if kind == "quick_gelu" else F.gelu(z, approximate="tanh")
 
 
+def _activate(z: torch.Tensor, kind: str, limit: float | None) -> torch.Tensor:
+    return swiglu(*z.chunk(2, dim=-1), limit=limit) if kind == "silu" else gelu(z, kind)
+
+
+def _activate_back(z: torch.Tensor, dh_TF: torch.Tensor, kind: str, limit: float | None) -> tuple[Any, torch.Tensor]:
+    """The gradient of z, and h again; what dh held is lost."""
+    dz = torch.empty_like(z)
+    if kind == "silu":
+        swiglu_gradient(z, dh_TF, dz, limit)
+        return dz, dh_TF
+    gelu_gradient(z, dh_TF, dh_TF, dz, kind, needs_h=True)
+    return dh_TF, dz
+
+
 class ActivatedFunction(torch.autograd.Function):
     """`activated` as autograd runs it."""
 
     @staticmethod
     def forward(ctx: Any, z: torch.Tensor, kind: str, limit: float | None) -> torch.Tensor:
         ctx.save_for_backward(z)
-        ctx.kind, ctx.limit = kind, limit
-        return swiglu(*z.chunk(2, dim=-1), limit=limit) if kind == "silu" else gelu(z, kind)
+        ctx.settings = kind, limit
+        return _activate(z, kind, limit)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (z,) = ctx.saved_tensors
-        dz = torch.empty_like(z)
-        if ctx.kind == "silu":
-            swiglu_gradient(z, dh_TF.clone(memory_format=torch.contiguous_format), dz, ctx.limit)
-        else:
-            gelu_gradient(z, dh_TF.contiguous(), dz, z, ctx.kind)
-        return dz, None, None
+        return _activate_back(z, dh_TF.clone(memory_format=torch.contiguous_format), *ctx.settings)[0], None, None
 
 
 def activated(z: torch.Tensor, kind: str, limit: float | None = None) -> torch.Tensor:
@@ -252,9 +322,77 @@ def activated(z: torch.Tensor, kind: str, limit: float | None = None) -> torch.T
     return out_TF
 
 
-def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Rows:
+def adapted_mlp_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """An MLP whose Linears have adapters, (T, E).
+
+    rest: how many weights `adapted` takes for its first products; those, and those of the last one; `Sides` of both,
+    the activation, its limit, `Norm`.
+    """
+    count, *given, first, last, kind, limit, norm = rest
+    z = adapted_reference(x_TE, *given[:count], first, norm)
+    return adapted_reference(activated_reference(z, kind, limit), *given[count:], last, None)
+
+
+class AdaptedMlp(torch.autograd.Function):
+    """`adapted_mlp` as autograd runs it: what the activation made is made again, as in `gelu_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+        count, *given, first, last, kind, limit, norm = rest
+        needs_x, _, *needs = ctx.needs_input_grad
+        ctx.first = Frame((needs_x, *needs[:count], False, False))
+        ctx.last = Frame((any(ctx.first.needs_input_grad), *needs[count : len(given)], False, False))
+        ctx.settings, ctx.count = (kind, limit), len(given)
+        z = AdaptedFunction.forward(ctx.first, x_TE, *given[:count], first, norm)
+        if any(ctx.first.needs_input_grad):
+            ctx.last.remakes = None  # nothing is kept for it
+        out_TE = AdaptedFunction.forward(ctx.last, _activate(z, kind, limit), *given[count:], last, None)
+        of_first, of_last = ctx.first.saved_tensors, ctx.last.saved_tensors
+        ctx.first.saved_tensors = ctx.last.saved_tensors = ()
+        ctx.split = len(of_first)
+        ctx.save_for_backward(z if any(ctx.first.needs_input_grad) else None, *of_first, *of_last)
+        return out_TE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TE: torch.Tensor) -> tuple[Any, ...]:
+        z, *saved = ctx.saved_tensors
+        first, last, dz = ctx.first, ctx.last, None
+        first.saved_tensors, last.saved_tensors = saved[: ctx.split], saved[ctx.split :]
+
+        def remakes(dh_TF: torch.Tensor) -> torch.Tensor:
+            nonlocal dz
+            dz, h_TF = _activate_back(z, dh_TF, *ctx.settings)
+            return h_TF
+
+        if z is not None:
+            last.remakes = remakes
+        _, *of_last = AdaptedFunction.backward(last, dy_TE)
+        dx_TE, of_first = None, [None] * (len(first.needs_input_grad) - 1)
+        if dz is not None:
+            dx_TE, *of_first = AdaptedFunction.backward(first, dz)
+        first.saved_tensors = last.saved_tensors = ()
+        last.remakes = None  # it holds what it was made of
+        return dx_TE, None, *of_first[:-2], *of_last[:-2], *[None] * 5
+
+
+def adapted_mlp(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`adapted_mlp_reference` as one node of autograd's graph, by kernels."""
+    out_TE: torch.Tensor = AdaptedMlp.apply(x_TE, *rest)
+    return out_TE
+
+
+def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Any:
     """An MLP whose Linears have adapters: two products with an activation between them, or a SwiGLU, kind "silu"."""
     width = len(before[0].base.weight)
     first = product(before, context)
     last = product([after], context, inner=-(-width // 8) * 8 if len(before) > 1 else width)
-    return lambda x_TE: last(activated(first(x_TE), kind, limit))
+    if not (isinstance(first, Trained) and isinstance(last, Trained)):
+        return lambda x_TE: last(activated(first(x_TE), kind, limit))
+
+    def weights() -> list[Any]:
+        of_first = first.weights()
+        return [len(of_first), *of_first, *last.weights()]
+
+    settings = *first.settings, *last.settings, kind, limit
+    return Trained(alone=adapted_mlp, function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)
