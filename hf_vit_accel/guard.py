@@ -28,7 +28,7 @@ from hf_vit_accel.families import Family, Parts
 from hf_vit_accel.inputs import Expected
 from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
-from hf_vit_accel.route import POPPED
+from hf_vit_accel.route import POPPED, Spec
 
 _FORWARD_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 _BACKWARD_HOOKS = itemgetter("_backward_hooks"), itemgetter("_backward_pre_hooks")
@@ -81,7 +81,8 @@ class Snapshot:
     attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or inputs themselves.
     places: what modules hold the parameters of `weights` in, in this order. sharded: by index, layers whose weights
     FSDP2 brings when their block is called. expected: what inputs have to fit, known once `weights` was asked. reads:
-    the attributes that all of this, and the operations built of it, were made of.
+    the attributes that all of this, and the operations built of it, were made of. specs: those operations, by kind of
+    call: what is made of a reading goes with it.
     """
 
     expected: Expected
@@ -118,6 +119,7 @@ class Snapshot:
         self._read[-1][:] = copied(self._read[-1])
         self._buffers = [module._buffers for module in modules.values() if module._buffers]
         self.reads, self._weights = Reads(), Weights([], None, False)
+        self.specs: dict[Any, Spec] = {}
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
         self.foreign = next(iter(chain.from_iterable(map(reasons_replaced, below))), None)
         self.offloaded = any("_hf_hook" in vars(module) for module in below)

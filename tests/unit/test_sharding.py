@@ -116,7 +116,7 @@ def test_mixed_precision_of_the_whole_tower(
         found = tower.get_parameter(name).grad.full_tensor()
         assert found.dtype == parameter.grad.dtype and relative_error(found, parameter.grad.full_tensor()) < 0.1, name
     state = state_of(tower)
-    for spec in state._specs.values():
+    for spec in state.snapshot(tower).specs.values():
         assert spec.request.dtype == dtype and spec.ops is not None and ("norms" in spec.ops.fused) == kernels
     assert state.calls == 1 and not state.faults
 
