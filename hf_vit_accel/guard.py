@@ -7,6 +7,7 @@ whether anything changed. All reasons are lists of sentences, empty where nothin
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -80,9 +81,9 @@ class Snapshot:
     neither torch's nor transformers', and which might act otherwise at every call. dropout: whether training drops out
     attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or inputs themselves.
     places: what modules hold the parameters of `weights` in, in this order. sharded: by index, layers whose weights
-    FSDP2 brings when their block is called. expected: what inputs have to fit, known once `weights` was asked. reads:
-    the attributes that all of this, and the operations built of it, were made of. specs: those operations, by kind of
-    call: what is made of a reading goes with it.
+    FSDP2 brings when their block is called; brought: whether it brings any. expected: what inputs have to fit, known
+    once `weights` was asked. reads: the attributes that all of this, and the operations built of it, were made of.
+    specs: those operations, by kind of call: what is made of a reading goes with it.
     """
 
     expected: Expected
@@ -128,6 +129,7 @@ class Snapshot:
             blocks = enumerate(block.module for block in self.parts.blocks)
             self.sharded = {index: block for index, block in blocks if block in wrapped}
         self._alone = [module for module in wrapped if module not in self.sharded.values()]
+        self.brought = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
         self.slow = [] if self.stock else list(self._reasons_slow(tower))
         self.reads.seal()
 
@@ -233,6 +235,18 @@ class Snapshot:
             )
         return parameters, known
 
+    def weights_of_calls(self) -> Weights:
+        """The weights between calls, as calls find them: FSDP2 brings what are shards then, by its policies.
+
+        (Where a parent of the tower is sharded with it, by the policy of the layers: the parent's is not known here.)
+        """
+        weights, tower = self.weights()[1], self._tower()
+        if self.brought and weights.reasons:
+            holder = tower if isinstance(tower, sharding.wrapper()) else next(iter(self.sharded.values()))
+            weights = copy.copy(weights)
+            weights.dtype, weights.reasons = sharding.brought(holder, weights.dtype), []
+        return weights
+
     def trained(self, parameters: list[nn.Parameter]) -> bool:
         """Whether any parameter requires a gradient: of those given, or of a sharded layer's."""
         if any(map(_REQUIRES_GRAD, parameters)):
@@ -281,12 +295,10 @@ class Snapshot:
         hooked = map(_FORWARD_HOOKS[0], self._below)  # few are, if any
         return any(_marks(hook) for hooks in filter(None, hooked) for hook in hooks.values())
 
-    def request(self, device: torch.device, autocast: torch.dtype | None = None, **options: Any) -> Request:
-        """What the layers ask of a backend: heads, scale, and the dtype that attention computes in."""
+    def request(self, device: torch.device, dtype: torch.dtype | None = None, **options: Any) -> Request:
+        """What the layers ask of a backend: heads, scale, and the dtype that attention computes in, if it is known."""
         block = self.parts.blocks[0]
-        dtype = autocast or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
-        if self.sharded and autocast is None:  # FSDP2 may bring weights in another than that of their shards
-            dtype = self._weights.dtype
+        dtype = dtype or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
             dtype = block.norm1.weight.dtype
         assert isinstance(dtype, torch.dtype)

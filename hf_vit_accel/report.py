@@ -192,9 +192,8 @@ def reasons_now(
     reasons = guard.reasons_stock(tower, former_forward, name, snapshot, {})
     if snapshot.stock:
         return reasons, None
-    _, weights = snapshot.weights()
-    slow = guard.reasons_slow(tower, snapshot, weights, {}, grad=False)  # FSDP2 shards weights between calls
-    reasons += [why for why in slow if not (snapshot.sharded and why in weights.reasons)]
+    weights = snapshot.weights_of_calls()
+    reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight: Any = snapshot.parts.projection.weight
     return reasons, state.spec(snapshot, weights, weight.device, fast=not reasons, grad=False)
 

@@ -136,7 +136,8 @@ class TowerState:
         if spec is None:
             graphs, replayed = self.runner is not None and not grad, self.training is not None and grad
             wants: Any = dict(grad=grad, graphs=graphs, replayed=replayed, score_mod=settings.score_mod)
-            request = snapshot.request(device, autocast, packed=fast, fp8=scales, **wants)
+            brought = weights.dtype if snapshot.brought else None  # by FSDP2, which may hold shards in another
+            request = snapshot.request(device, autocast or brought, packed=fast, fp8=scales, **wants)
             snapshot.specs[key] = spec = Spec(
                 geometry=snapshot.geometry,
                 request=request,
