@@ -118,7 +118,6 @@ class Snapshot:
         self._own = [attributes for attributes in self._below if "forward" in attributes]
         self._read = self._now()
         self._read[-1][:] = copied(self._read[-1])
-        self._buffers = [module._buffers for module in modules.values() if module._buffers]
         self.reads, self._weights = Reads(), Weights([], None, False)
         self.specs: dict[Any, Spec] = {}
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
@@ -224,6 +223,8 @@ class Snapshot:
             parameters = [parameter for parameter in parameters if parameter is not None]
         if pointers is None or pointers != known.pointers or parameters[0].dtype != known.dtype:
             self._weights = known = Weights(parameters, pointers, self.offloaded, len(parameters) - own)
+            inside = *self._below, vars(self._tower())
+            self._buffers = [each["_buffers"] for each in inside if each["_buffers"]]  # a weight may be one now
             at = self.parts.projection.weight.device
             anywhere = self.offloaded or at.type == "meta"
             self.expected = Expected(

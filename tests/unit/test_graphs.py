@@ -674,6 +674,24 @@ def test_what_was_replaced_is_freed_by_the_next_call(
     assert gone and not any(each() is not None for each in gone)
 
 
+def test_a_weight_that_turns_into_a_buffer_is_watched(on_cpu: Any) -> None:
+    """At the place where it is then: by features that are kept, and by graphs."""
+    model = TINY["qwen3_vl"].build()
+    tower, grid = tower_of(model), [(1, 4, 6)]
+    hf_vit_accel.patch(model, cuda_graphs=SMALL, reuse=hf_vit_accel.ReuseConfig(across_calls=True))
+    run_tower(tower, grid)
+    attention = tower.blocks[1].attn.proj
+    weight = attention._parameters.pop("weight").detach()
+    for scale in (1.0, 2.0):
+        attention.register_buffer("weight", weight * scale)
+        run_tower(tower, grid)
+        attention.weight.mul_(1.5)
+        found, captures = run_tower(tower, grid), status_of(model).captures
+    assert captures == 3, "as it lay elsewhere twice"
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, grid))
+
+
 def test_inference_mode_does_not_spoil_the_buffers(on_cpu: Any, model: Any) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, [(1, 6, 8)])
