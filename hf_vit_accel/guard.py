@@ -43,6 +43,7 @@ _SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", N
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
+_DROPOUT = nn.modules.dropout._DropoutNd  # no tower has any: who fine-tunes adds them
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -78,12 +79,12 @@ class Snapshot:
 
     stock: why its own forward must run as it is, without metadata of ours. slow: why its blocks must be called.
     parts, geometry, heads, head_dim, scale: known where `stock` is empty. foreign: a module inside whose code is
-    neither torch's nor transformers', and which might act otherwise at every call. dropout: whether training drops out
-    attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or inputs themselves.
-    places: what modules hold the parameters of `weights` in, in this order. sharded: by index, layers whose weights
-    FSDP2 brings when their block is called; brought: whether it brings any. expected: what inputs have to fit, known
-    once `weights` was asked. reads: the attributes that all of this, and the operations built of it, were made of.
-    specs: those operations, by kind of call: what is made of a reading goes with it.
+    neither torch's nor transformers', or a Dropout, and which might act otherwise at every call. dropout: whether
+    training drops out attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or
+    inputs themselves. places: what modules hold the parameters of `weights` in, in this order. sharded: by index,
+    layers whose weights FSDP2 brings when their block is called; brought: whether it brings any. expected: what inputs
+    have to fit, known once `weights` was asked. reads: the attributes that all of this, and the operations built of it,
+    were made of. specs: those operations, by kind of call: what is made of a reading goes with it.
     """
 
     expected: Expected
@@ -121,7 +122,9 @@ class Snapshot:
         self.reads, self._weights = Reads(), Weights([], None, False)
         self.specs: dict[Any, Spec] = {}
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
-        self.foreign = next(iter(chain.from_iterable(map(reasons_replaced, below))), None)
+        replaced = chain.from_iterable(map(reasons_replaced, below))
+        drops = (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _DROPOUT))
+        self.foreign = next(chain(replaced, drops), None)
         self.offloaded = any("_hf_hook" in vars(module) for module in below)
         self.stock, self.sharded = list(self._reasons_stock(tower, family)), {}
         if not self.stock:
