@@ -7,7 +7,6 @@ whether anything changed. All reasons are lists of sentences, empty where nothin
 
 from __future__ import annotations
 
-import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -238,18 +237,6 @@ class Snapshot:
                 dims=self._pixel_dims,
             )
         return parameters, known
-
-    def weights_of_calls(self) -> Weights:
-        """The weights between calls, as calls find them: FSDP2 brings what are shards then, by its policies.
-
-        (Where a parent of the tower is sharded with it, by the policy of the layers: the parent's is not known here.)
-        """
-        weights, tower = self.weights()[1], self._tower()
-        if self.brought and weights.reasons:
-            holder = tower if isinstance(tower, sharding.wrapper()) else next(iter(self.sharded.values()))
-            weights = copy.copy(weights)
-            weights.dtype, weights.reasons = sharding.brought(holder, weights.dtype), []
-        return weights
 
     def trained(self, parameters: list[nn.Parameter]) -> bool:
         """Whether any parameter requires a gradient: of those given, or of a sharded layer's."""

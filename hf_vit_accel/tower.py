@@ -136,8 +136,8 @@ class TowerState:
         if spec is None:
             graphs, replayed = self.runner is not None and not grad, self.training is not None and grad
             wants: Any = dict(grad=grad, graphs=graphs, replayed=replayed, score_mod=settings.score_mod)
-            brought = weights.dtype if snapshot.brought else None  # by FSDP2, which may hold shards in another
-            request = snapshot.request(device, autocast or brought, packed=fast, fp8=scales, **wants)
+            dtype = autocast or (weights.dtype if snapshot.brought else None)  # FSDP2's shards may have another
+            request = snapshot.request(device, dtype, packed=fast, fp8=scales, **wants)
             snapshot.specs[key] = spec = Spec(
                 geometry=snapshot.geometry,
                 request=request,
@@ -148,8 +148,8 @@ class TowerState:
                 settings=settings,
             )
             own = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
-            if own and request.dtype == weights.dtype:
-                snapshot.specs |= {(device, same, *key[2:]): spec for same in (None, weights.dtype)}  # autocast to it, too
+            if own and request.dtype == weights.dtype:  # autocast to it is the same, too
+                snapshot.specs |= {(device, same, *key[2:]): spec for same in (None, weights.dtype)}
         return spec
 
     def saturated(self) -> list[int]:
