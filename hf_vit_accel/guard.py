@@ -28,7 +28,7 @@ from hf_vit_accel.families import Family, Parts
 from hf_vit_accel.inputs import Expected
 from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
-from hf_vit_accel.route import POPPED
+from hf_vit_accel.route import POPPED, Spec
 
 _FORWARD_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 _BACKWARD_HOOKS = itemgetter("_backward_hooks"), itemgetter("_backward_pre_hooks")
@@ -42,6 +42,7 @@ _SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", N
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
+_DROPOUT = nn.modules.dropout._DropoutNd  # no tower has any: who fine-tunes adds them
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -77,11 +78,12 @@ class Snapshot:
 
     stock: why its own forward must run as it is, without metadata of ours. slow: why its blocks must be called.
     parts, geometry, heads, head_dim, scale: known where `stock` is empty. foreign: a module inside whose code is
-    neither torch's nor transformers', and which might act otherwise at every call. dropout: whether training drops out
-    attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or inputs themselves.
-    places: what modules hold the parameters of `weights` in, in this order. sharded: by index, layers whose weights
-    FSDP2 brings when their block is called. expected: what inputs have to fit, known once `weights` was asked. reads:
-    the attributes that all of this, and the operations built of it, were made of.
+    neither torch's nor transformers', or a Dropout, and which might act otherwise at every call. dropout: whether
+    training drops out attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or
+    inputs themselves. places: what modules hold the parameters of `weights` in, in this order. sharded: by index,
+    layers whose weights FSDP2 brings when their block is called; brought: whether it brings any. expected: what inputs
+    have to fit, known once `weights` was asked. reads: the attributes that all of this, and the operations built of it,
+    were made of. specs: those operations, by kind of call: what is made of a reading goes with it.
     """
 
     expected: Expected
@@ -116,16 +118,19 @@ class Snapshot:
         self._own = [attributes for attributes in self._below if "forward" in attributes]
         self._read = self._now()
         self._read[-1][:] = copied(self._read[-1])
-        self._buffers = [module._buffers for module in modules.values() if module._buffers]
         self.reads, self._weights = Reads(), Weights([], None, False)
+        self.specs: dict[Any, Spec] = {}
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
-        self.foreign = next(iter(chain.from_iterable(map(reasons_replaced, below))), None)
+        replaced = chain.from_iterable(map(reasons_replaced, below))
+        drops = (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _DROPOUT))
+        self.foreign = next(chain(replaced, drops), None)
         self.offloaded = any("_hf_hook" in vars(module) for module in below)
         self.stock, self.sharded = list(self._reasons_stock(tower, family)), {}
         if not self.stock:
             blocks = enumerate(block.module for block in self.parts.blocks)
             self.sharded = {index: block for index, block in blocks if block in wrapped}
         self._alone = [module for module in wrapped if module not in self.sharded.values()]
+        self.brought = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
         self.slow = [] if self.stock else list(self._reasons_slow(tower))
         self.reads.seal()
 
@@ -220,6 +225,8 @@ class Snapshot:
             parameters = [parameter for parameter in parameters if parameter is not None]
         if pointers is None or pointers != known.pointers or parameters[0].dtype != known.dtype:
             self._weights = known = Weights(parameters, pointers, self.offloaded, len(parameters) - own)
+            inside = *self._below, vars(self._tower())
+            self._buffers = [each["_buffers"] for each in inside if each["_buffers"]]  # a weight may be one now
             at = self.parts.projection.weight.device
             anywhere = self.offloaded or at.type == "meta"
             self.expected = Expected(
@@ -279,12 +286,10 @@ class Snapshot:
         hooked = map(_FORWARD_HOOKS[0], self._below)  # few are, if any
         return any(_marks(hook) for hooks in filter(None, hooked) for hook in hooks.values())
 
-    def request(self, device: torch.device, autocast: torch.dtype | None = None, **options: Any) -> Request:
-        """What the layers ask of a backend: heads, scale, and the dtype that attention computes in."""
+    def request(self, device: torch.device, dtype: torch.dtype | None = None, **options: Any) -> Request:
+        """What the layers ask of a backend: heads, scale, and the dtype that attention computes in, if it is known."""
         block = self.parts.blocks[0]
-        dtype = autocast or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
-        if self.sharded and autocast is None:  # FSDP2 may bring weights in another than that of their shards
-            dtype = self._weights.dtype
+        dtype = dtype or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
             dtype = block.norm1.weight.dtype
         assert isinstance(dtype, torch.dtype)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from hf_vit_accel import guard
+from hf_vit_accel import guard, sharding
 from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import LINEARS, Fp8Config, Settings
 from hf_vit_accel.env import EPILOGUES
 from hf_vit_accel.families import FAMILIES, Family, find_towers
 from hf_vit_accel.graphs.held import GraphStatus
-from hf_vit_accel.guard import Snapshot
+from hf_vit_accel.guard import Snapshot, Weights
 from hf_vit_accel.ops import PARTS, Ops
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.reuse import ReuseStatus
@@ -185,6 +186,19 @@ def beyond_attention(settings: Settings) -> dict[str, str]:
     return {name: "this family is served attention only" for name, wanted in asked.items() if wanted}
 
 
+def _weights_of_calls(tower: Any, snapshot: Snapshot) -> Weights:
+    """The weights between calls, as calls find them: FSDP2 brings what are shards then, by its policies.
+
+    (Where a parent of the tower is sharded with it, by the policy of the layers: the parent's is not known here.)
+    """
+    weights = snapshot.weights()[1]
+    if snapshot.brought and weights.reasons:
+        holder = tower if isinstance(tower, sharding.wrapper()) else next(iter(snapshot.sharded.values()))
+        weights = copy.copy(weights)
+        weights.dtype, weights.reasons = sharding.brought(holder, weights.dtype), []
+    return weights
+
+
 def reasons_now(
     tower: Any, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Any
 ) -> tuple[list[str], Spec | None]:
@@ -192,9 +206,8 @@ def reasons_now(
     reasons = guard.reasons_stock(tower, former_forward, name, snapshot, {})
     if snapshot.stock:
         return reasons, None
-    _, weights = snapshot.weights()
-    slow = guard.reasons_slow(tower, snapshot, weights, {}, grad=False)  # FSDP2 shards weights between calls
-    reasons += [why for why in slow if not (snapshot.sharded and why in weights.reasons)]
+    weights = _weights_of_calls(tower, snapshot)
+    reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight: Any = snapshot.parts.projection.weight
     return reasons, state.spec(snapshot, weights, weight.device, fast=not reasons, grad=False)
 

@@ -28,15 +28,24 @@ def hooked_by_fsdp(hook: Callable[..., Any]) -> bool:
     return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp._fully_shard.")
 
 
+def _policy_of(module: Any) -> Any:
+    return getattr(module._get_fsdp_state(), "_mp_policy", None)
+
+
+def brought(module: Any, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype FSDP2 brings the weights of a module that it shards; dtype: where it has none."""
+    shards: torch.dtype = next((value.dtype for value in module.parameters()), dtype)
+    return getattr(_policy_of(module), "param_dtype", None) or shards
+
+
 def reasons_against(blocks: Iterable[Any], dtype: torch.dtype) -> list[str]:
     """Why layers cannot be run through sharded blocks, beside other weights of a dtype."""
     for block in blocks:
-        policy = getattr(block._get_fsdp_state(), "_mp_policy", None)
+        policy = _policy_of(block)
         if policy is None:
             return ["this torch does not tell in which dtype FSDP2 brings weights"]
-        brought = policy.param_dtype or next((value.dtype for value in block.parameters()), dtype)
-        if brought != dtype:
-            return [f"FSDP2 brings a layer's weights in {brought}, the others are in {dtype}"]
+        if (of_layer := brought(block, dtype)) != dtype:
+            return [f"FSDP2 brings a layer's weights in {of_layer}, the others are in {dtype}"]
         if policy.output_dtype not in (None, dtype):
             return [f"FSDP2 casts what a layer returns to {policy.output_dtype}"]
     return []

@@ -69,7 +69,6 @@ class TowerState:
         self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
         self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)
         self._snapshot: Snapshot | None = None
-        self._specs: dict[Any, Spec] = {}
         self._scales: Scales | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,12 +81,13 @@ class TowerState:
         self.former_forward = former_forward
 
     def snapshot(self, tower: nn.Module) -> Snapshot:
-        """The tower as it is now, read again if it changed."""
-        if self._snapshot is None or not self._snapshot.current():
-            self._specs.clear()
-            self._snapshot = Snapshot(tower, self.family)
-            upstream.warn_of(tower, self._snapshot.proof)
-        return self._snapshot
+        """The tower as it is now, read again if it changed: then all goes that was made of modules it had before."""
+        snapshot = self._snapshot
+        if snapshot is None or not snapshot.current():
+            self.close()
+            self._snapshot = snapshot = Snapshot(tower, self.family)
+            upstream.warn_of(tower, snapshot.proof)
+        return snapshot
 
     def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
         """The operations for weights and rows of these dtypes on this device."""
@@ -132,12 +132,13 @@ class TowerState:
         settings, autocast = self.settings, guard.autocast_dtype(device)
         scales = self.scales(snapshot, device) if settings.fp8 is not None and settings.fp8.attention else None
         key = device, autocast, fast, grad, weights.dtype, weights.count, scales, len(self.passes.fewer)
-        spec = self._specs.get(key)
+        spec = snapshot.specs.get(key)
         if spec is None:
             graphs, replayed = self.runner is not None and not grad, self.training is not None and grad
             wants: Any = dict(grad=grad, graphs=graphs, replayed=replayed, score_mod=settings.score_mod)
-            request = snapshot.request(device, autocast, packed=fast, fp8=scales, **wants)
-            self._specs[key] = spec = Spec(
+            dtype = autocast or (weights.dtype if snapshot.brought else None)  # FSDP2's shards may have another
+            request = snapshot.request(device, dtype, packed=fast, fp8=scales, **wants)
+            snapshot.specs[key] = spec = Spec(
                 geometry=snapshot.geometry,
                 request=request,
                 ops=self._build(snapshot, weights, request) if fast else None,
@@ -147,8 +148,8 @@ class TowerState:
                 settings=settings,
             )
             own = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
-            if own and request.dtype == weights.dtype:
-                self._specs |= {(device, same, *key[2:]): spec for same in (None, weights.dtype)}  # autocast to it, too
+            if own and request.dtype == weights.dtype:  # autocast to it is the same, too
+                snapshot.specs |= {(device, same, *key[2:]): spec for same in (None, weights.dtype)}
         return spec
 
     def saturated(self) -> list[int]:
@@ -179,7 +180,6 @@ class TowerState:
             if held is not None:
                 held.close()
         self.routes.cache.clear()
-        self._specs.clear()
         self._snapshot = self._scales = None
 
 

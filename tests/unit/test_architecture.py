@@ -37,7 +37,7 @@ IMPORTS = {
     "scales upstream",
     "install": "backends tower",
     "registration": "backends config env families guard install metadata route tower upstream",
-    "report": "backends config env families graphs guard ops reuse route tower",
+    "report": "backends config env families graphs guard ops reuse route sharding tower",
     "api": "backends config env families guard install metadata ops ranks registration report scales tower",
     "calibration": "api backends config report scales tower",
     "__init__": "api backends calibration config env ranks registration report",

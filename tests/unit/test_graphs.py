@@ -11,6 +11,7 @@ import gc
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -602,6 +603,93 @@ def test_a_deleted_model_is_freed(on_cpu: Any) -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+class Adapted(nn.Module):
+    """As an adapter: what it wraps, and more."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.lora = base, nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora(x)
+
+
+def _block(tower: Any) -> nn.Module:
+    old, tower.blocks[1] = tower.blocks[1], copy.deepcopy(tower.blocks[0])
+    return old
+
+
+def _linear(tower: Any) -> nn.Module:
+    attention = tower.blocks[1].attn
+    old, attention.proj = attention.proj, copy.deepcopy(attention.proj)
+    return old
+
+
+def _norm(tower: Any) -> nn.Module:
+    block = tower.blocks[1]
+    old, block.norm1 = block.norm1, copy.deepcopy(block.norm1)
+    return old
+
+
+def _adapter(tower: Any) -> nn.Module:
+    """Unloaded: only its base stays."""
+    attention = tower.blocks[2].attn
+    old, attention.proj = attention.proj, attention.proj.base_layer
+    return old.lora
+
+
+def _parameters(tower: Any) -> nn.Module:
+    old, attention = nn.Module(), tower.blocks[1].attn
+    old.weight, attention.qkv.weight = attention.qkv.weight, nn.Parameter(attention.qkv.weight.detach().clone())
+    return old
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
+@pytest.mark.parametrize("replace", [_block, _linear, _norm, _adapter, _parameters])
+def test_what_was_replaced_is_freed_by_the_next_call(
+    on_cpu: Any, references: Any, model: Any, replace: Callable[[Any], nn.Module], trains: bool
+) -> None:
+    """Routes, graphs and features held to serve later calls are made of the modules that were there."""
+    tower, grid = tower_of(model).requires_grad_(trains), [(1, 4, 6), (1, 2, 2)]
+    if replace is _adapter:
+        tower.blocks[2].attn.proj = Adapted(tower.blocks[2].attn.proj).requires_grad_(trains)
+    config = GraphConfig(max_tokens=128, exact_after=1)
+    hf_vit_accel.patch(model, cuda_graphs=config, reuse=hf_vit_accel.ReuseConfig(across_calls=True))
+
+    def call() -> None:
+        made = outputs_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)))
+        if trains:
+            torch.stack([each.square().mean() for each in made]).sum().backward()
+            tower.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        call()
+    state = state_of(tower)
+    assert (state.training if trains else state.runner).status().captures == (replace is not _adapter)
+    gone = [weakref.ref(each) for each in replace(tower).parameters()]
+    call()
+    gc.collect()
+    assert gone and not any(each() is not None for each in gone)
+
+
+def test_a_weight_that_turns_into_a_buffer_is_watched(on_cpu: Any) -> None:
+    """At the place where it is then: by features that are kept, and by graphs."""
+    model = TINY["qwen3_vl"].build()
+    tower, grid = tower_of(model), [(1, 4, 6)]
+    hf_vit_accel.patch(model, cuda_graphs=SMALL, reuse=hf_vit_accel.ReuseConfig(across_calls=True))
+    run_tower(tower, grid)
+    attention = tower.blocks[1].attn.proj
+    weight = attention._parameters.pop("weight").detach()
+    for scale in (1.0, 2.0):
+        attention.register_buffer("weight", weight * scale)
+        run_tower(tower, grid)
+        attention.weight.mul_(1.5)
+        found, captures = run_tower(tower, grid), status_of(model).captures
+    assert captures == 3, "as it lay elsewhere twice"
+    hf_vit_accel.unpatch(model)
+    assert_close(found, run_tower(tower, grid))
 
 
 def test_inference_mode_does_not_spoil_the_buffers(on_cpu: Any, model: Any) -> None:

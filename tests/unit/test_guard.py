@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import hf_vit_accel
+from hf_vit_accel import inputs
 from hf_vit_accel.backends import ORDER
 from hf_vit_accel.ops import TABLE
 from hf_vit_accel.tower import state_of
@@ -244,6 +246,25 @@ def test_what_takes_the_place_of_another_is_seen_by_the_next_call(tower: Any, na
     expected = run_tower(tower, GRID)
     assert_close(found, expected)
     assert max(map(relative_error, expected, before)) > 1e-3, "the change matters"
+
+
+def test_what_is_made_of_a_former_reading_serves_no_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module is replaced, and another thread sees it, while a call is under way that has read the tower before."""
+    tower = tower_of(TINY["qwen3_vl"].build())
+    hf_vit_accel.patch(tower)
+    read = inputs.read
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(inputs, "read", read)
+        tower.blocks[1].attn.proj = randomise(copy.deepcopy(tower.blocks[1].attn.proj))
+        state_of(tower).snapshot(tower)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(inputs, "read", meanwhile)
+    before, found = run_tower(tower, GRID), run_tower(tower, GRID)
+    hf_vit_accel.unpatch(tower)
+    assert_close(found, run_tower(tower, GRID))
+    assert max(map(relative_error, found, before)) > 1e-3, "the change matters"
 
 
 HOOKS: dict[str, Callable[[nn.Module, list[str]], Any]] = {

@@ -861,11 +861,20 @@ def test_settings_and_gradients_are_told_apart(tower: Any) -> None:
 # --- what else there is -----------------------------------------------------------------------------------------------
 
 
-def test_modules_of_others_are_not_trusted(tower: Any) -> None:
-    """LoRA may drop out in training; and acts, at a later call, on state that Python holds."""
+def _lora(tower: Any) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False, lora_dropout=0.5)
     peft.inject_adapter_in_model(config, tower)
+
+
+def _dropout(tower: Any) -> None:
+    tower.blocks[1].mlp = nn.Sequential(tower.blocks[1].mlp, nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("add", [_lora, _dropout])
+def test_modules_of_others_are_not_trusted(tower: Any, add: Callable[[Any], None]) -> None:
+    """LoRA may drop out in training; and acts, at a later call, on state that Python holds."""
+    add(tower)
     tower.eval().requires_grad_(False)
     items = [item(tower), item(tower)]
     hf_vit_accel.patch(tower, reuse=ACROSS)
@@ -993,7 +1002,6 @@ def test_replaced_weights_are_not_kept_alive(tower: Any) -> None:
         gone = weakref.ref(tower.blocks[1])
         tower.blocks[1] = copy.deepcopy(tower.blocks[0])
         call(tower, [item(tower)])
-    state_of(tower).routes.cache.clear()
     gc.collect()
     assert gone() is None
 

@@ -116,9 +116,47 @@ def test_mixed_precision_of_the_whole_tower(
         found = tower.get_parameter(name).grad.full_tensor()
         assert found.dtype == parameter.grad.dtype and relative_error(found, parameter.grad.full_tensor()) < 0.1, name
     state = state_of(tower)
-    for spec in state._specs.values():
+    for spec in state.snapshot(tower).specs.values():
         assert spec.request.dtype == dtype and spec.ops is not None and ("norms" in spec.ops.fused) == kernels
     assert state.calls == 1 and not state.faults
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("of_layers", "of_tower", "of_model", "dtype", "reason"),
+    [
+        (MIXED, MIXED, None, torch.bfloat16, None),
+        (MIXED, None, MIXED, torch.bfloat16, None),
+        (None, MIXED, None, torch.bfloat16, None),
+        (MixedPrecisionPolicy(), MixedPrecisionPolicy(), None, torch.float32, None),
+        (MIXED, MixedPrecisionPolicy(), None, None, "in torch.bfloat16, the others are in torch.float32"),
+        (MIXED, None, None, None, "in torch.bfloat16, the others are in torch.float32"),
+    ],
+    ids=["layers and tower", "layers and model", "tower", "no policy", "policies differ", "layers"],
+)
+def test_between_calls_status_tells_what_calls_will_find(
+    mesh: Any, references: Any, of_layers: Any, of_tower: Any, of_model: Any, dtype: Any, reason: str | None
+) -> None:
+    """Weights are shards then, of another class and dtype than a call has. What is named at the patch holds, too."""
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(hf_vit_accel.patch(model))
+    for policy, modules in ((of_layers, tower.blocks), (of_tower, [tower]), (of_model, [model])):
+        for module in modules if policy is not None else ():
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    for called in (False, True):
+        [status] = hf_vit_accel.status(model).towers
+        specs = state_of(tower).snapshot(tower).specs.values()
+        if reason is None:
+            assert status.against_fast == () and "norms" in status.fused, str(status)
+            assert {spec.request.dtype for spec in specs} == {dtype}
+            hf_vit_accel.patch(model, strict=True)
+        else:
+            assert [reason in why for why in status.against_fast] == [True] and not status.fused, str(status)
+        if not called and reason is None and of_model is None:
+            loss_of(tower, 0)
+            assert hf_vit_accel.status(model).towers[0].calls == 1
 
 
 def test_what_is_sharded_beside_layers_is_stock_s(mesh: Any) -> None:
