@@ -1,0 +1,112 @@
+"""Towers trained by LoRA on all Linears of their layers: forward and backward, stock sdpa beside patched.
+
+    python examples/benchmark/lora.py --json build/lora.json
+
+Random weights in bf16, adapters in fp32 under autocast, as PEFT and `Trainer(bf16=True)` have them. error: of outputs
+and of all adapters' gradients together, the larger relative L2, against an fp32 run of stock.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import peft
+import torch
+import typer
+
+import hf_vit_accel
+from hf_vit_accel import bench, env
+from hf_vit_accel.bench.towers import build_tower, family_of_tower, parse_size, weight_of
+from hf_vit_accel.bench.work import milliseconds
+from hf_vit_accel.metadata import rows_of
+
+
+def adapted(model: str, device: torch.device, rank: int) -> Any:
+    """A tower with adapters, of which alone a gradient is required."""
+    torch.manual_seed(0)
+    tower = build_tower(model, device, torch.bfloat16).requires_grad_(False)
+    blocks = {id(each) for block in family_of_tower(tower).parts(tower).blocks for each in block.module.modules()}
+    linears = [name for name, each in tower.named_modules() if type(each) is torch.nn.Linear and id(each) in blocks]
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, tower)
+    for name, parameter in tower.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * parameter.data.float()
+            parameter.requires_grad_()
+    tower.set_attn_implementation("sdpa")
+    return tower.train()
+
+
+def measure(model: str, size: str, rank: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """A row for stock and one for patched."""
+    name, grid = parse_size(size)
+    tower = adapted(model, device, rank)
+    exact, tensors_of = copy.deepcopy(tower).float(), family_of_tower(tower).tensors_of
+    pixels = torch.randn(rows_of(grid), weight_of(tower)[0].numel(), device=device)
+    pixels, grid_thw = pixels.bfloat16(), torch.tensor(grid, device=device)
+    wanted: list[torch.Tensor] = []
+
+    def step(tower: Any) -> list[torch.Tensor]:
+        wide = tower is exact
+        with torch.autocast(device.type, torch.bfloat16, enabled=not wide):
+            outputs = tensors_of(tower(pixels.float() if wide else pixels, grid_thw=grid_thw))
+        wanted.extend(map(torch.randn_like, outputs[len(wanted) :]))
+        torch.autograd.backward(outputs, [each.to(made.dtype) for each, made in zip(wanted, outputs, strict=True)])
+        return [*(output.detach() for output in outputs)]
+
+    def found(tower: Any) -> list[torch.Tensor]:
+        tower.zero_grad(set_to_none=True)
+        outputs = step(tower)
+        gradients = [p.grad.flatten() for p in tower.parameters() if p.grad is not None]
+        return [*(output.cpu() for output in outputs), torch.cat(gradients).cpu()]
+
+    expected = found(exact)
+    exact.cpu()  # for the memory
+    rows, cuda = [], device.type == "cuda"
+    times: dict[str, list[float]] = {"stock sdpa": [], "auto": []}
+    for index in range(2 * rounds):
+        for way in list(times)[:: -1 if index % 2 else 1]:
+            hf_vit_accel.patch(tower, strict=True) if way == "auto" else hf_vit_accel.unpatch(tower)
+            if index == 0:
+                made = found(tower)
+                errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(made, expected, strict=True)]
+                torch.cuda.reset_peak_memory_stats() if cuda else None
+                tower.zero_grad(set_to_none=True)
+                step(tower)
+                peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
+                row = dict(model=model, size=name, patches=rows_of(grid), contender=way, rank=rank, ms=0.0)
+                rows.append(row | dict(error=max(errors), peak_gb=peak))
+            step(tower)
+            clear = lambda: tower.zero_grad(set_to_none=True)  # noqa: E731
+            times[way].append(milliseconds(lambda: step(tower), cuda=cuda, before=clear))
+    for row in rows:
+        row["ms"] = statistics.median(times[str(row["contender"])])
+        print(row, flush=True)
+    return rows
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated.")] = "qwen3-vl-8b,qwen2.5-vl-7b,qwen2-vl-7b",
+    size: str = "16 x 512²",
+    rank: int = 16,
+    rounds: int = 4,
+    device: str = "cuda",
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Measure and write what was found."""
+    at = torch.device(device)
+    name = torch.cuda.get_device_name() if at.type == "cuda" else device
+    result: dict[str, Any] = {"device": name, "dtype": "bfloat16", "versions": env.versions(), "rows": []}
+    result["machine"] = bench.machine()
+    for model in models.split(","):
+        result["rows"] += measure(model, size, rank, rounds, at)
+        if json_path is not None:
+            json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
