@@ -161,7 +161,7 @@ class _Layer(torch.autograd.Function):
         qkv_TF = qkv.forward(of_qkv, normed_TE, *in_qkv, *qkv.settings, norm)
         rows = qkv_TF.view(qkv_TF.shape[0], *heads), cos_TD, sin_TD  # Python's unflatten takes 8 us
         attended_TF = attend.forward(of_attend, *rows, *attend.settings).flatten(1)
-        made_TE = proj.forward(of_proj, attended_TF, *in_proj, None, *[sum_TE] * adds)
+        made_TE = proj.forward(of_proj, attended_TF, *in_proj, *proj.settings, None, *[sum_TE] * adds)
         pair = (made_TE, None) if adds else (sum_TE, made_TE)
         sum_TE, normed_TE = norm2.forward(of_norm2, *pair, *in_norm2, *norm2.settings)
         norm = Norm(sum_TE, *in_norm2, *norm2.settings)

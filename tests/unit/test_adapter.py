@@ -11,12 +11,13 @@ import pytest
 import torch
 from matrix import flat
 from standins import INTERPRETED
-from tiny import GRIDS, TINY, pixels_for, relative_error, tower_of
+from test_families import one_node_a_layer
+from tiny import GRIDS, TINY, checkpoint_layers, pixels_for, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import env
-from hf_vit_accel.ops import adapter
+from hf_vit_accel.ops import adapter, mlp
 from hf_vit_accel.ops.adapter import (
     Sides,
     activated,
@@ -105,7 +106,7 @@ def test_as_peft(family: str, called: list[str]) -> None:
         called.clear()
         step(model, grad=grad)
         assert not called
-        assert not grad or one_node_a_layer(model)
+        assert not grad or all_trained(model)
         assert fused(model) >= {"mlp", "rope"}
     status = hf_vit_accel.status(model).towers[0]
     assert status.stock_calls == 0 and status.calls == 4
@@ -400,10 +401,10 @@ def test_gpu_towers_are_as_exact_as_peft(family: str, autocast: bool) -> None:
     found = gradients(adapted, autocast)
     for one, other, reference in zip(found, stock, expected, strict=True):
         assert relative_error(one, reference) <= 1.1 * relative_error(other, reference) + 2**-9
-    assert one_node_a_layer(adapted)
+    assert all_trained(adapted)
 
 
-def one_node_a_layer(model: Any) -> bool:
+def all_trained(model: Any) -> bool:
     """Whether all parts of all layers can be one node of autograd's graph, attention aside."""
     state = state_of(tower_of(model))
     assert state is not None
@@ -411,3 +412,52 @@ def one_node_a_layer(model: Any) -> bool:
     layers = route.spec.ops.layers
     parts = [part for each in layers for part in (each.norm1, each.qkv, each.proj, each.norm2, each.mlp)]
     return all(isinstance(getattr(part, "__wrapped__", part), Trained) for part in parts)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.matrix)])
+def test_training_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels themselves, in fp16, a layer being one node; checkpointed, by halves frozen, with plain parts."""
+    monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
+    nodes = one_node_a_layer(monkeypatch)
+    model = lora_on(family, rank=3)
+    tower = tower_of(model)
+    del tower.blocks[3 if family == "qwen3_vl" else 2 :]  # the interpreter is slow
+    tower.blocks[0].attn.proj = tower.blocks[0].attn.proj.base_layer
+    exact = together(tower)
+    tower.half()
+    stock = together(tower)
+    hf_vit_accel.patch(model, strict=True)
+    found = together(tower)
+    assert len(nodes) == len(tower.blocks)
+    for one, other, reference in zip(found, stock, exact, strict=True):
+        bound = max(1.1 * relative_error(other, reference), torch.finfo(torch.float16).eps)
+        assert relative_error(one, reference) <= bound
+    checkpoint_layers(tower.train(), reentrant=False)
+    again = together(tower)
+    assert max(map(relative_error, again, found)) < 1e-3
+    tower.eval()
+    for index, parameter in enumerate(tower.parameters()):  # of the weights themselves, too
+        parameter.requires_grad_(index % 3 == 1)
+    frozen = {name: gradient.float() for name, gradient in some(tower).items()}
+    hf_vit_accel.unpatch(model)
+    expected = some(tower.float())
+    assert frozen.keys() == expected.keys() == {name for name, p in tower.named_parameters() if p.requires_grad}
+    joined = (torch.cat([each[name].flatten() for name in expected]) for each in (frozen, expected))
+    assert relative_error(*joined) < 1e-2
+
+
+def some(tower: Any) -> dict[str, torch.Tensor]:
+    """The gradient of each parameter that requires one."""
+    tower.zero_grad(set_to_none=True)
+    grid, dtype = [(1, 4, 4), (1, 2, 2)], next(tower.parameters()).dtype
+    made = flat(tower(pixels_for(tower, grid, dtype=dtype), grid_thw=torch.tensor(grid)))
+    generator = torch.Generator().manual_seed(1)
+    kept = [(x, torch.randn(x.shape, generator=generator).to(x.dtype)) for x in made if x.requires_grad]
+    torch.autograd.backward(*map(list, zip(*kept, strict=True)))
+    return {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
+
+
+def together(tower: Any) -> list[torch.Tensor]:
+    """All gradients as one."""
+    return [torch.cat([gradient.double().flatten() for gradient in some(tower).values()])]
