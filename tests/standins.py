@@ -60,11 +60,12 @@ def _static(value: Any) -> bool:
     return isinstance(value, staticmethod) and isinstance(value.__func__, FunctionType)
 
 
-def _modules() -> Iterator[ModuleType]:
-    for found in pkgutil.iter_modules(ops.__path__, "hf_vit_accel.ops."):
-        # Of FP8, and of what is reused: tests/unit/test_fp8.py, tests/unit/test_linears.py, tests/unit/test_reuse.py.
-        if not found.name.endswith(("quantize", "e4m3", "scaled", "fingerprint")):
-            yield importlib.import_module(found.name)
+@cache
+def _modules() -> list[ModuleType]:
+    names = [found.name for found in pkgutil.iter_modules(ops.__path__, "hf_vit_accel.ops.")]
+    # Of FP8, and of what is reused: tests/unit/test_fp8.py, tests/unit/test_linears.py, tests/unit/test_reuse.py.
+    others = "quantize", "e4m3", "scaled", "fingerprint"
+    return [importlib.import_module(name) for name in names if not name.endswith(others)]
 
 
 def _kernels() -> Iterator[tuple[str, Kernel]]:
@@ -127,15 +128,18 @@ def hurry_interpreter() -> None:
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
-    patch, patched = interpreter._patch_lang, set()
+    patch, patched, known = interpreter._patch_lang, set(), set()
     languages = {"triton.language", "triton.language.core"}
+    nothing = SimpleNamespace(restore=lambda: None)
 
     def once(function: Any) -> Any:
-        seen = {v.__name__ for v in function.__globals__.values() if isinstance(v, ModuleType)} & languages
-        if not seen <= patched:
-            patched.update(seen)
-            patch(function)
-        return SimpleNamespace(restore=lambda: None)
+        if function not in known:
+            known.add(function)
+            seen = {v.__name__ for v in function.__globals__.values() if isinstance(v, ModuleType)} & languages
+            if not seen <= patched:
+                patched.update(seen)
+                patch(function)
+        return nothing
 
     of_scalar = cache(interpreter._get_np_dtype)
 
@@ -179,7 +183,12 @@ def hurry_interpreter() -> None:
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         function, meaning = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
-        scope.set_attr(owner, name, lambda *args, **kwargs: function(*args, **kwargs | {"_semantic": meaning}))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = meaning
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
     semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
@@ -277,7 +286,18 @@ def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0].graphs
 
 
-@pytest.fixture(params=FAMILIES)
+TOWERS = [
+    pytest.param("qwen2_vl", marks=[pytest.mark.matrix] * (not torch.cuda.is_available())),
+    *(name for name in FAMILIES if name != "qwen2_vl"),
+]
+"""For what asks how a tower is served, not what it computes: Qwen2-VL's has no part that none of the others has.
+
+No windows, no table of positions, no deepstack; its activation is held to stock where each family is: test_tower.py,
+test_ops.py, test_families.py. On a GPU it is asked, too.
+"""
+
+
+@pytest.fixture(params=TOWERS)
 def model(request: Any) -> Any:
-    """A tiny model of each family."""
+    """A tiny model of each family, or of one that is asked for."""
     return TINY[request.param].build()

@@ -28,6 +28,9 @@ from captioning.journal import Journal, Record  # noqa: E402
 MODEL = EXAMPLES / "tiny_captioner" / "qwen3_vl"
 HELD_OUT, UNIT = 1 << 40, 32
 PROMPT = "describe this {kind} ."
+WORDS = 4
+"""Of a caption: "a large red star", which tells pictures apart; WHOLE lets it go on to its end."""
+WHOLE = "--max-new-tokens=24"
 RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
 LOAD = lru_cache(maxsize=4)(batch_caption.load_model)
 
@@ -87,7 +90,9 @@ def caption(
     """Captions one input, or a list of them."""
     each = inputs if isinstance(inputs, list) else [inputs]
     more = [] if prompt is None else [f"--prompt={prompt}"]
-    return call("caption", *each, f"--output={output}", f"--model={model}", "--max-new-tokens=24", *more, *options)
+    return call(
+        "caption", *each, f"--output={output}", f"--model={model}", f"--max-new-tokens={WORDS}", *more, *options
+    )
 
 
 def texts(folder: Path, pattern: str = "**/*.txt") -> dict[str, str]:

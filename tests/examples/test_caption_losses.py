@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from caption_cli import (
     MODEL,
+    WHOLE,
     batch_caption,
     call,
     caption,
@@ -321,9 +322,9 @@ def test_a_table_that_is_another_is_captioned_anew(tmp_path: Path, output: Path)
         expected = write(*chosen)
         sources._parquet.cache_clear()  # another run is another process
         sources._row_group.cache_clear()
-        assert f"{len(expected)} of them to caption" in words(caption(table, output))
+        assert f"{len(expected)} of them to caption" in words(caption(table, output, WHOLE))
         assert list(captions_in(output).values()) == expected
-    assert "0 of them to caption" in words(caption(table, output))
+    assert "0 of them to caption" in words(caption(table, output, WHOLE))
     assert call("merge", output, tmp_path / "all.tar").exit_code == 0
     write(0, 1, 2)
     sources._parquet.cache_clear()
@@ -360,12 +361,12 @@ def test_a_picture_of_the_same_name_elsewhere_gets_no_text(tmp_path: Path, outpu
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "0001.png").write_bytes(encode(draw(seed)[0]))
     shutil.copytree(tmp_path / "cats", tmp_path / "copy")
-    caption(tmp_path / "cats", output)
+    caption(tmp_path / "cats", output, WHOLE)
     done = call("merge", output, tmp_path / "dogs")
     assert done.exit_code == 1 and "or others of their names are" in words(done) and not texts(tmp_path / "dogs")
     assert call("merge", output, tmp_path / "copy").exit_code == 0
     assert texts(tmp_path / "copy") == {"0001.txt": draw(1)[1] + "\n"}
-    caption(tmp_path / "dogs", output)  # and both into one output
+    caption(tmp_path / "dogs", output, WHOLE)  # and both into one output
     assert call("merge", output, tmp_path / "dogs").exit_code == 0
     assert texts(tmp_path / "dogs") == {"0001.txt": draw(2)[1] + "\n"}
 

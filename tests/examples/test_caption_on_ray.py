@@ -27,6 +27,7 @@ from caption_cli import (
     MODEL,
     PROMPT,
     RUNNER,
+    WORDS,
     batch_caption,
     caption,
     draw,
@@ -223,7 +224,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> NoCluster:
 
 
 def on_ray(inputs: Sequence[str], output: Path, *options: str) -> Result:
-    arguments = [*inputs, f"--output={output}", f"--model={MODEL}", "--max-new-tokens=24", "--batch-size=4", *options]
+    settings = [f"--model={MODEL}", f"--max-new-tokens={WORDS}", "--batch-size=4"]
+    arguments = [*inputs, f"--output={output}", *settings, *options]
     return RUNNER.invoke(sys.modules["on_ray"].app, [*arguments, f"--prompt={PROMPT}"])
 
 
@@ -255,7 +257,7 @@ def test_what_is_done_twice_is_there_once(
 
 def job_of(inputs: Sequence[str], output: Path, **more: Any) -> tuple[stages.Job, list[Task]]:
     """A job as the driver has it, and the tasks."""
-    options = OnRay(inputs=list(inputs), output=output, model=str(MODEL), prompt=[PROMPT], max_new_tokens=24, **more)
+    options = OnRay(inputs=list(inputs), output=output, model=str(MODEL), prompt=[PROMPT], max_new_tokens=WORDS, **more)
     with ExitStack() as stack:
         ready = prepare(options.wanted(False), stack)
     folder = Batches.new(output).folder

@@ -17,6 +17,7 @@ from caption_cli import (
     EXAMPLES,
     MODEL,
     ROOT,
+    WHOLE,
     batch_caption,
     call,
     caption,
@@ -195,7 +196,7 @@ def test_another_column_is_another_picture(tmp_path: Path, output: Path) -> None
     scenes = {name: draw(seed) for seed, name in enumerate(("image", "thumb"))}
     pq.write_table(pa.table({name: [encode(image)] for name, (image, _) in scenes.items()}), tmp_path / "t.parquet")
     for name, (_, expected) in scenes.items():
-        assert "1 of them to caption" in words(caption(tmp_path / "t.parquet", output, f"--column={name}"))
+        assert "1 of them to caption" in words(caption(tmp_path / "t.parquet", output, f"--column={name}", WHOLE))
         assert list(captions_in(output).values()) == [expected]
 
 

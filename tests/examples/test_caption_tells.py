@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 from caption_cli import (
     MODEL,
+    WHOLE,
     batch_caption,
     call,
     caption,
@@ -312,7 +313,7 @@ def test_pictures_with_a_text_beside_are_passed_over_on_request(photos: Path, ou
 
 
 def test_the_gpu_processor_says_why_it_is_not_used(photos: Path, output: Path) -> None:
-    told = words(caption(photos, output, "--processor-on=gpu"))
+    told = words(caption(photos, output, "--processor-on=gpu", WHOLE))
     assert "pictures are prepared on the CPU: the model is on cpu" in told
     assert captions_in(output) == {name: draw(sum(map(ord, name)))[1] for name in ("a.png", "b.png")}
 

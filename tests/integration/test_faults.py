@@ -838,7 +838,7 @@ assert not torch.cuda.is_initialized()
 heavy = {"flashinfer", "cudnn", "flash_attn_interface", "torchvision"} & (set(sys.modules) - before)
 assert not heavy, heavy
 assert not any("modeling_qwen" in name for name in sys.modules)
-models = [TINY[name].build() for name in FAMILIES]
+models = [TINY[name].build() for name in ("qwen2_5_vl", "qwen3_vl")]
 for model in models:
     run_tower(tower_of(model), GRIDS["mixed"])
 phase = "use"
@@ -867,8 +867,7 @@ def test_importing_and_patching_read_and_ask_for_nothing() -> None:
         "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "0",
     }
-    code = AUDITED.replace("FAMILIES", str(list(FAMILIES)))
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", AUDITED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "quiet" in done.stdout, done.stderr[-3000:]
 
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from standins import SMALL
+from standins import SMALL, TOWERS
 from test_graphs import draw_grid
-from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, env
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
         return f"pixels {shape} {kinds}, grid {self.grid!r} {getattr(self.grid, 'dtype', '')}"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TOWERS)
 def stock(request: Any) -> Any:
     """A stock tower; its twin, patched, is made from it."""
     return tower_of(TINY[request.param].build())

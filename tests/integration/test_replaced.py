@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from standins import TOWERS
+from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch.autograd import forward_ad
 from transformers import modeling_utils
@@ -21,7 +22,7 @@ from hf_vit_accel.tower import state_of
 GRID = GRIDS["mixed"]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TOWERS)
 def tower(request: Any) -> Any:
     return tower_of(TINY[request.param].build())
 

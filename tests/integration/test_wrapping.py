@@ -18,8 +18,8 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from matrix import flat
+from standins import TOWERS
 from tiny import (
-    FAMILIES,
     GRIDS,
     TINY,
     assert_close,
@@ -41,10 +41,8 @@ WAYS = ["patch", "name"]
 Grid = list[tuple[int, int, int]]
 
 
-# (Whole models of the one in the matrix: test_registration.py, every time.)
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.matrix] * (name not in FAMILIES)) for name in TINY]
-)
+# (Whole models of those in the matrix: test_registration.py, every time.)
+@pytest.fixture(scope="module", params=[*TOWERS, pytest.param("qwen3_vl_moe", marks=pytest.mark.matrix)])
 def built(request: Any) -> Any:
     return TINY[request.param].build()
 
@@ -56,7 +54,7 @@ def shared(built: Any) -> Iterator[Any]:
     hf_vit_accel.unpatch(built)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TOWERS)
 def model(request: Any) -> Any:
     return TINY[request.param].build()
 

@@ -418,8 +418,7 @@ ALIKE |= {
     "swiglu, no bias, epilogue",
     "swiglu, one bias, epilogue",
 }
-ALIKE |= {"project 3", "project 1 grouped, no bias", "positions 16", "layer swiglu, the first"}
-ALIKE |= {"layer swiglu, adding, the first"}
+ALIKE |= {"project 3", "project 1 grouped, no bias", "positions 16", "layer swiglu, the first", "layer gelu"}
 """Those that differ from another case in sizes, in what is left out, or in a part that has a case of its own.
 
 They are interpreted in fp16, each trained whole; in fp32 and with parts frozen in the matrix. On a GPU all are.

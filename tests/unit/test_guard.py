@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from standins import TOWERS
 from tiny import (
     FAMILIES,
     GRIDS,
@@ -34,7 +35,7 @@ from hf_vit_accel.tower import state_of
 
 PACKAGE = str(Path(hf_vit_accel.__file__).parent)
 GRID = GRIDS["mixed"]
-MEDIUM = [(1, 10, 6), (3, 4, 4), (1, 2, 18)]
+MEDIUM = [(1, 10, 6), (3, 4, 2), (1, 2, 10)]
 FEW = [(1, 10, 6), (2, 4, 4)]
 OWN_FILES = {
     Path(sys.modules[getattr(each, "__module__", "")].__file__ or "").as_posix().removeprefix(PACKAGE)
@@ -44,7 +45,7 @@ OWN_FILES = {
 COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TOWERS)
 def tower(request: Any) -> Any:
     return tower_of(TINY[request.param].build())
 

@@ -1,4 +1,4 @@
-"""Kernels by Triton's interpreter: the tests named "interpreted" of all files here, in two processes of their own."""
+"""Kernels by Triton's interpreter: the tests named "interpreted" of all files here, in a process of their own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from standins import INTERPRETED
 from hf_vit_accel.ops.launch import triton
 
 FILES = [path for path in Path(__file__).parent.glob("test_*.py") if "import INTERPRETED" in path.read_text()]
-BACKWARD = Path(__file__).with_name("test_backward.py")
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
-@pytest.mark.parametrize("backward", [True, False])  # which takes as long as all the others
-def test_by_the_interpreter(backward: bool, request: pytest.FixtureRequest) -> None:
-    files = sorted(path for path in FILES if (path == BACKWARD) == backward and path != Path(__file__))
+def test_by_the_interpreter(request: pytest.FixtureRequest) -> None:
+    files = sorted(path for path in FILES if path != Path(__file__))
     assert files
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "interpreted"]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from standins import SMALL, products_on_cpu
+from standins import SMALL, TOWERS, products_on_cpu
 from standins import status_of as graphs_of
 from test_graphs import patch
-from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -67,6 +67,7 @@ def errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[floa
     return [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 @pytest.mark.parametrize("parts", [*LINEARS, True, ("qkv", "proj")], ids=str)
 def test_towers_are_near_and_say_so(called: Any, model: Any, parts: Any) -> None:
     """Each part alone differs from stock by e4m3's rounding, and by no more; outside of FP8 nothing does."""
@@ -412,7 +413,7 @@ def test_where_it_can_run(monkeypatch: Any, at: str, capability: Any, dtype: Any
     assert (found is None) if why is None else (why in str(found))
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", TOWERS)
 def test_trained_models_say_the_same(called: Any, family: str) -> None:
     """With all linears in FP8, in at least 99% of held-out scenes."""
     model, batches = parity.load(family, torch.float32), parity.held_out(family, 100, size=100)

@@ -35,6 +35,7 @@ def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0]
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 @pytest.mark.parametrize("operation", TABLE, ids=lambda operation: operation.name)
 def test_each_operation_equals_stock(references: list[str], model: Any, operation: Any) -> None:
     """Alone; where a tower has something for it, that is fused, each subject by one call of its kernel."""
@@ -51,6 +52,7 @@ def test_each_operation_equals_stock(references: list[str], model: Any, operatio
     assert len(references) == bool(subjects) * operation.triton * calls * len(GRIDS)
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_all_together_equal_stock(references: list[str], model: Any) -> None:
     expected = {grid: run_tower(tower_of(model), GRIDS[grid]) for grid in GRIDS}
     hf_vit_accel.patch(model, strict=True)
@@ -165,13 +167,19 @@ def attributes_of(tower: Any) -> list[tuple[nn.Module, str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "kernels"), [*((family, True) for family in FAMILIES), ("qwen2_5_vl", False)], indirect=["model"]
+    ("model", "kernels"),
+    [
+        pytest.param("qwen2_vl", True, marks=pytest.mark.matrix),
+        *((family, True) for family in ("qwen2_5_vl", "qwen3_vl")),
+        ("qwen2_5_vl", False),
+    ],
+    indirect=["model"],
 )
 def test_any_attribute_may_change(on_cpu: Any, request: Any, model: Any, kernels: bool) -> None:
     """What an operation reads from modules makes it, and every CUDA graph, stale: no list says which that is."""
     if kernels:
         request.getfixturevalue("references")
-    tower, grid = tower_of(model), [(1, 4, 6), (1, 10, 10)]
+    tower, grid = tower_of(model), [(1, 4, 6), (1, 6, 10)]
     del tower.blocks[2:]  # of Qwen2.5-VL one with windows, and one without
     before, changed = run_tower(tower, grid), []
     for module, name, value in attributes_of(tower):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import flat
-from standins import SMALL
+from standins import SMALL, TOWERS
 from test_families import CLASSES, GRIDS, build, run, trained
 from test_graphs import patch as patch_with_graphs
 from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
@@ -115,7 +115,7 @@ def test_what_is_no_number_of_rows(max_rows: Any) -> None:
 # --- what is cut equals what is not -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", TOWERS)
 def test_random_cuts_equal_one_pass(family: str) -> None:
     """30 of each family; rounding is that of products over other numbers of rows."""
     tower, generator = tower_of(TINY[family].build()), random.Random(0)
@@ -243,7 +243,7 @@ def nbytes(output: Any) -> int:
     return sum(each.nbytes for each in flat(output))
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", TOWERS)
 def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(family: str, references: Any, on_cpu: Any) -> None:
     """Also in the first call, in which all is made that is kept."""
     beyond = []
@@ -259,7 +259,7 @@ def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(family: str, re
     assert 96 * 4 * 144 < second <= first and first_of_long <= first and second_of_long <= second, beyond
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", TOWERS)
 def test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held(
     family: str, references: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

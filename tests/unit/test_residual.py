@@ -13,6 +13,7 @@ from standins import INTERPRETED, put
 from test_families import one_node_a_layer
 from test_graphs import patch
 from tiny import (
+    FAMILIES,
     GRIDS,
     TINY,
     assert_close,
@@ -60,9 +61,10 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_towers_equal_stock(references: list[str], added: list[bool], model: Any, monkeypatch: Any) -> None:
     """In place and within every layer, also in windows and before mergers of deepstack; not below so many rows."""
-    tower, few = tower_of(model), [*GRID[:-1], (2, 10, 8)]
+    tower, few = tower_of(model), [*GRID[:-1], (2, 4, 8)]
     expected, of_few = run_tower(tower, GRID), run_tower(tower, few)
     hf_vit_accel.patch(model, strict=True)
     assert_close(run_tower(tower, few), of_few)

@@ -19,7 +19,7 @@ import hf_vit_accel
 from hf_vit_accel import sharding
 from hf_vit_accel.tower import state_of
 
-GRIDS = [[(1, 4, 6), (1, 8, 8)], [(2, 6, 4)]]
+GRIDS = [[(1, 4, 6), (1, 2, 10)], [(2, 4, 4)]]
 
 
 def loss_of(tower: Any, rank: int) -> torch.Tensor:

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
+from standins import TOWERS
+from tiny import TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,7 +94,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], bound: float = 
             assert relative_error(each, expected[name]) < bound or float(expected[name].abs().max()) < 1e-6, name
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TOWERS)
 def pair(request: Any, on_cpu: Any) -> Iterator[tuple[Any, Any]]:
     """A stock tower and one like it, to be patched."""
     model = TINY[request.param].build()
@@ -631,7 +632,7 @@ def test_a_capture_that_fails(one: Any, on_cpu: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOWERS)
 def test_gpu_steps_are_as_eagerly(family: str, dtype: torch.dtype) -> None:
     """Layouts in random order, weights that change, losses that are kept, routes that are dropped, calls without
     gradients and foreign work between.
