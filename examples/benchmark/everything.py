@@ -118,6 +118,7 @@ JOBS = {
         "fp8.json", '--rounds 3 --sizes "one page,1x72x72" --backends flashinfer_cudnn,auto,auto+fp8', QWEN[1:]
     ),
     "fp8_linears": _script("fp8_linears.json", "fp8_linears.py", QWEN, seconds=50),
+    "lora": _script("lora.json", "lora.py", QWEN, seconds=40),
     "max_rows": _script("max_rows.json", "max_rows.py", seconds=130),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=110),
     "first_token": _script("first_token.json", "first_token.py", seconds=100),

@@ -1,8 +1,8 @@
-"""Linears with PEFT's LoRA beside them: x W^T + b + (x A^T) (s B)^T, where s is an adapter's scaling.
+"""What Linears with adapters make of rows: x W^T + b + (x A^T) (s B)^T, where s is an adapter's scaling.
 
 PEFT makes the adapter's share a tensor of its own, scales it to another, adds it to a third, and casts on the way; here
 one small product adds to the result of the large one, in both directions, and the gradient of W is made only where it
-is trained. What PEFT's class computes is proven by running a tiny one beside this formula.
+is trained.
 
 `T` rows, `E` width of the input, `F` width of the output, `G` that width rounded up to a multiple of 8, `R` the ranks
 of all adapters of some products.
@@ -10,102 +10,22 @@ of all adapters of some products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel import env
 from hf_vit_accel.ops.activation import quick_gelu_reference, swiglu, swiglu_reference
-from hf_vit_accel.ops.base import Context, own_forward
+from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gelu_backward import gelu, gelu_gradient
+from hf_vit_accel.ops.lora import Lora
 from hf_vit_accel.ops.norm_backward import keep, kept
 from hf_vit_accel.ops.swiglu_backward import swiglu_gradient
 from hf_vit_accel.ops.trained import Frame, Trained
-
-Rows = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Lora:
-    """A Linear, and PEFT's module around it, if there is one."""
-
-    base: nn.Linear
-    owner: Any = None
-
-    @property
-    def drops(self) -> bool:
-        """Whether an adapter drops out some of its input in training."""
-        dropouts = () if self.owner is None else self.owner.lora_dropout.values()
-        return any(type(dropout) is nn.Dropout for dropout in dropouts)
-
-    def active(self) -> list[tuple[nn.Linear, nn.Linear, nn.Module, float]]:
-        """(A, B, dropout, scaling) of the adapters that act now: which do may change at every call."""
-        owner = self.owner
-        if owner is None:
-            return []
-        if owner.disable_adapters and owner.merged:
-            owner.unmerge()  # as PEFT's own forward
-        if owner.disable_adapters or owner.merged:
-            return []
-        names = [name for name in owner.active_adapters if name in owner.lora_A]
-        return [
-            (owner.lora_A[name], owner.lora_B[name], owner.lora_dropout[name], owner.scaling[name]) for name in names
-        ]
-
-
-def lora_of(module: Any, context: Context) -> Lora | None:
-    """What a module is as a Linear with adapters; None for what computes anything else, or in another dtype."""
-    if not context.reasons_replaced(module, nn.Linear):
-        return Lora(base=module)
-    kind = type(module)
-    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or own_forward(module) is not None:
-        return None
-    if (context.grad and not context.trains_by_kernels) or not _known(kind.forward):
-        return None
-    variants = [*getattr(module, "lora_variant", ()), *(n for n, on in getattr(module, "use_dora", {}).items() if on)]
-    each = [*module.lora_A.values(), *module.lora_B.values()]
-    strange = context.read(module, "fan_in_fan_out") or variants or len(each) != 2 * len(module.lora_A)
-    strange = strange or any(context.reasons_replaced(one, nn.Linear) or one.bias is not None for one in each)
-    strange = strange or any(type(one) not in (nn.Identity, nn.Dropout) for one in module.lora_dropout.values())
-    # Outside of autocast adapters of another dtype are computed in theirs, and the result is cast.
-    strange = strange or (context.rows_dtype is None and {one.weight.dtype for one in each} != {context.dtype})
-    if strange or context.reasons_replaced(module.base_layer, nn.Linear):
-        return None
-    return Lora(base=module.base_layer, owner=module)
-
-
-@env.probe
-def _known(forward: Any) -> bool:
-    """Whether PEFT's forward, of this version or patched by somebody, computes the formula above."""
-    return env.apart(_try, forward)
-
-
-def _try(forward: Any) -> bool:
-    import peft
-
-    with torch.device("meta"):  # which draws no random numbers
-        tiny = nn.Sequential(nn.Linear(6, 4))
-        config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0"], init_lora_weights=False)
-        peft.inject_adapter_in_model(config, tiny)
-    tiny = tiny.to_empty(device="cpu").double()
-    with torch.no_grad():
-        for start, parameter in enumerate(tiny.parameters()):
-            count = torch.arange(parameter.numel(), dtype=torch.float64, device="cpu")
-            parameter.copy_((count + start).sin().view_as(parameter))
-        x_TE = torch.arange(18.0, dtype=torch.float64, device="cpu").cos().view(3, 6)
-        owner: Any = tiny[0]
-        [(a, b, _, scaling)] = Lora(base=owner.base_layer, owner=owner).active()
-        made = owner.base_layer(x_TE) + x_TE @ a.weight.t() @ b.weight.t() * 1.5
-        return type(owner).forward is forward and scaling == 1.5 and torch.allclose(owner(x_TE), made)
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

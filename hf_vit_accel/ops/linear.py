@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel.ops.adapter import lora_of, product
+from hf_vit_accel.ops.adapter import product
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_add
+from hf_vit_accel.ops.lora import lora_of
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 from hf_vit_accel.ops.trained import Trained
 

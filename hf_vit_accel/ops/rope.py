@@ -15,9 +15,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.adapter import lora_of
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
+from hf_vit_accel.ops.lora import lora_of
 
 
 def rope_reference(

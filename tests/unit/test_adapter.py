@@ -17,7 +17,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import env
-from hf_vit_accel.ops import adapter, mlp
+from hf_vit_accel.ops import lora, mlp
 from hf_vit_accel.ops.adapter import (
     Sides,
     activated,
@@ -83,7 +83,7 @@ def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(kind, "forward", forward)
     env.reset()
-    assert adapter._known(forward)
+    assert lora._known(forward)
     found.clear()
     return found
 
@@ -257,9 +257,13 @@ def test_the_proof_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that computes something else is told from PEFT's, and no random number is drawn."""
     kind, state = peft.tuners.lora.layer.Linear, torch.get_rng_state()
     before = kind.forward
-    assert adapter._try(before) and not adapter._try(nn.Linear.forward)
+    assert lora._try(before) and not lora._try(nn.Linear.forward)
     monkeypatch.setattr(kind, "forward", lambda self, x: before(self, x) + 1e-3)
-    assert not adapter._try(kind.forward)
+    assert not lora._try(kind.forward) and not lora._known(kind.forward)
+    monkeypatch.setattr(peft, "LoraConfig", lambda **kwargs: 1 / 0)
+    env.reset()
+    assert not lora._known(before)
+    env.reset()
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -199,7 +199,8 @@ def test_tiles_fit_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "quack.gemm_config", SimpleNamespace(GemmConfig=SimpleNamespace))
     monkeypatch.setattr(gemm_epilogue, "_config", gemm_epilogue._config.__wrapped__)
     asked = [("residual", 1152), ("residual", 1280), ("residual", 1024), ("gelu_tanh", 4608), ("swiglu", 6840)]
-    assert [gemm_epilogue._config(*each).tile_n for each in asked] == [192, 160, 160, 160, 128]
+    asked += [("gelu_tanh_gradient", 4304), ("swiglu_gradient", 3424)]
+    assert [gemm_epilogue._config(*each).tile_n for each in asked] == [192, 160, 160, 160, 160, 160, 128]
 
 
 def test_a_trial_is_no_part_of_what_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
