@@ -49,7 +49,7 @@ _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Weights:
     """The parameters of a tower as they lie in memory now, adapters' last. reasons: why kernels cannot read them.
 
-    pointers: where each lies, None where a tensor class has no memory of its own. contiguous, nbytes, count: of all.
+    pointers: where each lies, if all do. contiguous, nbytes, count: of all. kinds: count, adapters' dtypes
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Weights:
         self.contiguous = all(map(torch.Tensor.is_contiguous, parameters))
         self.count, self.nbytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
         self.reasons: list[str] = []
-        # (An adapter's own dtype is its own business: PEFT casts what it takes, and what it gives.)
-        dtypes = set(map(_DTYPE, parameters[: len(parameters) - adapters]))
+        own = len(parameters) - adapters  # an adapter's dtype is its own business: PEFT casts what it takes and gives
+        dtypes, self.kinds = set(map(_DTYPE, parameters[:own])), (self.count, *map(_DTYPE, parameters[own:]))
         classes = set(map(type, parameters)) - {nn.Parameter}
         if len(dtypes) > 1:
             self.reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
@@ -213,7 +213,7 @@ class Snapshot:
         parameters, known = list(chain.from_iterable(map(_VALUES, self._parameters))), self._weights
         parameters += [value for each in self._partial for value in each.values() if value is not None]
         own = len(parameters)
-        parameters += chain.from_iterable(map(_VALUES, self._adapters))
+        parameters += [value for each in self._adapters for value in each.values() if value is not None]
         pointers: list[int] | None = None
         try:
             still = _SAME_POINTERS is not None and known.pointers and len(parameters) == known.count

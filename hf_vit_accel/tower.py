@@ -131,7 +131,7 @@ class TowerState:
         """What decides the routes of calls like this one; the same object while nothing of it changes."""
         settings, autocast = self.settings, guard.autocast_dtype(device)
         scales = self.scales(snapshot, device) if settings.fp8 is not None and settings.fp8.attention else None
-        key = device, autocast, fast, grad, weights.dtype, weights.count, scales, len(self.passes.fewer)
+        key = device, autocast, fast, grad, weights.dtype, *weights.kinds, scales, len(self.passes.fewer)
         spec = snapshot.specs.get(key)
         if spec is None:
             graphs, replayed = self.runner is not None and not grad, self.training is not None and grad

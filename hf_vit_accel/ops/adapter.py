@@ -65,11 +65,16 @@ class Sides:
         total, a_RE, b_FR = self.start(len(self.widths)), [], []
         for (index, scaling), a, b in zip(places, each_a, each_b, strict=True):
             start, rank = self.start(index), -len(a) % 8
-            share = (b if scaling == 1 else b * scaling).to(self.dtype)
+            share = _scaled(b, scaling).to(self.dtype)
             a_RE.append(_padded(a.to(self.dtype), self.more, rank))
             whole = start or len(b) < total
             b_FR.append(F.pad(share, (0, rank, start, total - start - len(b))) if rank or whole else share)
         return a_RE, b_FR
+
+
+def _scaled(x: torch.Tensor, scaling: Any) -> torch.Tensor:
+    """By a number, or by a tensor on the device, as PEFT's hot swapping has it: then without asking what it holds."""
+    return x if not isinstance(scaling, torch.Tensor) and scaling == 1 else x * scaling
 
 
 def _cat(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
@@ -156,7 +161,7 @@ class AdaptedFunction(torch.autograd.Function):
             da = da_RE[first : first + rank, : sides.inner].to(dtypes[0]) if needs_a[at] and da_RE is not None else None
             db = db_FR[rows, first : first + rank].to(dtypes[1]) if needs_b[at] and db_FR is not None else None
             each_da.append(da)
-            each_db.append(db if db is None or scaling == 1 else db * scaling)
+            each_db.append(None if db is None else _scaled(db, scaling))
             first += -(-rank // 8) * 8
         return dx_TE, *found, None, *each_da, *each_db, None, None
 
@@ -188,7 +193,11 @@ def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -
     def run(x_TE: torch.Tensor) -> torch.Tensor:
         dropouts = [each[2] for lora in loras for each in lora.active()]
         bases, biases, *adapters = sides.given(weights())
-        out_TF, (a_RE, b_FR) = F.linear(x_TE, *sides.join(bases, biases)), sides.stack(*adapters)
+        if context.trains_by_kernels:  # which keeps no padded copy of the weights
+            out_TF = adapted(x_TE, *bases, *biases, (), sides, None)
+        else:
+            out_TF = F.linear(x_TE, *sides.join(bases, biases))
+        a_RE, b_FR = sides.stack(*adapters)
         for dropout, a, b in zip(dropouts, a_RE, b_FR, strict=True):
             out_TF.addmm_(F.linear(dropout(x_TE), a), b.t())
         return out_TF

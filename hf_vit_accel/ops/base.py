@@ -39,6 +39,7 @@ def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[s
     """Why a module may do something else than its class in torch (`kind`) or transformers was written to do."""
     name = type(module).__name__
     if kind is not None and type(module) is not kind:
+        name = f"{type(module).__module__}.{name}" if name == kind.__name__ else name
         return [f"a {name} stands where a plain {kind.__name__} was"]
     if own_forward(module) is not None:
         return [f"a {name} has a forward of its own"]

@@ -5,6 +5,7 @@ What PEFT's class computes, x W^T + b + (x A^T) (s B)^T, is proven by running a 
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -51,13 +52,17 @@ def lora_of(module: Any, context: Context) -> Lora | None:
     kind = type(module)
     if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or own_forward(module) is not None:
         return None
-    if (context.grad and not context.trains_by_kernels) or not _known(kind.forward):
+    code = getattr(kind.forward, "__code__", None)  # of somebody else's, it might act otherwise at another call
+    if code is None or code.co_filename != sys.modules[kind.__module__].__file__ or not _known(kind.forward):
+        return None
+    if context.grad and not context.trains_by_kernels:
         return None
     variants = [*getattr(module, "lora_variant", ()), *(n for n, on in getattr(module, "use_dora", {}).items() if on)]
     each = [*module.lora_A.values(), *module.lora_B.values()]
     strange = context.read(module, "fan_in_fan_out") or variants or len(each) != 2 * len(module.lora_A)
     strange = strange or any(context.reasons_replaced(one, nn.Linear) or one.bias is not None for one in each)
     strange = strange or any(type(one) not in (nn.Identity, nn.Dropout) for one in module.lora_dropout.values())
+    strange = strange or any(getattr(scaling, "requires_grad", False) for scaling in module.scaling.values())
     # Outside of autocast adapters of another dtype are computed in theirs, and the result is cast.
     strange = strange or (context.rows_dtype is None and {one.weight.dtype for one in each} != {context.dtype})
     if strange or context.reasons_replaced(module.base_layer, nn.Linear):
@@ -67,7 +72,7 @@ def lora_of(module: Any, context: Context) -> Lora | None:
 
 @env.probe
 def _known(forward: Any) -> bool:
-    """Whether PEFT's forward, of this version or patched by somebody, computes the formula above."""
+    """Whether PEFT's forward computes, in this version, the formula above."""
     with suppress(Exception):  # whatever another version wants
         return env.apart(_try, forward)
     return False
