@@ -28,7 +28,7 @@ Merge = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.
 def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
     """(norm, the modules that follow it), by the names that the families use."""
     if hasattr(merger, "ln_q"):
-        return (merger.ln_q, list(merger.mlp)) if isinstance(merger.mlp, nn.Sequential) else None
+        return (merger.ln_q, list(merger.mlp)) if isinstance(merger.mlp, nn.Sequential | nn.ModuleList) else None
     if all(hasattr(merger, name) for name in ("norm", "linear_fc1", "act_fn", "linear_fc2")):
         return merger.norm, [merger.linear_fc1, merger.act_fn, merger.linear_fc2]
     return None
