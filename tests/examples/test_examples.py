@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -216,19 +215,13 @@ def test_bad_files_have_reasons(inputs: Inputs, uninterrupted: list[dict[str, An
 
 
 class Launched:
-    """A run in the background, to be killed at any moment: of one process forked, of more by `accelerate launch`."""
+    """A run in the background, to be killed at any moment."""
 
     def __init__(self, inputs: Inputs, output: Path, processes: int) -> None:
         self.output = output
         self.before = self.count()
-        line = command(inputs, output, processes)
-        if processes == 1:
-            child = get_context("fork").Process(target=RUNNER.invoke, args=(batch_caption.app, line[2:]))
-            child.start()
-            self.process = psutil.Process(child.pid)
-        else:
-            with (output.parent / "log.txt").open("ab") as log:
-                self.process = psutil.Popen(line, env=ENVIRONMENT, stdout=log, stderr=log)
+        with (output.parent / "log.txt").open("ab") as log:
+            self.process = psutil.Popen(command(inputs, output, processes), env=ENVIRONMENT, stdout=log, stderr=log)
 
     def count(self) -> int:
         return sum(shard.read_bytes().count(b"\n") for shard in Journal(self.output).shards())
@@ -236,7 +229,7 @@ class Launched:
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + 120
         while not condition():
-            assert self.process.status() != psutil.STATUS_ZOMBIE, f"ended before {what}"
+            assert self.process.poll() is None, f"ended before {what}"
             assert time.monotonic() < until, f"waited in vain for {what}"
             time.sleep(0.01)
 
