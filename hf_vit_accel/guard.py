@@ -298,10 +298,10 @@ class Snapshot:
         )
 
 
-def _adapters(module: Any) -> Iterator[nn.Module]:
-    """What PEFT has put beside the layer that a module of its own wraps."""
-    named = (getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ()))
-    return (each for part in named if isinstance(part, nn.Module) for each in part.modules())
+def _adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """What PEFT has put beside the layer that a module of its own wraps; not copies, around which it casts nothing."""
+    names = getattr(module, "adapter_layer_names", ()) if "base_layer" in module._modules else ()
+    return (each for part in map(module._modules.get, names) if part is not None for each in part.modules())
 
 
 _BARE = vars(nn.Module()).keys() | {"config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel"}

@@ -210,7 +210,8 @@ class SwigluMlp(torch.autograd.Function):
             first, last = 0 if needs_gate else padded, 2 * padded if needs_up else padded
             dweight = dboth_TG[:, first:last].t() @ kept(tensors, ctx.settings, rows)
         if ctx.epilogue:
-            gradients[1], gradients[2], gradients[5] = unpad_swiglu(dweight, ddown_EG, width)
+            gradients[1], gradients[2], ddown_EF = unpad_swiglu(dweight, ddown_EG if width < padded else None, width)
+            gradients[5] = ddown_EF if width < padded else ddown_EG
         else:
             gradients[1] = dweight[:width] if dweight is not None and needs_gate else None
             gradients[2] = dweight[-padded:][:width] if dweight is not None and needs_up else None

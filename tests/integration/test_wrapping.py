@@ -609,6 +609,21 @@ def test_an_adapter_over_a_weight_of_another_dtype_goes_the_stock_way(model: Any
     check_calls(model, 1, 1, "several dtypes (torch.bfloat16, torch.float32)")
 
 
+def test_a_module_trained_whole_in_another_dtype_goes_the_stock_way(model: Any) -> None:
+    """PEFT names copies for `modules_to_save` as it names adapters, but casts nothing around them."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=r".*blocks\.\d+\.attn\.proj", modules_to_save=["norm1"])
+    tower, grid = tower_of(peft.get_peft_model(model.bfloat16(), config)), GRIDS["image"]
+    for name, parameter in tower.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data = parameter.data.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(tower, grid)
+        hf_vit_accel.patch(model)
+        assert_close(run(tower, grid), expected)
+    check_calls(model, 0, 1, "several dtypes (torch.bfloat16, torch.float32)")
+
+
 class Tripled(nn.Parameter):
     """A parameter whose class changes what a Linear computes with it."""
 
