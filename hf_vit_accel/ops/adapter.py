@@ -22,9 +22,10 @@ from hf_vit_accel.ops.activation import quick_gelu_reference, swiglu, swiglu_ref
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gelu_backward import gelu, gelu_gradient
+from hf_vit_accel.ops.launch import DTYPES
 from hf_vit_accel.ops.lora import Lora
 from hf_vit_accel.ops.norm_backward import keep, kept
-from hf_vit_accel.ops.swiglu_backward import swiglu_gradient
+from hf_vit_accel.ops.swiglu_backward import aligned, swiglu_gradient
 from hf_vit_accel.ops.trained import Frame, Trained
 
 
@@ -71,6 +72,20 @@ class Sides:
             b_FR.append(F.pad(share, (0, rank, start, total - start - len(b))) if rank or whole else share)
         return a_RE, b_FR
 
+    def stacked(self, places: Any, each_a: Sequence[Any], each_b: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stack` as two matrices, each written once; no gradient flows through it."""
+        ranks, total, first = [-(-len(a) // 8) * 8 for a in each_a], self.start(len(self.widths)), 0
+        whole = len(places) == 1 and not self.more and ranks[0] == len(each_a[0]) and total == len(each_b[0])
+        new = each_a[0].new_empty if whole else each_a[0].new_zeros
+        a_RE = new((sum(ranks), self.inner + self.more), dtype=self.dtype)
+        b_FR = new((total, sum(ranks)), dtype=self.dtype)
+        for (index, scaling), a, b, rank in zip(places, each_a, each_b, ranks, strict=True):
+            a_RE[first : first + len(a), : self.inner].copy_(a)
+            start = self.start(index)
+            torch.mul(b, scaling, out=b_FR[start : start + len(b), first : first + len(a)])
+            first += rank
+        return a_RE, b_FR
+
 
 def _scaled(x: torch.Tensor, scaling: Any) -> torch.Tensor:
     """By a number, or by a tensor on the device, as PEFT's hot swapping has it: then without asking what it holds."""
@@ -98,8 +113,18 @@ def adapted_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
     return out_TF
 
 
+def _product_in(dtypes: Sequence[torch.dtype], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x y, for who takes it in these dtypes: fp32 as it was added up, where all want that."""
+    if x.is_cuda and x.dtype in DTYPES and set(dtypes) == {torch.float32}:
+        return torch.mm(x, y, out_dtype=torch.float32)
+    return x @ y
+
+
 class AdaptedFunction(torch.autograd.Function):
-    """`adapted` as autograd runs it. remakes: who makes x again, given the gradient of x."""
+    """`adapted` as autograd runs it. remakes: who makes x again, given the gradient of x.
+
+    joined: the weight and the bias of the one product, where they are there already.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -111,13 +136,12 @@ class AdaptedFunction(torch.autograd.Function):
         needs_weights, needs_a = needs[: len(weights)], needs[after : after + places]
         ctx.needs = needs_weights, needs[len(weights) : after - 1], needs_a, needs[after + places : after + 2 * places]
         ctx.needs_x, ctx.dtypes, ctx.ranks = needs_x, [m.dtype for m in (*each_a, *each_b)], list(map(len, each_a))
-        out_TF = F.linear(x_TE, *ctx.sides.join(weights, biases))
+        out_TF = F.linear(x_TE, *(getattr(ctx, "joined", None) or ctx.sides.join(weights, biases)))
         keeps = not hasattr(ctx, "remakes") and (any(needs_weights) or any(needs_a))
         tensors, ctx.settings = keep(x_TE, norm) if keeps else ((), None)
         a_RE = b_FR = u_TR = None
         if ctx.places:
-            stacked = ctx.sides.stack(ctx.places, each_a, each_b)
-            a_RE, b_FR = _cat(stacked[0], 0), _cat(stacked[1], 1)
+            a_RE, b_FR = ctx.sides.stacked(ctx.places, each_a, each_b)
             u_TR = F.linear(x_TE, a_RE)
             out_TF.addmm_(u_TR, b_FR.t())
         ctx.save_for_backward(a_RE, b_FR, u_TR, *(weights if needs_x else [None] * len(weights)), *tensors)
@@ -135,17 +159,19 @@ class AdaptedFunction(torch.autograd.Function):
         if places and (ctx.needs_x or any(needs_a)):
             du_TR = dy_TF @ b_FR
         if ctx.needs_x:
-            dx_TE = dy_TF @ sides.join(weights, None)[0]
+            dx_TE = dy_TF @ (getattr(ctx, "joined", None) or sides.join(weights, None))[0]
             if du_TR is not None:
                 dx_TE.addmm_(du_TR, a_RE)
-        db_FR = dy_TF.t() @ u_TR if any(needs_b) else None
+        db_FR = _product_in(ctx.dtypes[len(places) :], dy_TF.t(), u_TR) if any(needs_b) else None
         dbias = column_sum(dy_TF) if any(needs_biases) else None
         if getattr(ctx, "remakes", None) is not None:
             x_TE = ctx.remakes(dx_TE)
         elif any(needs_weights) or any(needs_a):
             x_TE = kept(tensors, ctx.settings, len(dy_TF))
         dweight = dy_TF.t() @ x_TE if any(needs_weights) else None
-        da_RE = du_TR.t() @ x_TE if du_TR is not None and any(needs_a) else None
+        da_RE = None
+        if du_TR is not None and any(needs_a):
+            da_RE = _product_in(ctx.dtypes[: len(places)], du_TR.t(), x_TE)
 
         found: list[torch.Tensor | None] = []
         for needs, whole in ((needs_weights, dweight), (needs_biases, dbias)):
@@ -272,12 +298,15 @@ class AdaptedMlp(torch.autograd.Function):
         ctx.first = Frame((needs_x, *needs[:count], False, False))
         ctx.last = Frame((any(ctx.first.needs_input_grad), *needs[count : len(given)], False, False))
         ctx.settings, ctx.count = (kind, limit), len(given)
+        if kind == "silu":  # a kernel fills up the weights of all three
+            _join(ctx, given[0], given[1], given[2:4], given[count], given[count + 1])
         z = AdaptedFunction.forward(ctx.first, x_TE, *given[:count], first, norm)
         if any(ctx.first.needs_input_grad):
             ctx.last.remakes = None  # nothing is kept for it
         out_TE = AdaptedFunction.forward(ctx.last, _activate(z, kind, limit), *given[count:], last, None)
         of_first, of_last = ctx.first.saved_tensors, ctx.last.saved_tensors
         ctx.first.saved_tensors = ctx.last.saved_tensors = ()
+        ctx.first.joined = ctx.last.joined = None
         ctx.split = len(of_first)
         ctx.save_for_backward(z if any(ctx.first.needs_input_grad) else None, *of_first, *of_last)
         return out_TE
@@ -288,6 +317,8 @@ class AdaptedMlp(torch.autograd.Function):
         z, *saved = ctx.saved_tensors
         first, last, dz = ctx.first, ctx.last, None
         first.saved_tensors, last.saved_tensors = saved[: ctx.split], saved[ctx.split :]
+        if ctx.settings[0] == "silu" and first.needs_x:
+            _join(ctx, saved[3], saved[4], None, saved[ctx.split + 3], None)
 
         def remakes(dh_TF: torch.Tensor) -> torch.Tensor:
             nonlocal dz
@@ -301,8 +332,14 @@ class AdaptedMlp(torch.autograd.Function):
         if dz is not None:
             dx_TE, *of_first = AdaptedFunction.backward(first, dz)
         first.saved_tensors = last.saved_tensors = ()
-        last.remakes = None  # it holds what it was made of
+        first.joined = last.joined = last.remakes = None  # they hold what they were made of
         return dx_TE, None, *of_first[:-2], *of_last[:-2], *[None] * 5
+
+
+def _join(ctx: Any, gate_FE: Any, up_FE: Any, biases: Any, down_EF: Any, down_E: Any) -> None:
+    """The weights of a SwiGLU's products, each with its bias, for the two that follow."""
+    weight, bias, down_EG = aligned(gate_FE, up_FE, biases, down_EF, turns=False)
+    ctx.first.joined, ctx.last.joined = (weight, bias), (down_EG, down_E)
 
 
 def adapted_mlp(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:

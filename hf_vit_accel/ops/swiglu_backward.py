@@ -121,7 +121,7 @@ def swiglu_gradient(
     return partial_2PG
 
 
-def _aligned(
+def aligned(
     gate_FE: torch.Tensor,
     up_FE: torch.Tensor,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] | None,
@@ -160,7 +160,7 @@ class SwigluMlp(torch.autograd.Function):
         _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
         ctx.needs_both, ctx.limit = any(ctx.needs_input_grad[:5]), limit
         ctx.epilogue = epilogue and ctx.needs_both and needs_gate == needs_up and serves(x_TE, "swiglu")
-        weight, bias, down_EG = _aligned(gate_FE, up_FE, (gate_F, up_F), down_EF, turns=ctx.epilogue)
+        weight, bias, down_EG = aligned(gate_FE, up_FE, (gate_F, up_F), down_EF, turns=ctx.epilogue)
         if ctx.epilogue:
             both_TG, h_TG = gemm_act(x_TE, weight, bias, "swiglu")
         else:
@@ -187,7 +187,7 @@ class SwigluMlp(torch.autograd.Function):
         if not (ctx.needs_both or needs_down):
             return tuple(gradients)
         width, rows, padded = gate_FE.shape[0], both_TG.shape[0], both_TG.shape[1] // 2
-        weight, _, down_EG = _aligned(gate_FE, up_FE, None, down_EF, turns=ctx.epilogue)
+        weight, _, down_EG = aligned(gate_FE, up_FE, None, down_EF, turns=ctx.epilogue)
         needs_bias = needs_gate_bias or needs_up_bias
         if ctx.epilogue:
             dboth_TG, h_TG, sum_G = gemm_dact(dy_TE, down_EG, both_TG, "swiglu")
