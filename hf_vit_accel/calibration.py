@@ -61,7 +61,8 @@ def calibrate(
                 )
             for pixels_TP, grid_thw in found:
                 tower(family.pixels(tower, pixels_TP.to(weight.device, weight.dtype).flatten(1)), grid_thw=grid_thw)
-                choice = state.choices["full"]
+                assert state.last is not None
+                choice = state.last.choices["full"]
                 if choice.backend is not FP8:  # its amax were not looked at: zeros, or those of the call before
                     raise ValueError(
                         f"expected images that FP8 can attend to: {choice.not_worth[FP8.name]}; pass fewer at once"

@@ -143,7 +143,10 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
     )
     if family.attention_only:
         return TowerStatus(**told, backends=dict(state.served), unfused=beyond_attention(state.settings))
-    snapshot, choices, name = state.snapshot(tower), state.choices, tower.config._attn_implementation
+    snapshot, name = state.snapshot(tower), tower.config._attn_implementation
+    last = state.last
+    called = {} if last is None else last.choices
+    choices = called
     against, spec = reasons_now(tower, state, snapshot, name, state.former_forward)
     if spec is not None and not choices:
         kinds: tuple[Kind, ...] = ("full", "window") if family.windows else ("full",)
@@ -151,11 +154,11 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
             choices = {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
         except BackendUnavailableError as error:
             against, spec = [*against, str(error)], None
-    ops = None if spec is None else spec.ops
+    ops = None if spec is None else spec.ops and ((last.spec.ops if last else None) or spec.ops)
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
     if ops is not None and ops.attend_window is not None:
         side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
-        if "window" not in state.choices and (state.choices or side**2 <= LONGEST):
+        if "window" not in called and (called or side**2 <= LONGEST):
             backends["window"] = "fused kernel"
     failed = {name: why for name, why in state.faults.items() if name == EPILOGUES}
     return TowerStatus(
@@ -223,7 +226,7 @@ def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice], ops: Ops | No
         parts = ", ".join(part for part in LINEARS if part in fp8.parts - ops.not_fp8.keys())
         told.append(f"linears of {parts or 'nothing'}, with weights quantised at every call: no copy of them is kept")
         told[-1] += "".join(f"; not {part}: {why}" for part, why in ops.not_fp8.items())
-        told[-1] += f"; not used by the last call: {state.few_rows}" if state.few_rows else ""
+        told[-1] += f"; not used by the last call: {state.last.few_rows}" if state.last and state.last.few_rows else ""
     return "; ".join(told)
 
 

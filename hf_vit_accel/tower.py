@@ -13,7 +13,7 @@ import copy
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 
 from hf_vit_accel import guard, inputs, upstream
-from hf_vit_accel.backends import ORDER, Choice, Kind, Request
+from hf_vit_accel.backends import ORDER, Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.data_parallel import Sharing
 from hf_vit_accel.encoder import encode
@@ -49,8 +49,7 @@ class TowerState:
 
     former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
     instance forward that was there, if any. faults: what failed when it ran; not used until the tower is patched anew.
-    choices: the backends of the last call; few_rows: why it went without linears in FP8. served: the backends of a
-    tower whose attention alone is ours.
+    last: the route of the last call. served: the backends of a tower whose attention alone is ours.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -58,8 +57,7 @@ class TowerState:
         self.former_forward: Callable[..., Any] | None = None
         self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
-        self.choices: Mapping[Kind, Choice] = {}
-        self.few_rows: str | None = None
+        self.last: Route | None = None
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.routes, self.passes = Routes(), Passes(settings.max_rows)
@@ -180,7 +178,7 @@ class TowerState:
             if held is not None:
                 held.close()
         self.routes.cache.clear()
-        self._snapshot = self._scales = None
+        self._snapshot = self._scales = self.last = None
 
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
@@ -294,7 +292,7 @@ def _forward(
     spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
     if spec.ops is None:
         route = state.routes.get(call.grid, spec)
-        state.choices, state.few_rows, unmet = route.choices, route.few_rows, unmet + route.unmet
+        state.last, unmet = route, unmet + route.unmet
         if settings.strict:
             refuse(unmet)
         if sharing is not None:
@@ -362,7 +360,7 @@ def _serve(
     unmet: what the call does not get, and then what this part does not; any raises under `strict`. into: see `encode`.
     """
     route, grad = state.routes.get(grid, spec), spec.request.grad
-    state.choices, state.few_rows = route.choices, route.few_rows
+    state.last = route
     unmet += [why for why in route.unmet if why not in unmet]
     if state.settings.strict:
         refuse(unmet)

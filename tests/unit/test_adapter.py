@@ -282,13 +282,15 @@ def test_adapters_of_another_dtype_are_left_to_peft_but_under_autocast(autocast:
     """PEFT multiplies those in fp32 in fp32; under autocast in the dtype of the rows, as we do."""
     model = TINY["qwen2_5_vl"].build().bfloat16()
     config = peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False)
-    tower = tower_of(hf_vit_accel.patch(peft.get_peft_model(model, config)))
+    model = hf_vit_accel.patch(peft.get_peft_model(model, config))
+    tower = tower_of(model)
     pixels = pixels_for(tower, GRID)
     for enabled in (autocast, not autocast, autocast):  # neither serves the other's calls
         called.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
             tower(pixels, grid_thw=torch.tensor(GRID))
         assert bool(called) == (not enabled)
+        assert ("mlp" in fused(model)) == enabled  # status tells of that call, though it is asked outside of autocast
 
 
 def test_the_proof_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

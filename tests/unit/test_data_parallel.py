@@ -401,7 +401,7 @@ def _errors(rank: int) -> None:
             tower_module.encode = encode
             check()
     if rank == 1:  # a backend fails, another takes its place, nobody else is told
-        name = state_of(tower).choices["full"].backend.name
+        name = state_of(tower).last.choices["full"].backend.name
 
         def once(*args: Any) -> Any:
             tower_module.encode = encode
