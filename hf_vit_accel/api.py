@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from hf_vit_accel.env import refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.install import former_of, install, uninstall
 from hf_vit_accel.metadata import Grid, rows_of
-from hf_vit_accel.ops import PARTS
+from hf_vit_accel.ops import PARTS, gemm_epilogue
 from hf_vit_accel.ranks import ranks_of
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.report import Status, beyond_attention, reasons_now, status, towers_of
@@ -141,33 +141,47 @@ def patched(
 
 
 def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: bool = True) -> Status:
-    """Capture CUDA graphs ahead of time, for a model patched with `cuda_graphs`; returns the status.
+    """Get ready ahead of time what later calls use: CUDA graphs, or what is compiled; returns the status.
 
-    sizes: calls to capture in their exact shapes, each the (frames, height, width) in patches of its images; by default
-    every budget once. progress: show a bar, and print what each graph holds.
+    sizes: the calls to come, each the (frames, height, width) in patches of its images. With `cuda_graphs` they are
+    captured in their exact shapes, by default every budget once. Without, each runs once: backends and kernels are
+    compiled, and from 12288 patches on those that pay in processes of many calls alone, as they take seconds to import.
+    progress: show a bar, and print what each graph holds.
 
-    Raises ValueError for a model that is not patched with `cuda_graphs`, and for sizes that are no grids.
+    Raises ValueError for a model that is not patched, for one without `cuda_graphs` where no sizes are given, and for
+    sizes that are no grids.
     """
-    states = [(tower, state_of(tower)) for _, tower, _ in towers_of(model)]
-    towers = [(tower, state, state.runner) for tower, state in states if state is not None and state.runner is not None]
-    if not towers:
-        raise ValueError("expected a model patched with cuda_graphs; call hf_vit_accel.patch(model, cuda_graphs=True)")
+    found = [(tower, state_of(tower)) for _, tower, _ in towers_of(model)]
+    towers = [(tower, state) for tower, state in found if state is not None]
+    if not towers or (sizes is None and not any(state.runner for _, state in towers)):
+        raise ValueError(
+            "expected a model patched with cuda_graphs, or sizes; call hf_vit_accel.patch(model, cuda_graphs=True), or "
+            "hf_vit_accel.warmup(model, sizes=[[(1, 64, 64)]])"
+        )
     calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
-    for tower, state, runner in towers:
+    for tower, state in towers:
+        runner = state.runner
+        if state.family.attention_only or (runner is None and calls is None):
+            continue
         snapshot = state.snapshot(tower)
         if snapshot.stock:
             continue  # all its calls run the stock forward, as status tells
         merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
         assert isinstance(weight, torch.Tensor)
-        # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
-        counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
-        budgets: list[Grid] = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
-        for grid in tqdm(budgets if calls is None else calls, desc="CUDA graphs", disable=not progress):
+        grids = calls or []
+        if runner is not None and calls is None:
+            # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
+            counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
+            grids = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
+        if max(map(rows_of, grids), default=0) >= gemm_epilogue.LEAST_ROWS:
+            gemm_epilogue.why_not(weight.device, guard.autocast_dtype(weight.device) or weight.dtype, "residual")
+            state.routes.cache.clear()  # those that were laid out without it
+        for grid in tqdm(grids, desc="warming up", disable=not progress):
             pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
             pixels = state.family.pixels(tower, pixels_TP)
-            with torch.no_grad(), runner.capturing(exactly=calls is not None):
+            with torch.no_grad(), runner.capturing(exactly=calls is not None) if runner else nullcontext():
                 tower(pixels, grid_thw=torch.tensor(grid))
-        if progress:
+        if progress and runner is not None:
             for label, nbytes, _ in runner.status().graphs:
                 tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")
     return status(model)

@@ -157,8 +157,9 @@ def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
             ops = ops.fp8
         else:
             few_rows = f"{metadata.rows} rows, they are used from {least} on (where a CUDA graph pads to that, too)"
-    at = spec.request.device, spec.request.dtype
-    if ops is not None and ops is spec.ops and ops.adding != ops.layers and metadata.rows >= gemm_epilogue.LEAST_ROWS:
+    at, pays = (spec.request.device, spec.request.dtype), metadata.rows >= gemm_epilogue.LEAST_ROWS
+    pays = pays and (spec.request.grad or spec.request.graphs or gemm_epilogue.ready())
+    if ops is not None and ops is spec.ops and ops.adding != ops.layers and pays:
         ops = ops if gemm_epilogue.why_not(*at, "residual") else replace(ops, layers=ops.adding)
     return Route(spec=spec, metadata=metadata, ops=ops, few_rows=few_rows, **made)
 

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from standins import SMALL, Recorder, status_of
-from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -756,9 +756,13 @@ def test_warmup_captures_every_budget(on_cpu: Any, capsys: Any) -> None:
     assert "1604 patches exactly" in "".join(capsys.readouterr())
 
 
-def test_warmup_wants_graphs() -> None:
-    with pytest.raises(ValueError, match="patched with cuda_graphs"):
-        hf_vit_accel.warmup(hf_vit_accel.patch(TINY["qwen2_vl"].build()))
+def test_warmup_wants_graphs_or_sizes() -> None:
+    model = TINY["qwen2_vl"].build()
+    with pytest.raises(ValueError, match="expected a model patched"):
+        hf_vit_accel.warmup(model, [GRIDS["images"]])
+    with pytest.raises(ValueError, match="patched with cuda_graphs, or sizes"):
+        hf_vit_accel.warmup(hf_vit_accel.patch(model))
+    assert hf_vit_accel.warmup(model, [GRIDS["images"]], progress=False).towers[0].calls == 1
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ There is no GPU here: what QuACK's product computes stands in for it. A layer's 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(gemm_epilogue, "LEAST_ROWS", ROWS)
     monkeypatch.setattr(gemm_epilogue, "why_not", lambda device, dtype, kind: None if kind == "residual" else "no")
+    monkeypatch.setattr(gemm_epilogue, "ready", lambda: True)
     put(monkeypatch, gemm_epilogue.gemm_add, gemm_add)
     return found
 
@@ -105,6 +107,36 @@ def test_autocast_casts_the_weights(references: list[str], added: list[bool], mo
             found.append(run_tower(tower_of(model), GRID))
     assert added and [x.dtype for x in found[0]] == [x.dtype for x in found[1]]
     assert max(map(relative_error, *found)) < 0.02
+
+
+@pytest.mark.parametrize("way", ["served", "trained", "graphs"])
+def test_a_served_tower_waits_for_warmup(
+    references: list[str], added: list[bool], on_cpu: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What QuACK's import takes, a short process does not gain: only training and graphs are sure to be long."""
+    asked: list[Any] = []
+    monkeypatch.setattr(gemm_epilogue, "why_not", lambda *at: asked.append(at))
+    monkeypatch.setattr(gemm_epilogue, "ready", lambda: bool(asked))
+    tower = tower_of(TINY["qwen2_vl"].build()).requires_grad_(way == "trained")
+    hf_vit_accel.patch(tower, cuda_graphs=way == "graphs")
+    pixels, grid = pixels_for(tower, GRID), torch.tensor(GRID)
+    tower(pixels, grid_thw=grid)
+    assert bool(asked) == (way != "served")
+    if way == "served":
+        assert not added
+        hf_vit_accel.warmup(tower, [[(1, 4, 4)]], progress=False)
+        assert not asked, "calls of few rows do not use it"
+        hf_vit_accel.warmup(tower, [GRID], progress=False)
+        assert asked == [(torch.device("cpu"), torch.float32, "residual")] * len(asked) and added
+        before = len(added)
+        tower(pixels, grid_thw=grid)
+        assert len(added) > before
+
+
+def test_quack_is_ready_where_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not gemm_epilogue.ready()
+    monkeypatch.setitem(sys.modules, "quack.epilogue.frontend", object())
+    assert gemm_epilogue.ready()
 
 
 def test_replays(references: list[str], added: list[bool], on_cpu: Any, model: Any) -> None:
