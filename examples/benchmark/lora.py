@@ -1,4 +1,4 @@
-"""Towers trained by LoRA on all Linears of their layers: forward and backward, stock sdpa beside patched.
+"""Towers trained by LoRA on all Linears of their layers: forward and backward, stock sdpa and compiled beside patched.
 
     python examples/benchmark/lora.py --json build/lora.json
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import json
 import statistics
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ import typer
 
 import hf_vit_accel
 from hf_vit_accel import bench, env
+from hf_vit_accel.bench.baselines import BASELINES
 from hf_vit_accel.bench.towers import build_tower, family_of_tower, parse_size, weight_of
 from hf_vit_accel.bench.work import milliseconds
 from hf_vit_accel.metadata import rows_of
@@ -42,7 +45,7 @@ def adapted(model: str, device: torch.device, rank: int) -> Any:
 
 
 def measure(model: str, size: str, rank: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """A row for stock and one for patched."""
+    """A row for each way."""
     name, grid = parse_size(size)
     tower = adapted(model, device, rank)
     exact, tensors_of = copy.deepcopy(tower).float(), family_of_tower(tower).tensors_of
@@ -50,39 +53,51 @@ def measure(model: str, size: str, rank: int, rounds: int, device: torch.device)
     pixels, grid_thw = pixels.bfloat16(), torch.tensor(grid, device=device)
     wanted: list[torch.Tensor] = []
 
-    def step(tower: Any) -> list[torch.Tensor]:
+    def step(tower: Any, forward: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
         wide = tower is exact
         with torch.autocast(device.type, torch.bfloat16, enabled=not wide):
-            outputs = tensors_of(tower(pixels.float() if wide else pixels, grid_thw=grid_thw))
+            outputs = tensors_of(forward(pixels.float() if wide else pixels))
         wanted.extend(map(torch.randn_like, outputs[len(wanted) :]))
         torch.autograd.backward(outputs, [each.to(made.dtype) for each, made in zip(wanted, outputs, strict=True)])
         return [*(output.detach() for output in outputs)]
 
-    def found(tower: Any) -> list[torch.Tensor]:
+    def found(tower: Any, forward: Any) -> list[torch.Tensor]:
         tower.zero_grad(set_to_none=True)
-        outputs = step(tower)
+        outputs = step(tower, forward)
         gradients = [p.grad.flatten() for p in tower.parameters() if p.grad is not None]
         return [*(output.cpu() for output in outputs), torch.cat(gradients).cpu()]
 
-    expected = found(exact)
+    def plain(tower: Any) -> tuple[Any, Any]:
+        return tower, lambda pixels: tower(pixels, grid_thw=grid_thw)
+
+    expected = found(*plain(exact))
     exact.cpu()  # for the memory
     rows, cuda = [], device.type == "cuda"
-    times: dict[str, list[float]] = {"stock sdpa": [], "auto": []}
-    for index in range(2 * rounds):
-        for way in list(times)[:: -1 if index % 2 else 1]:
-            hf_vit_accel.patch(tower, strict=True) if way == "auto" else hf_vit_accel.unpatch(tower)
-            if index == 0:
-                made = found(tower)
-                errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(made, expected, strict=True)]
-                torch.cuda.reset_peak_memory_stats() if cuda else None
-                tower.zero_grad(set_to_none=True)
-                step(tower)
-                peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
-                row = dict(model=model, size=name, patches=rows_of(grid), contender=way, rank=rank, ms=0.0)
-                rows.append(row | dict(error=max(errors), peak_gb=peak))
-            step(tower)
-            clear = lambda: tower.zero_grad(set_to_none=True)  # noqa: E731
-            times[way].append(milliseconds(lambda: step(tower), cuda=cuda, before=clear))
+    with ExitStack() as stack:
+        ways: dict[str, tuple[Any, Any]] = {"stock sdpa": plain(tower)}
+        compiled = copy.deepcopy(tower)
+        if not isinstance(opens := BASELINES["compile_blocks"](compiled), list):
+            ways["stock compile_blocks"] = compiled, stack.enter_context(opens(compiled, grid))
+        ways["auto"] = plain(copy.deepcopy(tower))
+        hf_vit_accel.patch(ways["auto"][0], strict=True)
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for index in range(2 * rounds):
+            for way in list(ways)[:: -1 if index % 2 else 1]:
+                which = ways[way]
+                if index == 0:
+                    made = found(*which)
+                    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(made, expected, strict=True)]
+                    which[0].zero_grad(set_to_none=True)
+                    before = torch.cuda.memory_allocated() if cuda else 0
+                    torch.cuda.reset_peak_memory_stats() if cuda else None
+                    step(*which)
+                    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+                    peak = (peak + sum(p.nbytes for p in which[0].parameters())) / 1e9 if cuda else None
+                    row = dict(model=model, size=name, patches=rows_of(grid), contender=way, rank=rank, ms=0.0)
+                    rows.append(row | dict(error=max(errors), peak_gb=peak))
+                step(*which)
+                clear = lambda: which[0].zero_grad(set_to_none=True)  # noqa: B023, E731
+                times[way].append(milliseconds(lambda: step(*which), cuda=cuda, before=clear))  # noqa: B023
     for row in rows:
         row["ms"] = statistics.median(times[str(row["contender"])])
         print(row, flush=True)
