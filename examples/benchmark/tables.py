@@ -416,14 +416,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
         },
         memory=True,
     ),
-    "training_epilogues": Timings(
-        file="training_epilogues.json",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "stock compile_blocks": "stock, compiled blocks",
-            "auto": "patched",
-            "auto+graph": "patched, CUDA graphs",
-        },
+    "lora": Timings(
+        file="lora.json",
+        columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
         memory=True,
     ),
     "families_training": Timings(
