@@ -393,9 +393,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     ),
     "small": Timings(
         file="small.json",
-        command=f'hf-vit-accel bench --model qwen3-vl-8b,qwen2.5-vl-7b --sizes "{SIZE_448}" '
-        "--backends auto,auto+graph,flashinfer_cudnn+graph --baselines sdpa,flash_attention_3,graph,compile+graph "
-        "--rounds 6",
         columns={
             "stock sdpa": "stock sdpa",
             "stock flash_attention_3": "stock FlashAttention-3",
