@@ -117,8 +117,7 @@ class Snapshot:
         self.places = [*self._parameters, *self._partial, *self._adapters]
         self._own = [attributes for attributes in self._below if "forward" in attributes]
         self._read = self._now()
-        self._read[1][:] = map(dict, self._children)
-        self._read[-1][:] = copied(self._read[-1])
+        self._read[1][:], self._read[-1][:] = map(dict, self._children), copied(self._read[-1])
         self.reads, self._weights = Reads(), Weights([], None, False)
         self.specs: dict[Any, Spec] = {}
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims

@@ -16,11 +16,10 @@ import torch
 
 from hf_vit_accel import backends
 from hf_vit_accel.api import patched, warmup
-from hf_vit_accel.bench.baselines import BASELINES, Open, Run, grid_tensor, request_of
+from hf_vit_accel.bench.baselines import BASELINES, Open, Run, grid_tensor, request_of, trained
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs.recorder import why_not_graphs
-from hf_vit_accel.metadata import Grid, rows_of
-from hf_vit_accel.ops.gemm_epilogue import LEAST_ROWS
+from hf_vit_accel.metadata import Grid
 
 _GRAPH, _FP8 = "+graph", "+fp8"
 
@@ -97,6 +96,6 @@ def _patched(name: str, tower: Any, grid: Grid) -> Iterator[Run]:
     every: Any = dict(exact_after=1, max_tokens=1 << 20, budgets=(1280,), max_training_bytes=1 << 40)
     graphs = GraphConfig(**every) if graph else False
     with patched(tower, attention=attention, cuda_graphs=graphs, fp8=fp8, strict=True):
-        if not graph and rows_of(grid) >= LEAST_ROWS:
+        if not (graph or trained(tower)):
             warmup(tower, [grid], progress=False)
         yield Run(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw))
