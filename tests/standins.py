@@ -122,7 +122,7 @@ def hurry_interpreter() -> None:
 
     It puts its own functions into the language, also in every call of a helper; it looks dtypes up in a table that it
     makes every time; it checks sums and products of 32-bit integers by doing them in 64; it takes the shape of every
-    tensor apart. For a process that compiles nothing, since all of it stays.
+    tensor apart; it asks how to bring two of one dtype to one. For a process that compiles nothing, since all stays.
     """
     import triton.language as tl
     from triton.language import core, semantic
@@ -156,6 +156,7 @@ def hurry_interpreter() -> None:
     shapes: dict[int, tuple[Any, Any, Any]] = {}
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
     broadcast = semantic.TritonSemantic.broadcast_impl_value
+    make_alike = semantic.TritonSemantic.binary_op_type_checking_impl
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([getattr(size, "value", size) for size in shape])
@@ -178,8 +179,14 @@ def hurry_interpreter() -> None:
                 shapes[id(kind.shape)] = kind.shape, self.shape, self.numel
 
     def broadcast_impl_value(self: Any, one: Any, other: Any) -> Any:
-        alike = one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape
-        return (one, other) if alike else broadcast(self, one, other)
+        same = one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape
+        return (one, other) if same else broadcast(self, one, other)
+
+    def alike(self: Any, one: Any, other: Any, *flags: bool) -> Any:
+        tensors = type(one) is type(other) is core.tensor and one.dtype is other.dtype
+        if tensors and not one.dtype.is_ptr() and not any(flags[3:]):  # the fourth: for a quotient
+            return self.broadcast_impl_value(one, other)
+        return make_alike(self, one, other, *flags)
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         function, meaning = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
@@ -192,6 +199,7 @@ def hurry_interpreter() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
     semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    semantic.TritonSemantic.binary_op_type_checking_impl = alike
     interpreter._patch_attr = patch_attr
 
 

@@ -6,6 +6,8 @@ reference in fp64; the bound is stock's own error, that is the reference's under
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -586,11 +588,15 @@ def test_frozen_and_checkpointed(name: str, at: At) -> None:
 
 
 def separating(names: list[str]) -> list[set[str]]:
-    """Sets such that of any two names some set holds the first and not the second: each alone, or fewer by halving."""
+    """Sets such that of any two names some set holds the first and not the second: each alone, or the fewest.
+
+    Then each name is in half of the sets, and no two are in the same half (Sperner 1928).
+    """
     if len(names) <= 4:
         return [{name} for name in names] if len(names) > 1 else []
-    bits = range((len(names) - 1).bit_length())
-    return [{name for at, name in enumerate(names) if at >> bit & 1 == value} for bit in bits for value in (0, 1)]
+    count = next(count for count in itertools.count(4) if math.comb(count, count // 2) >= len(names))
+    halves = dict(zip(names, itertools.combinations(range(count), count // 2), strict=False))
+    return [{name for name in names if at in halves[name]} for at in range(count)]
 
 
 def test_any_two_names_are_told_apart() -> None:
