@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 from standins import INTERPRETED
 from test_graphs import patch
-from tiny import Mould, assert_close, checkpoint_layers, randomise, relative_error
+from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Linear, Module, ModuleList
 
 import hf_vit_accel
@@ -32,12 +33,7 @@ GRIDS: list[Grid] = [[(1, 4, 6)], [(1, 4, 6), (2, 6, 2), (1, 2, 12), (1, 8, 4)]]
 
 def build(family: Family, module: str, name: str) -> Any:
     """A tower of one's own, with its real config's switches; skipped where transformers is older than the family."""
-    return _mould(family, module, name).copy()
-
-
-@functools.cache
-def _mould(*tower: Any) -> Mould:
-    return Mould(_built(*tower))
+    return copy.deepcopy(_built(family, module, name))
 
 
 @functools.cache

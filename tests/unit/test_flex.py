@@ -22,6 +22,7 @@ from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
 from test_graphs import draw_grid, patch
 from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import AttentionInterface
 
 import hf_vit_accel
@@ -170,22 +171,18 @@ def test_gradients_of_the_reference() -> None:
 
 
 @pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """The compiled way on the CPU: traced as on a GPU, run by FlexAttention's dense form.
 
-    The graphs that were compiled; a second one of the same function raises.
+    Counts compilations; a second one of the same function raises.
     """
-    graphs: list[Any] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    counter = CompileCounterWithBackend("eager")
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", partial(real, backend=counter))
     monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
     flex_backend.compiled.cache_clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        yield graphs
+        yield counter
     flex_backend.compiled.cache_clear()
 
 
@@ -205,7 +202,7 @@ def test_all_layouts_and_kinds_are_compiled_once(compilations: Any, dtype: torch
             found = plan.attend(*qkv)
             assert relative_error(found, exact(qkv, lengths, wanted.scale)) < (1e-5 if dtype.itemsize == 4 else 1e-2)
             assert found.is_contiguous()
-    assert len(compilations) == 1
+    assert compilations.frame_count == 1
 
 
 def test_declared_lengths_and_gradient_modes_compile_nothing_more(compilations: Any) -> None:
@@ -216,7 +213,7 @@ def test_declared_lengths_and_gradient_modes_compile_nothing_more(compilations: 
             plan = plan_alone(Flex(), Segments(np.array([300, 200, 12], dtype=np.int32), longest), wanted)
             with torch.set_grad_enabled(enabled):
                 plan.attend(*draw(512, 80, torch.float32, "cpu", 0, True))
-    assert len(compilations) == 1
+    assert compilations.frame_count == 1
 
 
 def test_plans_made_under_inference_mode_compile_nothing_more(compilations: Any) -> None:
@@ -227,7 +224,7 @@ def test_plans_made_under_inference_mode_compile_nothing_more(compilations: Any)
             plan = plan_alone(Flex(), segments_of([300, 200, 12]), request(packed=True))
         with torch.no_grad():
             plan.attend(*qkv)
-    assert len(compilations) == 1
+    assert compilations.frame_count == 1
 
 
 def test_devices_do_not_share_what_torch_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,19 +251,19 @@ def test_what_is_compiled_apart(compilations: Any) -> None:
     plan = plan_alone(Flex(), segments_of(lengths), request())
     for packed in (True, False, True):
         plan.attend(*draw(512, 80, torch.float32, "cpu", 0, packed))
-    assert len(compilations) == 1
+    assert compilations.frame_count == 1
     with torch._dynamo.config.patch(recompile_limit=2):
         for index in range(4):
             wanted = request(score_mod=partial(near, slope=index))
             plan_alone(Flex(), segments_of(lengths), wanted).attend(*draw(512, 80, torch.float32, "cpu", 0, True))
-            assert len(compilations) == 2 + index
+            assert compilations.frame_count == 2 + index
 
 
 def test_only_rows_and_blocks_are_unknown_to_the_compiler(compilations: Any) -> None:
     """Loads of vectors need to know how rows are aligned: their stride, and where the first one lies."""
     plan = plan_alone(Flex(), segments_of([300, 212]), request())
     plan.attend(*draw(512, 80, torch.float32, "cpu", 0, True))
-    (graph,) = compilations
+    (graph,) = compilations.graphs
     inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     (qkv_T3HD,) = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
     assert isinstance(qkv_T3HD.shape[0], torch.SymInt)
