@@ -12,6 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +242,9 @@ def long_video() -> str:
     return grid(head, rows) + f"\n{conditions(document, 'long_video.json')}\n"
 
 
-def fp8_linears() -> str:
+def fp8_linears(file: str = "fp8_linears.json") -> str:
     """What linears in FP8 gain, and what they cost."""
-    document = load("fp8_linears.json")
+    document = load(file)
     ways = {
         "bf16": "bf16",
         "attention": "`fp8=True`",
@@ -264,7 +265,7 @@ def fp8_linears() -> str:
     ]
     command = "python examples/benchmark/fp8_linears.py"
     head = ["ms (error, smallest cosine)", "input", *ways.values()]
-    return grid(head, rows) + f"\n{conditions(document, 'fp8_linears.json', command)}\n"
+    return grid(head, rows) + f"\n{conditions(document, file, command)}\n"
 
 
 def fp8_errors() -> str:
@@ -365,6 +366,19 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "long_video": long_video,
     "reuse": reuse,
     "fp8_linears": fp8_linears,
+    "fp8_linears_h100": partial(fp8_linears, "fp8_linears_h100.json"),
+    "towers_h100": Timings(
+        file="towers_h100.json",
+        columns={
+            "stock sdpa": "stock sdpa",
+            "stock flash_attention_3": "stock FlashAttention-3",
+            "auto": "`auto`",
+            "torch_varlen": "`torch_varlen`",
+            "flashinfer_cudnn": "`flashinfer_cudnn`",
+            "flash_attention_4": "`flash_attention_4`",
+            "flash_attention_3": "`flash_attention_3`",
+        },
+    ),
     "backends": Timings(
         file="towers.json",
         columns={
