@@ -176,11 +176,15 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         if max(map(rows_of, grids), default=0) >= gemm_epilogue.LEAST_ROWS:
             gemm_epilogue.why_not(weight.device, guard.autocast_dtype(weight.device) or weight.dtype, "residual")
             state.routes.cache.clear()  # those that were laid out without it
-        for grid in tqdm(grids, desc="warming up", disable=not progress):
-            pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
-            pixels = state.family.pixels(tower, pixels_TP)
-            with torch.no_grad(), runner.capturing(exactly=calls is not None) if runner else nullcontext():
-                tower(pixels, grid_thw=torch.tensor(grid))
+        reuse, state.reuse = state.reuse, None  # all its pictures are alike
+        try:
+            for grid in tqdm(grids, desc="warming up", disable=not progress):
+                pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
+                pixels = state.family.pixels(tower, pixels_TP)
+                with torch.no_grad(), runner.capturing(exactly=calls is not None) if runner else nullcontext():
+                    tower(pixels, grid_thw=torch.tensor(grid))
+        finally:
+            state.reuse = reuse
         if progress and runner is not None:
             for label, nbytes, _ in runner.status().graphs:
                 tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")

@@ -266,7 +266,7 @@ def _forward(
     reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
     if not reasons:
         parameters, weights = snapshot.weights()
-        reuse = None if state.runner is not None and state.runner.warming else state.reuse
+        reuse = state.reuse
         slow: Any = partial(guard.reasons_slow, tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
         slow = slow if reuse is None else cache(slow)  # asked while the host would wait
         look: Any = reuse and partial(reuse.look, snapshot, parameters, weights, state.faults.get(KERNELS), slow)

@@ -78,11 +78,6 @@ class Runner(Held[_Graph]):
         padding = self._replayed / self._asked if self._asked else 1.0
         return replace(super().status(), budgets=self.budgets, padding=padding)
 
-    @property
-    def warming(self) -> bool:
-        """Whether a call of this moment is there to capture a graph of its shape."""
-        return self._exactly is not None
-
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
         """Within the with block: only exact shapes, or only budgets, however often a shape came."""

@@ -981,6 +981,14 @@ def test_graphs_replay_what_is_new(on_cpu: Any, tower: Any) -> None:
         assert counts(tower)[0] == 7, "what is warmed up is no call"
 
 
+def test_a_warmup_encodes_what_it_is_told(tower: Any) -> None:
+    """Though its pictures are alike; and none of them is remembered."""
+    hf_vit_accel.patch(tower, reuse=ACROSS)
+    hf_vit_accel.warmup(tower, [[(1, 4, 4)] * 3], progress=False)
+    state = state_of(tower)
+    assert state.last.metadata.rows == 48 and counts(tower) == (0, 0, 0) and state.reuse is not None
+
+
 def test_copies_and_pickles_start_empty(tower: Any) -> None:
     items = [item(tower)]
     hf_vit_accel.patch(tower, reuse=ACROSS)
