@@ -173,7 +173,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
             # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
             counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
             grids = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
-        if max(map(rows_of, grids), default=0) >= gemm_epilogue.LEAST_ROWS:
+        if runner is None and max(map(rows_of, grids), default=0) >= gemm_epilogue.LEAST_ROWS:
             gemm_epilogue.why_not(weight.device, guard.autocast_dtype(weight.device) or weight.dtype, "residual")
             state.routes.cache.clear()  # those that were laid out without it
         reuse, state.reuse = state.reuse, None  # all its pictures are alike
