@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -18,7 +19,7 @@ from hf_vit_accel.env import refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.install import former_of, install, uninstall
 from hf_vit_accel.metadata import Grid, rows_of
-from hf_vit_accel.ops import PARTS, gemm_epilogue
+from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ranks import ranks_of
 from hf_vit_accel.registration import name_for, restore_name
 from hf_vit_accel.report import Status, beyond_attention, reasons_now, status, towers_of
@@ -144,39 +145,36 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
     """Get ready ahead of time what later calls use: CUDA graphs, or what is compiled; returns the status.
 
     sizes: the calls to come, each the (frames, height, width) in patches of its images. With `cuda_graphs` they are
-    captured in their exact shapes, by default every budget once. Without, each runs once: backends and kernels are
-    compiled, and from 12288 patches on those that pay in processes of many calls alone, as they take seconds to import.
-    progress: show a bar, and print what each graph holds.
+    captured in their exact shapes, by default every budget once. Without, each runs once, under the autocast of this
+    moment: backends and kernels are compiled, and from 12288 patches on those that take seconds to import, which only
+    pays where many calls follow. progress: show a bar, and print what each graph holds.
 
-    Raises ValueError for a model that is not patched, for one without `cuda_graphs` where no sizes are given, and for
-    sizes that are no grids.
+    Raises ValueError for a model without a patched tower that has more than its attention served, for one without
+    `cuda_graphs` where no sizes are given, and for sizes that are no grids.
     """
-    found = [(tower, state_of(tower)) for _, tower, _ in towers_of(model)]
-    towers = [(tower, state) for tower, state in found if state is not None]
-    if not towers or (sizes is None and not any(state.runner for _, state in towers)):
+    found = [(tower, state_of(tower)) for _, tower, family in towers_of(model) if not family.attention_only]
+    calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
+    towers = [(tower, state) for tower, state in found if state is not None and (state.runner or calls is not None)]
+    if not towers:
         raise ValueError(
             "expected a model patched with cuda_graphs, or sizes; call hf_vit_accel.patch(model, cuda_graphs=True), or "
             "hf_vit_accel.warmup(model, sizes=[[(1, 64, 64)]])"
         )
-    calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
     for tower, state in towers:
-        runner = state.runner
-        if state.family.attention_only or (runner is None and calls is None):
-            continue
-        snapshot = state.snapshot(tower)
-        if snapshot.stock:
-            continue  # all its calls run the stock forward, as status tells
+        snapshot, runner = state.snapshot(tower), state.runner
+        if snapshot.stock or snapshot.offloaded:
+            continue  # all its calls run the stock forward, as status tells, or their weights come with them
         merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
         assert isinstance(weight, torch.Tensor)
         grids = calls or []
-        if runner is not None and calls is None:
+        if runner is None:
+            state.routes.warmed = True
+            state.routes.cache.clear()  # those that were laid out before
+        elif calls is None:
             # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
             counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
             grids = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
-        if runner is None and max(map(rows_of, grids), default=0) >= gemm_epilogue.LEAST_ROWS:
-            gemm_epilogue.why_not(weight.device, guard.autocast_dtype(weight.device) or weight.dtype, "residual")
-            state.routes.cache.clear()  # those that were laid out without it
-        reuse, state.reuse = state.reuse, None  # all its pictures are alike
+        state.warming = threading.get_ident()  # all its pictures are alike: `reuse` would encode one
         try:
             for grid in tqdm(grids, desc="warming up", disable=not progress):
                 pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
@@ -184,7 +182,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
                 with torch.no_grad(), runner.capturing(exactly=calls is not None) if runner else nullcontext():
                     tower(pixels, grid_thw=torch.tensor(grid))
         finally:
-            state.reuse = reuse
+            state.warming = None
         if progress and runner is not None:
             for label, nbytes, _ in runner.status().graphs:
                 tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")
@@ -194,7 +192,10 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
 def _checked_grid(grid: Any) -> Grid:
     rows = grid.tolist() if isinstance(grid, torch.Tensor) else grid
     try:
-        return tuple((int(t), int(h), int(w)) for t, h, w in rows)
+        found = tuple((int(t), int(h), int(w)) for t, h, w in rows)
+        if any(min(each) < 1 for each in found):
+            raise ValueError
+        return found
     except (TypeError, ValueError):
         raise ValueError(
             "expected sizes as a list of calls, each a list of (frames, height, width) in patches such as "

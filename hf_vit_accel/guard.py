@@ -117,7 +117,7 @@ class Snapshot:
         self.places = [*self._parameters, *self._partial, *self._adapters]
         self._own = [attributes for attributes in self._below if "forward" in attributes]
         self._read = self._now()
-        self._read[1][:], self._read[-1][:] = map(dict, self._children), copied(self._read[-1])
+        self._read[-1][:] = copied(self._read[-1])
         self.reads, self._weights = Reads(), Weights([], None, False)
         self.specs: dict[Any, Spec] = {}
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
@@ -139,7 +139,7 @@ class Snapshot:
         tower = self._tower()
         return (
             [type(tower), *map(type, self._modules)],
-            list(self._children),
+            list(chain.from_iterable(map(_VALUES, self._children))),
             list(map(len, self._below)),  # a forward that is set on an instance is an attribute more
             [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own],
             [kind.forward for kind in self._kinds],

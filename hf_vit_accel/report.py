@@ -19,7 +19,7 @@ from hf_vit_accel.guard import Snapshot, Weights
 from hf_vit_accel.ops import PARTS, Ops
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.reuse import ReuseStatus
-from hf_vit_accel.route import Spec
+from hf_vit_accel.route import Route, Spec
 from hf_vit_accel.tower import TowerState, state_of
 
 
@@ -27,14 +27,15 @@ from hf_vit_accel.tower import TowerState, state_of
 class TowerStatus:
     """One tower's state: what was asked for, what runs, and what did not and why.
 
-    backends: backend per kind of layer, of the last call or, before any, as it would be chosen now. rejected: per kind,
-    why backends that come first did not serve it. fused: parts that run fused. unfused: parts that do not, with the
-    reason. calls, stock_calls: forwards that went the fast path and the stock way. fallbacks: reason -> count of calls
-    that did not get what was asked for (a call may have several). against_fast: what currently keeps every call off the
-    fast path. layouts: (held, hits, misses) of the cache of layouts. graphs: what CUDA graphs did. training: those of
-    forward and backward, once a step had gradients. fp8: by what attention in FP8 is scaled, and what it cut off; which
-    linears are. passes: the calls that were cut, and what memory told. ranks: what became of calls under
-    `data_parallel`. reuse: what was encoded once. These are None where nothing of the kind was asked for, or happened.
+    backends: backend per kind of layer, of the last call or, before any with such weights, as it would be chosen now.
+    rejected: per kind, why backends that come first did not serve it. fused: parts that ran, or would run, fused.
+    unfused: parts that do not, with the reason. calls, stock_calls: forwards that went the fast path and the stock
+    way. fallbacks: reason -> count of calls that did not get what was asked for (a call may have several).
+    against_fast: what currently keeps every call off the fast path. layouts: (held, hits, misses) of the cache of
+    layouts. graphs: what CUDA graphs did. training: those of forward and backward, once a step had gradients. fp8: by
+    what attention in FP8 is scaled, and what it cut off; which linears are. passes: the calls that were cut, and what
+    memory told. ranks: what became of calls under `data_parallel`. reuse: what was encoded once. These are None where
+    nothing of the kind was asked for, or happened.
     """
 
     path: str
@@ -144,21 +145,24 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
     if family.attention_only:
         return TowerStatus(**told, backends=dict(state.served), unfused=beyond_attention(state.settings))
     snapshot, name = state.snapshot(tower), tower.config._attn_implementation
-    last = state.last
-    called = {} if last is None else last.choices
-    choices = called
     against, spec = reasons_now(tower, state, snapshot, name, state.former_forward)
+    last, places = state.last, {id(made): (key[0], key[4]) for key, made in snapshot.specs.items()}
+    if last is not None and spec is not None and places.get(id(last.spec)) != places.get(id(spec)):
+        last = None  # the weights were on another device, or of another dtype
+    choices = {} if last is None else last.choices
     if spec is not None and not choices:
         kinds: tuple[Kind, ...] = ("full", "window") if family.windows else ("full",)
         try:
             choices = {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
         except BackendUnavailableError as error:
             against, spec = [*against, str(error)], None
-    ops = None if spec is None else spec.ops and ((last.spec.ops if last else None) or spec.ops)
+    ops = None if spec is None else spec.ops
+    if ops is not None and last is not None and last.spec.ops is not None:
+        ops = last.spec.ops
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
     if ops is not None and ops.attend_window is not None:
         side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
-        if "window" not in called and (called or side**2 <= LONGEST):
+        if "window" not in (last.choices if last else ()) and (last or side**2 <= LONGEST):
             backends["window"] = "fused kernel"
     failed = {name: why for name, why in state.faults.items() if name == EPILOGUES}
     return TowerStatus(
@@ -170,7 +174,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
         training=None if state.training is None or not state.training.used else state.training.status(),
-        fp8=_fp8_status(state, choices, ops),
+        fp8=_fp8_status(state, choices, ops, last),
         passes=str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
@@ -215,7 +219,7 @@ def reasons_now(
     return reasons, state.spec(snapshot, weights, weight.device, fast=not reasons, grad=False)
 
 
-def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice], ops: Ops | None) -> str | None:
+def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice], ops: Ops | None, last: Route | None) -> str | None:
     fp8 = state.settings.fp8
     if fp8 is None:
         return None
@@ -226,7 +230,7 @@ def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice], ops: Ops | No
         parts = ", ".join(part for part in LINEARS if part in fp8.parts - ops.not_fp8.keys())
         told.append(f"linears of {parts or 'nothing'}, with weights quantised at every call: no copy of them is kept")
         told[-1] += "".join(f"; not {part}: {why}" for part, why in ops.not_fp8.items())
-        told[-1] += f"; not used by the last call: {state.last.few_rows}" if state.last and state.last.few_rows else ""
+        told[-1] += f"; not used by the last call: {last.few_rows}" if last and last.few_rows else ""
     return "; ".join(told)
 
 

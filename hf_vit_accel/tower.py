@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,9 +48,9 @@ STATE = "_hf_vit_accel"
 class TowerState:
     """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
 
-    former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: the
-    instance forward that was there, if any. faults: what failed when it ran; not used until the tower is patched anew.
-    last: the route of the last call. served: the backends of a tower whose attention alone is ours.
+    former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: of the
+    instance, if any. faults: what failed, and is unused until it is patched anew. last: the route of the last call.
+    warming: the thread that gets ready for later calls. served: backends where attention alone is ours.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -58,6 +59,7 @@ class TowerState:
         self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.last: Route | None = None
+        self.warming: int | None = None
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.routes, self.passes = Routes(), Passes(settings.max_rows)
@@ -266,7 +268,7 @@ def _forward(
     reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
     if not reasons:
         parameters, weights = snapshot.weights()
-        reuse = state.reuse
+        reuse = None if state.warming == threading.get_ident() else state.reuse
         slow: Any = partial(guard.reasons_slow, tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
         slow = slow if reuse is None else cache(slow)  # asked while the host would wait
         look: Any = reuse and partial(reuse.look, snapshot, parameters, weights, state.faults.get(KERNELS), slow)

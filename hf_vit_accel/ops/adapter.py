@@ -22,7 +22,6 @@ from hf_vit_accel.ops.activation import quick_gelu_reference, swiglu, swiglu_ref
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gelu_backward import gelu, gelu_gradient
-from hf_vit_accel.ops.launch import DTYPES
 from hf_vit_accel.ops.lora import Lora
 from hf_vit_accel.ops.norm_backward import keep, kept
 from hf_vit_accel.ops.swiglu_backward import aligned, swiglu_gradient
@@ -72,7 +71,7 @@ class Sides:
             b_FR.append(F.pad(share, (0, rank, start, total - start - len(b))) if rank or whole else share)
         return a_RE, b_FR
 
-    def stacked(self, places: Any, each_a: Sequence[Any], each_b: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(self, places: Any, each_a: Sequence[Any], each_b: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """`stack` as two matrices, each written once; no gradient flows through it."""
         ranks, total, first = [-(-len(a) // 8) * 8 for a in each_a], self.start(len(self.widths)), 0
         whole = len(places) == 1 and not self.more and ranks[0] == len(each_a[0]) and total == len(each_b[0])
@@ -114,8 +113,8 @@ def adapted_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _product_in(dtypes: Sequence[torch.dtype], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x y, for who takes it in these dtypes: fp32 as it was added up, where all want that."""
-    if x.is_cuda and x.dtype in DTYPES and set(dtypes) == {torch.float32}:
+    """x y, for who takes it in these dtypes: of bf16 in fp32 as it was added up, where all want that."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and set(dtypes) == {torch.float32}:
         return torch.mm(x, y, out_dtype=torch.float32)
     return x @ y
 
@@ -141,7 +140,7 @@ class AdaptedFunction(torch.autograd.Function):
         tensors, ctx.settings = keep(x_TE, norm) if keeps else ((), None)
         a_RE = b_FR = u_TR = None
         if ctx.places:
-            a_RE, b_FR = ctx.sides.stacked(ctx.places, each_a, each_b)
+            a_RE, b_FR = ctx.sides.matrices(ctx.places, each_a, each_b)
             u_TR = F.linear(x_TE, a_RE)
             out_TF.addmm_(u_TR, b_FR.t())
         ctx.save_for_backward(a_RE, b_FR, u_TR, *(weights if needs_x else [None] * len(weights)), *tensors)

@@ -9,7 +9,6 @@ for a SwiGLU 2F, gate and up taking turns.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from contextlib import nullcontext
 from functools import lru_cache, partial
@@ -82,11 +81,6 @@ def gemm_add_reference(
 def serves(x_TE: torch.Tensor, kind: str) -> bool:
     """Whether it is faster for these rows, and right here."""
     return x_TE.shape[0] >= LEAST_ROWS and why_not(x_TE.device, x_TE.dtype, kind) is None
-
-
-def ready() -> bool:
-    """Whether QuACK was imported for them, which takes seconds: a tower that is only served gains 1 to 2 ms a call."""
-    return "quack.epilogue.frontend" in sys.modules
 
 
 @lru_cache(maxsize=16)

@@ -763,6 +763,8 @@ def test_warmup_wants_graphs_or_sizes() -> None:
     with pytest.raises(ValueError, match="patched with cuda_graphs, or sizes"):
         hf_vit_accel.warmup(hf_vit_accel.patch(model))
     assert hf_vit_accel.warmup(model, [GRIDS["images"]], progress=False).towers[0].calls == 1
+    with pytest.raises(ValueError, match="expected sizes as a list of calls"):
+        hf_vit_accel.warmup(model, [[(1, -2, 8)]])
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

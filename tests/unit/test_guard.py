@@ -197,6 +197,11 @@ def _other_mlp(tower: Any) -> None:
     tower.blocks[1].mlp = nn.Sequential(randomise(nn.Linear(width, width)))
 
 
+def _other_order(tower: Any) -> None:
+    layers = tower.blocks._modules
+    layers["0"] = layers.pop("0")  # the first becomes the last
+
+
 def _block_removed(tower: Any) -> None:
     tower.blocks = tower.blocks[:3]
     if hasattr(tower, "deepstack_merger_list"):
@@ -225,6 +230,7 @@ MODULES: dict[str, tuple[Callable[[Any], None], str | None]] = {
     "a parameter's values": (_in_place, None),
     "a module": (_other_mlp, None),
     "fewer layers": (_block_removed, None),
+    "layers in another order": (_other_order, None),
     "a hook on causal modules": (_causal_modules, "hooks on blocks.1"),
     "hooks in a new dict": (_hooks_in_a_new_dict, "hooks on blocks.1"),
     "a class": (_class_of_a_block, "layer 1 has a Mine"),

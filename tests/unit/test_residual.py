@@ -5,7 +5,6 @@ There is no GPU here: what QuACK's product computes stands in for it. A layer's 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from hf_vit_accel import FallbackError, Fp8Config, env
 from hf_vit_accel import tower as tower_module
 from hf_vit_accel.ops import gemm_epilogue, linears, mlp
 from hf_vit_accel.ops.gemm_epilogue import gemm_add_reference
+from hf_vit_accel.route import Routes
 from hf_vit_accel.tower import state_of
 
 GRID = GRIDS["mixed"]
@@ -58,7 +58,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(gemm_epilogue, "LEAST_ROWS", ROWS)
     monkeypatch.setattr(gemm_epilogue, "why_not", lambda device, dtype, kind: None if kind == "residual" else "no")
-    monkeypatch.setattr(gemm_epilogue, "ready", lambda: True)
+    monkeypatch.setattr(Routes, "warmed", True)
     put(monkeypatch, gemm_epilogue.gemm_add, gemm_add)
     return found
 
@@ -116,7 +116,7 @@ def test_a_served_tower_waits_for_warmup(
     """What QuACK's import takes, a short process does not gain: only training and graphs are sure to be long."""
     asked: list[Any] = []
     monkeypatch.setattr(gemm_epilogue, "why_not", lambda *at: asked.append(at))
-    monkeypatch.setattr(gemm_epilogue, "ready", lambda: bool(asked))
+    monkeypatch.setattr(Routes, "warmed", False)
     tower = tower_of(TINY["qwen2_vl"].build()).requires_grad_(way == "trained")
     hf_vit_accel.patch(tower, cuda_graphs=way == "graphs")
     pixels, grid = pixels_for(tower, GRID), torch.tensor(GRID)
@@ -133,10 +133,15 @@ def test_a_served_tower_waits_for_warmup(
         assert len(added) > before
 
 
-def test_quack_is_ready_where_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not gemm_epilogue.ready()
-    monkeypatch.setitem(sys.modules, "quack.epilogue.frontend", object())
-    assert gemm_epilogue.ready()
+def test_a_warmup_asks_for_it_only_where_it_can_be_used(
+    references: list[str], added: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(gemm_epilogue, "why_not", lambda *at: asked.append(at))
+    for options in ({"fuse": False}, {"fuse": ["patch_embed"]}):
+        model = hf_vit_accel.patch(TINY["qwen2_vl"].build(), **options)
+        hf_vit_accel.warmup(model, [GRID], progress=False)
+    assert not asked and not added
 
 
 def test_replays(references: list[str], added: list[bool], on_cpu: Any, model: Any) -> None:

@@ -31,6 +31,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError
+from hf_vit_accel import tower as tower_module
 from hf_vit_accel.backends import ORDER
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.tower import state_of
@@ -722,3 +723,15 @@ def test_status_says_a_reason_once() -> None:
 def test_the_name_that_models_are_loaded_with_is_explained() -> None:
     with pytest.raises(ValueError, match="what models are loaded with, here it is 'auto'"):
         hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention="flash_vit_auto")
+
+
+def test_status_tells_of_the_weights_as_they_are(references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a call before they were cast."""
+    only = lambda device, dtype: None if dtype == torch.bfloat16 else "not for this dtype"  # noqa: E731
+    monkeypatch.setattr(tower_module, "why_not_triton", only)
+    tower = tower_of(TINY["qwen2_vl"].build())
+    hf_vit_accel.patch(tower)
+    run_tower(tower, [(1, 4, 4)])
+    assert "mlp" not in hf_vit_accel.status(tower).towers[0].fused
+    tower.bfloat16()
+    assert "mlp" in hf_vit_accel.status(tower).towers[0].fused
