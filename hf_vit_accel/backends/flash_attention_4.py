@@ -1,29 +1,28 @@
 """FlashAttention-4, forward and backward: pure Python from pip, compiled by its package when it is first used.
 
-`T` packed rows, `S` segments, `H` heads, `D` head dim, `P` that dim as its backward takes it.
+`T` packed rows, `S` segments, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request, attention_op, reasons_tried
-from hf_vit_accel.ops.rope import fill_up, fill_up_reference, rope_back, rope_padded, rotate
+from hf_vit_accel.ops.rope import rope_, rope_back_, rotate
 from hf_vit_accel.ops.trained import Trained
 
 PACKAGE = env.Package(
     module="flash_attn.cute", distribution="flash-attn-4", install="pip install --pre flash-attn-4 (Hopper, Blackwell)"
 )
-_rotate = env.guarded(env.KERNELS, rope_padded)
-_fill_up = env.guarded(env.KERNELS, fill_up)
+_rotate_ = env.guarded(env.KERNELS, rope_)
 
 
 class FlashAttention4(Backend):
@@ -49,20 +48,30 @@ class FlashAttention4(Backend):
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
-        return reasons or list(_proven(request.device, request.dtype, request.head_dim, request.grad))
+        at = request.device, request.dtype, request.head_dim
+        return reasons or list(_backward(*at)[1] if request.grad else _against_results(*at))
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
-        rest = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale
         if not plan.request.grad:
-            return _attend(q_THD, k_THD, v_THD, *rest)
-        out_THD: torch.Tensor = _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, *rest)
+            return _attend(q_THD, k_THD, v_THD, *_settings(plan))
+        qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
+        out_THD: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, *_settings(plan))
         return out_THD
 
     def attend_layers(self, plan: Plan, layers: int, rotate_: Attend) -> list[Attend]:
         if not plan.request.grad or getattr(rotate_, "__wrapped__", rotate_) is not rotate:
             return super().attend_layers(plan, layers, rotate_)
-        settings = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale
-        return [Trained(alone=_Attention.apply, function=_Attention, settings=settings, fault=self.name)] * layers
+        trained = Trained(alone=_Attention.apply, function=_Attention, settings=_settings(plan), fault=self.name)
+        return [trained] * layers
+
+
+def _settings(plan: Plan) -> tuple[Any, ...]:
+    """cu_seqlens, the longest segment, the scale and, with gradients, the backward."""
+    request = plan.request
+    settings = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], request.scale
+    if not request.grad:
+        return settings
+    return *settings, _backward(request.device, request.dtype, request.head_dim)[0]
 
 
 def _interface() -> Any:
@@ -94,11 +103,7 @@ def _forward(
 
 
 class _Attention(torch.autograd.Function):
-    """qkv to attended rows; rotated first where there are tables, and its gradient rotated back.
-
-    On Hopper the backward of 4.0.0b36 writes a wrong dQ where the head dim is no multiple of 32 (flash-attention
-    #2896): heads are filled up with zeros by the rotation, which has to write them anyhow.
-    """
+    """qkv to attended rows; rotated first, in place, where there are tables, and its gradient rotated back."""
 
     @staticmethod
     def forward(
@@ -109,54 +114,88 @@ class _Attention(torch.autograd.Function):
         cu_seqlens_S1: torch.Tensor,
         max_seqlen: int,
         scale: float,
+        backward: Callable[..., Any],
     ) -> torch.Tensor:
-        dim = qkv_T3HD.shape[-1]
-        padded = -(-dim // 32) * 32
-        if cos_TD is None or sin_TD is None:
-            rotated_T3HP = F.pad(qkv_T3HD, (0, padded - dim))
-        else:
-            rotated_T3HP = _rotate(qkv_T3HD, cos_TD, sin_TD, padded)
-        # Its forward is right, and faster, without what was filled up.
-        qkv = rotated_T3HP[..., :dim].unbind(1)
-        out_THD, lse_HT = _forward(qkv, cu_seqlens_S1, max_seqlen, scale, lse=True)
-        ctx.max_seqlen, ctx.scale = max_seqlen, scale
-        ctx.save_for_backward(rotated_T3HP, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1)
+        if cos_TD is not None and sin_TD is not None:
+            _rotate_(qkv_T3HD, cos_TD, sin_TD)
+        out_THD, lse_HT = _forward(qkv_T3HD.unbind(1), cu_seqlens_S1, max_seqlen, scale, lse=True)
+        ctx.max_seqlen, ctx.scale, ctx.run = max_seqlen, scale, backward
+        ctx.save_for_backward(qkv_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1)
         return out_THD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rotated_T3HP, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
-        dim, padded = out_THD.shape[-1], rotated_T3HP.shape[-1]
-        fill = fill_up_reference if cos_TD is None else _fill_up
-        dqkv_T3HP = torch.empty_like(rotated_T3HP)
-        _interface()._flash_attn_bwd(
-            *rotated_T3HP.unbind(1),
-            *(fill(out_THD, dout_THD, padded) if padded > dim else (out_THD, dout_THD)),
-            lse_HT,
-            ctx.scale,
-            **_lengths(cu_seqlens_S1, ctx.max_seqlen),
-            **dict(zip(("dq", "dk", "dv"), dqkv_T3HP.unbind(1), strict=True)),
-        )
-        if cos_TD is None:
-            return dqkv_T3HP[..., :dim], None, None, None, None, None
-        return rope_back(dqkv_T3HP, cos_TD, sin_TD, dim), None, None, None, None, None
+        rotated_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
+        dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)
+        gradients = dict(zip(("dq", "dk", "dv"), dqkv_T3HD.unbind(1), strict=True))
+        lengths = _lengths(cu_seqlens_S1, ctx.max_seqlen)
+        ctx.run(*rotated_T3HD.unbind(1), out_THD, dout_THD, lse_HT, ctx.scale, **lengths, **gradients)
+        if cos_TD is not None:
+            rope_back_(dqkv_T3HD, cos_TD, sin_TD)
+        return dqkv_T3HD, None, None, None, None, None, None
 
 
-@env.probe
-def _proven(device: torch.device, dtype: torch.dtype, head_dim: int, grad: bool) -> tuple[str, ...]:
-    """Why it is not used here: it is tried once, against attention by its definition; so it is also compiled."""
-    lengths, scale = (200, 130, 321), head_dim**-0.5
-    cu_seqlens_S1 = torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
+def _as_it_is() -> Callable[..., Any]:
+    """The package's backward."""
+    backward: Callable[..., Any] = _interface()._flash_attn_bwd
+    return backward
+
+
+def _aligned() -> Callable[..., Any]:
+    """The same over functions that round head dims to multiples of 16, as on Hopper its main kernel does.
+
+    Those that fill and read the accumulator of dQ round to 32 in 4.0.0b36, so that dQ is wrong for head dims of 72 and
+    80 (flash-attention #2896). To go when a release has that fix.
+    """
+    interface = _interface()
+
+    def rounding(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: function(*args, **(kwargs | {"hdim_multiple_of": 16}))
+
+    names = {name: rounding(getattr(interface, name)) for name in ("_bwd_preprocess", "_bwd_postprocess_convert")}
+    backward = interface._flash_attn_bwd
+    return FunctionType(backward.__code__, vars(interface) | names, argdefs=backward.__defaults__)
+
+
+_LENGTHS = 200, 130, 321
+
+
+def _against(
+    device: torch.device, dtype: torch.dtype, head_dim: int, make: Callable[[], Callable[..., Any]] | None
+) -> tuple[str, ...]:
+    """Why it is not used here: it is tried, against attention by its definition; so it is also compiled.
+
+    make: its backward; None for its results alone.
+    """
+    cu_seqlens_S1 = torch.tensor((0, *_LENGTHS)).cumsum(0).to(device, torch.int32)
 
     def attend(qkv_T3HD: torch.Tensor) -> torch.Tensor:
-        rest = cu_seqlens_S1, max(lengths), scale
-        if not grad:
+        settings = cu_seqlens_S1, max(_LENGTHS), head_dim**-0.5
+        if make is None:
             q_THD, k_THD, v_THD = qkv_T3HD.unbind(1)
-            return _attend_cuda(q_THD, k_THD, v_THD, *rest)
-        found: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, *rest)
+            return _attend_cuda(q_THD, k_THD, v_THD, *settings)
+        found: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, *settings, make())
         return found
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its compiler's, about its own code
-        return reasons_tried(attend, lengths, device, dtype, head_dim, grad=grad)
+        return reasons_tried(attend, _LENGTHS, device, dtype, head_dim, grad=make is not None)
+
+
+@env.probe
+def _against_results(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
+    return _against(device, dtype, head_dim, None)
+
+
+@env.probe
+def _backward(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> tuple[Callable[..., Any] | None, tuple[str, ...]]:
+    """What of both is right here, the package's own first; or None, and what is wrong with that."""
+    against_own: tuple[str, ...] = ()
+    for make in (_as_it_is, _aligned):
+        if not (reasons := _against(device, dtype, head_dim, make)):
+            return make(), ()
+        against_own = against_own or reasons
+    return None, against_own

@@ -17,7 +17,8 @@ BLOCK_T, BLOCK_F = 32, 128
 """A tile of a kernel that walks over rows and sums up columns: 256 bytes of a row are whole lines of memory."""
 
 
-_FEW_ROWS = 8192  # below, launching takes longer than summing
+FEW_ROWS = 8192
+"""Below, launching takes longer than summing."""
 
 
 def column_sum_reference(dy_TF: torch.Tensor) -> torch.Tensor:
@@ -77,18 +78,29 @@ def add_up(partial_NPF: torch.Tensor, dtype: torch.dtype, width: int | None = No
     return out_NF.unbind(0)
 
 
-def remember_sum(dy_TF: torch.Tensor, sum_F: torch.Tensor) -> None:
-    """Let `column_sum` know the sum of these very rows, which who wrote them has added up; until they are changed."""
-    dy_TF._hf_vit_accel_sum = dy_TF._version, sum_F  # type: ignore[attr-defined]
+def remember_sum(dy: torch.Tensor, sums: torch.Tensor) -> None:
+    """Let `column_sum` know the sum of these very rows, which who wrote them has added up; until they are changed.
+
+    sums: (F,), or what is still to be added up, (1, P, F).
+    """
+    dy._hf_vit_accel_sum = dy._version, sums  # type: ignore[attr-defined]
+
+
+def flattened(dy: torch.Tensor) -> torch.Tensor:
+    """Contiguous rows (T, F) of a gradient of more dimensions, of which the same is remembered."""
+    dy_TF = dy.flatten(1)
+    if (known := getattr(dy, "_hf_vit_accel_sum", None)) is not None:
+        dy_TF._hf_vit_accel_sum = known  # type: ignore[attr-defined]
+    return dy_TF
 
 
 def column_sum(dy_TF: torch.Tensor) -> torch.Tensor:
     """`column_sum_reference`; by a kernel for many rows, of which 16384 take aten 55 us (H200). See `remember_sum`."""
     rows, width = dy_TF.shape
-    version, sum_F = getattr(dy_TF, "_hf_vit_accel_sum", (None, None))
-    if version == dy_TF._version and isinstance(sum_F, torch.Tensor):
-        return sum_F.to(dy_TF.dtype)
-    if rows < _FEW_ROWS:
+    version, sums = getattr(dy_TF, "_hf_vit_accel_sum", (None, None))
+    if version == dy_TF._version and isinstance(sums, torch.Tensor):
+        return sums.to(dy_TF.dtype) if sums.ndim == 1 else add_up(sums, dy_TF.dtype)[0]
+    if rows < FEW_ROWS:
         return dy_TF.sum(0)  # rows are summed in fp32, whatever their dtype
     dy_TF = dy_TF if dy_TF.stride(1) == 1 else dy_TF.contiguous()
     columns = -(-width // BLOCK_F)

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_vit_accel.ops.column_sum import add_up, remember_sum, runs
+from hf_vit_accel.ops.column_sum import FEW_ROWS, add_up, remember_sum, runs
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm import add_norm_reference as add_norm_reference
 from hf_vit_accel.ops.norm import add_norm_rows, pieces
 
-_FEW_ROWS = 8192
 _EACH_SM = 4  # programs of a multiprocessor: a warp each, which needs no barriers, and their next rows on their way
 
 
@@ -53,7 +52,7 @@ def keep(x_TE: torch.Tensor, norm: Norm | None) -> tuple[tuple[torch.Tensor | No
 
     Few rows are kept as they are: making them again would cost a launch, and they cost no memory.
     """
-    if norm is None or x_TE.shape[0] < _FEW_ROWS:
+    if norm is None or x_TE.shape[0] < FEW_ROWS:
         return (x_TE,), None
     return (norm.sum_TE.detach(), norm.weight_E.detach(), norm.bias_E), norm[3:]
 

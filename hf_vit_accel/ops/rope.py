@@ -1,6 +1,6 @@
 """Rotary position embedding on the packed projection.
 
-`T` rows, `B` segments of `L` rows, `H` heads, `D` head dim, `P` that dim padded with zeros; 3 stands for q, k, v.
+`T` rows, `B` segments of `L` rows, `H` heads, `D` head dim; 3 stands for q, k, v.
 """
 
 from __future__ import annotations
@@ -10,29 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.column_sum import FEW_ROWS, remember_sum, runs, store_sum
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.lora import lora_of
 
 
-def rope_reference(
-    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int | None = None
-) -> torch.Tensor:
+def rope_reference(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """Rotate q and k in fp32, rounded once, as stock does (x * cos + rotate_half(x) * sin); (T, 3, H, D), new.
 
-    cos_TD, sin_TD: both halves of D filled alike. padded: P, to which q, k and v are filled up with zeros.
+    cos_TD, sin_TD: both halves of D filled alike.
     """
     wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
     cos, sin = cos_TD[:, None, None].to(wide), sin_TD[:, None, None].to(wide)
     qk, dim = qkv_T3HD[:, :2].to(wide), qkv_T3HD.shape[-1]
     turned = torch.cat((-qk[..., dim // 2 :], qk[..., : dim // 2]), dim=-1)
-    out_T3HD = torch.cat(((qk * cos + turned * sin).to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
-    return F.pad(out_T3HD, (0, (padded or dim) - dim))
+    return torch.cat(((qk * cos + turned * sin).to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
 
 
 @jit
@@ -96,79 +93,146 @@ def _rope_copy_kernel(
     table_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    FROM: tl.constexpr,
-    TO: tl.constexpr,
     BACK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    # A pair of q, of k and of v by each lane, so that the tables are read once. A head takes FROM elements, then TO.
+    # A pair of q, of k and of v by each lane, so that the tables are read once.
     half: tl.constexpr = DIM // 2
     dtype: tl.constexpr = out.dtype.element_ty
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
     pair = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
     inside = (t < rows) & (pair < HEADS * half)
-    d, head = pair % half, pair // half
+    d = pair % half
     table = t * table_stride + d
     c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
     s = -s if BACK else s
-    source = qkv + t * (3 * HEADS * FROM) + (head * FROM + d)
-    target = out + t * (3 * HEADS * TO) + (head * TO + d)
+    first = t * (3 * HEADS * DIM) + (pair // half * DIM + d)
     for part in tl.static_range(3):
-        x1 = tl.load(source + part * HEADS * FROM, mask=inside, other=0.0)
-        x2 = tl.load(source + part * HEADS * FROM + half, mask=inside, other=0.0)
+        cell = first + part * HEADS * DIM
+        x1 = tl.load(qkv + cell, mask=inside, other=0.0)
+        x2 = tl.load(qkv + cell + half, mask=inside, other=0.0)
         if part < 2:
             w1, w2 = x1.to(tl.float32), x2.to(tl.float32)
             x1, x2 = (w1 * c - w2 * s).to(dtype), (w2 * c + w1 * s).to(dtype)
-        tl.store(target + part * HEADS * TO, x1, mask=inside)
-        tl.store(target + part * HEADS * TO + half, x2, mask=inside)
-        if TO > DIM:
-            zeros = tl.zeros((BLOCK_T, BLOCK_P), dtype)
-            tl.store(target + part * HEADS * TO + DIM, zeros, mask=inside & (d < TO - DIM))
+        tl.store(out + cell, x1, mask=inside)
+        tl.store(out + cell + half, x2, mask=inside)
 
 
-def _copy(
-    qkv_T3HP: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, dim: int, to: int, *, back: bool
-) -> torch.Tensor:
-    qkv_T3HP = qkv_T3HP.contiguous()
-    rows, _, heads, from_dim = qkv_T3HP.shape
-    assert dim % 2 == 0 and dim <= to <= dim + dim // 2 and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
-    out_T3HP = torch.empty(rows, 3, heads, to, dtype=qkv_T3HP.dtype, device=qkv_T3HP.device)
-    # Few rows in whole: 75 to 83 us at 16384 rows of 72 or 80, as 8 rows by 128 pairs 130 to 180 (H200).
+def _copy(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, back: bool) -> torch.Tensor:
+    qkv_T3HD = qkv_T3HD.contiguous()
+    rows, _, heads, dim = qkv_T3HD.shape
+    assert dim % 2 == 0 and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
+    out_T3HD = torch.empty_like(qkv_T3HD)
+    # Few rows in whole: 63 to 78 us at 16384 rows of 72 or 80, as 8 rows by 128 pairs 130 to 180 (H200).
     block_p = min(1024, next_power_of_2(heads * dim // 2))
     block_t = 2048 // block_p
     _rope_copy_kernel[(-(-rows // block_t), -(-heads * dim // 2 // block_p))](
-        qkv_T3HP,
+        qkv_T3HD,
         cos_TD,
         sin_TD,
-        out_T3HP,
+        out_T3HD,
         rows,
         cos_TD.stride(0),
         HEADS=heads,
         DIM=dim,
-        FROM=from_dim,
-        TO=to,
         BACK=back,
         BLOCK_T=block_t,
         BLOCK_P=block_p,
         num_warps=8,
         enable_fp_fusion=False,
     )
-    return out_T3HP
+    return out_T3HD
 
 
-def rope_padded(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int) -> torch.Tensor:
-    """`rope_reference` with heads of P, new; autograd does not see it."""
-    return _copy(qkv_T3HD, cos_TD, sin_TD, qkv_T3HD.shape[-1], padded, back=False)
+@jit
+def _rope_back_kernel(
+    dqkv,
+    cos,
+    sin,
+    partial,
+    rows,
+    length,
+    table_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NEED_SUM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    # A run of rows; lanes as in `_rope_copy_kernel`. What v has is read for its sum only.
+    half: tl.constexpr = DIM // 2
+    width: tl.constexpr = HEADS * DIM
+    dtype: tl.constexpr = dqkv.dtype.element_ty
+    pair = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
+    d, known = pair % half, pair < HEADS * half
+    f = pair // half * DIM + d
+    q_sum1 = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    q_sum2, k_sum1, k_sum2, v_sum1, v_sum2 = q_sum1, q_sum1, q_sum1, q_sum1, q_sum1
+    for at in tl.range(0, length, BLOCK_T):
+        t = (tl.program_id(1) * length + at + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
+        inside = (t < rows) & known
+        table = t * table_stride + d
+        c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
+        q = dqkv + t * (3 * width) + f
+        k, v = q + width, q + 2 * width
+        q1 = tl.load(q, mask=inside, other=0.0).to(tl.float32)
+        q2 = tl.load(q + half, mask=inside, other=0.0).to(tl.float32)
+        k1 = tl.load(k, mask=inside, other=0.0).to(tl.float32)
+        k2 = tl.load(k + half, mask=inside, other=0.0).to(tl.float32)
+        q1, q2 = q1 * c + q2 * s, q2 * c - q1 * s
+        k1, k2 = k1 * c + k2 * s, k2 * c - k1 * s
+        if NEED_SUM:
+            v_sum1 += tl.load(v, mask=inside, other=0.0).to(tl.float32)
+            v_sum2 += tl.load(v + half, mask=inside, other=0.0).to(tl.float32)
+            q_sum1 += q1
+            q_sum2 += q2
+            k_sum1 += k1
+            k_sum2 += k2
+        tl.store(q, q1.to(dtype), mask=inside)
+        tl.store(q + half, q2.to(dtype), mask=inside)
+        tl.store(k, k1.to(dtype), mask=inside)
+        tl.store(k + half, k2.to(dtype), mask=inside)
+    if NEED_SUM:
+        run, f = tl.program_id(1), tl.where(known, f, 3 * width)
+        store_sum(partial, q_sum1, f, run, 3 * width)
+        store_sum(partial, q_sum2, f + half, run, 3 * width)
+        store_sum(partial, k_sum1, f + width, run, 3 * width)
+        store_sum(partial, k_sum2, f + width + half, run, 3 * width)
+        store_sum(partial, v_sum1, f + 2 * width, run, 3 * width)
+        store_sum(partial, v_sum2, f + 2 * width + half, run, 3 * width)
 
 
-def rope_back(
-    dqkv_T3HP: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, dim: int | None = None
-) -> torch.Tensor:
-    """The gradient of `rope`'s input, (T, 3, H, D), from that of its result, (T, 3, H, P); dim: D where P is not."""
-    dim = dim or dqkv_T3HP.shape[-1]
-    return _copy(dqkv_T3HP, cos_TD, sin_TD, dim, dim, back=True)
+def rope_back_(dqkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """Gradients of rotated q and k, and of v, rotated back in place; of many rows their sum is remembered."""
+    rows, _, heads, dim = dqkv_T3HD.shape
+    assert dqkv_T3HD.is_contiguous() and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
+    needs_sum, block_t, block_p = rows >= FEW_ROWS, 8, 64
+    columns = -(-heads * dim // 2 // block_p)
+    length, count = runs(rows, columns, dqkv_T3HD.device, block_t=block_t)
+    width = 3 * heads * dim
+    partial_1PF = torch.empty(1, count * needs_sum, width, dtype=torch.float32, device=dqkv_T3HD.device)
+    _rope_back_kernel[(columns, count)](
+        dqkv_T3HD,
+        cos_TD,
+        sin_TD,
+        partial_1PF,
+        rows,
+        length,
+        cos_TD.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        NEED_SUM=needs_sum,
+        BLOCK_T=block_t,
+        BLOCK_P=block_p,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    if needs_sum:
+        remember_sum(dqkv_T3HD, partial_1PF)
+    return dqkv_T3HD
 
 
 @jit
@@ -247,55 +311,26 @@ def rope_gather_back(
     return out_T3HD
 
 
-@jit
-def _fill_up_kernel(first, second, out, count, DIM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    head, d = at // TO, at % TO
-    which = tl.program_id(1)
-    source = first if which == 0 else second
-    x = tl.load(source + head * DIM + d, mask=(head < count) & (d < DIM), other=0.0)
-    tl.store(out + which.to(tl.int64) * count * TO + at, x, mask=head < count)
-
-
-def fill_up(first_THD: torch.Tensor, second_THD: torch.Tensor, padded: int) -> torch.Tensor:
-    """Two tensors of heads, each filled up with zeros to P, as one: (2, T, H, P); autograd does not see it."""
-    rows, heads, dim = first_THD.shape
-    out_2THP = first_THD.new_empty(2, rows, heads, padded)
-    both = first_THD.contiguous(), second_THD.contiguous()
-    grid = -(-rows * heads * padded // 2048), 2
-    _fill_up_kernel[grid](*both, out_2THP, rows * heads, DIM=dim, TO=padded, BLOCK=2048, num_warps=8)
-    return out_2THP
-
-
-def fill_up_reference(first_THD: torch.Tensor, second_THD: torch.Tensor, padded: int) -> torch.Tensor:
-    """`fill_up` in plain torch."""
-    return F.pad(torch.stack((first_THD, second_THD)), (0, padded - first_THD.shape[-1]))
-
-
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
-        ctx.dim = qkv_T3HD.shape[-1]
-        return _copy(qkv_T3HD, cos_TD, sin_TD, ctx.dim, padded or ctx.dim, back=False)
+        return _copy(qkv_T3HD, cos_TD, sin_TD, back=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_T3HP: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos_TD, sin_TD = ctx.saved_tensors
-        return rope_back(dout_T3HP, cos_TD, sin_TD, ctx.dim), None, None, None
+    def backward(ctx: Any, dout_T3HD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _copy(dout_T3HD, *ctx.saved_tensors, back=True), None, None
 
 
-def rope(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, padded: int | None = None) -> torch.Tensor:
+def rope(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """`rope_reference` as one kernel, in both directions; saved are the tables only.
 
-    padded: at most 1.5 D. Out of place, though v is copied: done in place on a view of a product, autograd would copy
-    the gradient three times (`CopySlices`), and a gradient that comes in may be somebody else's too.
+    Out of place, though v is copied: done in place on a view of a product, autograd would copy the gradient three times
+    (`CopySlices`), and a gradient that comes in may be somebody else's too.
     """
-    out_T3HP: torch.Tensor = _Rope.apply(qkv_T3HD, cos_TD, sin_TD, padded)
-    return out_T3HP
+    out_T3HD: torch.Tensor = _Rope.apply(qkv_T3HD, cos_TD, sin_TD)
+    return out_T3HD
 
 
 def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:

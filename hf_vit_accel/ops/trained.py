@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
+from hf_vit_accel.ops.column_sum import flattened
 from hf_vit_accel.ops.norm_backward import Norm, norm_of, remember
 
 Rows = torch.Tensor
@@ -196,7 +197,7 @@ class _Layer(torch.autograd.Function):
         dsum_TE, dproj_TE = back(4, 2, dsum_TE, dnormed_TE)
         (dattended,) = back(3, 1, dproj_TE)
         dqkv_T3HD, _, _ = back(2, 3, None if dattended is None else dattended.view(-1, *ctx.heads[1:]))
-        (dnormed_TE,) = back(1, 1, None if dqkv_T3HD is None else dqkv_T3HD.flatten(1))
+        (dnormed_TE,) = back(1, 1, None if dqkv_T3HD is None else flattened(dqkv_T3HD))
         dx_TE, ddelta_TE = back(0, 2, dsum_TE, dnormed_TE)
         ddelta_TE = ddelta_TE if ctx.needs_input_grad[6] else None
         return None, None, None, None, None, dx_TE, ddelta_TE, *chain.from_iterable(gradients)

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_vit_accel.ops import column_sum as column_sum_module
 from hf_vit_accel.ops import gelu_backward, gemm_epilogue, norm_backward, swiglu_backward
 from hf_vit_accel.ops import linear as linear_module
-from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
+from hf_vit_accel.ops import rope as rope_module
+from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference, flattened
 from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp, gelu_mlp_reference
 from hf_vit_accel.ops.heads import shape_heads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
@@ -31,7 +32,7 @@ from hf_vit_accel.ops.linear import LinearFunction, linear, linear_reference
 from hf_vit_accel.ops.norm_backward import Norm, add_norm, add_norm_reference
 from hf_vit_accel.ops.positions import add_positions, add_positions_reference
 from hf_vit_accel.ops.project import project, project_reference
-from hf_vit_accel.ops.rope import rope, rope_reference
+from hf_vit_accel.ops.rope import rope, rope_back_, rope_reference
 from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
@@ -91,13 +92,13 @@ def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Call
     return make
 
 
-def rope_case(dim: int, padded: int | None = None) -> Callable[[At], Case]:
+def rope_case(dim: int) -> Callable[[At], Case]:
     def make(at: At) -> Case:
         cos, sin = tables(at["rows"], dim, at)
         return Case(
             leaves(at, qkv=(at["rows"], 3, at["heads"], dim)),
-            lambda p: rope(p["qkv"], cos, sin, padded),
-            lambda p: rope_reference(p["qkv"], cos, sin, padded),
+            lambda p: rope(p["qkv"], cos, sin),
+            lambda p: rope_reference(p["qkv"], cos, sin),
         )
 
     return make
@@ -369,7 +370,7 @@ CASES: dict[str, Callable[[At], Case]] = {
         f"norm 144 {'rms' if rms else 'layer'} of fp32": norm_case(144, rms=rms, delta=True, wide=True)
         for rms in (True, False)
     },
-    **{f"rope {dim} {padded}": rope_case(dim, padded) for dim, padded in ((80, None), (72, None), (72, 96), (80, 96))},
+    **{f"rope {dim}": rope_case(dim) for dim in (80, 72)},
     "window 80": window_case(80, [64, 16, 1, 37, 0, 48]),
     "window 72": window_case(72, [64, 3]),
     "linear 144": linear_case(144, 432),
@@ -412,7 +413,7 @@ CASES: dict[str, Callable[[At], Case]] = {
 }
 ALIKE = {f"mlp {kind}" for kind in KINDS if kind != "gelu_tanh"} | {"swiglu, odd", "swiglu, no bias", "swiglu, cut off"}
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer delta", "norm 1152 layer delta", "norm 1280 rms delta"}
-ALIKE |= {"rope 80 None", "rope 72 None", "rope 80 96", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
+ALIKE |= {"rope 80", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
 ALIKE |= {"mlp gelu_tanh, closed", "mlp gelu_tanh, closed, epilogue", "mlp quick_gelu, closed, epilogue"}
 ALIKE |= {
     "layer swiglu, adding, the first",
@@ -461,8 +462,8 @@ def cells(dtypes: list[Any], alike: Callable[[At], bool]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
-    for module in (column_sum_module, norm_backward):
-        monkeypatch.setattr(module, "_FEW_ROWS", 0)
+    for module in (column_sum_module, norm_backward, rope_module):
+        monkeypatch.setattr(module, "FEW_ROWS", 0)
     for module in (linear_module, gelu_backward, swiglu_backward):
         if INTERPRETED:
             monkeypatch.setattr(module, "gemm_add", gemm_epilogue.gemm_add_reference)
@@ -624,6 +625,33 @@ def test_column_sum(at: At, rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("at", DTYPES)
+@pytest.mark.parametrize("dim", [64, 72, 80])
+def test_rope_back_in_place_and_its_sum(at: At, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient that `rope` makes, bit for bit; the sum is known until somebody writes to the rows."""
+    rows, heads = at["rows"], at["heads"]
+    cos, sin = tables(rows, dim, at)
+    given = draw(rows, 3, heads, dim, at=at)
+    qkv = draw(rows, 3, heads, dim, at=at, seed=1).requires_grad_()
+    (expected,) = torch.autograd.grad(rope(qkv, cos, sin), qkv, given)
+    found = rope_back_(given.clone(), cos, sin)
+    assert torch.equal(found, expected)
+
+    def sums() -> None:
+        rows_TF = flattened(found)
+        exact = rows_TF.double().sum(0)
+        check({"sum": column_sum(rows_TF)}, {"sum": column_sum_reference(rows_TF)}, {"sum": exact})
+
+    sums()
+    with monkeypatch.context() as within:
+        within.setattr(column_sum_module, "runs", None)  # of what is known nothing is read
+        sums()
+        within.setattr(rope_module, "FEW_ROWS", rows + 1)
+        assert torch.equal(rope_back_(given.clone(), cos, sin), expected)
+    found.mul_(2)
+    sums()
+
+
+@pytest.mark.parametrize("at", DTYPES)
 def test_gradient_of_the_table_in_order(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     test_outputs_and_gradients("positions 4", at)
@@ -708,18 +736,20 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "rope",
             "_rope_copy_kernel",
             "qkv:*bf16 cos:*fp32 sin:*fp32 out:*bf16 rows:i32 table_stride:i32",
-            dict(HEADS=16, DIM=dim, FROM=96 if back else dim, TO=dim if back else 96, BACK=back)
-            | dict(BLOCK_T=2, BLOCK_P=1024),
+            dict(HEADS=16, DIM=dim, BACK=back, BLOCK_T=2, BLOCK_P=1024),
         )
         for dim in (72, 80)
         for back in (False, True)
     },
-    "fill_up": (
-        "rope",
-        "_fill_up_kernel",
-        "first:*bf16 second:*bf16 out:*bf16 count:i32",
-        dict(DIM=72, TO=96, BLOCK=2048),
-    ),
+    **{
+        f"rope_back_ {dim}": (
+            "rope",
+            "_rope_back_kernel",
+            "dqkv:*bf16 cos:*fp32 sin:*fp32 partial:*fp32 rows:i32 length:i32 table_stride:i32",
+            dict(HEADS=16, DIM=dim, NEED_SUM=True, BLOCK_T=8, BLOCK_P=64),
+        )
+        for dim in (72, 80)
+    },
     "rope_gather_back": (
         "rope",
         "_rope_gather_kernel",

@@ -43,7 +43,7 @@ from hf_vit_accel.ops.quantize import (
     quantize_reference,
     sample_reference,
 )
-from hf_vit_accel.ops.rope import fill_up, fill_up_reference, rope_, rope_reference
+from hf_vit_accel.ops.rope import rope_, rope_reference
 from hf_vit_accel.ops.scaled import (
     KINDS,
     Quantized,
@@ -93,16 +93,6 @@ def tables(rows: int, dim: int, at: dict[str, Any]) -> tuple[torch.Tensor, torch
     half = 50 * draw(rows, dim // 2, at=at, dtype=torch.float32)
     angles = torch.cat([half, half], dim=-1)
     return angles.cos(), angles.sin()
-
-
-@where
-@pytest.mark.parametrize(("dim", "padded"), [(72, 96), (80, 96), (40, 64)])
-def test_fill_up(at: dict[str, Any], dim: int, padded: int) -> None:
-    """The second one is a view with strides of its own."""
-    first, both = draw(at["rows"], at["heads"], dim, at=at), draw(at["rows"], 2, at["heads"], dim, at=at)
-    first.new_empty(2, *first.shape[:2], padded).fill_(float("nan"))  # what it is given may hold anything
-    found = fill_up(first, both[:, 1], padded)
-    assert torch.equal(found, fill_up_reference(first, both[:, 1], padded))
 
 
 @where

@@ -33,33 +33,62 @@ def lengths_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 
 class Interface(ModuleType):
-    """flash_attn.cute.interface as 4.0.0b36 is called; its dQ is wrong for head dims that are no multiple of 32."""
+    """flash_attn.cute.interface as 4.0.0b36 is called; its functions look each other up in it, as a module's do.
 
-    wrong_dq = False
+    dQ is right where those that fill and read its accumulator round the head dim as the main kernel does: to 16 on
+    Hopper in that version, to `kernel` here.
+    """
 
-    def _flash_attn_fwd(self, q: Any, k: Any, v: Any, **given: Any) -> tuple[Any, ...]:
-        assert given["cu_seqlens_q"] is given["cu_seqlens_k"] and given["cu_seqlens_q"].dtype == torch.int32
-        assert given["max_seqlen_q"] == given["max_seqlen_k"] == max(lengths_of(given["cu_seqlens_q"]))
-        out = attend(torch.stack((q, k, v), 1), lengths_of(given["cu_seqlens_q"]), given["softmax_scale"])
-        return out.detach(), torch.zeros(q.shape[1], len(q)) if given["return_lse"] else None, None, None, None
+    kernel = 16
 
-    def _flash_attn_bwd(
-        self, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, scale: float, **given: Any
-    ) -> tuple[Any, ...]:
-        assert lse is not None and out.shape == dout.shape == q.shape
-        with torch.enable_grad():
-            qkv = torch.stack((q, k, v), 1).detach().requires_grad_()
-            (found,) = torch.autograd.grad(attend(qkv, lengths_of(given["cu_seqlens_q"]), scale), qkv, dout)
-        for name, each in zip(("dq", "dk", "dv"), found.unbind(1), strict=True):
-            given[name].copy_(each)
-        if self.wrong_dq or q.shape[-1] % 32:
-            given["dq"].neg_()
-        return given["dq"], given["dk"], given["dv"]
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        exec(compile(FUNCTIONS, name, "exec"), vars(self))
+        self.attend, self.lengths_of = attend, lengths_of
+
+
+FUNCTIONS = """
+import torch
+
+rounded = []
+
+def _flash_attn_fwd(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, return_lse):
+    assert cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
+    lengths = lengths_of(cu_seqlens_q)
+    assert max_seqlen_q == max_seqlen_k == max(lengths)
+    out = attend(torch.stack((q, k, v), 1), lengths, softmax_scale)
+    return out.detach(), torch.zeros(q.shape[1], len(q)) if return_lse else None, None, None, None
+
+def _bwd_preprocess(out, dout, hdim_multiple_of=32):
+    assert out.shape == dout.shape
+    rounded.append(-(-out.shape[-1] // hdim_multiple_of) * hdim_multiple_of)
+
+def _bwd_postprocess_convert(dq, *, hdim_multiple_of=32):
+    rounded.append(-(-dq.shape[-1] // hdim_multiple_of) * hdim_multiple_of)
+
+def _flash_attn_bwd(
+    q, k, v, out, dout, lse, scale=None, *rest,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None
+):
+    assert lse is not None and out.shape == dout.shape == q.shape
+    rounded.clear()
+    _bwd_preprocess(out, dout, hdim_multiple_of=32)
+    with torch.enable_grad():
+        qkv = torch.stack((q, k, v), 1).detach().requires_grad_()
+        (found,) = torch.autograd.grad(attend(qkv, lengths_of(cu_seqlens_q), scale), qkv, dout)
+    for into, each in zip((dq, dk, dv), found.unbind(1)):
+        into.copy_(each)
+    _bwd_postprocess_convert(dq, hdim_multiple_of=32)
+    if set(rounded) != {-(-q.shape[-1] // kernel) * kernel}:
+        dq.neg_()
+    return dq, dk, dv
+"""
 
 
 @pytest.fixture
 def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interface]:
     made = Interface("flash_attn.cute.interface")
+    made.kernel = 16
     cute = ModuleType("flash_attn.cute")
     cute.interface = made  # type: ignore[attr-defined]
     for name, module in (("flash_attn", ModuleType("flash_attn")), (cute.__name__, cute), (made.__name__, made)):
@@ -70,28 +99,52 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interface]:
     env.reset()
 
 
-def settings() -> tuple[torch.Tensor, int, float]:
-    return torch.tensor((0, *LENGTHS)).cumsum(0).int(), max(LENGTHS), DIM**-0.5
-
-
-def test_heads_are_filled_up_for_the_backward_and_cut_again(interface: Interface) -> None:
-    qkv = torch.randn(sum(LENGTHS), 3, HEADS, DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    found, wanted = flash_attention_4._Attention.apply(qkv, None, None, *settings()), attend(qkv)
+def gradients_of(made: Any, dim: int = DIM) -> Any:
+    """`_backward` of a head dim, and what it makes of a gradient, beside what it should."""
+    backward, reasons = flash_attention_4._backward(torch.device("cpu"), torch.float32, dim)
+    if backward is None:
+        return reasons
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+    qkv = torch.randn(sum(LENGTHS), 3, HEADS, dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = flash_attention_4._Attention.apply(qkv, None, None, offsets, max(LENGTHS), dim**-0.5, backward)
+    wanted = attend(qkv, scale=dim**-0.5)
     given = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
     assert relative_error(found, wanted) < 1e-6
     gradients = [torch.autograd.grad(each, qkv, given)[0] for each in (found, wanted)]
     assert relative_error(*gradients) < 1e-6
+    return backward is made._flash_attn_bwd
+
+
+@pytest.mark.parametrize("kernel", [16, 32])
+def test_what_rounds_the_head_dim_is_made_to_agree_where_it_does_not(interface: Interface, kernel: int) -> None:
+    """As in 4.0.0b36, and as in a version whose kernel rounds to 32: then its own backward is taken."""
+    interface.kernel = kernel
+    own = {dim: gradients_of(interface, dim) for dim in (8, 32, 40, 72, 96)}
+    assert own == {8: kernel == 32, 32: True, 40: kernel == 32, 72: kernel == 32, 96: True}
+    assert interface.rounded, "the package's own functions are what they were"
+    interface._bwd_preprocess(torch.zeros(1, 72), torch.zeros(1, 72))
+    assert interface.rounded[-1] == 96
+
+
+@pytest.mark.parametrize("missing", ["_bwd_preprocess", "_bwd_postprocess_convert"])
+def test_another_version_s_backward_is_taken_as_it_is_or_not_at_all(interface: Interface, missing: str) -> None:
+    setattr(interface, f"{missing}_of_another_name", getattr(interface, missing))
+    source = FUNCTIONS.replace(missing, f"{missing}_of_another_name")
+    exec(compile(source, "another", "exec"), vars(interface))
+    delattr(interface, missing)
+    assert gradients_of(interface, 32) is True
+    [why] = gradients_of(interface, 72)
+    assert why.startswith("its gradients are wrong here: relative error")
 
 
 def test_rotation_is_a_part_of_it(interface: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
-    def back(dqkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int) -> torch.Tensor:
+    def back_(dqkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         with torch.enable_grad():
-            zero = torch.zeros(*dqkv.shape[:3], dim, requires_grad=True)
-            return torch.autograd.grad(rope.rope_reference(zero, cos, sin, dqkv.shape[-1]), zero, dqkv)[0]
+            zero = torch.zeros_like(dqkv, requires_grad=True)
+            dqkv.copy_(torch.autograd.grad(rope.rope_reference(zero, cos, sin), zero, dqkv)[0])
 
-    monkeypatch.setattr(flash_attention_4, "_rotate", rope.rope_reference)
-    monkeypatch.setattr(flash_attention_4, "rope_back", back)
-    monkeypatch.setattr(flash_attention_4, "_fill_up", rope.fill_up_reference)
+    monkeypatch.setattr(flash_attention_4, "_rotate_", lambda qkv, *given: qkv.copy_(rope.rope_reference(qkv, *given)))
+    monkeypatch.setattr(flash_attention_4, "rope_back_", back_)
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sum(LENGTHS), 3, HEADS, DIM, generator=generator).requires_grad_()
     angles = torch.randn(sum(LENGTHS), DIM // 2, generator=generator).repeat(1, 2)
@@ -108,7 +161,7 @@ def test_rotation_is_a_part_of_it(interface: Interface, monkeypatch: pytest.Monk
     plan = plan_alone(backend, Segments(lengths_S=torch.tensor(LENGTHS, dtype=torch.int32).numpy()), request)
     [trained, same] = backend.attend_layers(plan, 2, rope.rotate)
     assert trained is same
-    found = trained(qkv, angles.cos(), angles.sin())
+    found = trained(qkv + 0.0, angles.cos(), angles.sin())
     wanted = attend(rope.rope_reference(qkv, angles.cos(), angles.sin()))
     assert relative_error(found, wanted) < 1e-6
     given = torch.randn(wanted.shape, generator=generator)
@@ -173,12 +226,12 @@ def test_cudnn_takes_runs_of_equal_lengths(packed: bool, monkeypatch: pytest.Mon
 
 def test_it_is_tried_before_it_is_used(interface: Interface) -> None:
     at = torch.device("cpu"), torch.float32, DIM
-    assert flash_attention_4._proven(*at, True) == () == flash_attention_4._proven(*at, False)
-    interface.wrong_dq = True
+    assert flash_attention_4._against_results(*at) == () == flash_attention_4._backward(*at)[1]
+    interface.kernel = 7
     env.reset()
-    assert flash_attention_4._proven(*at, False) == ()
-    [why] = flash_attention_4._proven(*at, True)
-    assert why.startswith("its gradients are wrong here: relative error")
+    assert flash_attention_4._against_results(*at) == ()
+    none, [why] = flash_attention_4._backward(*at)
+    assert none is None and why.startswith("its gradients are wrong here: relative error")
 
 
 def test_what_fails_when_it_is_tried_is_a_reason(interface: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +239,7 @@ def test_what_fails_when_it_is_tried_is_a_reason(interface: Interface, monkeypat
         raise RuntimeError("no compiler\nhere")
 
     monkeypatch.setattr(interface, "_flash_attn_fwd", fail, raising=False)
-    [why] = flash_attention_4._proven(torch.device("cpu"), torch.float32, DIM, False)
+    [why] = flash_attention_4._against_results(torch.device("cpu"), torch.float32, DIM)
     assert why == "its results fail here: RuntimeError: no compiler here"
 
 
