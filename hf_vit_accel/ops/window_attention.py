@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.base import Operation
+from hf_vit_accel.ops.column_sum import FEW_ROWS, remember_sum
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 
@@ -136,10 +137,12 @@ def _window_attention_backward_kernel(
     offsets,
     dout,
     dqkv,
+    partial,
     scale,
     table_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    NEED_SUM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -174,8 +177,9 @@ def _window_attention_backward_kernel(
     o2 = tl.load(o + half, mask=inside, other=0.0)
     dv = dqkv + at + 2 * HEADS * DIM
     turned = tl.trans(weights.to(dtype))
-    tl.store(dv, tl.dot(turned, o1).to(dtype), mask=inside)
-    tl.store(dv + half, tl.dot(turned, o2).to(dtype), mask=inside)
+    sums = partial + tl.program_id(0).to(tl.int64) * (3 * HEADS * DIM) + tl.program_id(1) * DIM + d
+    y1, y2 = tl.dot(turned, o1), tl.dot(turned, o2)
+    _store(dv, y1, y2, sums + 2 * HEADS * DIM, inside, d, half, NEED_SUM)
 
     v1 = tl.load(v, mask=inside, other=0.0)
     v2 = tl.load(v + half, mask=inside, other=0.0)
@@ -186,13 +190,21 @@ def _window_attention_backward_kernel(
     c = tl.load(cos + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     y1, y2 = tl.dot(dscores, k1), tl.dot(dscores, k2)
-    tl.store(dqkv + at, (y1 * c + y2 * s).to(dtype), mask=inside)
-    tl.store(dqkv + at + half, (y2 * c - y1 * s).to(dtype), mask=inside)
+    _store(dqkv + at, y1 * c + y2 * s, y2 * c - y1 * s, sums, inside, d, half, NEED_SUM)
     turned = tl.trans(dscores)
     y1, y2 = tl.dot(turned, q1), tl.dot(turned, q2)
     dk = dqkv + at + HEADS * DIM
-    tl.store(dk, (y1 * c + y2 * s).to(dtype), mask=inside)
-    tl.store(dk + half, (y2 * c - y1 * s).to(dtype), mask=inside)
+    _store(dk, y1 * c + y2 * s, y2 * c - y1 * s, sums + HEADS * DIM, inside, d, half, NEED_SUM)
+
+
+@jit
+def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_SUM: tl.constexpr):
+    """Both halves of a gradient, and its sums over the window's rows: those past its end are zeros."""
+    tl.store(to, y1.to(to.dtype.element_ty), mask=inside)
+    tl.store(to + half, y2.to(to.dtype.element_ty), mask=inside)
+    if NEED_SUM:
+        tl.store(sums, tl.sum(y1, 0), mask=d < half)
+        tl.store(sums + half, tl.sum(y2, 0), mask=d < half)
 
 
 class WindowAttention(torch.autograd.Function):
@@ -216,23 +228,30 @@ class WindowAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
-        _, _, heads, dim = qkv_T3HD.shape
-        dqkv_T3HD = torch.empty_like(qkv_T3HD)
-        _window_attention_backward_kernel[(cu_seqlens_S1.shape[0] - 1, heads)](
+        rows, _, heads, dim = qkv_T3HD.shape
+        dqkv_T3HD, windows = torch.empty_like(qkv_T3HD), cu_seqlens_S1.shape[0] - 1
+        needs_sum = rows >= FEW_ROWS
+        size = 1, windows * needs_sum, 3 * heads * dim
+        partial_1PF = torch.zeros(size, dtype=torch.float32, device=qkv_T3HD.device)  # an empty window writes none
+        _window_attention_backward_kernel[(windows, heads)](
             qkv_T3HD,
             cos_TD,
             sin_TD,
             cu_seqlens_S1,
             dout_THD.contiguous(),
             dqkv_T3HD,
+            partial_1PF,
             ctx.scale,
             cos_TD.stride(0),
             HEADS=heads,
             DIM=dim,
+            NEED_SUM=needs_sum,
             BLOCK_T=LONGEST,
             BLOCK_D=max(next_power_of_2(dim // 2), 16),
             num_warps=4,
         )
+        if needs_sum:
+            remember_sum(dqkv_T3HD, partial_1PF)
         return dqkv_T3HD, None, None, None, None
 
 

@@ -24,6 +24,7 @@ from hf_vit_accel.ops import column_sum as column_sum_module
 from hf_vit_accel.ops import gelu_backward, gemm_epilogue, norm_backward, swiglu_backward
 from hf_vit_accel.ops import linear as linear_module
 from hf_vit_accel.ops import rope as rope_module
+from hf_vit_accel.ops import window_attention as window_attention_module
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference, flattened
 from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp, gelu_mlp_reference
 from hf_vit_accel.ops.heads import shape_heads, shape_heads_reference
@@ -34,7 +35,7 @@ from hf_vit_accel.ops.positions import add_positions, add_positions_reference
 from hf_vit_accel.ops.project import project, project_reference
 from hf_vit_accel.ops.rope import rope, rope_back_, rope_reference
 from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp, swiglu_mlp_reference
-from hf_vit_accel.ops.trained import Trained, layer_of
+from hf_vit_accel.ops.trained import Frame, Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
 
 Tensors = dict[str, torch.Tensor]
@@ -462,7 +463,7 @@ def cells(dtypes: list[Any], alike: Callable[[At], bool]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
-    for module in (column_sum_module, norm_backward, rope_module):
+    for module in (column_sum_module, norm_backward, rope_module, window_attention_module):
         monkeypatch.setattr(module, "FEW_ROWS", 0)
     for module in (linear_module, gelu_backward, swiglu_backward):
         if INTERPRETED:
@@ -624,31 +625,46 @@ def test_column_sum(at: At, rows: int, width: int) -> None:
         assert torch.equal(column_sum(each), column_sum(each))
 
 
+def check_remembered(dy: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of all rows is known, without reading them, until somebody writes to them."""
+
+    def check_sum() -> None:
+        dy_TF = flattened(dy)
+        check({"sum": column_sum(dy_TF)}, {"sum": column_sum_reference(dy_TF)}, {"sum": dy_TF.double().sum(0)})
+
+    with monkeypatch.context() as within:
+        within.setattr(column_sum_module, "runs", None)
+        check_sum()
+    dy.mul_(2)
+    check_sum()
+
+
 @pytest.mark.parametrize("at", DTYPES)
 @pytest.mark.parametrize("dim", [64, 72, 80])
 def test_rope_back_in_place_and_its_sum(at: At, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient that `rope` makes, bit for bit; the sum is known until somebody writes to the rows."""
-    rows, heads = at["rows"], at["heads"]
-    cos, sin = tables(rows, dim, at)
-    given = draw(rows, 3, heads, dim, at=at)
-    qkv = draw(rows, 3, heads, dim, at=at, seed=1).requires_grad_()
+    """The gradient that `rope` makes, bit for bit; of few rows without the sum."""
+    cos, sin = tables(at["rows"], dim, at)
+    given = draw(at["rows"], 3, at["heads"], dim, at=at)
+    qkv = draw(at["rows"], 3, at["heads"], dim, at=at, seed=1).requires_grad_()
     (expected,) = torch.autograd.grad(rope(qkv, cos, sin), qkv, given)
     found = rope_back_(given.clone(), cos, sin)
     assert torch.equal(found, expected)
+    check_remembered(found, monkeypatch)
+    monkeypatch.setattr(rope_module, "FEW_ROWS", at["rows"] + 1)
+    assert torch.equal(rope_back_(given.clone(), cos, sin), expected)
 
-    def sums() -> None:
-        rows_TF = flattened(found)
-        exact = rows_TF.double().sum(0)
-        check({"sum": column_sum(rows_TF)}, {"sum": column_sum_reference(rows_TF)}, {"sum": exact})
 
-    sums()
-    with monkeypatch.context() as within:
-        within.setattr(column_sum_module, "runs", None)  # of what is known nothing is read
-        sums()
-        within.setattr(rope_module, "FEW_ROWS", rows + 1)
-        assert torch.equal(rope_back_(given.clone(), cos, sin), expected)
-    found.mul_(2)
-    sums()
+@pytest.mark.parametrize("at", DTYPES)
+def test_windows_remember_their_sum(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of any length, and empty ones: before others and after."""
+    lengths = [0, 64, 16, 0, 1, 37, 0]
+    cos, sin = tables(sum(lengths), 80, at)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
+    qkv, given = draw(sum(lengths), 3, at["heads"], 80, at=at), draw(sum(lengths), at["heads"], 80, at=at, seed=1)
+    frame = Frame((True, False, False, False, False))
+    WindowAttention.forward(frame, qkv, cos, sin, offsets, 80**-0.5)
+    found, *_ = WindowAttention.backward.__wrapped__(frame, given)
+    check_remembered(found, monkeypatch)
 
 
 @pytest.mark.parametrize("at", DTYPES)
@@ -658,13 +674,13 @@ def test_gradient_of_the_table_in_order(at: At, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("at", DTYPES[:1])
-def test_biases_of_the_stream_take_the_sums_that_norms_make(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two layers whose products add: all but the last one's, and those of queries, keys and values."""
+def test_biases_take_the_sums_that_norms_and_attention_make(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layers whose products add: all but that of the last one's MLP."""
     summed, runs = [], column_sum_module.runs
     monkeypatch.setattr(column_sum_module, "runs", lambda *args, **more: summed.append(args) or runs(*args, **more))
     case = CASES["layer gelu, adding"](at)
     run(case, fresh(case.leaves))
-    assert len(summed) == 3
+    assert len(summed) == 1
 
 
 @pytest.mark.parametrize("at", DTYPES)
@@ -746,7 +762,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "rope",
             "_rope_back_kernel",
             "dqkv:*bf16 cos:*fp32 sin:*fp32 partial:*fp32 rows:i32 length:i32 table_stride:i32",
-            dict(HEADS=16, DIM=dim, NEED_SUM=True, BLOCK_T=8, BLOCK_P=64),
+            dict(HEADS=16, DIM=dim, NEED_SUM=True, BLOCK_T=2, BLOCK_P=1024),
         )
         for dim in (72, 80)
     },
@@ -787,8 +803,8 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "window_attention": (
         "window_attention",
         "_window_attention_backward_kernel",
-        "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 dout:*bf16 dqkv:*bf16 scale:fp32 table_stride:i32",
-        dict(HEADS=16, DIM=80, BLOCK_T=64, BLOCK_D=64),
+        "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 dout:*bf16 dqkv:*bf16 partial:*fp32 scale:fp32 table_stride:i32",
+        dict(HEADS=16, DIM=80, NEED_SUM=True, BLOCK_T=64, BLOCK_D=64),
     ),
 }
 
