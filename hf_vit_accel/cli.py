@@ -114,6 +114,9 @@ def bench(
     train: Annotated[
         bool, typer.Option("--train", help="Forward and backward, every parameter trained, all gradients verified.")
     ] = False,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="With --train: with gradient checkpointing, stock and patched.")
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU.")
     ] = None,
@@ -143,8 +146,9 @@ def bench(
     \f
     The keys of the JSON object; null stands for "none":
 
-    - versions: name to version or null. device, dtype: text. train: bool. rounds: int. peak_tflops: what floor_ms
-      assumes, or null. machine: {cpu, cores, driver, clock, largest_clock (MHz), power (W)}, as far as they are known.
+    - versions: name to version or null. device, dtype: text. train, checkpointing: bool. rounds: int. peak_tflops: what
+      floor_ms assumes, or null. machine: {cpu, cores, driver, clock, largest_clock (MHz), power (W)}, as far as they
+      are known.
     - rows: list of {model, size, patches, contender, status, floor_ms, bound, ms, ms_low, ms_high, ratio (ms over
       floor_ms), speedup (over the first contender), error, worst, error_ratio, error_ratio_mean, peak_gb, problem,
       parts}. worst: the output or gradient whose error comes nearest to its bound; error and bound are its.
@@ -162,7 +166,9 @@ def bench(
         device = benchmark.device_of_choice()
         on_cpu = device.type == "cpu"
         chosen = benchmark.DTYPES[dtype] if dtype else benchmark.default_dtype(device)
-        kind = {"dtype": str(chosen).removeprefix("torch."), "train": train}
+        if checkpointing and not train:
+            raise ValueError("expected --train with --checkpointing: without gradients nothing is computed again")
+        kind = {"dtype": str(chosen).removeprefix("torch."), "train": train, "checkpointing": checkpointing}
         before = None if compare is None else _read_result(compare, **kind)
         if train or (on_cpu and model is None):  # several backends are as many copies of the tower
             backends = backends or ("auto,auto+graph" if train and not on_cpu else "auto")
@@ -181,6 +187,7 @@ def bench(
             weights=weights,
             with_profile=profile,
             train=train,
+            checkpointing=checkpointing,
             say=lambda line: typer.echo(f"... {line}", err=True),
         )
     floor = (
@@ -197,7 +204,9 @@ def bench(
             rows += block
             for line in benchmark.lines(block, train=train, skipped=not known_model):
                 typer.echo(line, file=output)
-            result = benchmark.document(rows, dtype=chosen, rounds=rounds, peak=peak, train=train)
+            result = benchmark.document(
+                rows, dtype=chosen, rounds=rounds, peak=peak, train=train, checkpointing=checkpointing
+            )
             if json_path is not None:  # after every block: a run that is stopped leaves what it found
                 json_path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if before is not None and rows:
@@ -227,7 +236,8 @@ def _read_result(path: Path, **same: Any) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if all({"model", "size", "contender", "ms", "ms_high"} <= row.keys() for row in found["rows"]):
-            if other := [f"{key} {found[key]}, not {value}" for key, value in same.items() if found[key] != value]:
+            told = {key: found.get(key, False) for key in same}
+            if other := [f"{key} {told[key]}, not {value}" for key, value in same.items() if told[key] != value]:
                 raise ValueError(f"it is of {' and '.join(other)}")
             return dict(found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

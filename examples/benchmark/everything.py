@@ -92,6 +92,11 @@ JOBS = {
         "--baselines sdpa,flash_attention_2,compile_blocks",
         seconds=300,
     ),
+    "checkpointing": _bench(
+        "checkpointing.json",
+        '--train --checkpointing --rounds 2 --sizes "16 x 512²" --backends auto --baselines sdpa,compile_blocks',
+        seconds=60,
+    ),
     "families": _bench(
         "families.json", '--rounds 2 --sizes "16 x 512²,one 448²" --backends auto,auto+graph', OTHERS, seconds=30
     ),

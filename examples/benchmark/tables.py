@@ -427,16 +427,14 @@ TABLES: Mapping[str, Callable[[], str]] = {
         },
         memory=True,
     ),
-    "lora": Timings(
-        file="lora.json",
-        columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
-        memory=True,
-    ),
-    "families_training": Timings(
-        file="families_training.json",
-        columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
-        memory=True,
-    ),
+    **{
+        name: Timings(
+            file=f"{name}.json",
+            columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
+            memory=True,
+        )
+        for name in ("lora", "families_training")
+    },
     "flex": Timings(
         file="flex.json",
         command=f'hf-vit-accel bench --model qwen3-vl-8b,qwen2.5-vl-7b --sizes "{SIZE_448},16 x 512²" '

@@ -102,13 +102,14 @@ def bench(
     weights: bool = False,
     with_profile: bool = False,
     train: bool = False,
+    checkpointing: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[Row]]:
     """Build each model's tower, choose the contenders and measure; the rows of one model and size at a time.
 
     attentions: names of backends and "auto"; None for "auto" and each that can run. peak: TFLOP/s of the floor, None
-    for no floor. train: forward and backward, every parameter trained. say: is told what cannot run, before anything
-    does, and then what runs.
+    for no floor. train: forward and backward, every parameter trained. checkpointing: with gradient checkpointing,
+    stock and patched. say: is told what cannot run, before anything does, and then what runs.
     Raises ValueError, before anything runs, for models, contenders and sizes that do not exist or do not fit, and if
     none of the backends that are named can run.
     """
@@ -118,7 +119,7 @@ def bench(
     device = device_of_choice()
     chosen_dtype = dtype or default_dtype(device)
     for model in models:
-        outline = _prepared(build_tower(model, torch.device("meta"), chosen_dtype), train)
+        outline = _prepared(build_tower(model, torch.device("meta"), chosen_dtype), train, checkpointing)
         for grid in sizes.values():
             _check_grid(outline, grid)
         against = [c for c in choose(outline, attentions, (), device=device) if c.against]
@@ -131,7 +132,7 @@ def bench(
     def blocks() -> Iterator[list[Row]]:
         for model in models:
             say(f"{model}: building the tower")
-            tower = _prepared(build_tower(model, device, chosen_dtype, weights=weights), train)
+            tower = _prepared(build_tower(model, device, chosen_dtype, weights=weights), train, checkpointing)
             contenders = choose(tower, attentions, baselines)
             yield from measure(
                 model, tower, sizes, contenders, rounds=rounds, peak=peak, with_profile=with_profile, say=say
@@ -140,7 +141,9 @@ def bench(
     return blocks()
 
 
-def _prepared(tower: Any, train: bool) -> Any:
+def _prepared(tower: Any, train: bool, checkpointing: bool) -> Any:
+    if checkpointing:  # by the name that it has in newer transformers, or in older ones
+        (getattr(tower, "activation_checkpointing_enable", None) or tower.gradient_checkpointing_enable)()
     return tower.requires_grad_(True).train() if train else tower
 
 

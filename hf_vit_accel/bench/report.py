@@ -17,7 +17,13 @@ from hf_vit_accel.bench.measure import Row, device_of_choice
 
 
 def document(
-    rows: Sequence[Row], *, dtype: torch.dtype, rounds: int, peak: float | None, train: bool = False
+    rows: Sequence[Row],
+    *,
+    dtype: torch.dtype,
+    rounds: int,
+    peak: float | None,
+    train: bool = False,
+    checkpointing: bool = False,
 ) -> dict[str, Any]:
     """Everything as plain dicts, lists, strings and numbers: what --json writes and `plot` reads."""
     device = env.cuda_device_name() if device_of_choice().type == "cuda" else "cpu"
@@ -27,6 +33,7 @@ def document(
         "machine": machine(),
         "dtype": str(dtype).removeprefix("torch."),
         "train": train,
+        "checkpointing": checkpointing,
         "rounds": rounds,
         "peak_tflops": peak,
         "rows": [asdict(row) for row in rows],

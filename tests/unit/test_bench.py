@@ -414,6 +414,24 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path
     )
 
 
+def test_checkpointing(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_path: Path) -> None:
+    """Of stock and patched."""
+    module, again = sys.modules["hf_vit_accel.bench.measure"], []
+    timed = module._time
+
+    def counted(steps: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        assert all(step.args[0].tower.is_gradient_checkpointing for step in steps.values())
+        again.extend(steps)
+        return timed(steps, *args, **kwargs)
+
+    monkeypatch.setattr(module, "_time", counted)
+    options = ("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "auto", "--checkpointing")
+    assert command("--train", *options, "--json", tmp_path / "r.json").exit_code == 0
+    assert again == ["stock sdpa", "auto"] and json.loads((tmp_path / "r.json").read_text())["checkpointing"] is True
+    refused = command(*options)
+    assert refused.exit_code == 2 and "expected --train with --checkpointing" in refused.output
+
+
 def test_the_defaults_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(bench, "bench", lambda models, sizes, **more: asked.update(more, sizes=sizes) or iter(()))
