@@ -128,6 +128,9 @@ JOBS = {
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=110),
     "first_token": _script("first_token.json", "first_token.py", seconds=100),
     "training_step": _script("training_step.json", "training_step.py", seconds=100),
+    "ways": Job(
+        file="ways.json", command="torchrun --nproc-per-node {gpus} examples/benchmark/ways.py", seconds=250, gpus=0
+    ),
     "data_parallel": Job(
         file="data_parallel.json",
         command="torchrun --nproc-per-node {gpus} examples/benchmark/data_parallel.py",

@@ -47,3 +47,26 @@ def test_both_ways_train_what_they_say(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert found[way]["stock_calls"] == 0 and found[way]["fast_calls"] >= step.WARM_UPS + 1
         assert found[way]["share_of_stock"] == found[way]["patched"]["step"] / found[way]["stock"]["step"]
     sys.modules.pop("training_step"), sys.modules.pop("first_token")
+
+
+def test_every_way_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The benchmark of ways to train: stock and patched have the same gradients, and every step is fast."""
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    ways = importlib.import_module("ways")
+    config = {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "vision_config": TOWER,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = tmp_path / "ways.json"
+    ways.main(models=str(tmp_path / "config.json"), sizes="1x4x4+1x2x4", rounds=1, json_path=target)
+    rows = json.loads(target.read_text())["rows"]
+    assert [row["way"] for row in rows[::2]] == [row["way"] for row in rows[1::2]] == list(ways.WAYS)
+    for stock, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert (stock["contender"], ours["contender"]) == ("stock sdpa", "auto")
+        assert ours["calls"] == {"fast": 4, "stock": 0} and 0 <= ours["difference"] < 0.05
+        assert ours["slower"] == pytest.approx(100 * (ours["ms"] / stock["ms"] - 1))
+    sys.modules.pop("ways")
