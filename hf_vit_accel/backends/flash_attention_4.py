@@ -155,7 +155,9 @@ def _aligned() -> Callable[..., Any]:
 
     names = {name: rounding(getattr(interface, name)) for name in ("_bwd_preprocess", "_bwd_postprocess_convert")}
     backward = interface._flash_attn_bwd
-    return FunctionType(backward.__code__, vars(interface) | names, argdefs=backward.__defaults__)
+    aligned = FunctionType(backward.__code__, vars(interface) | names, argdefs=backward.__defaults__)
+    aligned.__kwdefaults__ = backward.__kwdefaults__
+    return aligned
 
 
 _LENGTHS = 200, 130, 321
