@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_vit_accel import env
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops.fingerprint import words_of
 from hf_vit_accel.passes import Serve
@@ -107,7 +107,7 @@ class Sharing:
             averaged, own = (set(dist.get_process_group_ranks(g)) for g in (ddp.process_group, self.ranks.group))
             if len(averaged & own) > 1:
                 reasons.append("not shared by ranks: DDP averages gradients over the same ones")
-        if any(each is not None and getattr(each, "keywords", {}).get("use_reentrant", True) for each in checkpoints):
+        if any(each is not None and each.reentrant for each in checkpoints):
             reasons.append("not shared by ranks: reentrant checkpoints bring gradients to weights past their sum")
         return reasons
 
@@ -302,7 +302,7 @@ class _Share(torch.autograd.Function):
         return torch.zeros((), device=pixels_TP.device), share_TP, *(each.detach() for each in weights)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, _: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
         ranks, places, (needs_pixels, *needs) = ctx.ranks, ctx.places, ctx.needs_input_grad[2:]
         dshare_TP, *found = (
@@ -335,7 +335,7 @@ class _Gather(torch.autograd.Function):
         return tuple(sharing.gather(how, list(outputs), token.device))
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
         own = [None if each is None else ctx.places.taken(each, ctx.rank) for each in given[: ctx.count]]
         return None, None, ctx.token, *own

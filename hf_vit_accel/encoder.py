@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -14,11 +15,38 @@ import torch
 from torch import nn
 
 from hf_vit_accel.backends import Attend
+from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import LayerOps
 from hf_vit_accel.route import Route
 
-Checkpoint = Callable[..., torch.Tensor]
-"""(function, rows) to the function of the rows, which runs again in the backward pass instead of keeping anything."""
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What transformers runs a layer under, so that it runs again in the backward pass instead of keeping anything.
+
+    function: (function, rows) to the function of the rows.
+    """
+
+    function: Callable[..., torch.Tensor]
+    block: nn.Module
+
+    @property
+    def reentrant(self) -> bool:
+        """Whether it makes a gradient only where the rows require one."""
+        return bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
+
+    def needed(self, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> bool:
+        """Whether the layer has a gradient at all: frozen after frozen ones, it keeps nothing."""
+        given = x_TE.requires_grad or (delta_TE is not None and delta_TE.requires_grad)
+        return given or any(parameter.requires_grad for parameter in self.block.parameters())
+
+
+def checkpoints_of(parts: Parts) -> list[Checkpoint | None]:
+    """By layer; None for one that transformers does not run again."""
+    blocks = [block.module for block in parts.blocks]
+    asked = [block.training and getattr(block, "gradient_checkpointing", False) for block in blocks]
+    pairs = zip(blocks, asked, strict=True)
+    return [Checkpoint(block._gradient_checkpointing_func, block) if one else None for block, one in pairs]
 
 
 def encode(
@@ -62,9 +90,10 @@ def encode(
             run = node or partial(_layer_of_rows, layer, attend)
             if index in through:
                 run = partial(_through, through[index], run)
-            if checkpoints and checkpoints[index] is not None:
+            checkpoint = checkpoints[index] if checkpoints else None
+            if checkpoint is not None and checkpoint.needed(x_TE, delta_TE):
                 run = partial(run, heads, cos_TD, sin_TD)
-                x_TE, delta_TE = _checkpointed(checkpoints[index], run, x_TE, delta_TE)
+                x_TE, delta_TE = _checkpointed(checkpoint, run, x_TE, delta_TE)
             else:
                 x_TE, delta_TE = run(heads, cos_TD, sin_TD, x_TE, delta_TE)
         if index in ops.deepstack:
@@ -111,13 +140,14 @@ def _through(block: nn.Module, run: Any, heads: Any, cos_TD: Any, sin_TD: Any, x
         del vars(block)["forward"]
 
 
-def _checkpointed(checkpoint: Any, run: Any, x_TE: torch.Tensor, delta_TE: Any) -> tuple[torch.Tensor, None]:
+def _checkpointed(checkpoint: Checkpoint, run: Any, x_TE: torch.Tensor, delta_TE: Any) -> tuple[torch.Tensor, None]:
     """As a layer of stock: one tensor goes in, one comes out."""
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-    x_TE = x_TE if x_TE.requires_grad else x_TE.detach().requires_grad_()
+    if checkpoint.reentrant and not x_TE.requires_grad:
+        x_TE = x_TE.detach().requires_grad_()
 
     def one(x_TE: torch.Tensor) -> torch.Tensor:
         x_TE, delta_TE = run(x_TE, None)
         return x_TE if delta_TE is None else x_TE + delta_TE
 
-    return checkpoint(one, x_TE), None
+    return checkpoint.function(one, x_TE), None

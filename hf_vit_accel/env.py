@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import transformers
+from torch.autograd.function import once_differentiable as torch_once_differentiable
 from torch.utils import checkpoint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -163,6 +164,22 @@ class Fault(RuntimeError):
 _NO_FAULTS = (Fault, MemoryError, torch.OutOfMemoryError)
 # What checkpointing raises, to end a forward that it runs again: torch has no public name for it (2.11 to 2.15).
 _NO_FAULTS += tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
+
+
+def once_differentiable(backward: Function) -> Function:
+    """torch's `once_differentiable`, which raises at a second derivative also where the gradient given is a constant.
+
+    torch's own hands out a constant then: a penalty on a gradient would be dropped without a word.
+    """
+    once = torch_once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *given: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph
+            given = tuple(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given)
+        return once(ctx, *given)
+
+    return run  # type: ignore[return-value]
 
 
 _LIBRARIES = {"cudnn", "cutlass", "flash_attn", "flash_attn_interface", "flashinfer", "quack", "triton", "tvm_ffi"}

@@ -102,7 +102,10 @@ class Snapshot:
         # The tower itself is held weakly: it holds this, and would not be freed at once.
         self._tower, (_, *self._names), (_, *below) = weakref.ref(tower), modules, modules.values()
         self._modules, self._below = below, list(map(vars, below))
-        self._own_names = [name for name in vars(tower) if name not in _BARE]
+        kept = (
+            name for name, value in vars(tower).items() if not isinstance(value, torch.Tensor)
+        )  # features, by a hook
+        self._own_names = [name for name in kept if name not in _BARE]
         self._children = [module._modules for module in modules.values() if module._modules]
         self._kinds: list[Any] = list(set(map(type, modules.values())))
         wrapped = [module for module in below if isinstance(module, sharding.wrapper())]
@@ -149,7 +152,10 @@ class Snapshot:
 
     def current(self) -> bool:
         """Whether the tower still holds the very modules, forwards and attributes that were read."""
-        return self._now() == self._read and self.reads.unchanged()
+        try:
+            return self._now() == self._read and self.reads.unchanged()
+        except RuntimeError:  # of tensors that are compared
+            return False
 
     def _reasons_stock(self, tower: Any, family: Family) -> Iterator[str]:
         if not is_upstream(type(tower).forward):
@@ -391,10 +397,3 @@ def reasons_slow(
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
     return reasons + reasons_untraceable()
-
-
-def checkpoints(snapshot: Snapshot) -> list[Any]:
-    """By layer, what transformers runs it under to keep little for its gradient; None for a layer that it does not."""
-    blocks = [block.module for block in snapshot.parts.blocks]
-    asked = [block.training and getattr(block, "gradient_checkpointing", False) for block in blocks]
-    return [block._gradient_checkpointing_func if one else None for block, one in zip(blocks, asked, strict=True)]

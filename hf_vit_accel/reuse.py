@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from hf_vit_accel import guard
+from hf_vit_accel import env, guard
 from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.guard import Snapshot, Weights
@@ -127,7 +126,7 @@ class _HandOut(torch.autograd.Function):
         return torch.cat([pieces[index] for index in order])
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         if grad is None:
             return None, None, None

@@ -27,7 +27,7 @@ from hf_vit_accel import guard, inputs, upstream
 from hf_vit_accel.backends import ORDER, Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.data_parallel import Sharing
-from hf_vit_accel.encoder import encode
+from hf_vit_accel.encoder import checkpoints_of, encode
 from hf_vit_accel.env import EPILOGUES, KERNELS, LINEARS, Fault, refuse
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.held import Eager
@@ -287,7 +287,7 @@ def _forward(
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
     if (sharing := state.sharing) is not None:
         distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
-        shared = sharing.begin(distinct, snapshot, guard.checkpoints(snapshot) if grad else ())
+        shared = sharing.begin(distinct, snapshot, checkpoints_of(snapshot.parts) if grad else ())
     unmet = slow()
     if not state.family.videos and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
@@ -366,7 +366,7 @@ def _serve(
     unmet += [why for why in route.unmet if why not in unmet]
     if state.settings.strict:
         refuse(unmet)
-    checkpoints = guard.checkpoints(snapshot) if grad else []
+    checkpoints = checkpoints_of(snapshot.parts) if grad else []
     runner = state.training if grad else state.runner
     outputs = None if runner is None else _replay(runner, snapshot, weights, route, pixels_TP, any(checkpoints))
     if isinstance(outputs, Eager) and state.settings.strict and not outputs.by_choice:

@@ -12,7 +12,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request, attention_op, reasons_tried
@@ -124,7 +123,7 @@ class _Attention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rotated_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request, reasons_tried
@@ -159,7 +158,7 @@ class _Attention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[Any, ...]:
         rotated_T3HD, out_THD, cos_TD, sin_TD, *tensors = ctx.saved_tensors
         dout_THD, dqkv_T3HD, start = dout_THD.contiguous(), torch.empty_like(rotated_T3HD), 0

@@ -19,8 +19,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.graphs.held import CaptureError, Eager, Held, numerics
@@ -252,7 +252,7 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         pixels_TP, *parameters = ctx.saved_tensors
         step = ctx.call.step

@@ -122,7 +122,7 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         merges = iter(mergers)
         merge = None if parts.merger is None else next(merges)
         deepstack = dict(zip(parts.deepstack, merges, strict=True))
-        return {"finish": _finish(final_norm, downsampled, merge), "deepstack": deepstack}
+        return {"finish": _finish(final_norm, downsampled, merge, grad=context.grad), "deepstack": deepstack}
 
     ops = Ops(
         embed=_embed(made["patch_embed"][0], embed_norm),
@@ -187,15 +187,23 @@ def _embed(embed: Callable[[Rows], Rows], norm: AddNorm | None) -> Callable[[Row
     return embed if norm is None else lambda pixels_TP: norm(embed(pixels_TP), None)[1]
 
 
-def _finish(norm: AddNorm | None, downsample: Callable[[Rows], Rows] | None, merge: AddNorm | None) -> Finish:
-    if norm is None:
-        assert merge is not None and downsample is None
-        return merge
+def _finish(
+    norm: AddNorm | None, downsample: Callable[[Rows], Rows] | None, merge: AddNorm | None, *, grad: bool
+) -> Finish:
+    """grad: the rows that are returned are those that the merger is given, so that gradients of them, and hooks on
+    them, see all that is made of them.
+    """
+    assert merge is not None or norm is not None
 
     def finish(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, ...]:
-        _, x_TE = norm(x_TE, delta_TE)
-        if downsample is not None:
-            x_TE = downsample(x_TE)
-        return (x_TE,) if merge is None else merge(x_TE, None)
+        if norm is not None:
+            _, x_TE = norm(x_TE, delta_TE)
+            x_TE, delta_TE = x_TE if downsample is None else downsample(x_TE), None
+        if merge is None:
+            return (x_TE,)
+        if not grad:
+            return merge(x_TE, delta_TE)
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        return x_TE, merge(x_TE, None)[1]
 
     return finish

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.ops.activation import quick_gelu_reference, swiglu, swiglu_reference
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
@@ -147,7 +147,7 @@ class AdaptedFunction(torch.autograd.Function):
         return out_TF
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[Any, ...]:
         sides, places = ctx.sides, ctx.places
         dx_TE = du_TR = x_TE = None  # type: Any
@@ -264,7 +264,7 @@ class ActivatedFunction(torch.autograd.Function):
         return _activate(z, kind, limit)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dh_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (z,) = ctx.saved_tensors
         return _activate_back(z, dh_TF.clone(memory_format=torch.contiguous_format), *ctx.settings)[0], None, None
@@ -311,7 +311,7 @@ class AdaptedMlp(torch.autograd.Function):
         return out_TE
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dy_TE: torch.Tensor) -> tuple[Any, ...]:
         z, *saved = ctx.saved_tensors
         first, last, dz = ctx.first, ctx.last, None

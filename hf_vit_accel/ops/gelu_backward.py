@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.ops.activation import quick_gelu, quick_gelu_reference
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
@@ -175,7 +175,7 @@ class GeluMlp(torch.autograd.Function):
         return F.linear(h_TF, weight2_EF, bias2_E)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dy_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_weight1, needs_bias1, needs_weight2, needs_bias2 = ctx.needs_input_grad[:5]
         z_TF, weight1_FE, weight2_EF, *tensors = ctx.saved_tensors

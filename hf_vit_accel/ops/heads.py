@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
@@ -186,7 +186,7 @@ class ShapeHeads(torch.autograd.Function):
         return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=False)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dout_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv_TF, *weights_D = ctx.saved_tensors
         heads, key_heads, eps, dim = ctx.settings

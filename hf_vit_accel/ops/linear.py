@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.ops.adapter import product
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
@@ -49,7 +49,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x_TE, weight_FE, bias_F)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         weight_FE, *tensors = ctx.saved_tensors

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.ops.column_sum import FEW_ROWS, add_up, remember_sum, runs
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm import add_norm_reference as add_norm_reference
@@ -173,10 +173,14 @@ class AddNormFunction(torch.autograd.Function):
         statistics_2T = torch.empty(1 if rms else 2, x_TE.shape[0], dtype=torch.float32, device=x_TE.device)
         out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, statistics_2T, dtype=dtype)
         ctx.save_for_backward(sum_TE, weight_E, statistics_2T)
+        if not any(
+            ctx.needs_input_grad[:2]
+        ):  # weights of the norm are trained: what comes of the sum needs no gradient
+            ctx.mark_non_differentiable(sum_TE)
         return sum_TE, out_TE
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dsum_TE: torch.Tensor | None, dout_TE: torch.Tensor | None) -> tuple[Any, ...]:
         needs_x, needs_delta, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         if dout_TE is None:

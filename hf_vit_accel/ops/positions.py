@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, tl
 
@@ -109,7 +109,7 @@ class _AddPositions(torch.autograd.Function):
         return _add(x_TE, table_NE, indices_T4, weights_T4, torch.empty_like(x_TE))
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dout_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_table, _, _ = ctx.needs_input_grad
         table_rows, dtype = ctx.table

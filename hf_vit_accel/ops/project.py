@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import linear
 from hf_vit_accel.ops.base import Context
@@ -92,7 +92,7 @@ class ProjectFunction(torch.autograd.Function):
         return out_TF
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dout_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         products, saved, needs = ctx.products, ctx.saved_tensors, ctx.needs_input_grad
         at = products + ctx.kept

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.column_sum import FEW_ROWS, remember_sum, runs, store_sum
@@ -320,7 +320,7 @@ class _Rope(torch.autograd.Function):
         return _copy(qkv_T3HD, cos_TD, sin_TD, back=False)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dout_T3HD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _copy(dout_T3HD, *ctx.saved_tensors, back=True), None, None
 

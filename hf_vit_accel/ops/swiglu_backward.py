@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from hf_vit_accel import env
 from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference, unpad_swiglu
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gelu_backward import EACH_SM, STAGES
@@ -175,7 +175,7 @@ class SwigluMlp(torch.autograd.Function):
         return F.linear(h_TG, down_EG, down_E)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dy_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_gate, needs_up, needs_gate_bias, needs_up_bias, needs_down, needs_down_bias, *_ = (
             ctx.needs_input_grad

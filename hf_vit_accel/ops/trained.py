@@ -13,7 +13,6 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.column_sum import flattened
@@ -115,6 +114,9 @@ class Frame:
     def set_materialize_grads(self, value: bool) -> None:
         """The parts are given None for what needs no gradient, as they ask for."""
 
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        """Which parts need a gradient is known before they run."""
+
 
 @lru_cache(maxsize=1024)
 def _needs(
@@ -176,7 +178,7 @@ class _Layer(torch.autograd.Function):
         return (made_TE, None) if adds else (sum_TE, made_TE)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dsum_TE: Rows | None, ddelta_TE: Rows | None) -> tuple[Any, ...]:
         parts, frames, counts = ctx.layer.parts, ctx.frames, ctx.counts
         saved, gradients = _split(ctx.saved_tensors, ctx.saved), [()] * len(parts)

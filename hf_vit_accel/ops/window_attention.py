@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.base import Operation
@@ -225,7 +224,7 @@ class WindowAttention(torch.autograd.Function):
         return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
     @staticmethod
-    @once_differentiable
+    @env.once_differentiable
     def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         rows, _, heads, dim = qkv_T3HD.shape

@@ -667,6 +667,28 @@ def test_windows_remember_their_sum(at: At, monkeypatch: pytest.MonkeyPatch) -> 
     check_remembered(found, monkeypatch)
 
 
+@pytest.mark.parametrize("at", DTYPES[:1])
+def test_second_derivatives_raise(at: At) -> None:
+    """Also where the gradient that is given is a constant: else a penalty on a gradient would be dropped."""
+    x, weight = draw(at["rows"], 80, at=at).requires_grad_(), draw(30, 80, at=at, seed=1).requires_grad_()
+    (dx,) = torch.autograd.grad(linear(x, weight, None).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.square().sum().backward()
+    (dx,) = torch.autograd.grad(linear(x, weight, None).sum(), x)
+    assert not dx.requires_grad
+
+
+@pytest.mark.parametrize("at", DTYPES[:1])
+def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(at: At) -> None:
+    drawn = leaves(at, x=(at["rows"], 80), delta=(at["rows"], 80), scale=(80,))
+    for only in ({"scale"}, {"x", "scale"}, {"delta"}):
+        p = fresh(drawn, only=only)
+        for delta in (p["delta"], None):
+            total, normed = add_norm(p["x"], delta, p["scale"], None, 1e-6, rms=True)
+            flows = "x" in only or ("delta" in only and delta is not None)
+            assert (total.requires_grad, normed.requires_grad) == (flows, flows or "scale" in only)
+
+
 @pytest.mark.parametrize("at", DTYPES)
 def test_gradient_of_the_table_in_order(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

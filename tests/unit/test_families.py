@@ -15,6 +15,7 @@ from standins import INTERPRETED
 from test_graphs import patch
 from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Linear, Module, ModuleList
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
 from hf_vit_accel import ops, registration, upstream
@@ -104,6 +105,56 @@ def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[Any]]:
 def assert_fast(tower: Any, calls: int = 1) -> None:
     [status] = hf_vit_accel.status(tower).towers
     assert (status.calls, status.stock_calls, status.against_fast, status.fallbacks) == (calls, 0, (), {})
+
+
+def test_gradients_of_the_outputs_see_all_that_is_made_of_them(typical: Any) -> None:
+    """Hooks on the last rows, and gradients with respect to them: by way of the merger, too."""
+    family, stock = family_of(typical), copy.deepcopy(typical)
+    hf_vit_accel.patch(typical, strict=True)
+    _, pixels, grid = inputs(typical, GRIDS[1])
+    found = []
+    for each in (stock, typical):
+        last, *others = family.tensors_of(each(pixels, grid_thw=grid))
+        last.retain_grad()
+        sum(output.square().sum() for output in (last, *others)).backward()
+        found.append(last.grad)
+        assert [output.requires_grad for output in (last, *others)] == [True] * (1 + len(others))
+    assert_close([found[1]], [found[0]])
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_frozen_layers_cost_no_backward(typical: Any, reentrant: bool | None) -> None:
+    """Where the merger alone is trained, as when a projector is: no products of theirs, and nothing kept."""
+    family, stock = family_of(typical), copy.deepcopy(typical)
+    merger = family.parts(typical).merger
+    if merger is None:
+        pytest.skip("no merger")
+    hf_vit_accel.patch(typical, strict=True)
+    _, pixels, grid = inputs(typical, GRIDS[1])
+    costs = []
+    for tower in (stock, typical):
+        tower.requires_grad_(False)
+        family.parts(tower).merger.requires_grad_(True)
+        if reentrant is not None:
+            checkpoint_layers(tower.train(), reentrant=reentrant)
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: (kept.append(x.nbytes), x)[1], lambda x: x):
+            merged = family.tensors_of(tower(pixels.detach(), grid_thw=grid))[1]
+        with Products() as products:
+            merged.square().sum().backward()
+        costs.append((products.count, sum(kept)))
+    (of_stock, kept_by_stock), (ours, kept_by_us) = costs
+    assert ours <= of_stock and kept_by_us <= 1.1 * kept_by_stock
+
+
+class Products(TorchDispatchMode):
+    """Counts the products that are computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket.__name__ in ("mm", "addmm", "bmm")
+        return function(*args, **(kwargs or {}))
 
 
 def test_adapters_on_every_linear(typical: Any, references: Any) -> None:

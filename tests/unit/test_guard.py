@@ -319,6 +319,21 @@ def test_a_hook_on_the_tower_itself_keeps_it_fast(tower: Any) -> None:
     assert seen == ["tower"] and counts(tower) == (1, 0)
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x]])
+def test_features_that_a_hook_keeps_on_the_tower(tower: Any, wrap: Any) -> None:
+    """Patched before and after the first; and read anew."""
+    expected = run_tower(tower, GRID)
+    tower.register_forward_hook(lambda module, _, out: setattr(module, "features", wrap(out.pooler_output.detach())))
+    run_tower(tower, GRID)
+    hf_vit_accel.patch(tower)
+    for _ in range(3):
+        assert_close(run_tower(tower, GRID), expected)
+    tower.blocks[0].mlp = copy.deepcopy(tower.blocks[0].mlp)
+    assert_close(run_tower(tower, GRID), expected)
+    assert_close(run_tower(tower, GRID), expected)
+    assert counts(tower) == (5, 0) and hf_vit_accel.status(tower).towers
+
+
 def test_outputs_are_returned_as_the_config_says(tower: Any) -> None:
     tower.config.return_dict = False
     pixels, grid = pixels_for(tower, GRID), torch.tensor(GRID)
