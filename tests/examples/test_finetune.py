@@ -17,6 +17,7 @@ import torch
 from caption_cli import EXAMPLES, RUNNER
 from launched import WAYS, launched
 from safetensors.torch import load_file
+from standins import alike
 from tiny import FAMILIES
 
 assert str(EXAMPLES) in sys.path
@@ -143,7 +144,7 @@ def test_accumulated_and_checkpointed_is_the_same(data: Path, patched: Path, tmp
     assert losses(tmp_path) == pytest.approx(losses(patched), rel=1e-3)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["all", "tower frozen"])
+@pytest.mark.parametrize("frozen", alike(False, True), ids=["all", "tower frozen"])
 def test_lora(data: Path, tmp_path: Path, frozen: bool) -> None:
     pytest.importorskip("peft")
     flags = ("--freeze-tower",) if frozen else ()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import SMALL, TOWERS, products_on_cpu
+from standins import ONE_TOWER, SMALL, products_on_cpu
 from standins import status_of as graphs_of
 from test_graphs import patch
 from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
@@ -414,7 +414,7 @@ def test_where_it_can_run(monkeypatch: Any, at: str, capability: Any, dtype: Any
     assert (found is None) if why is None else (why in str(found))
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", ONE_TOWER)
 def test_trained_models_say_the_same(called: Any, family: str) -> None:
     """With all linears in FP8, in at least 99% of held-out scenes."""
     model, batches = parity.load(family, torch.float32), parity.held_out(family, 100, size=100)

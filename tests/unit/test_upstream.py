@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from standins import TOWERS
+from standins import ONE_TOWER
 from tiny import FAMILIES, GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
 
 import hf_vit_accel
@@ -227,7 +227,7 @@ def test_code_that_changes_after_patching_is_proven_anew(family: str, monkeypatc
 # --- the proof ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=TOWERS)
+@pytest.fixture(params=ONE_TOWER)
 def tower(request: Any, monkeypatch: Any) -> Any:
     """A tower of which nothing was proven yet."""
     monkeypatch.setattr(upstream, "_PROOFS", {})
