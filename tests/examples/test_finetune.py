@@ -86,9 +86,8 @@ def patched(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.matrix] * (name != "qwen2_5_vl")) for name in FAMILIES]
-)
+@pytest.mark.matrix  # `test_lora` trains the tower beside stock every time, test_matrix.py without LoRA
+@pytest.mark.parametrize("family", FAMILIES)
 def test_stock_beside_patched(data: Path, tmp_path: Path, family: str) -> None:
     """The same losses, step by step, and the same evaluation; and they fall."""
     assert "patched" in run(data, tmp_path / "patched", family)

@@ -20,7 +20,7 @@ import torch
 import transformers
 import typer
 from accelerate.state import AcceleratorState
-from standins import alike
+from standins import TOWERS, alike
 from tiny import assert_close
 
 import hf_vit_accel
@@ -172,6 +172,7 @@ def grid_of(batch: parity.Batch) -> tuple[int, int, int]:
     return tuple(grid[0].tolist())
 
 
+@pytest.mark.parametrize("captioner", TOWERS, indirect=True)
 def test_patched_captions_are_stocks(captioner: Captioner) -> None:
     """Token for token; and logits to rounding, which would also tell of what changes no caption."""
     grids = [grid_of(batch) for batch in captioner.batches]
@@ -205,6 +206,7 @@ def test_captions_need_the_towers_attention(captioner: Captioner) -> None:
     assert hf_vit_accel.status(patched).towers[0].calls == len(captioner.batches)
 
 
+@pytest.mark.matrix  # of the checkpoint, which seldom changes
 @pytest.mark.parametrize("captioner", ["qwen2_5_vl"], indirect=True)
 def test_captions_need_windows_and_full_layers(captioner: Captioner) -> None:
     tower = captioner.model.model.visual

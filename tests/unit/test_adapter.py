@@ -459,7 +459,8 @@ def all_trained(model: Any) -> bool:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.matrix)])
+@pytest.mark.matrix  # `test_dropout_is_peft_s` by the references every time
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
 def test_training_with_dropout_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts, as each drops out numbers of its own: those that PEFT does."""
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)

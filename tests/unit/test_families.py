@@ -279,6 +279,15 @@ def test_a_layer_is_one_node(tower: Any) -> None:
     assert [node is None for node in nodes] == [mlp.routed(block.mlp) for block in parts.blocks]
 
 
+CAST = "Qwen2_5_Vision", "Qwen3VLVision", "Glm4vVision", "GlmOcr", "PaddleOCR", "Dots3"
+"""Towers whose streams and parts differ in what autocast makes of them; the others in the matrix."""
+
+
+@pytest.mark.parametrize(
+    "typical",
+    [pytest.param(each, id=each[2], marks=[pytest.mark.matrix] * (not each[2].startswith(CAST))) for each in CLASSES],
+    indirect=True,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.matrix)], ids=str)
 def test_under_autocast_a_tower_is_as_stock(references: list[str], typical: Any, dtype: torch.dtype) -> None:
     """Dtypes, and the mean error over seeds of outputs and of all gradients: that of one is rounding's luck."""

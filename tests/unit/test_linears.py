@@ -205,7 +205,13 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+ALIKE = {".data", "numpy", "load_state_dict", "SGD", "AdamW, foreach"}
+"""Values that are written where they lie."""
+
+
+@pytest.mark.parametrize(
+    "change", [pytest.param(name, marks=[pytest.mark.matrix] * (name in ALIKE)) for name in CHANGES]
+)
 def test_weights_are_live(called: Any, on_cpu: Any, change: str) -> None:
     """Eagerly and replayed, a model that was changed computes what one that is patched afterwards does."""
     for graphs in (False, True):

@@ -277,7 +277,8 @@ def trained(tower: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.matrix)])
+@pytest.mark.matrix  # "layer gelu, adding" of test_backward.py every time
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_training_interpreted(added: list[bool], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp16, a layer being one node: with deepstack and in windows, checkpointed, and with parts of it frozen."""
     monkeypatch.setattr(gemm_epilogue, "LEAST_ROWS", 1)
