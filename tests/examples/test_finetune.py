@@ -159,6 +159,13 @@ def test_lora(data: Path, tmp_path: Path, frozen: bool) -> None:
     assert not (tmp_path / "patched" / "model.safetensors").exists()
 
 
+def test_lora_leaves_a_frozen_tower(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run(data, tmp_path, "qwen3_vl", "--freeze-tower", lora_rank=4, max_steps=1)
+    adapters = load_file(tmp_path / "adapter_model.safetensors")
+    assert adapters and not any("visual" in name for name in adapters)
+
+
 def test_lora_without_peft(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     result = RUNNER.invoke(finetune.app, arguments(data, tmp_path, "qwen3_vl", lora_rank=4))
