@@ -667,12 +667,13 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(name="gradient checkpointing, evaluated", wrap=checkpointed(reentrant=False), **FAST),
     Row(name="`Trainer`", use=curve, bound=1e-4, exact=False, **FAST),
-    Row(name="`Trainer`, the tower frozen", wrap=frozen, use=curve, bound=1e-4, exact=False, **FAST),
+    Row(name="`Trainer`, the tower frozen", wrap=frozen, use=curve, bound=1e-4, slow=True, exact=False, **FAST),
     Row(
         name="`Trainer` with checkpointing, the tower frozen",
         wrap=checkpointed(reentrant=False, frozen=True),
         use=curve,
         bound=1e-4,
+        slow=True,
         exact=False,
         **FAST,
     ),
@@ -745,6 +746,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         name="transformers' fusion of patch embeddings",
         wrap=fused_patch_embed,
+        slow=True,
         orders=ORDERS[:1],
         outcome="stock",
         reasons=("the tower is not built as",),

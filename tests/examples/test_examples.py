@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import pyarrow.parquet as pq
 import pytest
 from caption_cli import EXAMPLES, ROOT, RUNNER, UNIT, batch_caption, draw, encode
 from captioning.journal import Journal, Record, lock
+from launched import WAYS
 from launched import launched as in_two
 from PIL import Image
 
@@ -215,11 +217,18 @@ def test_bad_files_have_reasons(inputs: Inputs, uninterrupted: list[dict[str, An
 
 
 class Launched:
-    """A run in the background, to be killed at any moment."""
+    """A run in the background, to be killed at any moment; of two processes forked, or as a user starts it."""
 
-    def __init__(self, inputs: Inputs, output: Path, processes: int) -> None:
+    def __init__(self, inputs: Inputs, output: Path, processes: int, way: str) -> None:
         self.output = output
         self.before = self.count()
+        if way == "forked":
+            script, folder = EXAMPLES / "batch_caption.py", output.parent
+            given = way, script, batch_caption.app, command(inputs, output, 1)[2:], folder
+            launcher = get_context("fork").Process(target=in_two_of_which_one_hangs, args=given)
+            launcher.start()
+            self.process = psutil.Process(launcher.pid)
+            return
         with (output.parent / "log.txt").open("ab") as log:
             self.process = psutil.Popen(command(inputs, output, processes), env=ENVIRONMENT, stdout=log, stderr=log)
 
@@ -229,7 +238,7 @@ class Launched:
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + 120
         while not condition():
-            assert self.process.poll() is None, f"ended before {what}"
+            assert self.process.status() != psutil.STATUS_ZOMBIE, f"ended before {what}"
             assert time.monotonic() < until, f"waited in vain for {what}"
             time.sleep(0.01)
 
@@ -250,6 +259,19 @@ class Launched:
         psutil.wait_procs(family, timeout=30)
 
 
+def in_two_of_which_one_hangs(*given: Any) -> None:
+    """The second, after its first records."""
+    append = Journal.append
+
+    def stopping(self: Journal, process: int, records: Any) -> None:
+        append(self, process, records)
+        if process == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    Journal.append = stopping
+    in_two(*given)
+
+
 @pytest.fixture
 def launched() -> Iterator[list[Launched]]:
     """Whatever a test puts here is killed after it."""
@@ -260,17 +282,19 @@ def launched() -> Iterator[list[Launched]]:
             each.kill()
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_runs_that_hang_and_are_killed_give_the_same_records(
-    inputs: Inputs, uninterrupted: list[dict[str, Any]], tmp_path: Path, launched: list[Launched]
+    inputs: Inputs, uninterrupted: list[dict[str, Any]], tmp_path: Path, launched: list[Launched], way: str
 ) -> None:
-    """First two processes, of which one hangs, then one, both killed; then two that end."""
+    """First two processes, of which one hangs, then, where they are launched, one, all killed; then two that end."""
     output, chance = tmp_path / "captions", random.Random()
-    for number, processes in enumerate((2, 1), start=1):
-        launched.append(Launched(inputs, output, processes))
+    sizes = (2,) if way == "forked" else (2, 1)
+    for number, processes in enumerate(sizes, start=1):
+        launched.append(Launched(inputs, output, processes, way))
         # Another process may write records before the first one has noted the run.
         launched[-1].wait_for(lambda count=number: len(Journal(output).manifest()["runs"]) == count, "the run is noted")
         if processes == 2:
-            check_the_other_goes_on(launched[-1], inputs)
+            check_the_other_goes_on(launched[-1], inputs, way)
         else:
             launched[-1].wait_for_records(chance.randint(1, 15))
             time.sleep(chance.uniform(0, 0.3))
@@ -294,18 +318,19 @@ def test_runs_that_hang_and_are_killed_give_the_same_records(
     assert merge(output, tmp_path / "merged.jsonl") == uninterrupted
     table = pq.read_table(tmp_path / "merged.parquet") if merge_parquet(output, tmp_path) else None
     assert table is not None and table.to_pylist() == uninterrupted
-    assert len(json.loads((output / "manifest.json").read_text())["runs"]) == 3
+    assert len(json.loads((output / "manifest.json").read_text())["runs"]) == len(sizes) + 1
 
 
 def merge_parquet(output: Path, folder: Path) -> bool:
     return RUNNER.invoke(batch_caption.app, ["merge", str(output), str(folder / "merged.parquet")]).exit_code == 0
 
 
-def check_the_other_goes_on(two: Launched, inputs: Inputs) -> None:
+def check_the_other_goes_on(two: Launched, inputs: Inputs, way: str) -> None:
     """A process that hangs stops no other, and keeps the folder: no second run, no merge of a part."""
     output = two.output
     two.wait_for(lambda: all((output / f"captions-{rank:05d}.jsonl").exists() for rank in range(2)), "both to write")
-    two.worker(1).suspend()
+    if way != "forked":
+        two.worker(1).suspend()
 
     def first_is_done() -> bool:
         counts = json.loads((output / "progress" / "00000.json").read_text())

@@ -17,6 +17,7 @@ import torch
 from caption_cli import EXAMPLES, RUNNER
 from launched import WAYS, launched
 from safetensors.torch import load_file
+from standins import alike
 from tiny import FAMILIES
 
 assert str(EXAMPLES) in sys.path
@@ -85,9 +86,8 @@ def patched(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.matrix] * (name != "qwen2_5_vl")) for name in FAMILIES]
-)
+@pytest.mark.matrix  # `test_lora` trains the tower beside stock every time, test_matrix.py without LoRA
+@pytest.mark.parametrize("family", FAMILIES)
 def test_stock_beside_patched(data: Path, tmp_path: Path, family: str) -> None:
     """The same losses, step by step, and the same evaluation; and they fall."""
     assert "patched" in run(data, tmp_path / "patched", family)
@@ -143,7 +143,7 @@ def test_accumulated_and_checkpointed_is_the_same(data: Path, patched: Path, tmp
     assert losses(tmp_path) == pytest.approx(losses(patched), rel=1e-3)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["all", "tower frozen"])
+@pytest.mark.parametrize("frozen", alike(False, True), ids=["all", "tower frozen"])
 def test_lora(data: Path, tmp_path: Path, frozen: bool) -> None:
     pytest.importorskip("peft")
     flags = ("--freeze-tower",) if frozen else ()
@@ -157,6 +157,13 @@ def test_lora(data: Path, tmp_path: Path, frozen: bool) -> None:
     assert frozen != any("visual" in name for name in adapters)
     assert all("lora_" in name for name in adapters)
     assert not (tmp_path / "patched" / "model.safetensors").exists()
+
+
+def test_lora_leaves_a_frozen_tower(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run(data, tmp_path, "qwen3_vl", "--freeze-tower", lora_rank=4, max_steps=1)
+    adapters = load_file(tmp_path / "adapter_model.safetensors")
+    assert adapters and not any("visual" in name for name in adapters)
 
 
 def test_lora_without_peft(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

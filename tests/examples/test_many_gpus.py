@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from standins import alike
 from test_data_parallel import no_group_is_left, on_ranks, proven  # noqa: F401
 from tiny import TINY, relative_error, tower_of
 from torch.distributed.tensor import DTensor
@@ -57,7 +58,7 @@ def _split(rank: int, folder: str) -> None:
     assert relative_error(found, expected) < 1e-5 < 1e-3 < relative_error(other, expected), "pictures matter"
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl"))
 def test_tokens_of_a_model_under_tensor_parallelism(on_ranks: Any, family: str, tmp_path: Path) -> None:  # noqa: F811
     """Qwen3-VL's text has no plan of its own in transformers: the example gives it Qwen3's."""
     folder = tmp_path / "model"

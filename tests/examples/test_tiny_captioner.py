@@ -20,6 +20,7 @@ import torch
 import transformers
 import typer
 from accelerate.state import AcceleratorState
+from standins import TOWERS, alike
 from tiny import assert_close
 
 import hf_vit_accel
@@ -171,6 +172,7 @@ def grid_of(batch: parity.Batch) -> tuple[int, int, int]:
     return tuple(grid[0].tolist())
 
 
+@pytest.mark.parametrize("captioner", TOWERS, indirect=True)
 def test_patched_captions_are_stocks(captioner: Captioner) -> None:
     """Token for token; and logits to rounding, which would also tell of what changes no caption."""
     grids = [grid_of(batch) for batch in captioner.batches]
@@ -190,11 +192,13 @@ def test_patched_captions_are_stocks(captioner: Captioner) -> None:
     assert not hf_vit_accel.status(captioner.model).towers[0].patched
 
 
+@pytest.mark.parametrize("captioner", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"), indirect=True)
 def test_captions_tell_of_pictures(captioner: Captioner) -> None:
     shuffled = parity.held_out(captioner.family, 30, size=5, shuffled=True)
     assert captioner.accuracy(captioner.patched(), shuffled) < 0.1
 
 
+@pytest.mark.parametrize("captioner", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"), indirect=True)
 def test_captions_need_the_towers_attention(captioner: Captioner) -> None:
     """From patches that saw no other the language model still makes out a tenth, where stock is right about all."""
     patched = captioner.patched(silence())
@@ -202,6 +206,7 @@ def test_captions_need_the_towers_attention(captioner: Captioner) -> None:
     assert hf_vit_accel.status(patched).towers[0].calls == len(captioner.batches)
 
 
+@pytest.mark.matrix  # of the checkpoint, which seldom changes
 @pytest.mark.parametrize("captioner", ["qwen2_5_vl"], indirect=True)
 def test_captions_need_windows_and_full_layers(captioner: Captioner) -> None:
     tower = captioner.model.model.visual

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from standins import SMALL, TOWERS
+from standins import ONE_TOWER, SMALL, alike
 from test_graphs import draw_grid
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
         return f"pixels {shape} {kinds}, grid {self.grid!r} {getattr(self.grid, 'dtype', '')}"
 
 
-@pytest.fixture(scope="module", params=TOWERS)
+@pytest.fixture(scope="module", params=ONE_TOWER)
 def stock(request: Any) -> Any:
     """A stock tower; its twin, patched, is made from it."""
     return tower_of(TINY[request.param].build())
@@ -325,7 +325,7 @@ def spec_of(tower: Any, *, fast: bool) -> Spec:
     return state.spec(snapshot, snapshot.weights()[1], torch.device("cpu"), fast=fast, grad=False)
 
 
-@pytest.mark.parametrize(("family", "attention"), [("qwen2_5_vl", "flex"), ("qwen3_vl", "auto")])
+@pytest.mark.parametrize(("family", "attention"), alike(("qwen2_5_vl", "flex"), ("qwen3_vl", "auto")))
 def test_routes_do_not_grow(family: str, attention: str) -> None:
     tower = hf_vit_accel.patch(tower_of(TINY[family].build()), attention=attention)
     routes, spec = state_of(tower).routes, spec_of(tower, fast=False)
@@ -339,7 +339,7 @@ def test_routes_do_not_grow(family: str, attention: str) -> None:
     assert grown < BLOCKS
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", alike(True, False))
 def test_graphs_do_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """The runner alone, with an encoder that computes nothing; also where captures fail."""
     tower = hf_vit_accel.patch(tower_of(TINY["qwen3_vl"].build()))

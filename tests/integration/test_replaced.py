@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import TOWERS
+from standins import ONE_TOWER, TOWERS
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch.autograd import forward_ad
@@ -22,7 +22,7 @@ from hf_vit_accel.tower import state_of
 GRID = GRIDS["mixed"]
 
 
-@pytest.fixture(params=TOWERS)
+@pytest.fixture(params=ONE_TOWER)
 def tower(request: Any) -> Any:
     return tower_of(TINY[request.param].build())
 
@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:transformers .* stays stock")
 @pytest.mark.parametrize(("name", "when"), [(name, ["before", "after"][at % 2]) for at, name in enumerate(FUNCTIONS)])
+@pytest.mark.parametrize("tower", TOWERS, indirect=True)
 def test_functions_replaced_in_transformers_module_are_used(tower: Any, name: str, when: str, monkeypatch: Any) -> None:
     owner = sys.modules[type(tower).forward.__module__]
     stock, before, calls = getattr(owner, name, None), run_tower(tower, GRID), []

@@ -18,7 +18,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from matrix import flat
-from standins import TOWERS
+from standins import ONE_TOWER, TOWERS
 from tiny import (
     GRIDS,
     TINY,
@@ -42,7 +42,7 @@ Grid = list[tuple[int, int, int]]
 
 
 # (Whole models of those in the matrix: test_registration.py, every time.)
-@pytest.fixture(scope="module", params=[*TOWERS, pytest.param("qwen3_vl_moe", marks=pytest.mark.matrix)])
+@pytest.fixture(scope="module", params=[*ONE_TOWER, pytest.param("qwen3_vl_moe", marks=pytest.mark.matrix)])
 def built(request: Any) -> Any:
     return TINY[request.param].build()
 
@@ -54,7 +54,7 @@ def shared(built: Any) -> Iterator[Any]:
     hf_vit_accel.unpatch(built)
 
 
-@pytest.fixture(params=TOWERS)
+@pytest.fixture(params=ONE_TOWER)
 def model(request: Any) -> Any:
     return TINY[request.param].build()
 
@@ -434,6 +434,7 @@ def count_calls(tower: nn.Module, act: Callable[[], Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(("case", "way"), [(case, WAYS[at % 2]) for at, case in enumerate(GENERATE)])
+@pytest.mark.parametrize("built", TOWERS, indirect=True)
 def test_generate_is_token_identical_twice_in_a_row(shared: Any, case: str, way: str) -> None:
     make, kwargs = GENERATE[case]
     tower, inputs = tower_of(shared), make(shared)
@@ -454,6 +455,7 @@ def test_generate_is_token_identical_twice_in_a_row(shared: Any, case: str, way:
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("built", TOWERS, indirect=True)
 def test_features_equal_stock(shared: Any, kind: str) -> None:
     tower, grid = tower_of(shared), GRIDS["images" if kind == "image" else "video"]
 

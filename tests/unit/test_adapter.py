@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import flat
-from standins import INTERPRETED
+from standins import INTERPRETED, alike
 from test_families import one_node_a_layer
 from tiny import GRIDS, TINY, checkpoint_layers, pixels_for, relative_error, tower_of
 from torch import nn
@@ -459,7 +459,8 @@ def all_trained(model: Any) -> bool:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.matrix)])
+@pytest.mark.matrix  # `test_dropout_is_peft_s` by the references every time
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
 def test_training_with_dropout_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts, as each drops out numbers of its own: those that PEFT does."""
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
@@ -478,7 +479,7 @@ def test_training_with_dropout_interpreted(family: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl"))
 def test_training_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels themselves, in fp16, a layer being one node; checkpointed, by halves frozen, with plain parts."""
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)

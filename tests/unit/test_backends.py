@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from standins import alike
 from tiny import relative_error
 from torch import nn
 
@@ -97,8 +98,10 @@ def check(backend: Backend, lengths: list[int], head_dim: int, dtype: torch.dtyp
         assert relative_error(found, expected) <= bound
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [*((torch.float32, layout) for layout in LAYOUTS), *alike(*((torch.bfloat16, layout) for layout in LAYOUTS))],
+)
 @pytest.mark.parametrize("backend", [b for b in ORDER if not b.needs.cuda], ids=lambda b: b.name)
 def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str) -> None:
     """Every layout both packed and not, each in one of the dtypes."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, status_of
+from standins import SMALL, alike, both_towers, status_of
 from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
 from test_graphs import draw_grid, patch
 from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
@@ -191,7 +191,7 @@ FEW = [[784], [1], [64] * 6, [64, 1, 300, 37, 2], [256], [257], [1] * 17, [384, 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, torch.float32), (72, torch.bfloat16), (80, torch.float32)], ids=str
+    ("head_dim", "dtype"), alike((72, torch.bfloat16), (64, torch.float32), (80, torch.float32)), ids=str
 )
 def test_all_layouts_and_kinds_are_compiled_once(compilations: Any, dtype: torch.dtype, head_dim: int) -> None:
     for kind in ("full", "window"):
@@ -312,7 +312,7 @@ def dense(qkv: list[torch.Tensor], lengths: list[int], scale: float, change: Cal
 
 
 @pytest.mark.parametrize(
-    ("layout", "compiled"), [*((layout, False) for layout in LAYOUTS), ("ragged", True), ("one row", True)]
+    ("layout", "compiled"), [*((layout, False) for layout in LAYOUTS), *alike(("ragged", True), ("one row", True))]
 )
 def test_score_mod_equals_a_dense_reference(layout: str, compiled: bool, request: Any) -> None:
     if compiled:
@@ -422,6 +422,7 @@ def stock_with_score_mod(model: Any, run: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("fuse", ["auto", False])
+@both_towers
 def test_a_tower_through_flex_equals_stock(model: Any, fuse: Any) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, GRID)
@@ -440,6 +441,7 @@ def grads_of(tower: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["flex", STEEP], ids=["plain", "score_mod"])
+@both_towers
 def test_gradients_of_a_tower(model: Any, attention: Any) -> None:
     tower = tower_of(model)
     wanted = partial(grads_of, tower)

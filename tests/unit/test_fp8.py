@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, status_of
+from standins import SMALL, both_towers, status_of
 from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
 from test_graphs import draw_grid, patch
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
@@ -132,6 +132,7 @@ def test_a_head_of_large_scores_spares_the_others(fp8_on_cpu: None, power: int) 
     assert relative_error(found[:, 1:], expected[:, 1:]) < 0.06
 
 
+@both_towers
 def test_towers_are_near_and_say_so(fp8_on_cpu: None, model: Any) -> None:
     expected = run_tower(tower_of(model), GRID)
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
@@ -437,6 +438,7 @@ def test_memory_is_given_back(fp8_on_cpu: None, tmp_path: Path) -> None:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
+@both_towers
 def test_calibrated_scales(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, GRID)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, Recorder, status_of
+from standins import SMALL, Recorder, both_towers, status_of
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
@@ -59,6 +59,7 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", ODD)
+@both_towers
 def test_odd_input_is_replayed(on_cpu: Any, model: Any, case: str) -> None:
     """What stock casts and views itself, between calls of the usual form."""
     tower, grid = tower_of(model), [(1, 4, 6), (1, 2, 2)]

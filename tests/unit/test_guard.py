@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import TOWERS
+from standins import ONE_TOWER
 from tiny import (
     FAMILIES,
     GRIDS,
@@ -45,7 +45,7 @@ OWN_FILES = {
 COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 
 
-@pytest.fixture(params=TOWERS)
+@pytest.fixture(params=ONE_TOWER)
 def tower(request: Any) -> Any:
     return tower_of(TINY[request.param].build())
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import flat
-from standins import SMALL, TOWERS
+from standins import ONE_TOWER, SMALL, TOWERS
 from test_families import CLASSES, GRIDS, build, run, trained
 from test_graphs import patch as patch_with_graphs
 from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
@@ -243,7 +243,7 @@ def nbytes(output: Any) -> int:
     return sum(each.nbytes for each in flat(output))
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", ONE_TOWER)
 def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(family: str, references: Any, on_cpu: Any) -> None:
     """Also in the first call, in which all is made that is kept."""
     beyond = []
@@ -259,7 +259,7 @@ def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(family: str, re
     assert 96 * 4 * 144 < second <= first and first_of_long <= first and second_of_long <= second, beyond
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", ONE_TOWER)
 def test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held(
     family: str, references: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED, put
+from standins import INTERPRETED, both_towers, put
 from test_families import one_node_a_layer
 from test_graphs import patch
 from tiny import (
@@ -86,6 +86,7 @@ def test_towers_equal_stock(references: list[str], added: list[bool], model: Any
     assert relative_error(changed[0], expected[0]) > 1e-2
 
 
+@both_towers
 def test_rounding_is_that_of_stock(references: list[str], added: list[bool], model: Any) -> None:
     exact = [x.double() for x in run_tower(tower_of(model), GRID)]
     tower = tower_of(model.to(torch.bfloat16))
@@ -276,7 +277,8 @@ def trained(tower: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.matrix)])
+@pytest.mark.matrix  # "layer gelu, adding" of test_backward.py every time
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_training_interpreted(added: list[bool], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp16, a layer being one node: with deepstack and in windows, checkpointed, and with parts of it frozen."""
     monkeypatch.setattr(gemm_epilogue, "LEAST_ROWS", 1)

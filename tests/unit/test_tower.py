@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from standins import ONE_TOWER
 from tiny import (
     FAMILIES,
     GRIDS,
@@ -43,7 +44,7 @@ def shared(request) -> Any:
     return TINY[request.param].build()
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=ONE_TOWER)
 def model(request) -> Any:
     return TINY[request.param].build()
 
@@ -198,6 +199,7 @@ def test_copies_are_patched_on_their_own(model: Any, how: str) -> None:
     assert state_of(tower) is not None
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_weights_stay_live(model: Any) -> None:
     tower, twin = tower_of(model), copy.deepcopy(model)
     hf_vit_accel.patch(model)
@@ -240,6 +242,7 @@ def fallbacks(model: Any) -> str:
     return " | ".join(state_of(tower_of(model)).fallbacks)
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_gradients_are_served_fast_and_are_equal(model: Any) -> None:
     tower, twin = tower_of(model), tower_of(copy.deepcopy(model))
     hf_vit_accel.patch(model)
@@ -313,6 +316,7 @@ REPLACED = ("blocks.0.attn.qkv", "blocks.1.mlp", "merger", "blocks.2.norm1", "bl
     ("name", "kind"),
     [*((name, Doubled) for name in REPLACED), ("patch_embed", WithParts), ("patch_embed.proj", WithParts)],
 )
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_replaced_modules_are_used(model: Any, name: str, kind: Any) -> None:
     """Before patching; after it: `test_ops`."""
     tower, grid = tower_of(model), torch.tensor(GRIDS["images"])
@@ -371,6 +375,7 @@ def test_strict_raises_instead_of_falling_back(model: Any) -> None:
         hf_vit_accel.patch(model, strict=True)
 
 
+@pytest.mark.parametrize("shared", ONE_TOWER, indirect=True)
 def test_two_threads_get_their_own_answers(shared: Any) -> None:
     tower = tower_of(shared)
     grids = [GRIDS[name] for name in ("smallest", "video", "mixed")]
@@ -629,6 +634,7 @@ def test_gpu_plans_are_built_once(shared: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn", "torch_varlen"])
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_gpu_gradients_equal_stock(model: Any, attention: str) -> None:
     if attention != "auto" and not usable([attention]):
         pytest.skip(f"{attention} is not usable here")
