@@ -139,6 +139,18 @@ def captioning_processes() -> str:
     return grid(head, rows) + f"\n{conditions(document, 'captioning_processes.json', command)}\n"
 
 
+def ways() -> str:
+    """Ways to train a tower: stock, patched, and how many times as fast that is."""
+    document = load("ways.json")
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for stock, ours in zip(document["rows"][::2], document["rows"][1::2], strict=True):
+        told = f"{digits(stock['ms'])} / {digits(ours['ms'])} ({stock['ms'] / ours['ms']:.1f}x)"
+        cells.setdefault((stock["model"], stock["size"]), {})[stock["way"]] = told
+    head = ["ms, stock sdpa / patched", *(f"{title(model)}, {size}" for model, size in cells)]
+    rows = [[way, *(found[way] for found in cells.values())] for way in next(iter(cells.values()))]
+    return grid(head, rows) + f"\n{conditions(document, 'ways.json')}\n"
+
+
 def training_step() -> str:
     """Seconds of a step of `Trainer`, the language model included."""
     document = load("training_step.json")
@@ -359,6 +371,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "first_token": first_token,
     "fp8_errors": fp8_errors,
     "training_step": training_step,
+    "ways": ways,
     "captioning": captioning,
     "captioning_processes": captioning_processes,
     "data_parallel": data_parallel,
@@ -433,7 +446,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
             columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
             memory=True,
         )
-        for name in ("lora", "families_training")
+        for name in ("lora", "checkpointing", "families_training")
     },
     "flex": Timings(
         file="flex.json",

@@ -175,7 +175,7 @@ def main(
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     result: dict[str, Any] = {"device": name, "dtype": "bfloat16", "versions": env.versions(), "rows": []}
-    result["machine"] = bench.machine()
+    result |= {"machine": bench.machine(), "gpus": dist.get_world_size()}
     for model in models.split(","):
         for size in sizes.split(","):
             for way in ways.split(";"):
