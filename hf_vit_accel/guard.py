@@ -102,9 +102,8 @@ class Snapshot:
         # The tower itself is held weakly: it holds this, and would not be freed at once.
         self._tower, (_, *self._names), (_, *below) = weakref.ref(tower), modules, modules.values()
         self._modules, self._below = below, list(map(vars, below))
-        kept = (
-            name for name, value in vars(tower).items() if not isinstance(value, torch.Tensor)
-        )  # features, by a hook
+        # A tensor there is what somebody's hook keeps of a call.
+        kept = (name for name, value in vars(tower).items() if not isinstance(value, torch.Tensor))
         self._own_names = [name for name in kept if name not in _BARE]
         self._children = [module._modules for module in modules.values() if module._modules]
         self._kinds: list[Any] = list(set(map(type, modules.values())))

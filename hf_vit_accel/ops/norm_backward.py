@@ -173,9 +173,7 @@ class AddNormFunction(torch.autograd.Function):
         statistics_2T = torch.empty(1 if rms else 2, x_TE.shape[0], dtype=torch.float32, device=x_TE.device)
         out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, statistics_2T, dtype=dtype)
         ctx.save_for_backward(sum_TE, weight_E, statistics_2T)
-        if not any(
-            ctx.needs_input_grad[:2]
-        ):  # weights of the norm are trained: what comes of the sum needs no gradient
+        if not any(ctx.needs_input_grad[:2]):  # the norm's weights alone are trained: the sum does not know them
             ctx.mark_non_differentiable(sum_TE)
         return sum_TE, out_TE
 
