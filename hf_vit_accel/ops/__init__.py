@@ -193,7 +193,9 @@ def _finish(
     """grad: the rows that are returned are those that the merger is given, so that gradients of them, and hooks on
     them, see all that is made of them.
     """
-    assert merge is not None or norm is not None
+    if norm is None and not grad:
+        assert merge is not None
+        return merge
 
     def finish(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, ...]:
         if norm is not None:
@@ -202,7 +204,7 @@ def _finish(
         if merge is None:
             return (x_TE,)
         if not grad:
-            return merge(x_TE, delta_TE)
+            return merge(x_TE, None)
         x_TE = x_TE if delta_TE is None else x_TE + delta_TE
         return x_TE, merge(x_TE, None)[1]
 
