@@ -111,8 +111,8 @@ class Frame:
         """Until the function that this one is a part of saves them."""
         self.saved_tensors = tensors
 
-    def set_materialize_grads(self, value: bool) -> None:
-        """The parts are given None for what needs no gradient, as they ask for."""
+    # The parts are given None for what needs no gradient, as they ask for: nothing is to be done.
+    set_materialize_grads = staticmethod(bool)
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
         """Which parts need a gradient is known before they run."""

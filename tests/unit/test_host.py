@@ -64,9 +64,9 @@ def launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("family", "trains", "functions", "operators"),
     [
-        ("qwen3_vl", True, 84, 77),
+        ("qwen3_vl", True, 82, 77),
         ("qwen3_vl", False, 23, 21),
-        ("qwen2_5_vl", True, 76, 76),
+        ("qwen2_5_vl", True, 74, 76),
         ("qwen2_5_vl", False, 24, 13),
     ],
 )
