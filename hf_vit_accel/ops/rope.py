@@ -84,69 +84,6 @@ def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) ->
 
 
 @jit
-def _rope_copy_kernel(
-    qkv,
-    cos,
-    sin,
-    out,
-    rows,
-    table_stride,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BACK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    # A pair of q, of k and of v by each lane, so that the tables are read once.
-    half: tl.constexpr = DIM // 2
-    dtype: tl.constexpr = out.dtype.element_ty
-    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
-    pair = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
-    inside = (t < rows) & (pair < HEADS * half)
-    d = pair % half
-    table = t * table_stride + d
-    c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
-    s = -s if BACK else s
-    first = t * (3 * HEADS * DIM) + (pair // half * DIM + d)
-    for part in tl.static_range(3):
-        cell = first + part * HEADS * DIM
-        x1 = tl.load(qkv + cell, mask=inside, other=0.0)
-        x2 = tl.load(qkv + cell + half, mask=inside, other=0.0)
-        if part < 2:
-            w1, w2 = x1.to(tl.float32), x2.to(tl.float32)
-            x1, x2 = (w1 * c - w2 * s).to(dtype), (w2 * c + w1 * s).to(dtype)
-        tl.store(out + cell, x1, mask=inside)
-        tl.store(out + cell + half, x2, mask=inside)
-
-
-def _copy(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, back: bool) -> torch.Tensor:
-    qkv_T3HD = qkv_T3HD.contiguous()
-    rows, _, heads, dim = qkv_T3HD.shape
-    assert dim % 2 == 0 and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
-    out_T3HD = torch.empty_like(qkv_T3HD)
-    # Few rows in whole: 63 to 78 us at 16384 rows of 72 or 80, as 8 rows by 128 pairs 130 to 180 (H200).
-    block_p = min(1024, next_power_of_2(heads * dim // 2))
-    block_t = 2048 // block_p
-    _rope_copy_kernel[(-(-rows // block_t), -(-heads * dim // 2 // block_p))](
-        qkv_T3HD,
-        cos_TD,
-        sin_TD,
-        out_T3HD,
-        rows,
-        cos_TD.stride(0),
-        HEADS=heads,
-        DIM=dim,
-        BACK=back,
-        BLOCK_T=block_t,
-        BLOCK_P=block_p,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-    return out_T3HD
-
-
-@jit
 def _rope_back_kernel(
     dqkv,
     cos,
@@ -161,7 +98,7 @@ def _rope_back_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    # A run of rows; lanes as in `_rope_copy_kernel`. What v has is read for its sum only.
+    # A run of rows, a pair of q, of k and of v by each lane, so that the tables are read once; v for its sum only.
     half: tl.constexpr = DIM // 2
     width: tl.constexpr = HEADS * DIM
     dtype: tl.constexpr = dqkv.dtype.element_ty
@@ -317,19 +254,19 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
-        return _copy(qkv_T3HD, cos_TD, sin_TD, back=False)
+        return rope_(qkv_T3HD.clone(memory_format=torch.contiguous_format), cos_TD, sin_TD)
 
     @staticmethod
     @env.once_differentiable
     def backward(ctx: Any, dout_T3HD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _copy(dout_T3HD, *ctx.saved_tensors, back=True), None, None
+        return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
 
 
 def rope(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """`rope_reference` as one kernel, in both directions; saved are the tables only.
+    """`rope_reference` by kernels, in both directions; saved are the tables only.
 
-    Out of place, though v is copied: done in place on a view of a product, autograd would copy the gradient three times
-    (`CopySlices`), and a gradient that comes in may be somebody else's too.
+    On copies: done in place on a view of a product, autograd would copy the gradient three times (`CopySlices`), and a
+    gradient that comes in may be somebody else's too. Attention that rotates by itself needs neither.
     """
     out_T3HD: torch.Tensor = _Rope.apply(qkv_T3HD, cos_TD, sin_TD)
     return out_T3HD
