@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_vit_accel.ops.launch import Launch, jit, tl
+from hf_vit_accel.ops.launch import jit, tl
 
 _LANES, _STRANDS, _VECTOR = 4, 32, 4
 _STEP = 2 * _STRANDS * _VECTOR
@@ -197,9 +197,6 @@ def _memory_kernel(addresses, counts, keys, out):
     tl.atomic_add(out + 1, high, sem="relaxed")
 
 
-_items_launch, _memory_launch = Launch(_items_kernel, num_warps=1), Launch(_memory_kernel, num_warps=1)
-
-
 def hash_items_reference(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
     """Writes (frames, height, width, and 128 bits) of each item of a grid to what starts with zeros: two, then (N, 5).
 
@@ -231,7 +228,7 @@ def hash_items(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tenso
     (rows, width), items = pixels_TP.shape, grid_N3.shape[0]
     width = width * pixels_TP.itemsize // 4
     programs = -(-rows * width // ITEM_CHUNK) + items  # at most one chunk of an item is not full
-    _items_launch(pixels_TP.device, programs, pixels_TP.data_ptr(), grid_N3, keys, out, rows, items, width)
+    _items_kernel[(programs,)](pixels_TP.data_ptr(), grid_N3, keys, out, rows, items, width, num_warps=1)
 
 
 def words_of(pixels_TP: torch.Tensor) -> torch.Tensor:
@@ -266,4 +263,4 @@ def hash_memory(
 ) -> None:
     """`hash_memory_reference` as one kernel."""
     addresses_C = tables["addresses"]
-    _memory_launch(addresses_C.device, len(addresses_C), addresses_C, tables["counts"], keys, out)
+    _memory_kernel[(len(addresses_C),)](addresses_C, tables["counts"], keys, out, num_warps=1)

@@ -22,10 +22,11 @@ except ImportError:  # pragma: no cover
 
 __all__ = [
     "DTYPES",
-    "Launch",
+    "Kernel",
     "TensorDescriptor",
     "for_descriptor",
     "jit",
+    "kind_of",
     "next_power_of_2",
     "tl",
     "why_not_descriptors",
@@ -36,27 +37,50 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """`triton.jit` where Triton is installed; without it the function stays as it is and is never launched."""
-    return function if triton is None else triton.jit(function, **options)
+    """`triton.jit`, with faster launches; without Triton the function stays as it is and is never launched."""
+    if triton is None:
+        return function
+    made = triton.jit(function, **options)
+    return Kernel(function, **options) if type(made) is triton.JITFunction else made  # else it is interpreted
 
 
-class Launch:
-    """A kernel that later calls launch as the first one on a device compiled it: a third of the host's time.
+class Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
+    """A kernel whose launches look up what it was compiled to by as little as decides that: half of the host's time.
 
-    Nothing of its arguments may decide how it is compiled: none is a constant, `do_not_specialize` names them all.
+    Arguments come by position and constants by name, after them.
     """
 
-    def __init__(self, kernel: Any, **options: Any) -> None:
-        self._kernel, self._options = kernel, options
-        self._compiled: dict[torch.device, Any] = {}
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        self._specializes = not all(each.do_not_specialize for each in self.params)
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, device: torch.device, programs: int, *arguments: Any) -> None:
-        """Launch so many programs, on what is the current device."""
-        compiled = self._compiled.get(device)
-        if compiled is None:  # Triton's interpreter compiles nothing
-            self._compiled[device] = self._kernel[(programs,)](*arguments, **self._options)
-        else:
-            compiled[programs, 1, 1](*arguments)
+    def run(self, *arguments: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
+        """Launch on the current device; what is new is Triton's to compile."""
+        kinds = map(kind_of, arguments) if self._specializes else ()
+        key = torch.cuda.current_device(), *constants.items(), *kinds
+        found = None if warmup else self._compiled.get(key)
+        if found is None:
+            compiled = super().run(*arguments, grid=grid, warmup=warmup, **constants)
+            rest = self.params[len(arguments) :]
+            assert all(each.is_constexpr for each in rest)
+            if not warmup:
+                self._compiled[key] = compiled, tuple(constants[each.name] for each in rest)
+            return compiled
+        compiled, rest = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+        return compiled
+
+
+def kind_of(argument: Any) -> Any:
+    """What of a kernel's argument decides how Triton compiles it: at least what its own key holds. None is negative."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if type(argument) is int:
+        return argument == 1, argument % 16 == 0, argument.bit_length() // 32
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return type(argument)
 
 
 def next_power_of_2(value: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from standins import INTERPRETED, products_on_cpu
 from tiny import relative_error
 
+from hf_vit_accel.ops import launch
 from hf_vit_accel.ops.activation import (
     linear_gelu_tanh,
     pad_swiglu,
@@ -726,6 +727,77 @@ def test_kernels_compile_for_hopper(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, (_, _, arguments, _) in COMPILED.items() if "fp8e4nv" in arguments])
 def test_kernels_of_fp8_compile_for_blackwell(name: str, capability: int) -> None:
     compile_for_hopper(*COMPILED[name], capability=capability)
+
+
+def a_kernel(x, y, rows, eps, WIDTH, BLOCK):  # type: ignore[no-untyped-def]
+    """Never compiled."""
+
+
+a_kernel.__annotations__ = dict.fromkeys(("WIDTH", "BLOCK"), "tl.constexpr")
+MEMORY = torch.zeros(64, dtype=torch.int32)
+ARGUMENTS = (
+    *(0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, 2**32, 2**63 - 1, 2**63, 2**63 + 1),
+    *(1.0, 0.5, None, True, MEMORY, MEMORY[1:], MEMORY[4:], MEMORY.float(), MEMORY.half()[8:], MEMORY.bfloat16()[1:]),
+)
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
+def test_launches_know_of_arguments_what_decides_how_a_kernel_is_compiled() -> None:
+    """Of any two that Triton tells apart."""
+    jit = importlib.import_module("triton.runtime.jit")
+    if not hasattr(jit, "native_specialize_impl"):
+        pytest.skip("this Triton tells arguments apart in Python")
+    backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+    blocks = ((8, 8), (8, 16), (16, 8))
+    wide = [
+        launch.TensorDescriptor.from_tensor(MEMORY.to(dtype).view(8, 8), block)
+        for dtype, block in zip((torch.float16, torch.bfloat16, torch.float16), blocks, strict=True)
+    ]
+    by_kind: dict[Any, Any] = {}
+    for argument in (*ARGUMENTS, *wide):
+        told = jit.native_specialize_impl(backend, argument, False, True, True)
+        assert by_kind.setdefault(launch.kind_of(argument), told) == told, argument
+    assert len(by_kind) > 15
+
+
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
+def test_a_kernel_is_looked_up_again_where_it_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device, dtype, alignment, size or constant; else what was compiled is launched, with all arguments."""
+    asked: list[Any] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args: asked.append((grid, args))
+
+    def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        asked.append("compiled")
+        return Compiled()
+
+    monkeypatch.setattr(triton.JITFunction, "run", compile_)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    device, x, y = 0, torch.zeros(64), torch.zeros(64)
+    kernel = launch.jit(a_kernel)
+
+    def again(*args: Any, grid: tuple[int, ...] = (3,), **constants: Any) -> bool:
+        """Whether it is asked of Triton at first; and never twice."""
+        asked.clear()
+        for _ in range(2):
+            kernel[grid](*args, **constants)
+        assert len(asked) == 2
+        at, given = asked[1]
+        assert at == (*grid, 1, 1)[:3] and given[:4] == args and given[4:] == (constants["WIDTH"], constants["BLOCK"])
+        return asked[0] == "compiled"
+
+    constants = dict(BLOCK=32, WIDTH=80, num_warps=4)
+    assert again(x, y, 5, 1e-6, **constants)
+    for same in ((y, x, 5, 1e-5), (x[4:], y, 7, 0.0), (x, y, 5, 1e-6)):
+        assert not again(*same, grid=(5, 2), **constants)
+    for other in ((x[1:], y, 5, 1e-6), (x, y.half(), 5, 1e-6), (x, y, 1, 1e-6), (x, y, 32, 1e-6), (x, y, 2**31, 1e-6)):
+        assert again(*other, **constants) and not again(*other, **constants)
+    for name in constants:
+        assert again(x, y, 5, 1e-6, **(constants | {name: 8}))
+    device = 1
+    assert again(x, y, 5, 1e-6, **constants)
 
 
 def compile_for_hopper(

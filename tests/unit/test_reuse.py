@@ -31,7 +31,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.families import FAMILIES, family_of
 from hf_vit_accel.ops import fingerprint
-from hf_vit_accel.ops.launch import Launch, triton
+from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.report import beyond_attention
 from hf_vit_accel.reuse import Memory, _HandOut
 from hf_vit_accel.tower import TowerState, state_of
@@ -245,48 +245,12 @@ def test_kernels_wait_for_nothing_but_memory(kernel: str, arguments: str, unroll
     assert sum("@" not in line for line in wide) >= 8 * unroll, "keys, too, though nothing is known of where they lie"
 
 
-def test_later_launches_are_of_what_the_first_compiled() -> None:
-    """On each device; with all arguments as they are. Triton's interpreter compiles nothing: it is asked again."""
-    asked: list[Any] = []
-
-    class Kernel:
-        compiles = True
-
-        def __getitem__(self, grid: Any) -> Any:
-            def launch(*args: Any, **options: Any) -> Any:
-                asked.append((grid, args, options))
-                return Compiled() if self.compiles else None
-
-            return launch
-
-    class Compiled:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args: asked.append((grid, args))
-
-    one, two = torch.device("cuda", 0), torch.device("cuda", 1)
-    launch = Launch(Kernel(), num_warps=1)
-    for device, programs in ((one, 5), (one, 6), (two, 7), (one, 8)):
-        launch(device, programs, "a", programs)
-    assert asked == [
-        ((5,), ("a", 5), {"num_warps": 1}),
-        ((6, 1, 1), ("a", 6)),
-        ((7,), ("a", 7), {"num_warps": 1}),
-        ((8, 1, 1), ("a", 8)),
-    ]
-    asked.clear()
-    Kernel.compiles, launch = False, Launch(Kernel())
-    for programs in (5, 6):
-        launch(one, programs, "a")
-    assert asked == [((5,), ("a",), {}), ((6,), ("a",), {})]
-
-
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
 def test_no_argument_decides_how_a_kernel_is_compiled() -> None:
     """A later call's may be other numbers, and lie elsewhere: the first one's kernel serves them."""
-    kernels = [each._kernel for each in vars(fingerprint).values() if isinstance(each, Launch)]
-    parameters = [parameter for kernel in kernels for parameter in kernel.params]
-    assert len(parameters) == 11
-    assert all(each.do_not_specialize and not each.is_constexpr for each in parameters)
+    kernels = fingerprint._items_kernel, fingerprint._memory_kernel
+    assert [len(kernel.params) for kernel in kernels] == [7, 4]
+    assert not any(kernel._specializes or any(each.is_constexpr for each in kernel.params) for kernel in kernels)
 
 
 def test_zeros_are_handed_out_once() -> None:
