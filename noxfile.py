@@ -21,14 +21,16 @@ TESTED = PROJECT["tool"]["hf-vit-accel"]["tested"]
 NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
 OLDEST = {package: versions[0] for package, versions in TESTED.items()}
 PYTHONS = [name.rsplit(" ", 1)[1] for name in PROJECT["project"]["classifiers"] if ":: 3." in name]
-TEST = [name for name in PROJECT["project"]["optional-dependencies"]["test"] if not name.startswith(("mypy", "ruff"))]
+SELF, *TEST = PROJECT["project"]["optional-dependencies"]["test"]
+SELF = SELF.replace("hf-vit-accel", ".")  # by its name, pip 23 looks for it on the index
+TEST = [name for name in TEST if not name.startswith(("mypy", "ruff"))]
 WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao"]
 
 
 def install(session: nox.Session, *more: str, **versions: str) -> None:
     """The package with its tests' needs and the versions that are asked for, the newest of the others."""
     wanted = [f"{package}=={version}.*" for package, version in (NEWEST | versions).items()]
-    session.install("-e", ".", *TEST, *wanted, *more)
+    session.install("-e", SELF, *TEST, *wanted, *more)
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
 
 
@@ -76,7 +78,7 @@ def floors(session: nox.Session) -> None:
     session.install("--resolution", "lowest-direct", "-e", ".[examples]")
     lowest = Path(session.create_tmp()) / "lowest.txt"
     lowest.write_text(str(session.run("uv", "pip", "freeze", "--exclude-editable", silent=True)))
-    session.install("-e", ".", *TEST, "pyarrow<22", "--constraint", str(lowest))
+    session.install("-e", SELF, *TEST, "pyarrow<22", "--constraint", str(lowest))
     run_suite(session)
 
 

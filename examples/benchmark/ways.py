@@ -72,6 +72,12 @@ def sharded(tower: Any, *, mixed: bool) -> Any:
     return fully_shard(tower, mp_policy=policy)
 
 
+def compiled(tower: Any) -> Any:
+    """As a user does; without what is known of towers before, of which torch remembers eight."""
+    torch._dynamo.reset()
+    return torch.compile(tower)
+
+
 WAYS: dict[str, tuple[torch.dtype, bool, Way]] = {
     "all weights": (torch.bfloat16, False, lambda tower: tower),
     "the last quarter of the layers": (torch.bfloat16, False, partly),
@@ -79,6 +85,7 @@ WAYS: dict[str, tuple[torch.dtype, bool, Way]] = {
     "autocast, fp32 weights": (torch.float32, True, lambda tower: tower),
     "checkpointed": (torch.bfloat16, False, partial(checkpointed, reentrant=False)),
     "checkpointed, reentrant": (torch.bfloat16, False, partial(checkpointed, reentrant=True)),
+    "torch.compile": (torch.bfloat16, False, compiled),
     "DDP": (torch.bfloat16, False, DistributedDataParallel),
     "FSDP2": (torch.bfloat16, False, partial(sharded, mixed=False)),
     "FSDP2, fp32 weights in bf16": (torch.float32, False, partial(sharded, mixed=True)),

@@ -9,10 +9,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -113,6 +114,10 @@ def test_captions_of_large_photos_stay_the_same(tmp_path: Path, monkeypatch: pyt
 def test_what_the_processor_refuses_or_enlarges_is_left_to_it(processor: Any) -> None:
     smaller = reduced(processor)
     assert smaller(3000, 4) is None and smaller(20, 20) is None and smaller(96, 96) is None
+    assert smaller(143, 145) is None and smaller(145, 143) is None  # 128 x 160: fewer pixels, but one side enlarged
+    for target in ((20, 9), (9, 20)):  # as where a damaged file holds a smaller picture than it says
+        picture = io.BytesIO(encode(Image.new("RGB", (10, 10)), "BMP"))
+        assert read_image(picture, resize=Mock(return_value=target))[0].size == (10, 10)
     assert smaller(4000, 3000) is not None and reduced(processor, slack=100.0)(4000, 3000) is None
 
 
@@ -147,6 +152,18 @@ def test_the_gate_bounds_what_is_in_use() -> None:
     for thread in threads:
         thread.join(timeout=20)
     assert most <= 100 and in_use == 0 and gate.used == 0
+
+
+def test_pictures_are_decoded_inside_a_quarter_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that one reader reads, through one gate, each with what it takes while it is decoded."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(worker, "Gate", lambda size: lambda wanted: asked.append((size, wanted)) or nullcontext())
+    Image.new("RGB", (10, 7)).save(tmp_path / "a.png")
+    parts: Any = SimpleNamespace(processor=None), None, None
+    read = worker.Worker(*parts, process=0, run="", batch_tokens=1, batch_size=1, memory=4000).reader()
+    for _ in range(2):
+        assert not read(Task(item=Item(key="a", file=str(tmp_path / "a.png")), prompts=("p",), tokens=1)).failed
+    assert asked == [(1000, 10 * 7 * 4 * 2)] * 2
 
 
 def test_batches_ahead_are_bounded_and_in_order() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("peft")
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmark"
@@ -49,11 +51,13 @@ def test_both_ways_train_what_they_say(monkeypatch: pytest.MonkeyPatch, tmp_path
     sys.modules.pop("training_step"), sys.modules.pop("first_token")
 
 
-def test_every_way_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_every_way_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: bool) -> None:
     """The benchmark of ways to train: stock and patched have the same gradients, and every step is fast."""
     for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0").items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # traced alike, in less time
     ways = importlib.import_module("ways")
     config = {
         "model_type": "qwen2_5_vl",
@@ -61,10 +65,11 @@ def test_every_way_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         "vision_config": TOWER,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    target = tmp_path / "ways.json"
-    ways.main(models=str(tmp_path / "config.json"), sizes="1x4x4+1x2x4", rounds=1, json_path=target)
+    target, chosen = tmp_path / "ways.json", [way for way in ways.WAYS if (way == "torch.compile") == compiled]
+    asked: Any = dict(models=str(tmp_path / "config.json"), sizes="1x4x4+1x2x4", ways=";".join(chosen))
+    ways.main(**asked, rounds=1, json_path=target)
     rows = json.loads(target.read_text())["rows"]
-    assert [row["way"] for row in rows[::2]] == [row["way"] for row in rows[1::2]] == list(ways.WAYS)
+    assert [row["way"] for row in rows[::2]] == [row["way"] for row in rows[1::2]] == chosen
     for stock, ours in zip(rows[::2], rows[1::2], strict=True):
         assert (stock["contender"], ours["contender"]) == ("stock sdpa", "auto")
         assert ours["calls"] == {"fast": 4, "stock": 0} and 0 <= ours["difference"] < 0.05

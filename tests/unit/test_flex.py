@@ -156,6 +156,12 @@ def test_what_stands_after_the_counts_is_not_read(layout: str) -> None:
         assert not torch.allclose(plan.attend(*qkv), expected), "the counts are"
 
 
+def test_the_reference_rounds_once() -> None:
+    plan = plan_alone(Flex(), segments_of(LAYOUTS["ragged"]), request())
+    qkv = draw(sum(LAYOUTS["ragged"]), 80, torch.bfloat16, "cpu", 0, True)
+    assert torch.equal(plan.attend(*qkv), plan.attend(*(x.float() for x in qkv)).bfloat16())
+
+
 def test_gradients_of_the_reference() -> None:
     lengths = LAYOUTS["ragged"]
     wanted = request(dtype=torch.float64, head_dim=16, grad=True)

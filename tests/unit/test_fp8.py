@@ -463,6 +463,10 @@ def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: 
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
     hf_vit_accel.patch(model, fp8=ALWAYS)
+    scales_of(model).watch()
+    run_tower(tower, GRID)
+    alone = scales_of(model).seen()
+    hf_vit_accel.patch(model, fp8=ALWAYS)
     run_tower(tower, GRID)
     state = state_of(tower)
     images = [{"pixel_values": pixels_for(tower, GRID, seed), "image_grid_thw": torch.tensor(GRID)} for seed in (0, 1)]
@@ -470,6 +474,7 @@ def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: 
     for calls in ([images[0]], [images[1]], images, images[::-1]):
         found.append(Amax.load(hf_vit_accel.calibrate(model, calls, tmp_path / "amax.json")).amax_L3H)
     largest = torch.maximum(found[0], found[1])
+    assert torch.equal(found[0], alone), "of a call of its own with the same pixels"
     assert not torch.equal(largest, found[0]) and not torch.equal(largest, found[1])
     assert torch.equal(found[2], largest) and torch.equal(found[3], largest)
     assert state_of(tower) is state and scales_of(model).calls_L43H is None

@@ -648,6 +648,7 @@ def test_dtypes_and_grids_are_told_apart(tower: Any) -> None:
     with torch.no_grad():
         for given_ in (pixels, pixels.half(), pixels.double()):
             tower(given_, grid_thw=torch.tensor([entry]))
+        tower(pixels.half().view(torch.bfloat16), grid_thw=torch.tensor([entry]))  # the same bits
         for grid in ((1, 6, 4), (2, 6, 2)):
             tower(pixels, grid_thw=torch.tensor([grid]))
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -657,9 +658,9 @@ def test_dtypes_and_grids_are_told_apart(tower: Any) -> None:
             tower(pixels, grid_thw=torch.tensor([entry]))
         finally:
             torch.use_deterministic_algorithms(False)
-        assert counts(tower) == (7, 7, 0)
+        assert counts(tower) == (8, 8, 0)
         tower(pixels, grid_thw=torch.tensor([entry]))
-    assert counts(tower) == (8, 7, 1)
+    assert counts(tower) == (9, 8, 1)
 
 
 # --- weights that change ----------------------------------------------------------------------------------------------
@@ -834,6 +835,17 @@ def test_settings_and_gradients_are_told_apart(tower: Any) -> None:
     assert counts(tower) == (1, 1, 0)
 
 
+def test_what_is_trained_from_now_on_is_not_kept(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread unfreezes the tower while the host would wait for what tells its items."""
+    slow = reuse_module.guard.reasons_slow
+    monkeypatch.setattr(
+        reuse_module.guard, "reasons_slow", lambda *args, **kwargs: tower.requires_grad_() and slow(*args, **kwargs)
+    )
+    hf_vit_accel.patch(tower, reuse=ACROSS)
+    assert all(x.requires_grad for x in call(tower, [item(tower)]))
+    assert hf_vit_accel.status(tower).towers[0].reuse.held == 0
+
+
 # --- what else there is -----------------------------------------------------------------------------------------------
 
 
@@ -853,6 +865,9 @@ def test_modules_of_others_are_not_trusted(tower: Any, add: Callable[[Any], None
     add(tower)
     tower.eval().requires_grad_(False)
     items = [item(tower), item(tower)]
+    hf_vit_accel.patch(tower, reuse=ACROSS)
+    call(tower, items)
+    assert not state_of(tower).fallbacks, "nothing is kept of what may be trained, and that is no reason to tell"
     hf_vit_accel.patch(tower, reuse=ACROSS)
     with torch.no_grad():
         one, two = call(tower, items), call(tower, items)
