@@ -180,9 +180,8 @@ class Worker:
         return [self.captioner.encode(seen, [row.prompts[index] for row in rows]) for index in prompts]
 
     def _caption(self, ready: list[Any] | None, rows: Sequence[Row]) -> list[Any]:
-        """Per row its captions, one a prompt."""
-        whole = ready and len(ready[0]["input_ids"]) == len(rows)
-        inputs = list(ready) if ready and whole else self.captioner.send(self._encode(rows))
+        """Per row its captions, one a prompt. ready: the inputs of these very rows; emptied where memory runs out."""
+        inputs = list(ready) if ready else self.captioner.send(self._encode(rows))
         tasks = [row.task for row in rows]
         seeds = [
             [self.captioner.seed_of(task.item.key, task.prompts[index]) for task in tasks]
