@@ -64,6 +64,7 @@ class Sharing:
         self._least = LEAST["graphs" if graphs else "eager"]
         self.unmet: list[str] = []
         self._calls = 0
+        self._grid: Grid = ()
         self._due: Places | None = None  # of a call for which the others wait for this rank
         self._checksum: torch.Tensor | None = None  # of its pixels
 
@@ -81,14 +82,14 @@ class Sharing:
                 self._tell(status, text=f"{type(error).__name__}: {error}")
         self._due = None
 
-    def begin(self, grid: Grid, snapshot: Any, checkpoints: Sequence[Any]) -> bool:
+    def begin(self, grid: Grid, distinct: Grid, snapshot: Any, checkpoints: Sequence[Any]) -> bool:
         """Whether a call is shared. All ranks find the same, and from here on wait for one another.
 
-        snapshot: of the tower; checkpoints: of its layers, in a call with gradients.
+        distinct: of its grid, what is encoded; it is another on a rank whose pixels are others. snapshot: of the tower;
+        checkpoints: of its layers, in a call with gradients.
         """
         clips, full = snapshot.geometry.clips, sum(snapshot.full_layers) / len(snapshot.full_layers)
-        shares = split(grid, self.ranks.size, clips=clips, full=full)
-        costs = loads(grid, shares, clips=clips, full=full)
+        costs = loads(grid, split(grid, self.ranks.size, clips=clips, full=full), clips=clips, full=full)
         self._due = None
         if sum(costs) - max(costs) < self._least:
             self.counts["too small to share"] += 1
@@ -96,12 +97,13 @@ class Sharing:
         self.unmet = self._reasons_against(snapshot, checkpoints)
         if self.unmet:
             return False
-        self._due = Places(grid, shares)
+        self._grid, self._due = grid, Places(distinct, split(distinct, self.ranks.size, clips=clips, full=full))
         return True
 
     def _reasons_against(self, snapshot: Any, checkpoints: Sequence[Any]) -> list[str]:
         """What is the same on all ranks."""
         reasons = ["not shared by ranks: FSDP2 shards layers"] if snapshot.sharded else []
+        reasons += [f"not shared by ranks: {why}" for why in snapshot.mixing]
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None:
             averaged, own = (set(dist.get_process_group_ranks(g)) for g in (ddp.process_group, self.ranks.group))
@@ -167,7 +169,7 @@ class Sharing:
     def _tell(self, status: int, *, how: Any = None, outputs: Sequence[int] = (), text: str = "") -> list[list[int]]:
         """Every rank's header, by rank. Raises, the same on all, what any of them tells of."""
         assert self._due is not None
-        call, self._due = (self._calls, self._due.grid), None  # nobody waits for this rank any more
+        call, self._due = (self._calls, self._grid), None  # nobody waits for this rank any more
         letters = text.encode("ascii", "replace")[: 8 * (_WORDS - _TEXT)].ljust(8 * (_WORDS - _TEXT), b"\0")
         words = [int.from_bytes(letters[at : at + 8], "little", signed=True) for at in range(0, len(letters), 8)]
         before = [status, _digest(call), _digest(how), len(outputs), *outputs]

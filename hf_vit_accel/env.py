@@ -123,6 +123,15 @@ def is_upstream(function: Any) -> bool:
             return True
 
 
+def numerics() -> tuple[object, ...]:
+    """What of torch's state decides how numbers are rounded, and by which kernels; by either way to set it."""
+    backends: Any = torch.backends
+    matmul = backends.cuda.matmul
+    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    precisions = (each.fp32_precision for each in (matmul, backends.cudnn.conv, backends.mkldnn.matmul))
+    return torch.are_deterministic_algorithms_enabled(), *precisions, *reduced
+
+
 KERNELS = "kernels"
 """The name under which all Triton kernels go together where something failed: what keeps one from running (no compiler,
 a cache folder that cannot be written, a GPU that Triton does not know) keeps all."""

@@ -27,7 +27,7 @@ from hf_vit_accel.env import is_upstream
 from hf_vit_accel.families import Family, Parts
 from hf_vit_accel.inputs import Expected
 from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_mixing, reasons_replaced
 from hf_vit_accel.route import POPPED, Spec
 
 _FORWARD_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
@@ -42,7 +42,7 @@ _SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", N
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
-_DROPOUT = nn.modules.dropout._DropoutNd  # no tower has any: who fine-tunes adds them
+_MOODY = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase  # no tower has any: who fine-tunes adds them
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -78,12 +78,13 @@ class Snapshot:
 
     stock: why its own forward must run as it is, without metadata of ours. slow: why its blocks must be called.
     parts, geometry, heads, head_dim, scale: known where `stock` is empty. foreign: a module inside whose code is
-    neither torch's nor transformers', or a Dropout, and which might act otherwise at every call. dropout: whether
-    training drops out attention weights. offloaded: accelerate's hooks stand on modules inside and move weights or
-    inputs themselves. places: what modules hold the parameters of `weights` in, in this order. sharded: by index,
-    layers whose weights FSDP2 brings when their block is called; brought: whether it brings any. expected: what inputs
-    have to fit, known once `weights` was asked. reads: the attributes that all of this, and the operations built of it,
-    were made of. specs: those operations, by kind of call: what is made of a reading goes with it.
+    neither torch's nor transformers', or a Dropout, and which might act otherwise at every call. mixing: why all rows
+    of a call must be encoded at once. dropout: whether training drops out attention weights. offloaded: accelerate's
+    hooks stand on modules inside and move weights or inputs themselves. places: what modules hold the parameters of
+    `weights` in, in this order. sharded: by index, layers whose weights FSDP2 brings when their block is called;
+    brought: whether it brings any. expected: what inputs have to fit, known once `weights` was asked. reads: the
+    attributes that all of this, and the operations built of it, were made of. specs: those operations, by kind of call:
+    what is made of a reading goes with it.
     """
 
     expected: Expected
@@ -97,14 +98,13 @@ class Snapshot:
 
     def __init__(self, tower: Any, family: Family) -> None:
         self.proof = upstream.prove(tower, family)
-        self._home = self.proof.code.home
         modules = dict(tower.named_modules())
         # The tower itself is held weakly: it holds this, and would not be freed at once.
         self._tower, (_, *self._names), (_, *below) = weakref.ref(tower), modules, modules.values()
         self._modules, self._below = below, list(map(vars, below))
         # A tensor there is what somebody's hook keeps of a call.
         kept = (name for name, value in vars(tower).items() if not isinstance(value, torch.Tensor))
-        self._own_names = [name for name in kept if name not in _BARE]
+        self._own_names = list({*kept} - _BARE | {*self.proof.code.methods})
         self._children = [module._modules for module in modules.values() if module._modules]
         self._kinds: list[Any] = list(set(map(type, modules.values())))
         wrapped = [module for module in below if isinstance(module, sharding.wrapper())]
@@ -124,8 +124,9 @@ class Snapshot:
         self.specs: dict[Any, Spec] = {}
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
         replaced = chain.from_iterable(map(reasons_replaced, below))
-        drops = (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _DROPOUT))
-        self.foreign = next(chain(replaced, drops), None)
+        replaced = chain(replaced, (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _MOODY)))
+        self.foreign = next(replaced, None)
+        self.mixing = reasons_mixing(below)
         self.offloaded = any("_hf_hook" in vars(module) for module in below)
         self.stock, self.sharded = list(self._reasons_stock(tower, family)), {}
         if not self.stock:
@@ -145,7 +146,7 @@ class Snapshot:
             list(map(len, self._below)),  # a forward that is set on an instance is an attribute more
             [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own],
             [kind.forward for kind in self._kinds],
-            list(map(self._home.get, self.proof.code.names)),
+            list(map(self.proof.code.home.get, self.proof.code.names)),
             list(map(vars(tower).get, self._own_names)),
         )
 
@@ -159,6 +160,7 @@ class Snapshot:
     def _reasons_stock(self, tower: Any, family: Family) -> Iterator[str]:
         if not is_upstream(type(tower).forward):
             yield f"the forward of {type(tower).__name__} is not transformers' own"
+        yield from self.proof.code.reasons_overridden(tower)
         if self.proof.injected is not None:
             yield self.proof.injected
             return

@@ -77,13 +77,13 @@ class Passes:
         self.fewer: dict[bool, int] = {}
         self.calls = self.count = 0
 
-    def most(self, device: torch.device, *, grad: bool, sharded: bool) -> int | None:
+    def most(self, device: torch.device, *, grad: bool, whole: bool) -> int | None:
         """Rows from which on a call is cut, NEVER where memory must run out first; None: not even then.
 
-        With gradients a pass runs forward twice, so "auto" waits for that. sharded: FSDP2 brings weights at each pass,
-        and all ranks, each with pictures of its own, would have to make as many.
+        With gradients a pass runs forward twice, so "auto" waits for that. whole: no call may be cut: a module may mix
+        rows; or FSDP2 brings weights at each pass, and all ranks, each with its pictures, would have to make as many.
         """
-        if self.max_rows is None or sharded or (self.max_rows == "auto" and device.type != "cuda"):
+        if self.max_rows is None or whole or (self.max_rows == "auto" and device.type != "cuda"):
             return None
         asked = self.max_rows if self.max_rows != "auto" else NEVER if grad else FREE
         return self.fewer.get(grad, asked)

@@ -89,8 +89,9 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
 def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(requested_attention):
+            same = requested_attention == self.config._attn_implementation  # as it is where a model's text gets another
             applicable = original(self, requested_attention, *args, **kwargs)
-            for tower in (self, *_wrapped(self)):
+            for tower in () if same else (self, *_wrapped(self)):
                 uninstall(tower)  # a patched tower was told to use another name
             return applicable
         assert requested_attention is not None

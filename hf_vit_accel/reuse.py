@@ -256,6 +256,8 @@ class Reuse:
         trains = torch.is_grad_enabled()
         if (trains and pixels_TP.requires_grad) or guard.reasons_untraceable() or pixels_TP.is_meta:
             return grid_N3.tolist(), Marks()  # a copy's pixels have a gradient of their own
+        if snapshot.mixing:
+            return grid_N3.tolist(), Marks(unmet=snapshot.mixing)
         if snapshot.foreign and snapshot.training():
             return grid_N3.tolist(), Marks(unmet=[f"{snapshot.foreign}, and may be random in training"])
         unmet: list[str] = []
@@ -287,7 +289,7 @@ class Reuse:
             self._memory = None
             settle(device)  # the kernels still write
             return self.look(snapshot, parameters, weights, no_kernels, meanwhile, pixels_TP, grid_N3)
-        decided = (memory.form, pixels_TP.dtype, *_numerics()) if across else ()
+        decided = (memory.form, pixels_TP.dtype, *env.numerics()) if across else ()
         low, high, *flat = found.tolist()
         items_N5 = [flat[start : start + 5] for start in range(0, len(flat), 5)]
         marks = Marks(
@@ -362,15 +364,3 @@ class Reuse:
         for key, outputs in kept.items():
             cost = sum(output.nbytes for output in outputs)
             self._kept.keep(key, _Kept(outputs=outputs, stream=stream, ready=ready), cost)
-
-
-def _numerics() -> tuple[Any, ...]:
-    """What of torch's state decides how numbers are rounded."""
-    matmul = torch.backends.cuda.matmul
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_fp16_reduced_precision_reduction,
-    )

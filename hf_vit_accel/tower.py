@@ -144,7 +144,7 @@ class TowerState:
                 ops=self._build(snapshot, weights, request) if fast else None,
                 full_layers=snapshot.full_layers,
                 faults=tuple(self.faults.items()),
-                max_rows=self.passes.most(device, grad=grad, sharded=bool(snapshot.sharded)),
+                max_rows=self.passes.most(device, grad=grad, whole=bool(snapshot.sharded or snapshot.mixing)),
                 settings=settings,
             )
             own = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
@@ -279,15 +279,12 @@ def _forward(
         return state.count_stock(original(*args, **kwargs), reasons)
     device, trains = call.pixels.device, torch.is_grad_enabled()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "expected no CUDA graph to be captured around a patched tower: what the graph would read is not kept for "
-            "it; let hf_vit_accel.patch(model, cuda_graphs=True) capture"
-        )
+        raise RuntimeError("expected no CUDA graph captured around a patched tower; let patch(cuda_graphs=True) do it")
     # A foreign module (an adapter) may train parameters outside of the tower.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
     if (sharing := state.sharing) is not None:
         distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
-        shared = sharing.begin(distinct, snapshot, checkpoints_of(snapshot.parts) if grad else ())
+        shared = sharing.begin(call.grid, distinct, snapshot, checkpoints_of(snapshot.parts) if grad else ())
     unmet = slow()
     if not state.family.videos and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
@@ -295,12 +292,13 @@ def _forward(
     if spec.ops is None:
         route = state.routes.get(call.grid, spec)
         state.last, unmet = route, unmet + route.unmet
+        if settings.score_mod is not None and name not in upstream.NAMES:
+            refuse([*unmet, f"blocks attend by {name!r}"], wanted="a score_mod was given")
         if settings.strict:
             refuse(unmet)
         if sharing is not None:
             sharing.decline(unmet)
         return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
-
     serve: Any = partial(_serve, state, snapshot, weights, spec, unmet)
     if spec.max_rows is not None:
         serve = partial(state.passes.serve, serve, spec)
@@ -334,6 +332,7 @@ def _attend_only(
     reasons = guard.reasons_own_segments(tower, named, state.family.arguments[0])
     grid = () if reasons else tuple(map(tuple, named["grid_thw"].tolist()))
     if not grid or min(map(min, grid)) < 1:  # what else is wrong with a call, stock says
+        reasons = reasons or ["a row of grid_thw has no frames, or no size"]
         state.refuse_stock(reasons)
         return state.count_stock(original(*args, **kwargs), reasons)
     device, rest = named[state.family.arguments[0]].device, (state.settings, state.faults, state.served)

@@ -203,10 +203,3 @@ class Held(Generic[G]):
             self._drop()
             torch.cuda.empty_cache()  # else the allocator keeps their pool until memory runs out
             self._recorder = CudaRecorder(self._device)
-
-
-def numerics() -> tuple[object, ...]:
-    """What of torch's state decides which kernels a graph holds."""
-    matmul = torch.backends.cuda.matmul
-    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    return torch.are_deterministic_algorithms_enabled(), matmul.fp32_precision, *reduced

@@ -17,11 +17,12 @@ from functools import partial
 
 import torch
 
+from hf_vit_accel import env
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.buffers import Shape, pad
-from hf_vit_accel.graphs.held import CaptureError, Eager, GraphStatus, Held, numerics
+from hf_vit_accel.graphs.held import CaptureError, Eager, GraphStatus, Held
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.metadata import pack, send
 from hf_vit_accel.route import Route, Routes, Spec
@@ -94,7 +95,7 @@ class Runner(Held[_Graph]):
         route: of the call in its own shape. memory: equal while weights and buffers lie where they did; with the
         route's spec that is all that a graph bakes in beside its layout, so another makes every graph stale.
         """
-        identity = route.spec, memory, pixels_TP.shape[1], numerics()
+        identity = route.spec, memory, pixels_TP.shape[1], env.numerics()
         with self._lock:
             if against := self._begin(identity, route.spec.request.device):
                 return against

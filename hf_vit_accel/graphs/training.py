@@ -23,7 +23,7 @@ import torch
 from hf_vit_accel import env
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.encoder import encode
-from hf_vit_accel.graphs.held import CaptureError, Eager, Held, numerics
+from hf_vit_accel.graphs.held import CaptureError, Eager, Held
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.route import Route
 
@@ -98,7 +98,7 @@ class TrainingRunner(Held[_Step]):
         if pixels_TP.is_inference():  # which cannot be saved; stock's frozen embedding saves none
             pixels_TP = pixels_TP.clone()
         wants = [pixels_TP.requires_grad, *map(_WANTS_GRADIENT, parameters)]
-        identity = route.spec, memory, pixels_TP.shape[1], wants, numerics()
+        identity = route.spec, memory, pixels_TP.shape[1], wants, env.numerics()
         with self._lock:
             if against := self._begin(identity, route.spec.request.device):
                 return against

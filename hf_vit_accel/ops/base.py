@@ -6,7 +6,7 @@ through a `Context`, which remembers it: when one of those attributes changes, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -44,8 +44,25 @@ def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[s
     if own_forward(module) is not None:
         return [f"a {name} has a forward of its own"]
     if not env.is_upstream(type(module).forward):
-        return [f"the forward of {name} was replaced by another"]
+        module = type(module).__module__
+        if module.startswith(("torch.", "transformers.")):
+            return [f"the forward of {name} was replaced by another"]
+        return [f"a {module}.{name} is neither torch's nor transformers'"]
     return []
+
+
+_BY_ROWS = {"bitsandbytes", "liger_kernel", "peft", "torchao"}
+"""Packages whose modules treat each row by itself."""
+
+
+def reasons_mixing(modules: Sequence[nn.Module]) -> list[str]:
+    """Why all rows of a call must be encoded at once: a module of the user's own, or a norm over rows, may mix them."""
+    known = nn.modules.batchnorm._NormBase
+    reasons = [f"a {type(each).__name__} is inside" for each in modules if isinstance(each, known)]
+    for each in modules:
+        if type(each).__module__.partition(".")[0] not in _BY_ROWS:
+            reasons += reasons_replaced(each)
+    return [f"{why}, and may mix rows of several images" for why in reasons[:1]]
 
 
 class Reads:

@@ -163,6 +163,10 @@ def test_a_score_mod_is_applied(tower: Any) -> None:
     expected = run(tower)
     hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
     assert max(map(relative_error, run(tower), expected)) > 1e-3
+    given = inputs(tower)
+    given["grid_thw"] = torch.cat([given["grid_thw"], torch.zeros(1, 3, dtype=torch.int64)])  # as pads a batch
+    with torch.no_grad(), pytest.raises(FallbackError, match=r"a score_mod was given .* no frames, or no size"):
+        tower(**given)
 
 
 @pytest.mark.parametrize("asked", [{}, {"strict": True}, {"attention": FlexConfig(score_mod=lambda score, *_: score)}])

@@ -279,6 +279,24 @@ def test_copies_are_taken_together_before_a_call_is_shared(on_ranks: Any) -> Non
     on_ranks(_copies, 2)
 
 
+def _copies_on_one_rank(rank: int) -> None:
+    """Others have other pixels, so that what is left of the call is not the same on all."""
+    tower, grid = tower_of(TINY["qwen3_vl"].build()).requires_grad_(False), [(1, 4, 6)] * 2
+    first, other = (pixels_for(tower, grid[:1], seed) for seed in range(2))
+    for left in (first, other, first):
+        pixels = torch.cat([first, left if rank else first])
+        hf_vit_accel.patch(tower)
+        expected = flat(tower(pixels, grid_thw=torch.tensor(grid)))
+        hf_vit_accel.patch(tower, data_parallel=True, reuse=True)
+        assert_close(flat(tower(pixels, grid_thw=torch.tensor(grid))), expected)
+        became = "encoded by each rank alone" if left is other else "shared"
+        assert told(tower) == f"rank {rank} of 2, 1 calls {became}"
+
+
+def test_copies_that_one_rank_alone_has(on_ranks: Any) -> None:
+    on_ranks(_copies_on_one_rank, 2)
+
+
 def test_ranks_remember_no_pictures() -> None:
     with pytest.raises(ValueError, match="ranks that remember different pictures"):
         Settings(ranks=object(), reuse=hf_vit_accel.ReuseConfig(across_calls=True))

@@ -506,6 +506,12 @@ def test_a_score_mod_is_never_left_out(model: Any) -> None:
     with torch.no_grad(), pytest.raises(FallbackError, match=r"score_mod .* dropped out"):
         tower(pixels, grid_thw=grid)
     tower.eval()
+    hook = tower.blocks[0].register_forward_hook(lambda *_: None)
+    ours, tower.config._attn_implementation = tower.config._attn_implementation, "sdpa"  # as another tower's unpatch
+    with torch.no_grad(), pytest.raises(FallbackError, match=r"score_mod .* blocks attend by 'sdpa'"):
+        tower(pixels, grid_thw=grid)
+    tower.config._attn_implementation = ours
+    hook.remove()
     tower.blocks[1].attn.scaling = 0.2  # layers that differ get plans of their own
     expected = stock_with_score_mod(model, lambda: type(tower).forward(tower, pixels, grid_thw=grid))
     assert_close(run_tower(tower, GRID), outputs_of(expected))

@@ -89,7 +89,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "device", "grad", "sharded", "most"),
+    ("max_rows", "device", "grad", "whole", "most"),
     [
         ("auto", CUDA, False, False, FREE),
         ("auto", CUDA, True, False, NEVER),
@@ -100,8 +100,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (100, CUDA, False, True, None),
     ],
 )
-def test_from_how_many_rows_on(max_rows: Any, device: Any, grad: bool, sharded: bool, most: int | None) -> None:
-    assert Passes(max_rows).most(device, grad=grad, sharded=sharded) == most
+def test_from_how_many_rows_on(max_rows: Any, device: Any, grad: bool, whole: bool, most: int | None) -> None:
+    assert Passes(max_rows).most(device, grad=grad, whole=whole) == most
 
 
 @pytest.mark.parametrize("max_rows", [0, -1, 1.5, True, "all"])
@@ -449,6 +449,44 @@ def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Any) -> None:
         assert status_of(tower).calls == 1
     finally:
         dist.destroy_process_group()
+
+
+class Mix(torch.nn.Module):
+    """An adapter that needs all rows of a call."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.inner(x)
+        return rows + 0.5 * rows.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["own", "batch norm", "of peft"])
+@pytest.mark.parametrize("settings", [dict(max_rows=40), dict(reuse=True), dict(cuda_graphs=True)], ids=str)
+def test_a_module_that_may_mix_rows_gets_all_of_a_call(
+    kind: str, settings: dict[str, Any], references: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But one of a package whose modules are known to treat rows one by one."""
+    grid, tower = [(1, 4, 6), (4, 6, 4), (1, 4, 6)], tower_of(TINY["qwen2_5_vl"].build())
+    for block in tower.blocks:
+        norm = torch.nn.BatchNorm1d(tower.config.hidden_size, track_running_stats=False)
+        block.mlp = torch.nn.Sequential(block.mlp, norm) if kind == "batch norm" else Mix(block.mlp)
+    tower.requires_grad_(False).eval()
+    if kind == "of peft":
+        monkeypatch.setattr(Mix, "__module__", "peft.tuners")
+    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    pixels[-24:] = pixels[:24]
+    expected = flat(tower(pixels, grid_thw=grid_thw))
+    hf_vit_accel.patch(tower, **settings)
+    found, status = flat(tower(pixels, grid_thw=grid_thw)), status_of(tower)
+    if kind == "of peft" and "cuda_graphs" not in settings:
+        assert relative_error(found[0], expected[0]) > 1e-3, "what this one says of itself is not so"
+        return
+    assert_close(found, expected)
+    assert status.passes is None and (status.reuse is None or status.reuse.encoded == 0)
+    assert "reuse" not in settings or any("may mix rows" in why for why in status.fallbacks)
 
 
 def test_the_stock_way_is_not_cut() -> None:

@@ -97,6 +97,16 @@ def test_a_bare_tower_by_name(saved: Any) -> None:
     assert state_of(tower) is None
 
 
+@pytest.mark.parametrize("loaded", ["eager", "sdpa"])
+def test_another_attention_of_the_text_leaves_the_tower_as_it_is(saved: Any, loaded: str) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(saved[0], attn_implementation=loaded)
+    hf_vit_accel.patch(model)
+    model.set_attn_implementation({"text_config": "sdpa" if loaded == "eager" else "eager"})
+    assert state_of(tower_of(model)) is not None
+    hf_vit_accel.unpatch(model)
+    assert tower_of(model).config._attn_implementation == loaded
+
+
 @pytest.mark.parametrize(
     "spelling", ["flashinfer_cudnn", {"vision_config": "flashinfer_cudnn"}], ids=["string", "dict"]
 )

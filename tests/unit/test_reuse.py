@@ -641,6 +641,24 @@ def test_the_least_recently_used_go(tower: Any) -> None:
             assert told.hits == hits and told.nbytes <= 2.5 * each and told.nbytes == told.held * each
 
 
+@pytest.mark.parametrize("name", ["cuda.matmul", "cudnn.conv", "mkldnn.matmul"])
+def test_precisions_are_told_apart_however_they_are_set(name: str, tower: Any) -> None:
+    """By torch's newer settings, which its older ones refuse to read."""
+    owner, precision = name.split(".")
+    setting = getattr(getattr(torch.backends, owner), precision)
+    tower.requires_grad_(False)
+    hf_vit_accel.patch(tower, reuse=ACROSS)
+    call(tower, [item(tower)])
+    before = setting.fp32_precision
+    try:
+        setting.fp32_precision = "ieee" if before == "tf32" else "tf32"
+        for _ in range(2):
+            call(tower, [item(tower)])
+    finally:
+        setting.fp32_precision = before
+    assert counts(tower) == (3, 2, 1)
+
+
 def test_dtypes_and_grids_are_told_apart(tower: Any) -> None:
     pixels, entry = item(tower)
     pixels = pixels.half().float()

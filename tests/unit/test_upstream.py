@@ -108,6 +108,10 @@ CHANGES = {
         "block", STOCK.replace("norm1", "norm0").replace("norm2", "norm1").replace("norm0", "norm2")
     ),
     "a residual without gradients": Change("block", STOCK.replace("return h +", "return h.detach() +")),
+    "dropout in training": Change(
+        "block",
+        STOCK.replace("attn(self.norm1(h));", "nn.functional.dropout(attn(self.norm1(h)), 0.5, self.training);"),
+    ),
     # attention,
     "scale": Change("attention", (("scaling=self.scaling", "scaling=self.scaling * 1.01"),)),
     "queries and keys swapped": Change(
@@ -119,6 +123,9 @@ CHANGES = {
     ),
     "a clip attends as one": Change(
         "tower", (("seqlens(grid_thw, self.config,", "seqlens(grid_thw, self.config, True,"),)
+    ),
+    "a clip of three frames or more attends as one": Change(
+        "tower", (("seqlens(grid_thw, self.config,", "seqlens(grid_thw, self.config, grid_thw[:, 0].max() > 2,"),)
     ),
     # MLP, norms, merger,
     "gate and up swapped": Change(
@@ -180,7 +187,8 @@ def test_what_changed_upstream_is_stock_and_what_did_not_is_fast(name: str, fami
     tower = tower_of(TINY[family].build(fresh=True))
     expected = run_tower(tower, GRID)
     differs = max(map(relative_error, expected, before))
-    assert differs > 1e-6 or change.outcome == "fast" or name == "a residual without gradients", "the change matters"
+    elsewhere = name in ("a residual without gradients", "dropout in training")
+    assert differs > 1e-6 or change.outcome == "fast" or elsewhere, "the change matters"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hf_vit_accel.patch(tower)
@@ -239,6 +247,38 @@ def prove(tower: Any) -> upstream.Proof:
     proof = upstream.prove(tower, family)
     assert (proof.fast, proof.injected) == (None, None)
     return proof
+
+
+@pytest.mark.parametrize("where", ["instance", "later", "class made of it", "class"])
+def test_a_method_that_the_proof_did_not_run_is_seen(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tower of a user's own class, or with a method of its own; of transformers' class, before another is patched."""
+    tower = tower_of(TINY["qwen2_5_vl"].build())
+    kind: Any = type(tower)
+    name, before = "permute_input_for_window_attn", run_tower(tower, GRID)
+
+    def other(self: Any, x: Any, *rest: Any, **named: Any) -> Any:
+        return kind_s(self, 1.5 * x, *rest, **named)
+
+    if not hasattr(kind, name):
+        pytest.skip("this transformers has no such method")
+    kind_s = getattr(kind, name)
+    if where == "later":
+        hf_vit_accel.patch(tower)
+        run_tower(tower, GRID)
+        hf_vit_accel.unpatch(tower)
+    if where == "class made of it":
+        tower.__class__ = type("Own", (kind,), {name: other})
+    elif where == "class":
+        run_tower(hf_vit_accel.patch(tower_of(TINY["qwen2_5_vl"].build())), GRID)
+        monkeypatch.setattr(kind, name, other)
+    else:
+        setattr(tower, name, other.__get__(tower))
+    expected = run_tower(tower, GRID)
+    assert relative_error(expected[0], before[0]) > 0.1, "the change matters"
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRID), expected)
+    status = hf_vit_accel.status(tower).towers[0]
+    assert (status.calls, status.stock_calls) == (0, 1)
 
 
 def test_a_proof_is_made_once_per_class_and_short(tower: Any) -> None:
