@@ -44,10 +44,10 @@ def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[s
     if own_forward(module) is not None:
         return [f"a {name} has a forward of its own"]
     if not env.is_upstream(type(module).forward):
-        module = type(module).__module__
-        if module.startswith(("torch.", "transformers.")):
+        home = type(module).__module__
+        if home.startswith(("torch.", "transformers.")):
             return [f"the forward of {name} was replaced by another"]
-        return [f"a {module}.{name} is neither torch's nor transformers'"]
+        return [f"a {home}.{name} is neither torch's nor transformers'"]
     return []
 
 
