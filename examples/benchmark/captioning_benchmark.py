@@ -1,6 +1,6 @@
 """Images per second of `batch_caption.py` with a full-size Qwen2.5-VL-7B of random weights, stock and patched.
 
-    accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py build/captioning
+    accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py FOLDER --json captioning.json
     python examples/benchmark/captioning_benchmark.py build/captioning --cores 4,14
 
 The second prepares pictures on the CPU and on the GPU, with so many cores for one GPU, and compares what a trained tiny
@@ -10,6 +10,7 @@ model says of them. Needs CUDA devices with 20 GB free each. Draws its pictures 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -29,11 +30,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import batch_caption  # noqa: E402
 from captioning.journal import Journal  # noqa: E402
-from captioning.progress import read_counts, summary  # noqa: E402
+from captioning.progress import Counts, read_counts, summary  # noqa: E402
 from first_token import build  # noqa: E402
 from tiny_captioner import scenes  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
+from hf_vit_accel import bench, env  # noqa: E402
 
 CHECKPOINT = HERE.parent / "tiny_captioner" / "qwen2_5_vl"
 LONGEST = 4096 * 28**2  # pixels of the largest picture that the model sees
@@ -126,11 +128,28 @@ def on_cores(folder: Path, pictures: int, numbers: list[int]) -> None:
         subprocess.run([*pinned, *command], env=os.environ | {"OMP_NUM_THREADS": str(number)}, check=True)
 
 
+def per_second(all_counts: list[Counts]) -> float:
+    """Pictures a second of all processes, until the last is done."""
+    return sum(counts.items for counts in all_counts) / max(counts.seconds for counts in all_counts)
+
+
+def document(pictures: int, processes: int, rates: dict[str, float]) -> dict[str, Any]:
+    """What `captioning.json` holds: pictures per second, stock and patched, by tokens for each."""
+    rows = [
+        {"tokens": tokens, **{way: rates[f"{way}, {tokens} token{'s' * (tokens > 1)}"] for way in ("stock", "patched")}}
+        for tokens in (1, 32)
+    ]
+    device = env.cuda_device_name() if torch.cuda.is_available() else "cpu"
+    told = {"versions": env.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
+    return {**told, "machine": bench.machine(), "model": "qwen2.5-vl-7b", "images": pictures, "rows": rows}
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
     pictures: Annotated[int, typer.Option(min=1)] = 640,
     processors: Annotated[bool, typer.Option("--processors", help="Prepare pictures on the CPU and the GPU.")] = False,
     cores: Annotated[str, typer.Option(help="That with so many CPU cores, as 4,14.")] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write stock's and patched rates there.")] = None,
 ) -> None:
     """Caption the same pictures in every way; print what each process did."""
     if cores:
@@ -150,6 +169,7 @@ def main(
         with ProcessPoolExecutor() as pool:
             list(pool.map(partial(draw, drawn), range(pictures), chunksize=16))
     state.wait_for_everyone()
+    rates: dict[str, float] = {}
     for name, options in (PROCESSORS if processors else RUNS).items():
         output = folder / name.replace(", ", "_").replace(" ", "_")
         arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
@@ -157,8 +177,13 @@ def main(
         batch_caption.app([*arguments, *shared, "--limit", str(pictures), *options], standalone_mode=False)
         state.wait_for_everyone()
         if state.is_main_process:
-            print(f"### {name}\n{summary(read_counts(output / 'progress', state.num_processes))}", flush=True)
+            all_counts = read_counts(output / "progress", state.num_processes)
+            rates[name] = per_second(all_counts)
+            print(f"### {name}\n{summary(all_counts)}", flush=True)
         state.wait_for_everyone()
+    if json_path is not None and state.is_main_process and not processors:
+        found = document(pictures, state.num_processes, rates)
+        json_path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if processors and state.is_main_process:
         batch_caption.load_model, batch_caption.load_processor = _load_model, _load_processor
         compare(folder)

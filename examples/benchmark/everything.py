@@ -34,6 +34,11 @@ ROOT = HERE.parent.parent
 QWEN = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
 OTHERS = ("qwen3.5", "glm-ocr", "glm-4.1v-9b", "glm-5.3-flash", "paddleocr-vl", "ernie-4.5-vl", "dots3-note")
 OTHERS += ("qwen2.5-omni-7b", "exaone-4.5")
+MODULES = {
+    "hf-vit-accel": "hf_vit_accel",
+    "torch.distributed.run": "torch.distributed.run",
+    "accelerate": "accelerate.commands.accelerate_cli",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ class Job:
     def words(self, path: Path) -> list[str]:
         """What is run."""
         command = self.command.replace("torchrun", "torch.distributed.run --standalone").split(" ", 1)
-        module = {"hf-vit-accel": "hf_vit_accel", "torch.distributed.run": "torch.distributed.run"}.get(command[0])
+        module = MODULES.get(command[0])
         start = [sys.executable, *(["-m", module] if module else [])]
         models = [self.option, ",".join(self.models)] if self.models else []
         return [*start, *shlex.split(command[1]), *models, "--json", str(path)]
@@ -128,6 +133,12 @@ JOBS = {
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=110),
     "first_token": _script("first_token.json", "first_token.py", seconds=100),
     "training_step": _script("training_step.json", "training_step.py", seconds=100),
+    "captioning": Job(
+        file="captioning.json",
+        command="accelerate launch --num_processes {gpus} examples/benchmark/captioning_benchmark.py build/captioning",
+        seconds=200,
+        gpus=0,
+    ),
     "ways": Job(
         file="ways.json", command="torchrun --nproc-per-node {gpus} examples/benchmark/ways.py", seconds=250, gpus=0
     ),

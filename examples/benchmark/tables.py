@@ -297,7 +297,7 @@ def headline() -> str:
     (last,) = (row for row in captions["rows"] if row["tokens"] == 32)
     rows: list[list[str]] = [
         [
-            "images captioned per second, 32 tokens each, two GPUs",
+            f"images captioned per second, 32 tokens each, {captions['gpus']} GPU{'s' * (captions['gpus'] > 1)}",
             "stock sdpa",
             *(f"{last['patched'] / last['stock']:.1f}x" if model == captions["model"] else "" for model in MODELS),
         ],

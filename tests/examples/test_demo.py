@@ -116,7 +116,8 @@ def test_the_captioning_benchmark(
     for name in ("load_model", "load_processor"):
         monkeypatch.setattr(captioning_benchmark.batch_caption, name, None)  # the benchmark sets its own: put them back
     monkeypatch.setattr(PartialState, "destroy_process_group", None)
-    captioning_benchmark.main(tmp_path, pictures=3, processors=processors)
+    path = tmp_path / "rates.json"
+    captioning_benchmark.main(tmp_path, pictures=3, processors=processors, json_path=path)
     assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
     stdout = capsys.readouterr().out
     assert stdout.count("\n  3 items in") == 2 * len(runs), "each run's own summary, and ours"
@@ -125,4 +126,14 @@ def test_the_captioning_benchmark(
         records = [json.loads(line) for line in shard.read_text().splitlines()]
         assert [record["status"] for record in records] == ["ok"] * 3
     assert ("### 0 captions differ" if processors else "stock") in stdout
-    assert processors or hf_vit_accel.status(tiny).towers[0].calls
+    if processors:
+        assert not path.exists()
+        return
+    assert hf_vit_accel.status(tiny).towers[0].calls
+    found = json.loads(path.read_text())
+    assert found["images"] == 3 and found["gpus"] == 1 and [row["tokens"] for row in found["rows"]] == [1, 32]
+    printed = stdout.split("### ")
+    for row in found["rows"]:
+        for way in ("stock", "patched"):
+            (part,) = (each for each in printed if each.startswith(f"{way}, {row['tokens']} token"))
+            assert f": {row[way]:.2f} items/s" in part, "the rate that its summary tells"

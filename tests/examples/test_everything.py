@@ -25,7 +25,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_commands_are_what_pages_can_tell(everything: Any) -> None:
     for name, job in everything.JOBS.items():
         told, run = job.told(), job.words(Path("x.json"))
-        assert told.split()[0] in ("hf-vit-accel", "python", "torchrun"), name
+        assert told.split()[0] in ("hf-vit-accel", "python", "torchrun", "accelerate"), name
         assert shlex.split(told)[1:-2] == run[-len(shlex.split(told)) + 1 : -2], name
         script = next((word for word in run if word.endswith(".py")), None)
         assert script is None or (BENCHMARK.parents[1] / script).is_file()
