@@ -177,6 +177,8 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         state.warming = threading.get_ident()  # all its pictures are alike: `reuse` would encode one
         try:
             for grid in tqdm(grids, desc="warming up", disable=not progress):
+                if not state.family.videos:  # its model gives the tower frame by frame
+                    grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
                 pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
                 pixels = state.family.pixels(tower, pixels_TP)
                 with torch.no_grad(), runner.capturing(exactly=calls is not None) if runner else nullcontext():

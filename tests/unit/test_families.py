@@ -508,3 +508,10 @@ def test_a_last_layer_norm_keeps_the_dtype_that_autocast_gives_it(references: li
     assert [x.dtype for x in found] == [x.dtype for x in expected] == [torch.float32]
     assert_fast(tower)
     assert run(tower, GRIDS[1])[0].dtype == torch.bfloat16
+
+
+def test_warmup_takes_videos_of_any_family(typical: Any) -> None:
+    """Frame by frame where the model gives its tower single frames."""
+    hf_vit_accel.patch(typical)
+    (found,) = hf_vit_accel.warmup(typical, [[(3, 4, 4), (1, 4, 8)]], progress=False).towers
+    assert (found.calls, found.stock_calls) == (1, 0)
