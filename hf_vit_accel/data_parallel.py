@@ -3,7 +3,8 @@
 Every rank holds the whole tower and is given the same call, as beside a text model under tensor parallelism. All decide
 the same split from the grid. When a rank is through with its share, or has failed, it says so in a header of 520 bytes;
 where all are through, one grouped exchange brings each rank's rows of all outputs, uneven as they are, to all. With
-the header goes a checksum of the call's pixels: ranks that hold other ones encode them each for itself, as stock does.
+the header goes a checksum of the call's pixels and of the weight that embeds them: ranks that hold other ones encode
+each for itself, as stock does.
 
 With gradients, all ranks must make the same loss of the features. Then each has what its own part of the work adds to
 the gradients of pixels and weights, and their sum over ranks, made once, is what one process would have.
@@ -46,6 +47,7 @@ _WORDS, _OUTPUTS, _TEXT = 64, 8, 28
 text begins. Before the outputs: what became of the share, digests of the call and of how it is served, and how many
 outputs there are."""
 
+_ODD = 0x9E3779B1  # so that a column weighs nothing that a row does
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
@@ -66,7 +68,7 @@ class Sharing:
         self._calls = 0
         self._grid: Grid = ()
         self._due: Places | None = None  # of a call for which the others wait for this rank
-        self._checksum: torch.Tensor | None = None  # of its pixels
+        self._checksum: torch.Tensor | None = None  # of the weight that embeds its pixels, then also of these
 
     def __str__(self) -> str:
         told = ", ".join(f"{count} calls {what}" for what, count in self.counts.items())
@@ -98,6 +100,7 @@ class Sharing:
         if self.unmet:
             return False
         self._grid, self._due = grid, Places(distinct, split(distinct, self.ranks.size, clips=clips, full=full))
+        self._checksum = checksum(snapshot.parts.projection.weight.flatten(1))
         return True
 
     def _reasons_against(self, snapshot: Any, checkpoints: Sequence[Any]) -> list[str]:
@@ -111,6 +114,11 @@ class Sharing:
                 reasons.append("not shared by ranks: DDP averages gradients over the same ones")
         if any(each is not None and each.reentrant for each in checkpoints):
             reasons.append("not shared by ranks: reentrant checkpoints bring gradients to weights past their sum")
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            # A rank without a share saves nothing: under somebody's checkpoint it would not run the tower again.
+            reasons.append("not shared by ranks: what gradients need is saved by hooks of somebody else")
+        if len(snapshot.parts.deepstack) > _OUTPUTS - 2:
+            reasons.append(f"not shared by ranks: more than {_OUTPUTS} outputs")
         return reasons
 
     def serve(self, serve: Serve, spec: Spec, tower: nn.Module, grid: Grid, pixels_TP: torch.Tensor) -> list[Any]:
@@ -118,7 +126,8 @@ class Sharing:
         places, rank, grad = self._due, self.ranks.rank, spec.request.grad
         assert places is not None
         mine, weights = places.grid_of(rank), _trained(tower) if grad else []
-        self._checksum = checksum(pixels_TP).to(self.ranks.device)  # one more sync only where words go by the host
+        assert self._checksum is not None  # one more sync only where words go by the host
+        self._checksum = (self._checksum + checksum(pixels_TP)).to(self.ranks.device)
         how = grad, pixels_TP.requires_grad, spec.request.dtype, [tuple(each.shape) for each, _ in weights]
         try:
             if grad:
@@ -193,7 +202,7 @@ class Sharing:
         _check_same([each[2] for each in headers], "gradients, dtype and weights that are trained")
         if others := _others([each[-1] for each in headers]):
             raise _WholeError(
-                f"not shared: pixel values on {', '.join(others)} of the group are not those of the others"
+                f"not shared: pixel values or weights on {', '.join(others)} of the group are not those of the others"
             )
         return headers
 
@@ -207,13 +216,14 @@ def _text(header: list[int]) -> str:
     return letters.rstrip(b"\0").decode()
 
 
-def checksum(pixels_TP: torch.Tensor) -> torch.Tensor:
-    """(1,) int64 of the bits of rows and of their order, without a host sync; the same for the same rows anywhere.
+def checksum(rows_TP: torch.Tensor) -> torch.Tensor:
+    """(1,) int64 of the bits of rows, of the rows' order and of that within them, without a host sync.
 
-    It is against mistakes, not against who looks for other rows of the same sum.
+    It is against mistakes (another picture, channels in another order), not against who looks for rows of the same sum.
     """
-    sums_T = words_of(pixels_TP).sum(1)
-    return (sums_T * torch.arange(1, 2 * len(sums_T), 2, device=sums_T.device)).sum().view(1)
+    words_TW = words_of(rows_TP)
+    sums = words_TW.sum(1), words_TW.sum(0) * _ODD
+    return sum((each * torch.arange(1, 2 * len(each), 2, device=each.device)).sum() for each in sums).view(1)  # type: ignore[union-attr]
 
 
 def _others(words: list[int]) -> list[str]:
@@ -312,10 +322,10 @@ class _Share(torch.autograd.Function):
             for each, (shape, dtype, device) in zip(given, ctx.like, strict=True)
         )
         asked = [index for index, need in enumerate(needs) if need]
-        sums = ranks.add_up([found[index] for index in asked], when="while gradients were summed")
-        dweights: list[Any] = [None] * len(needs)
-        for index, total in zip(asked, sums, strict=True):
-            dweights[index] = total
+        # What no rank's outputs were made of has no gradient, which an optimizer tells from a gradient of zeros.
+        reached = dshare_TP.new_tensor([given[1 + index] is not None for index in asked], dtype=torch.float32)
+        terms = [*(found[index] for index in asked), reached]
+        sums = ranks.add_up(terms, when="while gradients were summed") if asked else [reached]
         dpixels_TP = None
         if needs_pixels:
             room = [dshare_TP.new_empty(rows, dshare_TP.shape[1]) for rows in places.rows]
@@ -323,6 +333,9 @@ class _Share(torch.autograd.Function):
             dpixels_TP = dshare_TP.new_empty(places.total, dshare_TP.shape[1])
             places.put_together(by_rank, dpixels_TP)
         ranks.settle(dshare_TP.device, when="while gradients were exchanged")
+        dweights: list[Any] = [None] * len(needs)
+        for index, total, ranks_reached in zip(asked, sums, sums[-1].tolist(), strict=False):
+            dweights[index] = total if ranks_reached else None
         return None, None, dpixels_TP, *dweights
 
 

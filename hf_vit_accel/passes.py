@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -65,6 +66,15 @@ def cut(grid: Grid, most: int, *, clips: bool) -> tuple[Grid, ...]:
     return tuple(passes)
 
 
+def reasons_whole(snapshot: Any, checkpoints: Sequence[Any]) -> list[str]:
+    """Why no call of a tower may be cut. checkpoints: of its layers, in a call with gradients."""
+    # All ranks, each with its pictures, would have to make as many passes.
+    reasons = ["FSDP2 brings weights at each pass"] if snapshot.sharded else []
+    if any(each is not None and each.reentrant for each in checkpoints):
+        reasons.append("reentrant checkpoints bring gradients to weights at each pass")
+    return [f"not cut by max_rows: {why}" for why in (*reasons, *snapshot.mixing)]
+
+
 class Passes:
     """How the calls of one tower are cut, and what was learnt of its memory.
 
@@ -80,8 +90,8 @@ class Passes:
     def most(self, device: torch.device, *, grad: bool, whole: bool) -> int | None:
         """Rows from which on a call is cut, NEVER where memory must run out first; None: not even then.
 
-        With gradients a pass runs forward twice, so "auto" waits for that. whole: no call may be cut: a module may mix
-        rows; or FSDP2 brings weights at each pass, and all ranks, each with its pictures, would have to make as many.
+        With gradients a pass runs forward twice, so "auto" waits for that. whole: no call may be cut, see
+        `reasons_whole`.
         """
         if self.max_rows is None or whole or (self.max_rows == "auto" and device.type != "cuda"):
             return None
@@ -99,8 +109,13 @@ class Passes:
         self.fewer[grad] = fewer
         return True
 
-    def serve(self, serve: Serve, spec: Spec, grid: Grid, pixels_TP: torch.Tensor) -> list[torch.Tensor]:
-        """The outputs of a call, pass after pass. With gradients, each pass runs again in the backward pass."""
+    def serve(
+        self, serve: Serve, spec: Spec, places: Sequence[dict[str, Any]], grid: Grid, pixels_TP: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The outputs of a call, pass after pass. With gradients, each pass runs again in the backward pass.
+
+        places: what modules hold their parameters in.
+        """
         grad, clips = spec.request.grad, spec.geometry.clips
         most = self.fewer.get(grad, spec.max_rows)
         todo = (grid,) if most is None or len(pixels_TP) <= most else cut(grid, most, clips=clips)
@@ -108,8 +123,10 @@ class Passes:
         outputs: list[torch.Tensor] = []
         by_pass: list[list[torch.Tensor]] = []
         while todo:
-            rows, found = rows_of(todo[0]), None
-            run = partial(checkpoint, serve, use_reentrant=False) if grad and rows < total else serve
+            rows, run = rows_of(todo[0]), serve
+            found: list[torch.Tensor] | None = None
+            if grad and rows < total:
+                run = partial(checkpoint, serve, use_reentrant=False, context_fn=partial(_contexts, places))
             into = [each[start * len(each) // total : (start + rows) * len(each) // total] for each in outputs]
             try:
                 found = run(todo[0], pixels_TP[start : start + rows], into)
@@ -138,6 +155,45 @@ class Passes:
             for grad, rows in self.fewer.items()
         ]
         return ", ".join(told)
+
+
+def _contexts(places: Sequence[dict[str, Any]]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """In which a pass runs first, and again."""
+    return nullcontext(), _Again(places)
+
+
+class _Again(AbstractContextManager[None]):
+    """In which a pass runs again: with the weights of the first time, whatever modules hold by then (`functional_call`,
+    other weights assigned, one that is frozen meanwhile). Raises RuntimeError where one was written to in place.
+    """
+
+    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+        self._then = [(place, {name: x if x is None else _alias(x) for name, x in place.items()}) for place in places]
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        every = (x for _, held in self._then for x in held.values() if x is not None)
+        return [0 if x.is_inference() else x._version for x in every]
+
+    def __enter__(self) -> None:
+        if self._now() != self._versions:
+            raise RuntimeError(
+                "a weight of the vision tower was modified in place since its forward, whose passes (max_rows) run "
+                "again for its gradients; call backward first"
+            )
+        self._former = [dict(place) for place, _ in self._then]
+        for place, then in self._then:
+            place.update(then)
+
+    def __exit__(self, *_: object) -> None:
+        for (place, _then), former in zip(self._then, self._former, strict=True):
+            place.clear()
+            place.update(former)
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """The same memory and version, whatever becomes of the parameter's `data`."""
+    return x.detach().requires_grad_() if x.requires_grad else x.detach()
 
 
 def _put(found: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:

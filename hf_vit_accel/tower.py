@@ -37,7 +37,7 @@ from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.guard import Snapshot, Weights
 from hf_vit_accel.metadata import Grid
 from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
-from hf_vit_accel.passes import Passes
+from hf_vit_accel.passes import Passes, reasons_whole
 from hf_vit_accel.reuse import Reuse
 from hf_vit_accel.route import Route, Routes, Spec
 from hf_vit_accel.scales import Scales
@@ -217,8 +217,7 @@ class AcceleratedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`.
 
-        Memory that runs out raises as in stock. If a backend or a kernel fails when it runs, the call is run again
-        without it, and so are later ones.
+        Memory that runs out raises as in stock. If a backend or a kernel fails, this call and later ones go without it.
         """
         tower: Any = self._tower()
         if tower is None:
@@ -282,9 +281,10 @@ def _forward(
         raise RuntimeError("expected no CUDA graph captured around a patched tower; let patch(cuda_graphs=True) do it")
     # A foreign module (an adapter) may train parameters outside of the tower.
     grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
+    checkpoints = checkpoints_of(snapshot.parts) if grad else []
     if (sharing := state.sharing) is not None:
         distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
-        shared = sharing.begin(call.grid, distinct, snapshot, checkpoints_of(snapshot.parts) if grad else ())
+        shared = sharing.begin(call.grid, distinct, snapshot, checkpoints)
     unmet = slow()
     if not state.family.videos and any(t > 1 for t, _, _ in call.grid):
         unmet.append("this family takes the frames of a video one by one")
@@ -299,9 +299,11 @@ def _forward(
         if sharing is not None:
             sharing.decline(unmet)
         return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
-    serve: Any = partial(_serve, state, snapshot, weights, spec, unmet)
-    if spec.max_rows is not None:
-        serve = partial(state.passes.serve, serve, spec)
+    serve: Any = partial(_serve, state, snapshot, weights, spec, unmet, checkpoints)
+    if spec.max_rows is not None and not (any(checkpoints) and reasons_whole(snapshot, checkpoints)):
+        serve = partial(state.passes.serve, serve, spec, snapshot.places)
+    elif isinstance(settings.max_rows, int) and len(call.pixels) > settings.max_rows:
+        unmet += reasons_whole(snapshot, checkpoints)
     if sharing is not None and shared:
         serve = partial(sharing.serve, serve, spec, tower)
     if reuse is not None:
@@ -352,21 +354,20 @@ def _serve(
     weights: Weights,
     spec: Spec,
     unmet: list[str],
+    checkpoints: Sequence[Any],
     grid: Grid,
     pixels_TP: torch.Tensor,
     into: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it.
 
-    unmet: what the call does not get, and then what this part does not; any raises under `strict`. into: see `encode`.
+    unmet: what the call does not get, then what this part does not; any raises under `strict`. The rest: see `encode`.
     """
-    route, grad = state.routes.get(grid, spec), spec.request.grad
-    state.last = route
+    state.last = route = state.routes.get(grid, spec)
     unmet += [why for why in route.unmet if why not in unmet]
     if state.settings.strict:
         refuse(unmet)
-    checkpoints = checkpoints_of(snapshot.parts) if grad else []
-    runner = state.training if grad else state.runner
+    runner = state.training if spec.request.grad else state.runner
     outputs = None if runner is None else _replay(runner, snapshot, weights, route, pixels_TP, any(checkpoints))
     if isinstance(outputs, Eager) and state.settings.strict and not outputs.by_choice:
         refuse([f"not replayed from a CUDA graph: {outputs.why}"])

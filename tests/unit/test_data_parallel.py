@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
+from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, RankError, data_parallel, env
@@ -332,7 +333,8 @@ def _steps(rank: int, layers: bool) -> None:
     # A weight that the loss does not reach, and a loss of one output alone.
     tower.zero_grad()
     tower(pixels, grid_thw=torch.tensor([(1, 2, 2), (1, 2, 2)])).last_hidden_state.sum().backward()
-    assert tower.blocks[3].mlp.linear_fc1.weight.grad.norm() > 0 and not tower.merger.linear_fc1.weight.grad.any()
+    assert tower.blocks[3].mlp.linear_fc1.weight.grad.norm() > 0
+    assert all(p.grad is None for p in tower.merger.parameters()), "as in stock: an optimizer would decay it"
 
 
 @pytest.mark.parametrize("layers", [False, True], ids=["kept", "checkpointed layers"])
@@ -502,12 +504,14 @@ def _other_pixels(rank: int) -> None:
                 found.backward()
                 assert relative_error(tower.blocks[1].mlp.linear_fc1.weight.grad, gradient) < 1e-5
         status = hf_vit_accel.status(model).towers[0]
-        assert status.fallbacks == {"not shared: pixel values on 1 of the group are not those of the others": 4}
+        assert status.fallbacks == {
+            "not shared: pixel values or weights on 1 of the group are not those of the others": 4
+        }
         assert status.ranks == f"rank {rank} of 3, 4 calls encoded by each rank alone"
         run_tower(tower, MIXED)
         assert "1 calls shared" in told(model)
     hf_vit_accel.patch(model, data_parallel=True, strict=True)
-    with pytest.raises(FallbackError, match="pixel values on 1 of the group"):
+    with pytest.raises(FallbackError, match="pixel values or weights on 1 of the group"):
         tower(cases[0][rank == 1], grid_thw=grid_thw)
 
 
@@ -530,6 +534,31 @@ def test_a_checksum_tells_rows_and_their_order(dtype: torch.dtype) -> None:
             other.view(torch.uint8)[index, index % width] ^= 1
             seen.add(int(checksum(other)))
         assert len(seen) == 1 + 2 * 49
+
+
+def test_a_checksum_tells_the_order_within_rows() -> None:
+    """Of channels, frames, and of the rows and columns of a patch: (C, T, H, W) pixels of each."""
+    for dtype in (torch.float32, torch.bfloat16):
+        patches = torch.randint(256, (40, 3, 2, 4, 4)).to(dtype)
+        others = [patches.flip(axis) for axis in (1, 2, 3, 4)] + [patches.transpose(3, 4), patches.roll(1, 1)]
+        assert len({int(checksum(each.reshape(40, -1))) for each in (patches, *others)}) == 1 + len(others)
+
+
+def _other_weights(rank: int) -> None:
+    """One rank was begun with other weights, as by a seed of its own, or calls another of two towers."""
+    towers = [tower_of(TINY["qwen2_vl"].build(seed)) for seed in range(2)]
+    expected = [run_tower(tower, MIXED) for tower in towers]
+    for tower in towers:
+        hf_vit_accel.patch(tower, data_parallel=True)
+    for index in (0, 1) if rank else (1, 0):
+        assert_close(run_tower(towers[index], MIXED), expected[index])
+    for tower in towers:
+        (why,) = hf_vit_accel.status(tower).towers[0].fallbacks
+        assert why.startswith("not shared: pixel values or weights on ")
+
+
+def test_ranks_whose_weights_differ_share_nothing(on_ranks: Any) -> None:
+    on_ranks(_other_weights, 2)
 
 
 def _unserved(rank: int) -> None:
@@ -760,6 +789,22 @@ def _beside(rank: int) -> None:
     checkpoint_layers(model, reentrant=True)
     [why] = unmet(model, lambda: loss_of(tower_of(model), pixels, MIXED).backward())
     assert why.startswith("not shared by ranks: reentrant checkpoints")
+
+    # A rank without a share would keep nothing that makes the checkpoint run it again; the others would wait for it.
+    model, two = fresh(), [(1, 4, 6)] * 2
+    pixels = pixels_for(tower_of(model), two)
+    expected = loss_of(tower_of(TINY["qwen2_vl"].build()), pixels, two)
+    loss = checkpoint(loss_of, tower_of(model), pixels, two, use_reentrant=False)
+    loss.backward()
+    assert relative_error(loss.detach(), expected.detach()) < 1e-6
+    status = hf_vit_accel.status(model).towers[0]
+    assert status.fallbacks == {"not shared by ranks: what gradients need is saved by hooks of somebody else": 2}
+
+    config = copy.deepcopy(tower_of(TINY["qwen3_vl"].build()).config)
+    config.depth, config.deepstack_visual_indexes = 7, list(range(7))
+    model = type(tower_of(TINY["qwen3_vl"].build()))._from_config(config).eval()
+    hf_vit_accel.patch(model, data_parallel=True)
+    assert unmet(model, lambda: run_tower(model, MIXED)) == ["not shared by ranks: more than 8 outputs"]
 
     data_parallel.LEAST = dict.fromkeys(data_parallel.LEAST, 2048)
     model = fresh()

@@ -26,7 +26,7 @@ from test_graphs import draw_grid, patch
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig, backends
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig, backends, passes
 from hf_vit_accel import scales as scales_module
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
@@ -35,6 +35,7 @@ from hf_vit_accel.ops import linears
 from hf_vit_accel.ops import quantize as quantize_module
 from hf_vit_accel.ops.e4m3 import E4M3, fit
 from hf_vit_accel.ops.quantize import dequantize_reference, quantize_reference, sample_reference
+from hf_vit_accel.passes import Passes
 from hf_vit_accel.scales import Amax, Scales
 from hf_vit_accel.tower import state_of
 
@@ -478,6 +479,21 @@ def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: 
     assert not torch.equal(largest, found[0]) and not torch.equal(largest, found[1])
     assert torch.equal(found[2], largest) and torch.equal(found[3], largest)
     assert state_of(tower) is state and scales_of(model).calls_L43H is None
+
+
+def test_calibration_sees_all_of_a_long_video(
+    fp8_on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which on CUDA would run in passes, each of which finds what is largest in it."""
+    tower, grid = tower_of(TINY["qwen2_vl"].build()), [(4, 6, 10)]
+    video = {"pixel_values_videos": pixels_for(tower, grid), "video_grid_thw": torch.tensor(grid)}
+    video["pixel_values_videos"][:60] *= 20  # the first frames hold what is large
+    expected = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
+    most = Passes.most
+    monkeypatch.setattr(passes, "FREE", 60)
+    monkeypatch.setattr(Passes, "most", lambda self, device, **kw: most(self, torch.device("cuda"), **kw))
+    found = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
+    assert torch.equal(found, expected)
 
 
 def test_calibration_refuses_a_tower_that_does_not_run_in_fp8(fp8_on_cpu: None, tmp_path: Path) -> None:
