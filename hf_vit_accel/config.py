@@ -99,10 +99,9 @@ class Fp8Config:
         return every if isinstance(self.linears, bool) else frozenset(self.linears)
 
 
-def _check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        raise ValueError(f"expected {name} to be an integer {wanted}, got {value!r}")
+def _check_integer(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"expected {name} to be an integer of at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,10 +55,10 @@ class Sides:
         """The weight and the bias, if there is any, of the one product."""
         whole = [_padded(each, self.more, rows) for each, rows in zip(weights, self.spare, strict=True)]
         if biases is None or all(bias is None for bias in biases):
-            return _cat(whole, 0), None
+            return _cat(whole), None
         some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         some = [F.pad(bias, (0, rows)) if rows else bias for bias, rows in zip(some, self.spare, strict=True)]
-        return _cat(whole, 0), _cat(some, 0)
+        return _cat(whole), _cat(some)
 
     def stack(self, places: Any, each_a: Sequence[Any], each_b: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """A (R, E) and s B (F, R) of each adapter, as they add to the one product."""
@@ -91,8 +91,8 @@ def _scaled(x: torch.Tensor, scaling: Any) -> torch.Tensor:
     return x if not isinstance(scaling, torch.Tensor) and scaling == 1 else x * scaling
 
 
-def _cat(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _padded(x: torch.Tensor, columns: int, rows: int) -> torch.Tensor:
