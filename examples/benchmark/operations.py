@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
-from hf_vit_accel.ops.gelu_backward import gelu_mlp, gelu_mlp_reference
-from hf_vit_accel.ops.linear import linear, linear_reference
-from hf_vit_accel.ops.norm_backward import Norm, add_norm, add_norm_reference
+from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.linear import LinearFunction, linear_reference
+from hf_vit_accel.ops.norm_backward import AddNormFunction, Norm, add_norm_reference
 from hf_vit_accel.ops.positions import add_positions, add_positions_reference
 from hf_vit_accel.ops.rope import rope, rope_reference
-from hf_vit_accel.ops.swiglu_backward import swiglu_mlp, swiglu_mlp_reference
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.window_attention import window_attention
 
 ROWS = int(sys.argv[1]) if len(sys.argv) > 1 else 16384
@@ -79,12 +79,11 @@ def main() -> None:
     for width, inner, dim, rms in ((1152, 4304, 72, False), (1280, 3420, 80, True)):
         size, norm_bias = 2.0 * ROWS * width, None if rms else draw(width)
         x, delta, scale = draw(ROWS, width), draw(ROWS, width), draw(width)
-        settings = dict(rms=rms)
         compare(
             f"add_norm {width}",
-            lambda *p, s=settings: add_norm(*p, **s),
-            lambda *p, s=settings: add_norm_reference(*p, **s),
-            [x, delta, scale, norm_bias, 1e-6],
+            AddNormFunction.apply,
+            add_norm_reference,
+            [x, delta, scale, norm_bias, 1e-6, rms],
             (4 * size, 4 * size),
             "GB/s",
         )
@@ -93,7 +92,7 @@ def main() -> None:
         product = 2.0 * ROWS * width * 3 * width
         compare(
             f"linear {width} to {3 * width}",
-            linear,
+            LinearFunction.apply,
             linear_reference,
             [x, draw(3 * width, width), draw(3 * width)],
             (product, 2 * product),
@@ -107,10 +106,10 @@ def main() -> None:
         up = [draw(inner, width), draw(inner)]
         down = [draw(width, inner), draw(width)]
         if rms:
-            weights = [x, up[0], draw(inner, width), up[1], draw(inner), *down]
-            compare("swiglu_mlp", swiglu_mlp, swiglu_mlp_reference, weights, (3 * product, 6 * product), "TFLOP/s")
-            again = [*weights, Norm(delta.detach(), scale, norm_bias, 1e-6, rms)]
-            compare("  norm made again", swiglu_mlp, swiglu_mlp_reference, again, (3 * product, 6 * product), "TFLOP/s")
+            weights, work = [x, up[0], draw(inner, width), up[1], draw(inner), *down], (3 * product, 6 * product)
+            compare("swiglu_mlp", SwigluMlp.apply, swiglu_mlp_reference, weights, work, "TFLOP/s")
+            again = [*weights, None, False, Norm(delta.detach(), scale, norm_bias, 1e-6, rms)]
+            compare("  norm made again", SwigluMlp.apply, swiglu_mlp_reference, again, work, "TFLOP/s")
             offsets = torch.arange(0, ROWS + 1, 64, dtype=torch.int32, device="cuda")
             compare(
                 "window_attention, 64 rows",
@@ -123,7 +122,7 @@ def main() -> None:
         else:
             for kind in ("gelu_tanh", "quick_gelu"):
                 layer, work = [x, *up, *down, kind], (2 * product, 4 * product)
-                compare(f"gelu_mlp {kind}", gelu_mlp, gelu_mlp_reference, layer, work, "TFLOP/s")
+                compare(f"gelu_mlp {kind}", GeluMlp.apply, gelu_mlp_reference, layer, work, "TFLOP/s")
             indices = torch.randint(0, 2304, (ROWS, 4), dtype=torch.int32, device="cuda")
             taps = [x, draw(2304, width), indices, torch.rand(ROWS, 4, device="cuda")]
             compare("add_positions", add_positions, add_positions_reference, taps, (2 * size, size), "GB/s")

@@ -120,8 +120,9 @@ def _product_in(dtypes: Sequence[torch.dtype], x: torch.Tensor, y: torch.Tensor)
 
 
 class AdaptedFunction(torch.autograd.Function):
-    """`adapted` as autograd runs it. remakes: who makes x again, given the gradient of x.
+    """`adapted_reference` with one sum of products for all adapters, rounded after it.
 
+    remakes: who makes x again, given the gradient of x.
     joined: the weight and the bias of the one product, where they are there already.
     """
 
@@ -191,12 +192,6 @@ class AdaptedFunction(torch.autograd.Function):
         return dx_TE, *found, None, *each_da, *each_db, None, None
 
 
-def adapted(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`adapted_reference` with one sum of products for all adapters, rounded after it."""
-    out_TF: torch.Tensor = AdaptedFunction.apply(x_TE, *rest)
-    return out_TF
-
-
 def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -> Any:
     """Rows (T, E) to what Linears make of them, side by side, each of some filled up with zeros to `G`.
 
@@ -213,13 +208,13 @@ def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -
         return [*read(), places, *(each[1].weight for each in active), *(each[2].weight for each in active)]
 
     if context.trains_by_kernels and not any(lora.drops for lora in loras):
-        return Trained(alone=adapted, function=AdaptedFunction, weights=weights, settings=(sides,), takes_norm=True)
+        return Trained(function=AdaptedFunction, weights=weights, settings=(sides,), takes_norm=True)
 
     def run(x_TE: torch.Tensor) -> torch.Tensor:
         dropouts = [each[2] for lora in loras for each in lora.active()]
         bases, biases, *adapters = sides.given(weights())
         if context.trains_by_kernels:  # which keeps no padded copy of the weights
-            out_TF = adapted(x_TE, *bases, *biases, (), sides, None)
+            out_TF: torch.Tensor = AdaptedFunction.apply(x_TE, *bases, *biases, (), sides, None)
         else:
             out_TF = F.linear(x_TE, *sides.join(bases, biases))
         a_RE, b_FR = sides.stack(*adapters)
@@ -279,8 +274,8 @@ def activated(z: torch.Tensor, kind: str, limit: float | None = None) -> torch.T
 def adapted_mlp_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
     """An MLP whose Linears have adapters, (T, E).
 
-    rest: how many weights `adapted` takes for its first products; those, and those of the last one; `Sides` of both,
-    the activation, its limit, `Norm`.
+    rest: how many weights `AdaptedFunction` takes for its first products; those, and those of the last one; `Sides` of
+    both, the activation, its limit, `Norm`.
     """
     count, *given, first, last, kind, limit, norm = rest
     z = adapted_reference(x_TE, *given[:count], first, norm)
@@ -288,7 +283,10 @@ def adapted_mlp_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 class AdaptedMlp(torch.autograd.Function):
-    """`adapted_mlp` as autograd runs it: what the activation made is made again, as in `gelu_backward`."""
+    """`adapted_mlp_reference` as one node of autograd's graph, by kernels.
+
+    What the activation made is made again, as in `gelu_backward`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -341,12 +339,6 @@ def _join(ctx: Any, gate_FE: Any, up_FE: Any, biases: Any, down_EF: Any, down_E:
     ctx.first.joined, ctx.last.joined = (weight, bias), (down_EG, down_E)
 
 
-def adapted_mlp(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`adapted_mlp_reference` as one node of autograd's graph, by kernels."""
-    out_TE: torch.Tensor = AdaptedMlp.apply(x_TE, *rest)
-    return out_TE
-
-
 def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Any:
     """An MLP whose Linears have adapters: two products with an activation between them, or a SwiGLU, kind "silu"."""
     width = len(before[0].base.weight)
@@ -360,4 +352,4 @@ def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, con
         return [len(of_first), *of_first, *last.weights()]
 
     settings = *first.settings, *last.settings, kind, limit
-    return Trained(alone=adapted_mlp, function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)
+    return Trained(function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)

@@ -21,7 +21,7 @@ from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 
 EACH_SM, STAGES = 16, 3  # of the activations' gradients: programs of a multiprocessor, tiles on their way
 KINDS = ("gelu", "gelu_tanh", "quick_gelu")
-"""Activations of `gelu_mlp`: the first, in the error function's form, is that of the mergers."""
+"""Activations of `GeluMlp`: the first, in the error function's form, is that of the mergers."""
 
 
 def gelu_mlp_reference(
@@ -36,9 +36,8 @@ def gelu_mlp_reference(
 ) -> torch.Tensor:
     """act(x W1^T + b1) W2^T + b2, (T, E); autograd keeps x, whatever it was made of."""
     z_TF = F.linear(x_TE, weight1_FE, bias1_F)
-    if kind == "quick_gelu":
-        return F.linear(quick_gelu_reference(z_TF), weight2_EF, bias2_E)
-    return F.linear(F.gelu(z_TF, approximate="tanh" if kind == "gelu_tanh" else "none"), weight2_EF, bias2_E)
+    h_TF = quick_gelu_reference(z_TF) if kind == "quick_gelu" else gelu(z_TF, kind)
+    return F.linear(h_TF, weight2_EF, bias2_E)
 
 
 def gelu(z_TF: torch.Tensor, kind: str) -> torch.Tensor:
@@ -139,7 +138,12 @@ def gelu_gradient(
 
 
 class GeluMlp(torch.autograd.Function):
-    """`gelu_mlp` as autograd runs it."""
+    """`gelu_mlp_reference` that saves x and the first product's result; all of one dtype.
+
+    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
+    by a norm, saved in its place. stream: what the result is added to. What only a frozen weight's gradient would need
+    is neither saved nor made.
+    """
 
     @staticmethod
     def forward(
@@ -150,8 +154,8 @@ class GeluMlp(torch.autograd.Function):
         weight2_EF: torch.Tensor,
         bias2_E: torch.Tensor | None,
         kind: str,
-        epilogue: bool,
-        norm: Norm | None,
+        epilogue: bool = False,
+        norm: Norm | None = None,
         stream_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         needs_x, needs_weight1, needs_bias1, needs_weight2 = ctx.needs_input_grad[:4]
@@ -200,22 +204,3 @@ class GeluMlp(torch.autograd.Function):
             dx_TE = dz_TF @ weight1_FE
         dbias2_E = column_sum(dy_TE) if needs_bias2 else None
         return dx_TE, dweight1_FE, dbias1_F, dweight2_EF, dbias2_E, None, None, None
-
-
-def gelu_mlp(
-    x_TE: torch.Tensor,
-    weight1_FE: torch.Tensor,
-    bias1_F: torch.Tensor | None,
-    weight2_EF: torch.Tensor,
-    bias2_E: torch.Tensor | None,
-    kind: str,
-    epilogue: bool = False,
-    norm: Norm | None = None,
-) -> torch.Tensor:
-    """`gelu_mlp_reference` that saves x and the first product's result; all of one dtype.
-
-    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
-    by `add_norm`, saved in its place. What only a frozen weight's gradient would need is neither saved nor made.
-    """
-    out_TE: torch.Tensor = GeluMlp.apply(x_TE, weight1_FE, bias1_F, weight2_EF, bias2_E, kind, epilogue, norm)
-    return out_TE

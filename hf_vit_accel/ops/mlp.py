@@ -17,11 +17,11 @@ from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import adapter
 from hf_vit_accel.ops.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, quick_gelu_reference, swiglu
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp, gelu_mlp_reference
+from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.lora import lora_of
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp, swiglu_mlp_reference
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Trained
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -129,8 +129,8 @@ def _differentiable(before: list[Any], after: Any, kind: str, limit: float | Non
     widths = {before[0].weight.shape[1], len(after.weight)}
     widths |= set() if kind == "silu" else {len(before[0].weight)}  # a SwiGLU's is padded
     epilogue = context.no_epilogues is None and limit is None and not any(width % 8 for width in widths)
-    alone, function = (swiglu_mlp, SwigluMlp) if kind == "silu" else (gelu_mlp, GeluMlp)
-    return Trained(alone=alone, function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
+    function = SwigluMlp if kind == "silu" else GeluMlp
+    return Trained(function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
 
 
 def _places(before: list[Any], after: Any) -> list[tuple[Any, str]]:

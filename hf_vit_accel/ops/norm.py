@@ -214,11 +214,10 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             return add_norm_reference(x_TE, delta_TE, norm.weight, None if rms else norm.bias, eps, rms, dtype)
     elif context.grad:
-        from hf_vit_accel.ops import norm_backward
+        from hf_vit_accel.ops.norm_backward import AddNormFunction
         from hf_vit_accel.ops.trained import TrainedNorm
 
-        alone, function = norm_backward.add_norm, norm_backward.AddNormFunction
-        return TrainedNorm(alone=alone, function=function, weights=weights, settings=(*without, eps, rms, dtype))
+        return TrainedNorm(function=AddNormFunction, weights=weights, settings=(*without, eps, rms, dtype))
     else:
 
         def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.linear import linear
+from hf_vit_accel.ops.linear import LinearFunction
 
 READ = "stride", "kernel_size", "groups", "padding", "dilation"
 """What a convolution is beside its weights; a Linear has none of it."""
@@ -39,7 +39,7 @@ def reasons_overlapping(conv: Any) -> list[str]:
 
 def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
     convolution, dtype, casts = parts.projection, context.dtype, context.casts
-    product = linear if context.trains_by_kernels else F.linear
+    product = LinearFunction.apply if context.trains_by_kernels else F.linear
     for name in READ:
         context.read(convolution, name)
 

@@ -471,7 +471,7 @@ def kernels(references: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
 
     def fail(name: str, error: Exception) -> Launches:
         kernel, launches = KERNELS[name], Launches(error)
-        put(monkeypatch, vars(sys.modules[kernel.function.__module__])[name], kernel.function)
+        put(monkeypatch, vars(sys.modules[kernel.function.__module__])[kernel.name], kernel.function)
         for module, launched in kernel.launched:
             monkeypatch.setattr(module, launched, launches)
         descriptor = SimpleNamespace(from_tensor=lambda tensor, block: tensor)
