@@ -34,7 +34,7 @@ class Norm(NamedTuple):
 
     def again(self) -> torch.Tensor:
         """The normed rows, (T, E), bit for bit as the norm made them."""
-        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:5], None, dtype=self.dtype)
+        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:])
 
 
 def remember(normed_TE: torch.Tensor, norm: Norm) -> None:
@@ -175,7 +175,7 @@ class AddNormFunction(torch.autograd.Function):
         ctx.rms, ctx.delta_dtype = rms, x_TE.dtype if delta_TE is None else delta_TE.dtype
         sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
         statistics_2T = torch.empty(1 if rms else 2, x_TE.shape[0], dtype=torch.float32, device=x_TE.device)
-        out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, statistics_2T, dtype=dtype)
+        out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, dtype, statistics_2T)
         ctx.save_for_backward(sum_TE, weight_E, statistics_2T)
         if not any(ctx.needs_input_grad[:2]):  # the norm's weights alone are trained: the sum does not know them
             ctx.mark_non_differentiable(sum_TE)

@@ -727,7 +727,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {  # whose function, its name, which o
     "the copy to the device": (route, "send", 0),
     "a product of the second layer": (nn.functional, "linear", 6),
     "attention in the second such layer": (type(ORDER[-1]), "attend", 1),
-    "a kernel": (norm, "add_norm_", 3),
+    "a kernel": (norm, "add_norm_reference", 3),  # what stands in for it calls that
 }
 
 
