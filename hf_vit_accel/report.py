@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel import guard, sharding
-from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, resolve
+from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import LINEARS, Fp8Config, Settings
 from hf_vit_accel.env import EPILOGUES
 from hf_vit_accel.families import FAMILIES, Family, find_towers
@@ -214,7 +214,7 @@ def _attention_status(state: TowerState, fp8: Fp8Config, choices: Mapping[Kind, 
     text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of each call'}"
     if saturated := state.saturated():
         text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"
-    if why := choices["full"].not_worth.get(FP8.name) if "full" in choices else None:
+    if why := choices["full"].not_worth if "full" in choices else None:
         text += f"; not used by the last call: {why}"
     return text
 

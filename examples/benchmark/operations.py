@@ -13,8 +13,8 @@ from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference
 from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.linear import LinearFunction, linear_reference
 from hf_vit_accel.ops.norm_backward import AddNormFunction, Norm, add_norm_reference
-from hf_vit_accel.ops.positions import add_positions, add_positions_reference
-from hf_vit_accel.ops.rope import rope, rope_reference
+from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
+from hf_vit_accel.ops.rope import Rope, rope_reference
 from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.window_attention import window_attention
 
@@ -88,7 +88,9 @@ def main() -> None:
             "GB/s",
         )
         qkv, angles = draw(ROWS, 3, HEADS, dim), torch.randn(ROWS, dim // 2, device="cuda").repeat(1, 2)
-        compare(f"rope {dim}", rope, rope_reference, [qkv, angles.cos(), angles.sin()], (6 * size, 6 * size), "GB/s")
+        compare(
+            f"rope {dim}", Rope.apply, rope_reference, [qkv, angles.cos(), angles.sin()], (6 * size, 6 * size), "GB/s"
+        )
         product = 2.0 * ROWS * width * 3 * width
         compare(
             f"linear {width} to {3 * width}",
@@ -125,7 +127,7 @@ def main() -> None:
                 compare(f"gelu_mlp {kind}", GeluMlp.apply, gelu_mlp_reference, layer, work, "TFLOP/s")
             indices = torch.randint(0, 2304, (ROWS, 4), dtype=torch.int32, device="cuda")
             taps = [x, draw(2304, width), indices, torch.rand(ROWS, 4, device="cuda")]
-            compare("add_positions", add_positions, add_positions_reference, taps, (2 * size, size), "GB/s")
+            compare("add_positions", AddPositions.apply, add_positions_reference, taps, (2 * size, size), "GB/s")
 
 
 def windows_by_sdpa(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _: torch.Tensor, scale: float) -> Any:

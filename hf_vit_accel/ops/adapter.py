@@ -249,11 +249,11 @@ def _activate_back(z: torch.Tensor, dh_TF: torch.Tensor, kind: str, limit: float
     return dh_TF, dz
 
 
-class ActivatedFunction(torch.autograd.Function):
-    """`activated` as autograd runs it."""
+class Activated(torch.autograd.Function):
+    """`activated_reference` as one kernel in each direction, that keeps its input only."""
 
     @staticmethod
-    def forward(ctx: Any, z: torch.Tensor, kind: str, limit: float | None) -> torch.Tensor:
+    def forward(ctx: Any, z: torch.Tensor, kind: str, limit: float | None = None) -> torch.Tensor:
         ctx.save_for_backward(z)
         ctx.settings = kind, limit
         return _activate(z, kind, limit)
@@ -263,12 +263,6 @@ class ActivatedFunction(torch.autograd.Function):
     def backward(ctx: Any, dh_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (z,) = ctx.saved_tensors
         return _activate_back(z, dh_TF.clone(memory_format=torch.contiguous_format), *ctx.settings)[0], None, None
-
-
-def activated(z: torch.Tensor, kind: str, limit: float | None = None) -> torch.Tensor:
-    """`activated_reference` as one kernel in each direction, that keeps its input only."""
-    out_TF: torch.Tensor = ActivatedFunction.apply(z, kind, limit)
-    return out_TF
 
 
 def adapted_mlp_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -345,7 +339,7 @@ def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, con
     first = product(before, context)
     last = product([after], context, inner=-(-width // 8) * 8 if len(before) > 1 else width)
     if not (isinstance(first, Trained) and isinstance(last, Trained)):
-        return lambda x_TE: last(activated(first(x_TE), kind, limit))
+        return lambda x_TE: last(Activated.apply(first(x_TE), kind, limit))
 
     def weights() -> list[Any]:
         of_first = first.weights()

@@ -66,8 +66,7 @@ def project_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
     qkv_TF = linear.linear_reference(x_TE, *_joined(weights, products), norm)
     if sizes is None:
         return qkv_TF
-    heads, key_heads, eps = sizes
-    return shape_heads_reference(qkv_TF, heads, key_heads, tuple(weights[2 * products :]), eps)
+    return shape_heads_reference(qkv_TF, *sizes, *weights[2 * products :])
 
 
 class ProjectFunction(torch.autograd.Function):
@@ -86,9 +85,8 @@ class ProjectFunction(torch.autograd.Function):
         _, *kept = ctx.product.saved_tensors
         ctx.lengths, shaped = list(map(len, weights[:first])), ()
         if ctx.sizes is not None:
-            heads, key_heads, eps = ctx.sizes
             ctx.shape = Frame((any(ctx.product.needs_input_grad), False, False, False, *needs[last:]))
-            out_TF = ShapeHeads.forward(ctx.shape, out_TF, heads, key_heads, eps, *weights[last:])
+            out_TF = ShapeHeads.forward(ctx.shape, out_TF, *ctx.sizes, *weights[last:])
             shaped, ctx.shape.saved_tensors = ctx.shape.saved_tensors, ()
         ctx.product.saved_tensors, ctx.kept = (), len(kept)
         ctx.save_for_backward(*(weights[:first] if needs_x else [None] * first), *kept, *shaped)

@@ -20,10 +20,10 @@ import hf_vit_accel
 from hf_vit_accel import env
 from hf_vit_accel.ops import lora, mlp
 from hf_vit_accel.ops.adapter import (
+    Activated,
     AdaptedFunction,
     AdaptedMlp,
     Sides,
-    activated,
     activated_reference,
     adapted_mlp_reference,
     adapted_reference,
@@ -318,7 +318,7 @@ def test_activations_against_their_references(at: dict[str, Any], kind: str) -> 
     z = torch.randn(70, 2 * 104, **at).requires_grad_()
     dh = torch.randn(70, 104 if kind == "silu" else 208, **at)
     kept = dh.clone()
-    found = activated(z, kind)
+    found = Activated.apply(z, kind)
     (dz,) = torch.autograd.grad(found, z, dh)
     assert torch.equal(dh, kept)  # it may be somebody else's
     exact = z.detach().double().requires_grad_()

@@ -27,13 +27,13 @@ from hf_vit_accel.ops import rope as rope_module
 from hf_vit_accel.ops import window_attention as window_attention_module
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference, flattened
 from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp_reference
-from hf_vit_accel.ops.heads import shape_heads, shape_heads_reference
+from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.ops.linear import LinearFunction, linear_reference
 from hf_vit_accel.ops.norm_backward import AddNormFunction, Norm, add_norm_reference
-from hf_vit_accel.ops.positions import add_positions, add_positions_reference
+from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
 from hf_vit_accel.ops.project import ProjectFunction, project_reference
-from hf_vit_accel.ops.rope import rope, rope_back_, rope_reference
+from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Frame, Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
@@ -101,7 +101,7 @@ def rope_case(dim: int) -> Callable[[At], Case]:
         cos, sin = tables(at["rows"], dim, at)
         return Case(
             leaves(at, qkv=(at["rows"], 3, at["heads"], dim)),
-            lambda p: rope(p["qkv"], cos, sin),
+            lambda p: Rope.apply(p["qkv"], cos, sin),
             lambda p: rope_reference(p["qkv"], cos, sin),
         )
 
@@ -303,7 +303,7 @@ def positions_case(taps: int, width: int) -> Callable[[At], Case]:
         weights = torch.rand(rows, taps, generator=generator).to(at["device"])
         return Case(
             leaves(at, x=(rows, width), table=(36, width)),
-            lambda p: add_positions(p["x"], p["table"], indices, weights),
+            lambda p: AddPositions.apply(p["x"], p["table"], indices, weights),
             lambda p: add_positions_reference(p["x"], p["table"], indices, weights),
         )
 
@@ -317,9 +317,9 @@ def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[At], Case]:
         drawn |= leaves(at, q=(dim,), k=(dim,)) if normed else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(p["qkv"], heads, key_heads, (p["q"], p["k"]) if normed else (), 1e-5)
+            return lambda p: function(p["qkv"], heads, key_heads, 1e-5, *((p["q"], p["k"]) if normed else ()))
 
-        return Case(drawn, call(shape_heads), call(shape_heads_reference))
+        return Case(drawn, call(ShapeHeads.apply), call(shape_heads_reference))
 
     return make
 

@@ -158,9 +158,9 @@ def test_shape_heads(at: dict[str, Any], dim: int, groups: int, normed: bool) ->
     memory[-1] = float("nan")
     qkv, weights = memory[:-1], tuple(draw(dim, at=at, seed=seed) for seed in range(2 * normed))
     sizes, v = (heads, key_heads, 1e-5), qkv[:, (heads + key_heads) * dim :].clone()
-    exact = shape_heads_reference(qkv.double(), *sizes[:2], tuple(w.double() for w in weights), sizes[2])
-    expected = shape_heads_reference(qkv, *sizes[:2], weights, sizes[2])
-    found = shape_heads_(qkv, *sizes[:2], weights, sizes[2])
+    exact = shape_heads_reference(qkv.double(), *sizes, *(w.double() for w in weights))
+    expected = shape_heads_reference(qkv, *sizes, *weights)
+    found = shape_heads_(qkv, *sizes, *weights)
     assert (found.data_ptr() == qkv.data_ptr()) == (groups == 1) and memory[-1].isnan().all()
     check(found, expected, exact)
     assert torch.equal(
