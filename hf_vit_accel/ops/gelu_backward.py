@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_vit_accel import env
-from hf_vit_accel.ops.activation import quick_gelu, quick_gelu_reference
+from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
 from hf_vit_accel.ops.launch import jit, tl
@@ -36,15 +36,12 @@ def gelu_mlp_reference(
 ) -> torch.Tensor:
     """act(x W1^T + b1) W2^T + b2, (T, E); autograd keeps x, whatever it was made of."""
     z_TF = F.linear(x_TE, weight1_FE, bias1_F)
-    h_TF = quick_gelu_reference(z_TF) if kind == "quick_gelu" else gelu(z_TF, kind)
-    return F.linear(h_TF, weight2_EF, bias2_E)
+    return F.linear(ACTIVATIONS[kind](z_TF), weight2_EF, bias2_E)
 
 
 def gelu(z_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """What stock makes of the rounded result of the first product."""
-    if kind == "quick_gelu":
-        return quick_gelu(z_TF)
-    return F.gelu(z_TF, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return quick_gelu(z_TF) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
 
 
 @jit

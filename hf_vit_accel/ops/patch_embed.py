@@ -38,16 +38,13 @@ def reasons_overlapping(conv: Any) -> list[str]:
 
 
 def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
-    convolution, dtype, casts = parts.projection, context.dtype, context.casts
+    convolution, dtype, cast = parts.projection, context.dtype, context.cast
     product = LinearFunction.apply if context.trains_by_kernels else F.linear
     for name in READ:
         context.read(convolution, name)
 
     def embed(pixels_TP: torch.Tensor) -> torch.Tensor:
-        weight, bias_E = convolution.weight, convolution.bias
-        if casts:
-            weight, bias_E = weight.to(dtype), None if bias_E is None else bias_E.to(dtype)
-        return product(pixels_TP.to(dtype), weight.flatten(1), bias_E)
+        return product(pixels_TP.to(dtype), cast(convolution.weight).flatten(1), cast(convolution.bias))
 
     return embed
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_vit_accel.ops.activation import cut_off, swiglu_reference
+from hf_vit_accel.ops.activation import ACTIVATIONS, cut_off, swiglu_reference
 from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, powers, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
-from hf_vit_accel.ops.mlp import ACTIVATIONS
 from hf_vit_accel.ops.norm import add_norm_reference_, add_norm_rows, pieces
 
 MULTIPLE = 16
@@ -108,8 +107,8 @@ def activate_reference(
         part[:, :width] if bias_F is None else part[:, :width] + bias_F.float()
         for part, bias_F in zip(parts, biases_F, strict=True)
     )
-    activate = ACTIVATIONS.get(kind, F.gelu)
-    return quantize_rows_reference(swiglu_reference(first, second[0], limit=limit) if second else activate(first))
+    made = swiglu_reference(first, second[0], limit=limit) if second else ACTIVATIONS[kind](first)
+    return quantize_rows_reference(made)
 
 
 @jit
