@@ -7,7 +7,6 @@ strides at hand, so q, k and v may be views of the packed projection.
 
 from __future__ import annotations
 
-import inspect
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -182,19 +181,15 @@ class Graph:
         self._graph = prefill.prepare_cudnn_batch_prefill(*qkv, scale, lengths_S, metadata=metadata).graph
         names = _UIDS + (_FP8_UIDS if qkv[0].dtype == torch.float8_e4m3fn else ())
         self._uids = tuple(getattr(prefill.UIDs, name).value for name in names)
-        self._ordered = "tensor_uids" in inspect.signature(self._graph.execute).parameters
         self._workspace_bytes = int(self._graph.get_workspace_size())
 
     def run(self, qkv: Tensors, sequences: Tensors, out_THD: torch.Tensor, fp8: Tensors = ()) -> None:
         """Launch on the current stream; pointers are bound for this call only. fp8: for `_FP8_UIDS`."""
         stream = torch.cuda.current_stream(out_THD.device)
-        options: dict[str, Any] = {"workspace": WORKSPACES.get(stream, self._workspace_bytes)}
-        options["handle"] = _prefill_module()._create_cudnn_handle(stream)
-        tensors = *qkv, out_THD, sequences[0], *sequences, *fp8
-        if self._ordered:
-            self._graph.execute(tensors, tensor_uids=self._uids, **options)
-        else:
-            self._graph.execute(dict(zip(self._uids, tensors, strict=True)), **options)
+        workspace = WORKSPACES.get(stream, self._workspace_bytes)
+        handle = _prefill_module()._create_cudnn_handle(stream)
+        tensors = *qkv, out_THD, sequences[0], *sequences, *fp8  # in order: a dict would be looked through every time
+        self._graph.execute(tensors, tensor_uids=self._uids, workspace=workspace, handle=handle)
 
 
 GRAPHS: env.LRU[Graph] = env.LRU(entries=256, cost=256)

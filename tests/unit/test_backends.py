@@ -165,22 +165,6 @@ def test_cudnn_workspace_is_one_per_stream() -> None:
     assert not spaces._buffers
 
 
-@pytest.mark.gpu
-def test_cudnn_without_ordered_binding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As older frontends have it."""
-    backend = backend_named("flashinfer_cudnn")
-    if reasons := backend.reasons_against_machine():
-        pytest.skip("; ".join(reasons))
-    real = cudnn_backend.Graph.run
-
-    def run(self: Any, *args: Any) -> None:
-        monkeypatch.setattr(self, "_ordered", False)
-        real(self, *args)
-
-    monkeypatch.setattr(cudnn_backend.Graph, "run", run)
-    check(backend, LAYOUTS["ragged"], 72, torch.bfloat16, "cuda", True)
-
-
 def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = nn.functional.scaled_dot_product_attention
