@@ -132,14 +132,10 @@ class GraphConfig:
     max_training_bytes: int = 8 << 30
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_tokens", 1),
-            ("exact_after", 0),
-            ("max_graphs", 1),
-            ("max_bytes", 1),
-            ("max_training_bytes", 0),
-        ):
-            _check_integer(name, getattr(self, name), least=least)
+        for name in ("max_tokens", "max_graphs", "max_bytes"):
+            _check_integer(name, getattr(self, name), least=1)
+        for name in ("exact_after", "max_training_bytes"):
+            _check_integer(name, getattr(self, name), least=0)
         if self.budgets is None:
             return
         budgets = tuple(self.budgets) if isinstance(self.budgets, Iterable) else ()
