@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def quick_gelu_reference(x_TF: torch.Tensor) -> torch.Tensor:
 
 ACTIVATIONS: Mapping[str, Callable[[Any], torch.Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu_reference,
     "silu": F.silu,
 }

@@ -203,13 +203,6 @@ class Context:
         return reasons
 
 
-def filled(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """The biases of products that become one, zeros where there is none; None where there are none at all."""
-    if all(bias is None for bias in biases):
-        return None
-    return [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     """One operation of a tower, as `fuse` names it.

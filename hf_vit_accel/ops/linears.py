@@ -23,7 +23,7 @@ from hf_vit_accel.ops import merger as mergers
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops import scaled
-from hf_vit_accel.ops.base import Context, filled
+from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.scaled import MULTIPLE, Quantized, aligned
 
@@ -78,8 +78,10 @@ def _product(modules: Sequence[Any], dtype: torch.dtype, *, biased: bool = True)
 
 
 def _biases(modules: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
-    some = filled([module.weight for module in modules], [module.bias for module in modules])
-    return None if some is None else (some[0] if len(some) == 1 else torch.cat(some)).to(dtype)
+    if all(module.bias is None for module in modules):
+        return None
+    some = [m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules]
+    return (some[0] if len(some) == 1 else torch.cat(some)).to(dtype)
 
 
 def _mlp(before: Sequence[Any], kind: str, after: Any, limit: float | None, dtype: torch.dtype) -> Rows:

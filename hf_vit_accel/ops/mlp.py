@@ -15,13 +15,13 @@ from torch import nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import adapter
-from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, quick_gelu_, swiglu
+from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.lora import lora_of
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, aligned, swiglu_mlp_reference
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Trained
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -155,8 +155,10 @@ def _swiglu(weights: Any, limit: float | None, last: Any, x_TE: torch.Tensor, *s
     if gate_FE.shape[0] % 8 == 0:
         gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)
         return last(swiglu(gate_TF, up_TF, limit=limit), down_EF, down_E, *stream)
-    weight, bias, down_EG = aligned(gate_FE, up_FE, (gate_F, up_F), down_EF, turns=False)
-    h_TG = swiglu(*F.linear(x_TE, weight, bias).chunk(2, dim=-1), limit=limit)
+    some_F = gate_FE.flatten()[: len(gate_FE)]  # the kernel wants to copy some
+    biases = (some_F, some_F) if gate_F is None else (gate_F, up_F)
+    weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, *biases, down_EF)
+    h_TG = swiglu(*F.linear(x_TE, weight, None if gate_F is None else bias).chunk(2, dim=-1), limit=limit)
     return last(h_TG, down_EG, down_E, *stream)
 
 

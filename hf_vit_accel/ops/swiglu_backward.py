@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference, unpad_swiglu
-from hf_vit_accel.ops.base import filled
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gelu_backward import EACH_SM, STAGES
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
@@ -131,12 +130,12 @@ def aligned(
     turns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """`pad_swiglu`. Of biases, what is missing is zeros; for none at all none is returned."""
-    some = None if biases is None else filled((gate_FE, up_FE), biases)
-    if some is None:
-        some_F = gate_FE.flatten()[: len(gate_FE)]  # the kernel wants to copy some
+    width = gate_FE.shape[0]
+    if biases is None or all(bias_F is None for bias_F in biases):
+        some_F = gate_FE.flatten()[:width]  # the kernel wants to copy some
         weight, _, down_EG = pad_swiglu(gate_FE, up_FE, some_F, some_F, down_EF, turns=turns)
         return weight, None, down_EG
-    gate_F, up_F = some
+    gate_F, up_F = (gate_FE.new_zeros(width) if bias_F is None else bias_F for bias_F in biases)
     return pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF, turns=turns)
 
 
