@@ -113,23 +113,14 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(
-    model: Model,
-    *,
-    attention: str | FlexConfig = "auto",
-    fuse: str | bool | Iterable[str] = "auto",
-    cuda_graphs: bool | GraphConfig = False,
-    fp8: bool | Fp8Config = False,
-    max_rows: int | Literal["auto"] | None = "auto",
-    data_parallel: Any = False,
-    reuse: bool | ReuseConfig = False,
-    strict: bool = False,
-) -> Iterator[Model]:
-    """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all."""
+def patched(model: Model, **options: Any) -> Iterator[Model]:
+    """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all.
+
+    options: those of `patch`, which raises what it raises there.
+    """
     towers = towers_of(model)
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
-    options: dict[str, Any] = dict(attention=attention, fuse=fuse, cuda_graphs=cuda_graphs, fp8=fp8, strict=strict)
-    patch(model, **options, max_rows=max_rows, data_parallel=data_parallel, reuse=reuse)
+    patch(model, **options)
     try:
         yield model
     finally:

@@ -65,9 +65,7 @@ def calibrate(
                 assert state.last is not None
                 choice = state.last.choices["full"]
                 if choice.backend is not FP8:  # its amax were not looked at: zeros, or those of the call before
-                    raise ValueError(
-                        f"expected images that FP8 can attend to: {choice.not_worth[FP8.name]}; pass fewer at once"
-                    )
+                    raise ValueError(f"expected images that FP8 can attend to: {choice.not_worth}; pass fewer at once")
                 largest = largest.maximum(scales.seen())
     if not largest.dim():
         raise ValueError("expected at least one image to calibrate with, got none")

@@ -57,9 +57,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     - ok: bool, whether no backend is wrong and no GPU unusable.
     - versions: name to version or null.
     - gpus: list of {index, name, capability ("9.0"), memory (bytes)}. gpu_problem: why they could not be asked.
-    - segments: rows of each segment checked. heads: int. head_dims: list of int.
     - devices: device to the dtypes checked there (each backend in those that it takes).
-    - bounds: dtype to the largest relative L2 error that passes.
     - backends: in order of preference, list of {name, status, reasons, checks}.
       status: "usable"; "unusable" (reasons say why); "wrong"; "unchecked" (nothing against it but nothing was run).
       checks: list of {device, dtype, head_dim, packed (q, k, v as views of one projection), bound, error, problem}.

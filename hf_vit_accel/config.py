@@ -99,10 +99,9 @@ class Fp8Config:
         return every if isinstance(self.linears, bool) else frozenset(self.linears)
 
 
-def _check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        raise ValueError(f"expected {name} to be an integer {wanted}, got {value!r}")
+def _check_integer(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"expected {name} to be an integer of at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +132,10 @@ class GraphConfig:
     max_training_bytes: int = 8 << 30
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_tokens", 1),
-            ("exact_after", 0),
-            ("max_graphs", 1),
-            ("max_bytes", 1),
-            ("max_training_bytes", 0),
-        ):
-            _check_integer(name, getattr(self, name), least=least)
+        for name in ("max_tokens", "max_graphs", "max_bytes"):
+            _check_integer(name, getattr(self, name), least=1)
+        for name in ("exact_after", "max_training_bytes"):
+            _check_integer(name, getattr(self, name), least=0)
         if self.budgets is None:
             return
         budgets = tuple(self.budgets) if isinstance(self.budgets, Iterable) else ()

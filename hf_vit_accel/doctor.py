@@ -92,11 +92,7 @@ class Report:
     versions: Mapping[str, str | None]
     gpus: tuple[Gpu, ...]
     gpu_problem: str | None
-    segments: tuple[int, ...]
-    heads: int
-    head_dims: tuple[int, ...]
     devices: Mapping[str, tuple[str, ...]]
-    bounds: Mapping[str, float]
     backends: tuple[Verdict, ...]
     auto: Auto
     epilogues: Mapping[str, str | None]
@@ -125,11 +121,7 @@ def examine() -> Report:
         versions={**env.versions(), "hf-vit-accel": hf_vit_accel.__version__},
         gpus=gpus,
         gpu_problem=gpu_problem,
-        segments=LENGTHS,
-        heads=HEADS,
-        head_dims=HEAD_DIMS,
         devices={str(device): tuple(_name(dtype) for dtype in DTYPES[device.type]) for device in devices},
-        bounds={_name(dtype): bound for dtype, bound in BOUNDS.items()},
         backends=verdicts,
         auto=_resolve_auto(best),
         epilogues={kind: gemm_epilogue.why_not(best, torch.bfloat16, kind) for kind in gemm_epilogue.KINDS},
@@ -283,9 +275,9 @@ def lines(report: Report) -> Iterator[str]:
 
     yield "Checked (each backend in what it takes; the largest relative L2 error allowed in parentheses)"
     for device, dtypes in report.devices.items():
-        yield f"  {device:9}  " + ", ".join(f"{dtype} ({report.bounds[dtype]:.0e})" for dtype in dtypes)
-    yield f"  segments   {', '.join(map(str, report.segments))} rows"
-    yield f"  head dims  {', '.join(map(str, report.head_dims))}; {report.heads} heads; q, k, v separate and packed"
+        yield f"  {device:9}  " + ", ".join(f"{dtype} ({BOUNDS[getattr(torch, dtype)]:.0e})" for dtype in dtypes)
+    yield f"  segments   {', '.join(map(str, LENGTHS))} rows"
+    yield f"  head dims  {', '.join(map(str, HEAD_DIMS))}; {HEADS} heads; q, k, v separate and packed"
 
     yield "Backends"
     width = max(len(verdict.name) for verdict in report.backends)

@@ -297,7 +297,7 @@ def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: torch.T
         )
     segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
     request = replace(request, max_seqlen=segments.max_seqlen)
-    return plan_alone(resolve(name, request).backend, segments, request)
+    return plan_alone(resolve(name, request, segments).backend, segments, request)
 
 
 assert set(NAMES.values()) - {"auto"} <= {backend.name for backend in ORDER}

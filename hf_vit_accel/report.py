@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from hf_vit_accel import guard, sharding
-from hf_vit_accel.backends import FP8, BackendUnavailableError, Choice, Kind, resolve
+from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import LINEARS, Fp8Config, Settings
 from hf_vit_accel.env import EPILOGUES
 from hf_vit_accel.families import FAMILIES, Family, find_towers
@@ -60,12 +60,9 @@ class TowerStatus:
     reuse: ReuseStatus | None = None
 
     def __str__(self) -> str:
-        return "\n".join([*self._state(), *_reasons_once([self])])
-
-    def _state(self) -> list[str]:
         where = self.path or "(the model itself)"
         if not self.patched:
-            return [f"{where}: {self.family}, stock (attention {self.attention})"]
+            return f"{where}: {self.family}, stock (attention {self.attention})"
         backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
         fused = "attention only: the tower's own forward runs" if self.attention_only else ", ".join(self.fused)
         lines = [
@@ -79,30 +76,14 @@ class TowerStatus:
         lines += [f"  shared     {self.ranks}"] if self.ranks is not None else []
         lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
         lines += [str(each) for each in (self.graphs, self.training, self.reuse) if each is not None]
-        return lines + [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
-
-    def _reasons(self) -> Iterator[tuple[str, str, str]]:
-        """What does not run: its label, its name if it has one, and why."""
-        yield from (("not fused", part, why) for part, why in self.unfused.items())
-        yield from (("not fast", "", why) for why in self.against_fast)
+        lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
+        lines += [f"  not fast   {why}" for why in self.against_fast]
         rejected = {name: reasons[0] for of_kind in self.rejected.values() for name, reasons in of_kind.items()}
-        yield from (("not used", name, why) for name, why in rejected.items())
-
-
-def _reasons_once(towers: Sequence[TowerStatus]) -> list[str]:
-    """A line a reason, with all that it holds for; and with the towers, where it does not hold for all."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for tower in towers:
-        for label, name, why in tower._reasons():
-            found.setdefault((label, why), {}).setdefault(name, []).append(tower.path)
-    lines = []
-    for (label, why), names in sorted(found.items(), key=lambda each: each[0][0]):
-        where = (
-            f"{name} of {' and '.join(paths)}".strip() if len(paths) < len(towers) else name
-            for name, paths in names.items()
-        )
-        lines.append(f"  {label:<9}  " + ": ".join(filter(None, [", ".join(where), why])))
-    return lines
+        for label, reasons in (("not fused", self.unfused), ("not used ", rejected)):
+            for reason in dict.fromkeys(reasons.values()):  # once, with all that it holds for
+                names = ", ".join(name for name, why in reasons.items() if why == reason)
+                lines.append(f"  {label}  {names}: {reason}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +93,7 @@ class Status:
     towers: tuple[TowerStatus, ...]
 
     def __str__(self) -> str:
-        patched = [tower for tower in self.towers if tower.patched]
-        if len(patched) < 2:
-            return "\n".join(map(str, self.towers))
-        lines = [line for tower in self.towers for line in tower._state()]
-        if reasons := _reasons_once(patched):
-            lines += ["in all of these that are patched, or in those named:", *reasons]
-        return "\n".join(lines)
+        return "\n".join(map(str, self.towers))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -239,7 +214,7 @@ def _attention_status(state: TowerState, fp8: Fp8Config, choices: Mapping[Kind, 
     text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of each call'}"
     if saturated := state.saturated():
         text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"
-    if why := choices["full"].not_worth.get(FP8.name) if "full" in choices else None:
+    if why := choices["full"].not_worth if "full" in choices else None:
         text += f"; not used by the last call: {why}"
     return text
 

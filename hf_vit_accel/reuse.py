@@ -36,8 +36,6 @@ from hf_vit_accel.ops.fingerprint import (
 )
 from hf_vit_accel.route import Spec
 
-__all__ = ["Marks", "Reuse", "ReuseStatus"]
-
 _BY_TORCH: tuple[Any, Any] = hash_items_reference, hash_memory_reference
 _BY_KERNELS: tuple[Any, Any] = guarded(KERNELS, hash_items), guarded(KERNELS, hash_memory)
 

@@ -112,7 +112,7 @@ class Route:
             cu_seqlens, scale = self.tensors["cu_window_seqlens"], self.spec.request.scale
             one: Attend = partial(ops.attend_window, cu_seqlens_S1=cu_seqlens, scale=scale)
             if self.spec.request.grad and getattr(ops.attend_window, "__wrapped__", None) is window_attention:
-                one = Trained(alone=window_attention, function=WindowAttention, settings=(cu_seqlens, scale))
+                one = Trained(function=WindowAttention, settings=(cu_seqlens, scale))
             made["window"] = [one] * len(layers)
         return [made["full" if full else "window"][index] for index, full in enumerate(layers)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -36,11 +37,19 @@ SMALL = GraphConfig(max_tokens=128, exact_after=0)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of an operation. function: launches it; reference: the same; launched: where it is, and its name."""
+    """A kernel of an operation. function: launches it, `name` in its module; reference: the same.
 
+    launched: where the kernel is, and its name.
+    """
+
+    name: str
     function: Any
     reference: Any
     launched: frozenset[tuple[ModuleType, str]]
+
+    def stand_in(self, other: Any) -> Any:
+        """What takes the place of the function, to call another."""
+        return other if isinstance(self.function, FunctionType) else SimpleNamespace(apply=other)
 
 
 def _launched(owner: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[ModuleType, str]]:
@@ -71,15 +80,23 @@ def _modules() -> list[ModuleType]:
 def _kernels() -> Iterator[tuple[str, Kernel]]:
     for module in _modules():
         for name, function in vars(module).items():
-            stem = f"{name.rstrip('_')}_reference"
+            called = name
+            if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+                called = re.sub("(?<=.)(?=[A-Z])", "_", name.removesuffix("Function")).lower()
+                if called in vars(module):  # a function that runs it
+                    continue
+            elif not isinstance(function, FunctionType):
+                continue
+            stem = f"{called.rstrip('_')}_reference"
             reference = getattr(module, f"{stem}_", None) or getattr(module, stem, None)
-            own = isinstance(function, FunctionType) and function.__module__ == module.__name__
+            own = function.__module__ == module.__name__
             if own and reference and (launched := frozenset(_launched(function))):
-                yield name, Kernel(function, reference, launched)
+                yield called, Kernel(name, function, reference, launched)
 
 
 KERNELS = dict(_kernels())
-"""Every kernel of `ops.TABLE`, found by their references, by the name of the function that launches it."""
+"""Every kernel of `ops.TABLE`, found by their references, by the name of the function that launches it; GeluMlp, say,
+is gelu_mlp."""
 
 
 def put(monkeypatch: pytest.MonkeyPatch, function: Any, other: Any) -> None:
@@ -111,7 +128,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(tower_module, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     for name, kernel in KERNELS.items():
-        put(monkeypatch, kernel.function, counted(name, kernel.reference))
+        put(monkeypatch, kernel.function, kernel.stand_in(counted(name, kernel.reference)))
     monkeypatch.setattr(route, "layer_of", lambda layer, attend: None)  # a layer's function launches kernels
     put(monkeypatch, activation.linear_gelu_tanh, counted("linear_gelu_tanh", activation.linear_gelu_tanh))
     return called

@@ -6,7 +6,7 @@ A new backend is one file here and its place in `ORDER`; tests, doctor, status a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hf_vit_accel.backends.base import (
@@ -157,11 +157,11 @@ AUTO: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend that serves a request, and why those tried before it do not, or would not pay."""
+    """The backend that serves a request, and why those tried before it do not. not_worth: why FP8 would not pay."""
 
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]]
-    not_worth: Mapping[str, str] = field(default_factory=dict)
+    not_worth: str | None = None
 
 
 def backend_named(name: str) -> Backend:
@@ -218,24 +218,20 @@ def resolve(
         if not reasons and why is None and segments is not None:
             return Choice(backend=FP8, rejected={})
         choice = resolve(name, replace(request, fp8=None), segments, faults)
-        if reasons:
-            return replace(choice, rejected={FP8.name: tuple(reasons), **choice.rejected})
-        return choice if why is None else replace(choice, not_worth={FP8.name: why, **choice.not_worth})
+        rejected = {FP8.name: tuple(reasons)} if reasons else {}
+        return replace(choice, rejected=rejected | dict(choice.rejected), not_worth=why)
     order = [backend_named(known) for known in next(rule for rule in AUTO if rule.matches(request)).order]
     if name != "auto":
         order.insert(0, backend_named(name))
-    rejected: dict[str, tuple[str, ...]] = {}
-    not_worth: dict[str, str] = {}
+    rejected = {}
     for backend in order:
         reasons = [faults[backend.name]] if backend.name in faults else backend.reasons_against(request)
         if not reasons and segments is not None:
             reasons = backend.reasons_against_layout(segments, request)
         if reasons:
             rejected[backend.name] = tuple(reasons)
-        elif segments is None or backend.name == name or (why := backend.why_not_worth(segments, request)) is None:
-            return Choice(backend=backend, rejected=rejected, not_worth=not_worth)
-        else:
-            not_worth[backend.name] = why
+        elif segments is None or backend.name == name or backend.why_not_worth(segments, request) is None:
+            return Choice(backend=backend, rejected=rejected)
     assert request.score_mod is not None, "sdpa serves every request"
     why = "; ".join(f"{name}: {reasons[0]}" for name, reasons in rejected.items())
     raise BackendUnavailableError(f"no attention backend can apply the score_mod to this call: {why}")

@@ -22,7 +22,6 @@ from hf_vit_accel.backends.flashinfer_cudnn import (
     FLASHINFER,
     INT32_END,
     FlashinferCudnn,
-    can_prepare,
     graph_for,
 )
 from hf_vit_accel.metadata import Segments
@@ -51,10 +50,6 @@ class CudnnFp8(FlashinferCudnn):
         head_dim_multiple=8,
         head_dim_max=128,
     )
-
-    def lacks(self) -> tuple[str, ...]:
-        lacking = "this FlashInfer lacks the pieces that FP8 needs (0.7.2 has them)"
-        return super().lacks() or (() if can_prepare() else (lacking,))
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)

@@ -60,7 +60,7 @@ class FlashAttention4(Backend):
     def attend_layers(self, plan: Plan, layers: int, rotate_: Attend) -> list[Attend]:
         if not plan.request.grad or getattr(rotate_, "__wrapped__", rotate_) is not rotate:
             return super().attend_layers(plan, layers, rotate_)
-        trained = Trained(alone=_Attention.apply, function=_Attention, settings=_settings(plan), fault=self.name)
+        trained = Trained(function=_Attention, settings=_settings(plan), fault=self.name)
         return [trained] * layers
 
 

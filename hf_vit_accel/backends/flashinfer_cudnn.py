@@ -7,7 +7,6 @@ strides at hand, so q, k and v may be views of the packed projection.
 
 from __future__ import annotations
 
-import inspect
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -33,7 +32,8 @@ _UIDS = (
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
 _FP8_UIDS = (*("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"), *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"))
-_SPARE_WORKSPACE = 128 << 20  # bytes; FlashInfer's own advice, where the plan's need cannot be asked
+_PIECES = "prepare_cudnn_batch_prefill", "_PrefillMetadata", "UIDs", "_create_cudnn_handle"
+"""What is used of FlashInfer, most of it semi-private: 0.7.2 has all of it."""
 
 
 def round_segments(count: int) -> int:
@@ -52,7 +52,7 @@ def round_max_seqlen(length: int) -> int:
 
 
 class FlashinferCudnn(Backend):
-    """One call for all segments, or one per chunk where int32 element offsets would overflow."""
+    """One call for all segments, of rows whose element offsets fit into int32."""
 
     name = "flashinfer_cudnn"
     needs = Needs(
@@ -72,14 +72,12 @@ class FlashinferCudnn(Backend):
             return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
         if found < _OLDEST_CUDNN:
             return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
-        return ()
+        missing = [name for name in _PIECES if not hasattr(prefill, name)]
+        return (f"this FlashInfer has no {', '.join(missing)} ({_REMEDY})",) if missing else ()
 
-    def reasons_against(self, request: Request) -> list[str]:
-        """As every backend's, and segments that are too long for int32 offsets."""
-        reasons, most = super().reasons_against(request), _most_rows(3 * request.heads * request.head_dim)
-        if request.max_seqlen > most:
-            reasons.append(f"a segment has more than {most} rows, past which offsets overflow")
-        return reasons
+    def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
+        most = (INT32_END - 1) // (3 * request.heads * request.head_dim)
+        return [] if segments.rows <= most else [f"{segments.rows} rows, its int32 offsets reach {most}"]
 
     def close(self) -> None:
         WORKSPACES.close()
@@ -88,28 +86,23 @@ class FlashinferCudnn(Backend):
         return round_segments(segments), rows
 
     def plan(self, segments: Segments, request: Request) -> Plan:
-        width = request.heads * request.head_dim
-        chunks, arrays = [], {}
-        for index, (first, last) in enumerate(_chunks(segments, 3 * width)):
-            lengths_S = segments.lengths_S[first:last]
-            start, stop = int(segments.cu_seqlens_S1[first]), int(segments.cu_seqlens_S1[last])
-            chunks.append((start, stop, round_max_seqlen(segments.fixed_max_seqlen or int(lengths_S.max()))))
-            spare = round_segments(last - first) - (last - first)
-            cu_seqlens_S1 = segments.cu_seqlens_S1[first : last + 1] - start
-            # Empty segments at the end: length zero, offset at the end of the rows, so that they address nothing.
-            arrays[f"lengths_{index}"] = np.pad(lengths_S, (0, spare)).reshape(-1, 1, 1, 1)
-            padded_S1 = np.pad(cu_seqlens_S1, (0, spare), mode="edge").reshape(-1, 1, 1, 1)
-            arrays[f"dense_{index}"] = padded_S1 * np.int32(width)
-            arrays[f"packed_{index}"] = padded_S1 * np.int32(3 * width)
-        return Plan(backend=self, segments=segments, request=request, host={"chunks": tuple(chunks)}, arrays=arrays)
+        width, spare = request.heads * request.head_dim, round_segments(segments.count) - segments.count
+        # Empty segments at the end: length zero, offset at the end of the rows, so that they address nothing.
+        padded_S1 = np.pad(segments.cu_seqlens_S1, (0, spare), mode="edge").reshape(-1, 1, 1, 1)
+        arrays = {
+            "lengths": np.pad(segments.lengths_S, (0, spare)).reshape(-1, 1, 1, 1),
+            "dense": padded_S1 * np.int32(width),
+            "packed": padded_S1 * np.int32(3 * width),
+        }
+        host = {"max_seqlen": round_max_seqlen(segments.max_seqlen)}
+        return Plan(backend=self, segments=segments, request=request, host=host, arrays=arrays)
 
     def prepare(self, plan: Plan) -> None:
         request = plan.request
-        if not request.packed or not can_prepare():
-            return
-        row_T3HD = torch.empty(1, 3, request.heads, request.head_dim, dtype=request.dtype, device=request.device)
-        for index, (_, _, max_seqlen) in enumerate(plan.host["chunks"]):
-            graph_for(row_T3HD.unbind(1), _sequences(plan, index, (True, True, True)), max_seqlen, request.scale)
+        if request.packed:
+            row_T3HD = torch.empty(1, 3, request.heads, request.head_dim, dtype=request.dtype, device=request.device)
+            sequences = _sequences(plan, (True, True, True))
+            graph_for(row_T3HD.unbind(1), sequences, plan.host["max_seqlen"], request.scale)
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
         heads, head_dim = q_THD.shape[1:]
@@ -119,42 +112,13 @@ class FlashinferCudnn(Backend):
             x_THD if is_packed else x_THD.contiguous()
             for x_THD, is_packed in zip((q_THD, k_THD, v_THD), packed, strict=True)
         ]
-        chunks, scale = plan.host["chunks"], plan.request.scale
-        if len(chunks) == 1:
-            return _attend(*qkv, *_sequences(plan, 0, packed), chunks[0][2], scale)
-        return torch.cat(
-            [
-                _attend(*(x_THD[start:stop] for x_THD in qkv), *_sequences(plan, index, packed), max_seqlen, scale)
-                for index, (start, stop, max_seqlen) in enumerate(chunks)
-            ]
-        )
+        return _attend(*qkv, *_sequences(plan, packed), plan.host["max_seqlen"], plan.request.scale)
 
 
-def _most_rows(row_elements: int) -> int:
-    return (INT32_END - 1) // row_elements
-
-
-def _chunks(segments: Segments, row_elements: int) -> list[tuple[int, int]]:
-    """Ranges of segments whose element offsets, row_elements apart per row, all stay below 2**31."""
-    most = _most_rows(row_elements)
-    if segments.max_seqlen > most:
-        raise ValueError(
-            f"expected segments of at most {most} rows, got {segments.max_seqlen}; "
-            "use attention='torch_varlen' for frames of that size"
-        )
-    ranges, first = [], 0
-    while first < segments.count:
-        end_row = int(segments.cu_seqlens_S1[first]) + most
-        last = int(np.searchsorted(segments.cu_seqlens_S1, end_row, side="right")) - 1
-        ranges.append((first, last))
-        first = last
-    return ranges
-
-
-def _sequences(plan: Plan, index: int, packed: tuple[bool, ...]) -> Tensors:
-    """lengths, and element offsets of q, k, v and of the output (always dense), of one chunk."""
-    offsets = {True: plan.tensors[f"packed_{index}"], False: plan.tensors[f"dense_{index}"]}
-    return plan.tensors[f"lengths_{index}"], *(offsets[layout] for layout in packed), offsets[False]
+def _sequences(plan: Plan, packed: tuple[bool, ...]) -> Tensors:
+    """lengths, and element offsets of q, k, v and of the output (always dense)."""
+    offsets = {True: plan.tensors["packed"], False: plan.tensors["dense"]}
+    return plan.tensors["lengths"], *(offsets[layout] for layout in packed), offsets[False]
 
 
 @env.probe
@@ -217,19 +181,15 @@ class Graph:
         self._graph = prefill.prepare_cudnn_batch_prefill(*qkv, scale, lengths_S, metadata=metadata).graph
         names = _UIDS + (_FP8_UIDS if qkv[0].dtype == torch.float8_e4m3fn else ())
         self._uids = tuple(getattr(prefill.UIDs, name).value for name in names)
-        self._ordered = "tensor_uids" in inspect.signature(self._graph.execute).parameters
         self._workspace_bytes = int(self._graph.get_workspace_size())
 
     def run(self, qkv: Tensors, sequences: Tensors, out_THD: torch.Tensor, fp8: Tensors = ()) -> None:
         """Launch on the current stream; pointers are bound for this call only. fp8: for `_FP8_UIDS`."""
         stream = torch.cuda.current_stream(out_THD.device)
-        options: dict[str, Any] = {"workspace": WORKSPACES.get(stream, self._workspace_bytes)}
-        options["handle"] = _prefill_module()._create_cudnn_handle(stream)
-        tensors = *qkv, out_THD, sequences[0], *sequences, *fp8
-        if self._ordered:
-            self._graph.execute(tensors, tensor_uids=self._uids, **options)
-        else:
-            self._graph.execute(dict(zip(self._uids, tensors, strict=True)), **options)
+        workspace = WORKSPACES.get(stream, self._workspace_bytes)
+        handle = _prefill_module()._create_cudnn_handle(stream)
+        tensors = *qkv, out_THD, sequences[0], *sequences, *fp8  # in order: a dict would be looked through every time
+        self._graph.execute(tensors, tensor_uids=self._uids, workspace=workspace, handle=handle)
 
 
 GRAPHS: env.LRU[Graph] = env.LRU(entries=256, cost=256)
@@ -255,32 +215,10 @@ def graph_for(
     return GRAPHS.get(key, make)
 
 
-@env.probe
-def can_prepare() -> bool:
-    """Whether this FlashInfer has the semi-private pieces (0.7.2); else its slower public call is used."""
-    names = ("prepare_cudnn_batch_prefill", "_PrefillMetadata", "UIDs", "_create_cudnn_handle")
-    return all(hasattr(_prefill_module(), name) for name in names)
-
-
 def _attend_cuda(*arguments: Any) -> torch.Tensor:
     qkv, sequences, (max_seqlen, scale) = arguments[:3], arguments[3:8], arguments[8:]
     out_THD = torch.empty(qkv[0].shape, dtype=qkv[0].dtype, device=qkv[0].device)
-    if can_prepare():
-        graph_for(qkv, sequences, max_seqlen, scale).run(qkv, sequences, out_THD)
-        return out_THD
-    _prefill_module().cudnn_batch_prefill_with_kv_cache(
-        *qkv,
-        scale,
-        WORKSPACES.get(torch.cuda.current_stream(out_THD.device), _SPARE_WORKSPACE),
-        max_token_per_sequence=max_seqlen,
-        max_sequence_kv=max_seqlen,
-        actual_seq_lens_q=sequences[0],
-        actual_seq_lens_kv=sequences[0],
-        causal=False,
-        return_lse=False,
-        out=out_THD,
-        **dict(zip(_OFFSETS, sequences[1:], strict=True)),
-    )
+    graph_for(qkv, sequences, max_seqlen, scale).run(qkv, sequences, out_THD)
     return out_THD
 
 

@@ -80,7 +80,7 @@ class TorchCudnn(Backend):
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         settings = plan.host["groups"], plan.request.scale
         if plan.request.grad and getattr(rotate, "__wrapped__", rotate) is rotation:  # then its gradient is fused, too
-            return [Trained(alone=_Attention.apply, function=_Attention, settings=settings, fault=self.name)] * layers
+            return [Trained(function=_Attention, settings=settings, fault=self.name)] * layers
 
         def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
             rotated_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)

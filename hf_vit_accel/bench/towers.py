@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
+from transformers.utils.hub import has_file
 
 from hf_vit_accel import env
 from hf_vit_accel.families import FAMILIES, Family, family_of, find_towers
@@ -100,26 +100,16 @@ def vision_config(model: str) -> Any:
         name, arguments = SHAPES[model]
         return getattr(transformers, name)(**arguments)
     try:
-        if not Path(model).exists():
-            _look_up(model)
+        # Asked once: where there is none, `from_pretrained` would try again and again.
+        if not Path(model).exists() and not (model.count("/") == 1 and has_file(model, "config.json")):
+            raise ValueError("no such folder or file, and no config.json by that name on the hub or in its cache")
         config = transformers.AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # also what the hub's HTTP client raises
         raise ValueError(
             f"expected a built-in shape ({', '.join(SHAPES)}), a checkpoint's folder or hub id, or a config.json, got "
-            f"{model!r}: {str(error).splitlines()[0]}"
+            f"{model!r}: {env.one_line(error)[:300]}"
         ) from error
     return getattr(config, "vision_config", config)
-
-
-def _look_up(model: str) -> None:
-    """Ask the hub once: transformers would try again and again. OSError or ValueError where there is no such model."""
-    if model.count("/") != 1:
-        raise ValueError("no such folder or file, and no name on the hub")
-    if try_to_load_from_cache(model, "config.json") is None:
-        try:
-            HfApi().model_info(model, timeout=10)
-        except Exception as error:  # huggingface_hub's own, and those of the HTTP client that it uses
-            raise OSError(str(error) or type(error).__name__) from error
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:

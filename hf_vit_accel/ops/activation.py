@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -27,6 +31,15 @@ def linear_gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.
 def quick_gelu_reference(x_TF: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(1.702 x), rounded after each of the three operations as stock does."""
     return x_TF * torch.sigmoid(1.702 * x_TF)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Any], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu_reference,
+    "silu": F.silu,
+}
+"""What kinds of activations are; in a SwiGLU, silu is that of the gate."""
 
 
 @jit

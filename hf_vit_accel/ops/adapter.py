@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_vit_accel import env
-from hf_vit_accel.ops.activation import quick_gelu_reference, swiglu, swiglu_reference
+from hf_vit_accel.ops.activation import ACTIVATIONS, swiglu, swiglu_reference
 from hf_vit_accel.ops.base import Context
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gelu_backward import gelu, gelu_gradient
@@ -55,10 +55,10 @@ class Sides:
         """The weight and the bias, if there is any, of the one product."""
         whole = [_padded(each, self.more, rows) for each, rows in zip(weights, self.spare, strict=True)]
         if biases is None or all(bias is None for bias in biases):
-            return _cat(whole, 0), None
+            return _cat(whole), None
         some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         some = [F.pad(bias, (0, rows)) if rows else bias for bias, rows in zip(some, self.spare, strict=True)]
-        return _cat(whole, 0), _cat(some, 0)
+        return _cat(whole), _cat(some)
 
     def stack(self, places: Any, each_a: Sequence[Any], each_b: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """A (R, E) and s B (F, R) of each adapter, as they add to the one product."""
@@ -91,8 +91,8 @@ def _scaled(x: torch.Tensor, scaling: Any) -> torch.Tensor:
     return x if not isinstance(scaling, torch.Tensor) and scaling == 1 else x * scaling
 
 
-def _cat(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _padded(x: torch.Tensor, columns: int, rows: int) -> torch.Tensor:
@@ -120,8 +120,9 @@ def _product_in(dtypes: Sequence[torch.dtype], x: torch.Tensor, y: torch.Tensor)
 
 
 class AdaptedFunction(torch.autograd.Function):
-    """`adapted` as autograd runs it. remakes: who makes x again, given the gradient of x.
+    """`adapted_reference` with one sum of products for all adapters, rounded after it.
 
+    remakes: who makes x again, given the gradient of x.
     joined: the weight and the bias of the one product, where they are there already.
     """
 
@@ -191,12 +192,6 @@ class AdaptedFunction(torch.autograd.Function):
         return dx_TE, *found, None, *each_da, *each_db, None, None
 
 
-def adapted(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`adapted_reference` with one sum of products for all adapters, rounded after it."""
-    out_TF: torch.Tensor = AdaptedFunction.apply(x_TE, *rest)
-    return out_TF
-
-
 def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -> Any:
     """Rows (T, E) to what Linears make of them, side by side, each of some filled up with zeros to `G`.
 
@@ -213,13 +208,13 @@ def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -
         return [*read(), places, *(each[1].weight for each in active), *(each[2].weight for each in active)]
 
     if context.trains_by_kernels and not any(lora.drops for lora in loras):
-        return Trained(alone=adapted, function=AdaptedFunction, weights=weights, settings=(sides,), takes_norm=True)
+        return Trained(function=AdaptedFunction, weights=weights, settings=(sides,), takes_norm=True)
 
     def run(x_TE: torch.Tensor) -> torch.Tensor:
         dropouts = [each[2] for lora in loras for each in lora.active()]
         bases, biases, *adapters = sides.given(weights())
         if context.trains_by_kernels:  # which keeps no padded copy of the weights
-            out_TF = adapted(x_TE, *bases, *biases, (), sides, None)
+            out_TF: torch.Tensor = AdaptedFunction.apply(x_TE, *bases, *biases, (), sides, None)
         else:
             out_TF = F.linear(x_TE, *sides.join(bases, biases))
         a_RE, b_FR = sides.stack(*adapters)
@@ -237,7 +232,7 @@ def activated_reference(z: torch.Tensor, kind: str, limit: float | None = None) 
     """The activation of rows (T, F); of a SwiGLU, kind "silu", of gate and up side by side, (T, 2 F)."""
     if kind == "silu":
         return swiglu_reference(*z.chunk(2, dim=-1), limit=limit)
-    return quick_gelu_reference(z) if kind == "quick_gelu" else F.gelu(z, approximate="tanh")
+    return ACTIVATIONS[kind](z)
 
 
 def _activate(z: torch.Tensor, kind: str, limit: float | None) -> torch.Tensor:
@@ -254,11 +249,11 @@ def _activate_back(z: torch.Tensor, dh_TF: torch.Tensor, kind: str, limit: float
     return dh_TF, dz
 
 
-class ActivatedFunction(torch.autograd.Function):
-    """`activated` as autograd runs it."""
+class Activated(torch.autograd.Function):
+    """`activated_reference` as one kernel in each direction, that keeps its input only."""
 
     @staticmethod
-    def forward(ctx: Any, z: torch.Tensor, kind: str, limit: float | None) -> torch.Tensor:
+    def forward(ctx: Any, z: torch.Tensor, kind: str, limit: float | None = None) -> torch.Tensor:
         ctx.save_for_backward(z)
         ctx.settings = kind, limit
         return _activate(z, kind, limit)
@@ -270,17 +265,11 @@ class ActivatedFunction(torch.autograd.Function):
         return _activate_back(z, dh_TF.clone(memory_format=torch.contiguous_format), *ctx.settings)[0], None, None
 
 
-def activated(z: torch.Tensor, kind: str, limit: float | None = None) -> torch.Tensor:
-    """`activated_reference` as one kernel in each direction, that keeps its input only."""
-    out_TF: torch.Tensor = ActivatedFunction.apply(z, kind, limit)
-    return out_TF
-
-
 def adapted_mlp_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
     """An MLP whose Linears have adapters, (T, E).
 
-    rest: how many weights `adapted` takes for its first products; those, and those of the last one; `Sides` of both,
-    the activation, its limit, `Norm`.
+    rest: how many weights `AdaptedFunction` takes for its first products; those, and those of the last one; `Sides` of
+    both, the activation, its limit, `Norm`.
     """
     count, *given, first, last, kind, limit, norm = rest
     z = adapted_reference(x_TE, *given[:count], first, norm)
@@ -288,7 +277,10 @@ def adapted_mlp_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 class AdaptedMlp(torch.autograd.Function):
-    """`adapted_mlp` as autograd runs it: what the activation made is made again, as in `gelu_backward`."""
+    """`adapted_mlp_reference` as one node of autograd's graph, by kernels.
+
+    What the activation made is made again, as in `gelu_backward`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -341,23 +333,17 @@ def _join(ctx: Any, gate_FE: Any, up_FE: Any, biases: Any, down_EF: Any, down_E:
     ctx.first.joined, ctx.last.joined = (weight, bias), (down_EG, down_E)
 
 
-def adapted_mlp(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`adapted_mlp_reference` as one node of autograd's graph, by kernels."""
-    out_TE: torch.Tensor = AdaptedMlp.apply(x_TE, *rest)
-    return out_TE
-
-
 def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Any:
     """An MLP whose Linears have adapters: two products with an activation between them, or a SwiGLU, kind "silu"."""
     width = len(before[0].base.weight)
     first = product(before, context)
     last = product([after], context, inner=-(-width // 8) * 8 if len(before) > 1 else width)
     if not (isinstance(first, Trained) and isinstance(last, Trained)):
-        return lambda x_TE: last(activated(first(x_TE), kind, limit))
+        return lambda x_TE: last(Activated.apply(first(x_TE), kind, limit))
 
     def weights() -> list[Any]:
         of_first = first.weights()
         return [len(of_first), *of_first, *last.weights()]
 
     settings = *first.settings, *last.settings, kind, limit
-    return Trained(alone=adapted_mlp, function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)
+    return Trained(function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)

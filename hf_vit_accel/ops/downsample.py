@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.linear import linear
+from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.patch_embed import READ, reasons_overlapping
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
@@ -24,7 +24,7 @@ def _reasons_against(conv: Any, context: Context) -> list[str]:
 
 
 def _fused(conv: Any, context: Context) -> Rows:
-    product, cast = linear if context.trains_by_kernels else F.linear, context.cast
+    product, cast = LinearFunction.apply if context.trains_by_kernels else F.linear, context.cast
     for name in READ:
         context.read(conv, name)
 

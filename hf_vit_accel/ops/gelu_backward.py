@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_vit_accel import env
-from hf_vit_accel.ops.activation import quick_gelu, quick_gelu_reference
+from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
 from hf_vit_accel.ops.launch import jit, tl
@@ -21,7 +21,7 @@ from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 
 EACH_SM, STAGES = 16, 3  # of the activations' gradients: programs of a multiprocessor, tiles on their way
 KINDS = ("gelu", "gelu_tanh", "quick_gelu")
-"""Activations of `gelu_mlp`: the first, in the error function's form, is that of the mergers."""
+"""Activations of `GeluMlp`: the first, in the error function's form, is that of the mergers."""
 
 
 def gelu_mlp_reference(
@@ -36,16 +36,12 @@ def gelu_mlp_reference(
 ) -> torch.Tensor:
     """act(x W1^T + b1) W2^T + b2, (T, E); autograd keeps x, whatever it was made of."""
     z_TF = F.linear(x_TE, weight1_FE, bias1_F)
-    if kind == "quick_gelu":
-        return F.linear(quick_gelu_reference(z_TF), weight2_EF, bias2_E)
-    return F.linear(F.gelu(z_TF, approximate="tanh" if kind == "gelu_tanh" else "none"), weight2_EF, bias2_E)
+    return F.linear(ACTIVATIONS[kind](z_TF), weight2_EF, bias2_E)
 
 
 def gelu(z_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """What stock makes of the rounded result of the first product."""
-    if kind == "quick_gelu":
-        return quick_gelu(z_TF)
-    return F.gelu(z_TF, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return quick_gelu(z_TF) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
 
 
 @jit
@@ -139,7 +135,12 @@ def gelu_gradient(
 
 
 class GeluMlp(torch.autograd.Function):
-    """`gelu_mlp` as autograd runs it."""
+    """`gelu_mlp_reference` that saves x and the first product's result; all of one dtype.
+
+    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
+    by a norm, saved in its place. stream: what the result is added to. What only a frozen weight's gradient would need
+    is neither saved nor made.
+    """
 
     @staticmethod
     def forward(
@@ -150,8 +151,8 @@ class GeluMlp(torch.autograd.Function):
         weight2_EF: torch.Tensor,
         bias2_E: torch.Tensor | None,
         kind: str,
-        epilogue: bool,
-        norm: Norm | None,
+        epilogue: bool = False,
+        norm: Norm | None = None,
         stream_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         needs_x, needs_weight1, needs_bias1, needs_weight2 = ctx.needs_input_grad[:4]
@@ -200,22 +201,3 @@ class GeluMlp(torch.autograd.Function):
             dx_TE = dz_TF @ weight1_FE
         dbias2_E = column_sum(dy_TE) if needs_bias2 else None
         return dx_TE, dweight1_FE, dbias1_F, dweight2_EF, dbias2_E, None, None, None
-
-
-def gelu_mlp(
-    x_TE: torch.Tensor,
-    weight1_FE: torch.Tensor,
-    bias1_F: torch.Tensor | None,
-    weight2_EF: torch.Tensor,
-    bias2_E: torch.Tensor | None,
-    kind: str,
-    epilogue: bool = False,
-    norm: Norm | None = None,
-) -> torch.Tensor:
-    """`gelu_mlp_reference` that saves x and the first product's result; all of one dtype.
-
-    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
-    by `add_norm`, saved in its place. What only a frozen weight's gradient would need is neither saved nor made.
-    """
-    out_TE: torch.Tensor = GeluMlp.apply(x_TE, weight1_FE, bias1_F, weight2_EF, bias2_E, kind, epilogue, norm)
-    return out_TE

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_vit_accel import env
+from hf_vit_accel.ops.activation import ACTIVATIONS
 from hf_vit_accel.ops.launch import for_descriptor
 
 PACKAGE = env.Package(
@@ -37,9 +38,7 @@ def activate(z_TZ: torch.Tensor, kind: str) -> torch.Tensor:
     """The activation, (T, F), of what the first product made."""
     if kind == "swiglu":
         return F.silu(z_TZ[:, ::2]) * z_TZ[:, 1::2]
-    if kind == "quick_gelu":
-        return z_TZ * torch.sigmoid(1.702 * z_TZ)
-    return F.gelu(z_TZ, approximate="tanh")
+    return ACTIVATIONS[kind](z_TZ)
 
 
 def gemm_act_reference(

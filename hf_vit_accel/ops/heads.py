@@ -21,7 +21,7 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def shape_heads_reference(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float
+    qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor
 ) -> torch.Tensor:
     """Queries, keys and values (T, N D) to (T, 3 H D): RMSNorm of each head of q and k, then heads of k and v repeated.
 
@@ -78,7 +78,7 @@ def _shape_heads_kernel(
 
 
 def shape_heads_(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float
+    qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor
 ) -> torch.Tensor:
     """`shape_heads_reference` as one kernel; in place where no head is repeated."""
     in_place = heads == key_heads and qkv_TF.is_contiguous()
@@ -174,7 +174,7 @@ _PROGRAMS = 512
 
 
 class ShapeHeads(torch.autograd.Function):
-    """`shape_heads` as autograd runs it."""
+    """`shape_heads_reference` as one kernel in each direction, out of place; saved is what norms were given."""
 
     @staticmethod
     def forward(
@@ -219,14 +219,6 @@ class ShapeHeads(torch.autograd.Function):
         return dqkv_TF, None, None, None, *(dw.to(w.dtype) for dw, w in zip(dweights_2D, weights_D, strict=True))
 
 
-def shape_heads(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float
-) -> torch.Tensor:
-    """`shape_heads_reference` as one kernel in each direction, out of place; saved is what norms were given."""
-    out_TF: torch.Tensor = ShapeHeads.apply(qkv_TF, heads, key_heads, eps, *weights_D)
-    return out_TF
-
-
 Sizes = tuple[int, int, float]
 
 
@@ -249,11 +241,11 @@ def _fused(block: Block, context: Context) -> Rows:
     heads, key_heads, eps = sizes_of(block, context)
     # What another module made is not written to: it might be kept.
     plain = len(block.qkv) > 1 or not context.reasons_replaced(block.qkv[0], nn.Linear)
-    kernel = shape_heads_ if plain and not context.grad else shape_heads
+    kernel: Any = shape_heads_ if plain and not context.grad else ShapeHeads.apply
     function = shape_heads_reference if context.reference else kernel
 
     def shape(qkv_TF: torch.Tensor) -> torch.Tensor:
-        return function(qkv_TF, heads, key_heads, tuple(norm.weight for norm in block.head_norms), eps)
+        return function(qkv_TF, heads, key_heads, eps, *(norm.weight for norm in block.head_norms))
 
     return shape
 

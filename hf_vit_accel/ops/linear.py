@@ -30,7 +30,11 @@ def linear_reference(
 
 
 class LinearFunction(torch.autograd.Function):
-    """`linear` as autograd runs it."""
+    """`linear_reference`, with `column_sum` for the bias gradient; all of one dtype.
+
+    norm: what x was made of by a norm, saved in its place. Saved besides: the weight where x needs a gradient, and x
+    only where the weight does. stream: what the result is added to.
+    """
 
     @staticmethod
     def forward(
@@ -38,7 +42,7 @@ class LinearFunction(torch.autograd.Function):
         x_TE: torch.Tensor,
         weight_FE: torch.Tensor,
         bias_F: torch.Tensor | None,
-        norm: Norm | None,
+        norm: Norm | None = None,
         stream_TF: torch.Tensor | None = None,
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -51,7 +55,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @env.once_differentiable
     def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight_FE, *tensors = ctx.saved_tensors
         dy_TF = dy_TF.contiguous()
         return (
@@ -62,20 +66,8 @@ class LinearFunction(torch.autograd.Function):
         )
 
 
-def linear(
-    x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None = None
-) -> torch.Tensor:
-    """`linear_reference`, with `column_sum` for the bias gradient; all of one dtype.
-
-    norm: what x was made of by `add_norm`, saved in its place. Saved besides: the weight where x needs a gradient, and
-    x only where the weight does.
-    """
-    out_TF: torch.Tensor = LinearFunction.apply(x_TE, weight_FE, bias_F, norm)
-    return out_TF
-
-
 def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A projection: where it is trained by kernels `linear`, else the module itself; with adapters, see `adapter`."""
+    """A projection: where it is trained by kernels a function, else the module itself; with adapters, see `adapter`."""
     if context.reasons_replaced(module, nn.Linear):
         lora = lora_of(module, context)
         return context.called(module) if lora is None else product([lora], context)
@@ -83,4 +75,4 @@ def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tenso
         forward: Callable[[torch.Tensor], torch.Tensor] = module.forward  # not `__call__`: hooks go the stock way
         return forward
     weights = context.reader((module, "weight"), (module, "bias"))
-    return Trained(alone=linear, function=LinearFunction, weights=weights, takes_norm=True)
+    return Trained(function=LinearFunction, weights=weights, takes_norm=True)

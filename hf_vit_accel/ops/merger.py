@@ -18,7 +18,7 @@ from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp
+from hf_vit_accel.ops.gelu_backward import GeluMlp
 from hf_vit_accel.ops.norm_backward import norm_of
 from hf_vit_accel.ops.trained import Trained
 
@@ -100,7 +100,7 @@ def _differentiable(rest: list[Any], context: Context) -> Trained | None:
     (first, gelu, last), cast = rest, context.cast
     weights: Any = lambda: list(map(cast, (first.weight, first.bias, last.weight, last.bias)))  # noqa: E731
     kind = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
-    return Trained(alone=gelu_mlp, function=GeluMlp, weights=weights, settings=(kind, False), takes_norm=True)
+    return Trained(function=GeluMlp, weights=weights, settings=(kind, False), takes_norm=True)
 
 
 def _call(merger: nn.Module, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

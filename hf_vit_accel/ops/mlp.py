@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,27 +15,23 @@ from torch import nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import adapter
-from hf_vit_accel.ops.activation import linear_gelu_tanh, pad_swiglu, quick_gelu_, quick_gelu_reference, swiglu
+from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp, gelu_mlp_reference
+from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.lora import lora_of
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp, swiglu_mlp_reference
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Trained
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
-ACTIVATIONS: Mapping[str, Apply] = {
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": quick_gelu_reference,
-    "silu": F.silu,
-}
-"""The activations that there are kernels for."""
+KINDS = "gelu_tanh", "quick_gelu", "silu"
+"""The activations of layers that there are kernels for."""
 
 
 def activation_of(activation: Any, context: Context) -> str | None:
-    """Which of `ACTIVATIONS` a module computes, by trying; None for another."""
+    """Which of `KINDS` a module computes, by trying; None for another."""
     key = type(activation), activation.extra_repr()
     if key not in context.activations:
         context.activations[key] = _activation_of(activation)
@@ -49,8 +45,7 @@ def _activation_of(activation: Any) -> str | None:
             found = activation.forward(x.clone())
         except Exception:  # whatever a foreign module raises, it is none of them
             return None
-        same = (name for name, known in ACTIVATIONS.items() if torch.allclose(found, known(x), rtol=1e-6, atol=1e-7))
-        return next(same, None)
+        return next((k for k in KINDS if torch.allclose(found, ACTIVATIONS[k](x), rtol=1e-6, atol=1e-7)), None)
 
 
 def layers_of(mlp: Any) -> tuple[list[Any], Any, Any] | None:
@@ -129,8 +124,8 @@ def _differentiable(before: list[Any], after: Any, kind: str, limit: float | Non
     widths = {before[0].weight.shape[1], len(after.weight)}
     widths |= set() if kind == "silu" else {len(before[0].weight)}  # a SwiGLU's is padded
     epilogue = context.no_epilogues is None and limit is None and not any(width % 8 for width in widths)
-    alone, function = (swiglu_mlp, SwigluMlp) if kind == "silu" else (gelu_mlp, GeluMlp)
-    return Trained(alone=alone, function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
+    function = SwigluMlp if kind == "silu" else GeluMlp
+    return Trained(function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
 
 
 def _places(before: list[Any], after: Any) -> list[tuple[Any, str]]:

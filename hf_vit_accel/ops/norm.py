@@ -45,19 +45,12 @@ def add_norm_reference(
 
 
 def add_norm_reference_(
-    x_TE: torch.Tensor,
-    delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    eps: float,
-    *,
-    rms: bool,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The norm of `add_norm_reference`, which adds delta to x in place."""
+    x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_norm_reference`, which adds delta to x in place. settings: its other arguments."""
     if delta_TE is not None:
         x_TE += delta_TE
-    return add_norm_reference(x_TE, None, weight_E, bias_E, eps, rms, dtype)[1]
+    return add_norm_reference(x_TE, None, *settings)
 
 
 @jit
@@ -122,19 +115,10 @@ def _add_norm_kernel(
         tl.store(out + row + e2, y2.to(out.dtype.element_ty), mask=in2)
 
 
-def add_norm_(
-    x_TE: torch.Tensor,
-    delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    eps: float,
-    *,
-    rms: bool,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def add_norm_(x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
     assert x_TE.is_contiguous()
-    return add_norm_rows(x_TE, x_TE, delta_TE, weight_E, bias_E, eps, rms, None, dtype=dtype)
+    return x_TE, add_norm_rows(x_TE, x_TE, delta_TE, *settings)
 
 
 def add_norm_rows(
@@ -145,14 +129,14 @@ def add_norm_rows(
     bias_E: torch.Tensor | None,
     eps: float,
     rms: bool,
-    statistics_2T: torch.Tensor | None,
-    scales_T1: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    statistics_2T: torch.Tensor | None = None,
+    scales_T1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The normed rows. sum_TE receives x + delta; statistics_2T, if any, one over the deviation, then the mean.
 
-    scales_T1: for rows in e4m3; receives what they are multiplied by to be themselves again. dtype: of others than
-    those, None for x's.
+    dtype: of the rows, None for x's. scales_T1: for rows in e4m3, whatever dtype says; receives what they are
+    multiplied by to be themselves again.
     """
     rows, width = x_TE.shape
     assert rms or bias_E is not None
@@ -202,32 +186,20 @@ def reasons_against(norm: Any, context: Context) -> list[str]:
 
 
 def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) -> AddNorm:
-    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place. run: for `add_norm_`.
+    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place. run: in the place of it.
 
     x may be wider than the rows that the norm makes: under autocast, where the embedding has a norm.
     """
     rms, eps = _is_rms(norm), context.read(norm, "variance_epsilon" if _is_rms(norm) else "eps")
-    dtype, without = context.rows_dtype, (None,) * rms
     weights = context.reader(*[(norm, "weight"), (norm, "bias")][: 2 - rms], cast=False)
-    if context.reference:
-
-        def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            return add_norm_reference(x_TE, delta_TE, norm.weight, None if rms else norm.bias, eps, rms, dtype)
-    elif context.grad:
-        from hf_vit_accel.ops import norm_backward
+    settings = *(None,) * rms, eps, rms, context.rows_dtype
+    if context.grad and not context.reference:
+        from hf_vit_accel.ops.norm_backward import AddNormFunction
         from hf_vit_accel.ops.trained import TrainedNorm
 
-        alone, function = norm_backward.add_norm, norm_backward.AddNormFunction
-        return TrainedNorm(alone=alone, function=function, weights=weights, settings=(*without, eps, rms, dtype))
-    else:
-
-        def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            if run is not None:
-                return x_TE, run(x_TE, delta_TE, *weights(), *without, eps, rms=rms)
-            made_TE = add_norm_(x_TE, delta_TE, *weights(), *without, eps, rms=rms, dtype=dtype)  # type: ignore[misc]
-            return x_TE, made_TE
-
-    return add_norm
+        return TrainedNorm(function=AddNormFunction, weights=weights, settings=settings)
+    run = run or (add_norm_reference if context.reference else add_norm_)
+    return lambda x_TE, delta_TE: run(x_TE, delta_TE, *weights(), *settings)
 
 
 def _is_rms(norm: Any) -> bool:

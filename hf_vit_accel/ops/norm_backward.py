@@ -22,7 +22,7 @@ _EACH_SM = 4  # programs of a multiprocessor: a warp each, which needs no barrie
 class Norm(NamedTuple):
     """What normed rows are made of: a product that keeps this instead of them makes them again for its gradient.
 
-    The sum is kept by `add_norm` anyway. At 16384 rows that saves 38 to 42 MB for each norm and costs about 20 us.
+    The sum is kept by the norm anyway. At 16384 rows that saves 38 to 42 MB for each norm and costs about 20 us.
     """
 
     sum_TE: torch.Tensor
@@ -33,8 +33,8 @@ class Norm(NamedTuple):
     dtype: torch.dtype | None = None
 
     def again(self) -> torch.Tensor:
-        """The normed rows, (T, E), bit for bit as `add_norm` made them."""
-        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:5], None, dtype=self.dtype)
+        """The normed rows, (T, E), bit for bit as the norm made them."""
+        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:])
 
 
 def remember(normed_TE: torch.Tensor, norm: Norm) -> None:
@@ -154,7 +154,11 @@ def _add_norm_backward_kernel(
 
 
 class AddNormFunction(torch.autograd.Function):
-    """`add_norm` as autograd runs it."""
+    """`add_norm_reference` as one kernel, with a gradient that is one kernel, too, and a small one for the parameters.
+
+    x is contiguous. Without delta the sum is x itself, and its gradient is added within the kernel all the same. Saved
+    are the sum and the rows' statistics; x and delta share one gradient where they are of one dtype.
+    """
 
     @staticmethod
     def forward(
@@ -165,13 +169,13 @@ class AddNormFunction(torch.autograd.Function):
         bias_E: torch.Tensor | None,
         eps: float,
         rms: bool,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.rms, ctx.delta_dtype = rms, x_TE.dtype if delta_TE is None else delta_TE.dtype
         sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
         statistics_2T = torch.empty(1 if rms else 2, x_TE.shape[0], dtype=torch.float32, device=x_TE.device)
-        out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, statistics_2T, dtype=dtype)
+        out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, dtype, statistics_2T)
         ctx.save_for_backward(sum_TE, weight_E, statistics_2T)
         if not any(ctx.needs_input_grad[:2]):  # the norm's weights alone are trained: the sum does not know them
             ctx.mark_non_differentiable(sum_TE)
@@ -225,23 +229,3 @@ class AddNormFunction(torch.autograd.Function):
             remember_sum(ddelta_TE, sums.pop())
         dbias_E, dweight_E = sums.pop() if needs_bias else None, sums.pop() if needs_weight else None
         return dx_TE if needs_x else None, ddelta_TE if needs_delta else None, dweight_E, dbias_E, None, None, None
-
-
-def add_norm(
-    x_TE: torch.Tensor,
-    delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    eps: float,
-    rms: bool,
-    dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_norm_reference` as one kernel, with a gradient that is one kernel, too, and a small one for the parameters.
-
-    Without delta the sum is x itself, and its gradient is added within the kernel all the same. Saved are the sum and
-    the rows' statistics; x and delta share one gradient where they are of one dtype.
-    """
-    result: tuple[torch.Tensor, torch.Tensor] = AddNormFunction.apply(
-        x_TE.contiguous(), delta_TE, weight_E, bias_E, eps, rms, dtype
-    )
-    return result

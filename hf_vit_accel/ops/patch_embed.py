@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.linear import linear
+from hf_vit_accel.ops.linear import LinearFunction
 
 READ = "stride", "kernel_size", "groups", "padding", "dilation"
 """What a convolution is beside its weights; a Linear has none of it."""
@@ -38,16 +38,13 @@ def reasons_overlapping(conv: Any) -> list[str]:
 
 
 def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
-    convolution, dtype, casts = parts.projection, context.dtype, context.casts
-    product = linear if context.trains_by_kernels else F.linear
+    convolution, dtype, cast = parts.projection, context.dtype, context.cast
+    product = LinearFunction.apply if context.trains_by_kernels else F.linear
     for name in READ:
         context.read(convolution, name)
 
     def embed(pixels_TP: torch.Tensor) -> torch.Tensor:
-        weight, bias_E = convolution.weight, convolution.bias
-        if casts:
-            weight, bias_E = weight.to(dtype), None if bias_E is None else bias_E.to(dtype)
-        return product(pixels_TP.to(dtype), weight.flatten(1), bias_E)
+        return product(pixels_TP.to(dtype), cast(convolution.weight).flatten(1), cast(convolution.bias))
 
     return embed
 

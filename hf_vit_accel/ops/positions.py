@@ -98,7 +98,9 @@ def _table_gradient(
     return dtable_NE
 
 
-class _AddPositions(torch.autograd.Function):
+class AddPositions(torch.autograd.Function):
+    """`add_positions_reference` as one kernel; saved are indices and weights. The table's gradient adds in fp32."""
+
     @staticmethod
     def forward(
         ctx: Any, x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
@@ -118,25 +120,17 @@ class _AddPositions(torch.autograd.Function):
         return dout_TE if needs_x else None, dtable_NE, None, None
 
 
-def add_positions(
-    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
-) -> torch.Tensor:
-    """`add_positions_reference` as one kernel; saved are indices and weights. The table's gradient adds in fp32."""
-    out_TE: torch.Tensor = _AddPositions.apply(x_TE, table_NE, indices_T4, weights_T4)
-    return out_TE
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-AddPositions = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _fused(table: nn.Embedding, context: Context) -> AddPositions:
+def _fused(table: nn.Embedding, context: Context) -> Add:
     if context.reference:
         return _plain(table, context)
-    add = add_positions if context.grad else add_positions_
+    add = AddPositions.apply if context.grad else add_positions_
     return lambda x_TE, indices_T4, weights_T4: add(x_TE, table.weight, indices_T4, weights_T4)
 
 
-def _plain(table: nn.Module, context: Context) -> AddPositions:
+def _plain(table: nn.Module, context: Context) -> Add:
     table = context.called(table)
 
     def add(x_TE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def build(block: Block, context: Context, shape: Rows | None) -> Rows:
         of_norms = context.reader(*((norm, "weight") for norm in block.head_norms), cast=False)
         every: Any = lambda: weights() + of_norms()  # noqa: E731
         settings = len(modules), None if shape is None else sizes_of(block, context)
-        return Trained(alone=project, function=ProjectFunction, weights=every, settings=settings, takes_norm=True)
+        return Trained(function=ProjectFunction, weights=every, settings=settings, takes_norm=True)
     if len(modules) == 1:
         product: Rows = linear.build(modules[0], context)
     elif replaced:
@@ -66,12 +66,14 @@ def project_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
     qkv_TF = linear.linear_reference(x_TE, *_joined(weights, products), norm)
     if sizes is None:
         return qkv_TF
-    heads, key_heads, eps = sizes
-    return shape_heads_reference(qkv_TF, heads, key_heads, tuple(weights[2 * products :]), eps)
+    return shape_heads_reference(qkv_TF, *sizes, *weights[2 * products :])
 
 
 class ProjectFunction(torch.autograd.Function):
-    """`project` as autograd runs it. Weights that were put together are so again for the gradient, and not kept."""
+    """`project_reference` as one node of autograd's graph, by kernels.
+
+    Weights that were put together are so again for the gradient, and not kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -83,9 +85,8 @@ class ProjectFunction(torch.autograd.Function):
         _, *kept = ctx.product.saved_tensors
         ctx.lengths, shaped = list(map(len, weights[:first])), ()
         if ctx.sizes is not None:
-            heads, key_heads, eps = ctx.sizes
             ctx.shape = Frame((any(ctx.product.needs_input_grad), False, False, False, *needs[last:]))
-            out_TF = ShapeHeads.forward(ctx.shape, out_TF, heads, key_heads, eps, *weights[last:])
+            out_TF = ShapeHeads.forward(ctx.shape, out_TF, *ctx.sizes, *weights[last:])
             shaped, ctx.shape.saved_tensors = ctx.shape.saved_tensors, ()
         ctx.product.saved_tensors, ctx.kept = (), len(kept)
         ctx.save_for_backward(*(weights[:first] if needs_x else [None] * first), *kept, *shaped)
@@ -108,9 +109,3 @@ class ProjectFunction(torch.autograd.Function):
         each = [part for d in joined for part in ([None] * products if d is None else d.split(ctx.lengths))]
         wanted = (part if need else None for part, need in zip([*each, *dnorms], needs[1:], strict=False))
         return dx_TE, *wanted, None, None, None
-
-
-def project(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`project_reference` as one node of autograd's graph, by kernels."""
-    out_TF: torch.Tensor = ProjectFunction.apply(x_TE, *rest)
-    return out_TF

@@ -250,7 +250,13 @@ def rope_gather_back(
     return out_T3HD
 
 
-class _Rope(torch.autograd.Function):
+class Rope(torch.autograd.Function):
+    """`rope_reference` by kernels, in both directions; saved are the tables only.
+
+    On copies: done in place on a view of a product, autograd would copy the gradient three times (`CopySlices`), and a
+    gradient that comes in may be somebody else's too. Attention that rotates by itself needs neither.
+    """
+
     @staticmethod
     def forward(ctx: Any, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
@@ -260,16 +266,6 @@ class _Rope(torch.autograd.Function):
     @env.once_differentiable
     def backward(ctx: Any, dout_T3HD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
-
-
-def rope(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """`rope_reference` by kernels, in both directions; saved are the tables only.
-
-    On copies: done in place on a view of a product, autograd would copy the gradient three times (`CopySlices`), and a
-    gradient that comes in may be somebody else's too. Attention that rotates by itself needs neither.
-    """
-    out_T3HD: torch.Tensor = _Rope.apply(qkv_T3HD, cos_TD, sin_TD)
-    return out_T3HD
 
 
 def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -301,9 +297,10 @@ def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
 
 
 def rotate(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """`rope` where a gradient flows, else `rope_`: nobody keeps what a plain Linear has just made."""
+    """`Rope` where a gradient flows, else `rope_`: nobody keeps what a plain Linear has just made."""
     if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
-        return rope(qkv_T3HD, cos_TD, sin_TD)
+        out_T3HD: torch.Tensor = Rope.apply(qkv_T3HD, cos_TD, sin_TD)
+        return out_T3HD
     return rope_(qkv_T3HD, cos_TD, sin_TD)
 
 

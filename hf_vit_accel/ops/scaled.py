@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_vit_accel.ops.activation import cut_off, swiglu_reference
+from hf_vit_accel.ops.activation import ACTIVATIONS, cut_off, swiglu_reference
 from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, powers, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
-from hf_vit_accel.ops.mlp import ACTIVATIONS
 from hf_vit_accel.ops.norm import add_norm_reference_, add_norm_rows, pieces
 
 MULTIPLE = 16
@@ -78,24 +77,21 @@ def quantize_rows(x_TE: torch.Tensor, out: Quantized | None = None) -> Quantized
     return activate(x_TE, (None,), x_TE.shape[1], "none", out=out)
 
 
-def add_norm_e4m3_reference_(*args: Any, rms: bool) -> Quantized:
-    """`add_norm_reference_` as rows in e4m3; E as is."""
-    return quantize_rows_reference(add_norm_reference_(*args, rms=rms))
+def add_norm_e4m3_reference_(
+    x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings: Any
+) -> tuple[torch.Tensor, Quantized]:
+    """`add_norm_reference_` with normed rows in e4m3, from x's dtype; E as is."""
+    sum_TE, normed_TE = add_norm_reference_(x_TE, delta_TE, *settings[:4])
+    return sum_TE, quantize_rows_reference(normed_TE)
 
 
-def add_norm_e4m3_(
-    x_TE: torch.Tensor,
-    delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    eps: float,
-    *,
-    rms: bool,
-) -> Quantized:
+def add_norm_e4m3_(x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings: Any) -> tuple[torch.Tensor, Quantized]:
     """`add_norm_e4m3_reference_` as one kernel, that of `add_norm_`."""
     assert x_TE.is_contiguous()
     scales_T1 = x_TE.new_empty(len(x_TE), 1, dtype=torch.float32)
-    return Quantized(add_norm_rows(x_TE, x_TE, delta_TE, weight_E, bias_E, eps, rms, None, scales_T1), scales_T1)
+    weight_E, bias_E, eps, rms = settings[:4]
+    made_TE = add_norm_rows(x_TE, x_TE, delta_TE, weight_E, bias_E, eps, rms, scales_T1=scales_T1)
+    return x_TE, Quantized(made_TE, scales_T1)
 
 
 def activate_reference(
@@ -111,8 +107,8 @@ def activate_reference(
         part[:, :width] if bias_F is None else part[:, :width] + bias_F.float()
         for part, bias_F in zip(parts, biases_F, strict=True)
     )
-    activate = ACTIVATIONS.get(kind, F.gelu)
-    return quantize_rows_reference(swiglu_reference(first, second[0], limit=limit) if second else activate(first))
+    made = swiglu_reference(first, second[0], limit=limit) if second else ACTIVATIONS[kind](first)
+    return quantize_rows_reference(made)
 
 
 @jit

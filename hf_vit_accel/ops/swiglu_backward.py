@@ -140,7 +140,13 @@ def aligned(
 
 
 class SwigluMlp(torch.autograd.Function):
-    """`swiglu_mlp` as autograd runs it."""
+    """`swiglu_mlp_reference` that saves x and the results of its first two products; all of one dtype.
+
+    All products have widths that are multiples of 8, forward and backward: cuBLAS takes three times as long for others.
+    Weights are padded for each call (26 MB at 1280 x 3420, about 25 us on an H200), and nothing of that is kept.
+    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
+    by a norm, saved in its place. stream: what the result is added to.
+    """
 
     @staticmethod
     def forward(
@@ -152,9 +158,9 @@ class SwigluMlp(torch.autograd.Function):
         up_F: torch.Tensor | None,
         down_EF: torch.Tensor,
         down_E: torch.Tensor | None,
-        limit: float | None,
-        epilogue: bool,
-        norm: Norm | None,
+        limit: float | None = None,
+        epilogue: bool = False,
+        norm: Norm | None = None,
         stream_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
@@ -219,27 +225,3 @@ class SwigluMlp(torch.autograd.Function):
         if needs_x:
             gradients[0] = dboth_TG @ weight
         return tuple(gradients)
-
-
-def swiglu_mlp(
-    x_TE: torch.Tensor,
-    gate_FE: torch.Tensor,
-    up_FE: torch.Tensor,
-    gate_F: torch.Tensor | None,
-    up_F: torch.Tensor | None,
-    down_EF: torch.Tensor,
-    down_E: torch.Tensor | None,
-    limit: float | None = None,
-    epilogue: bool = False,
-    norm: Norm | None = None,
-) -> torch.Tensor:
-    """`swiglu_mlp_reference` that saves x and the results of its first two products; all of one dtype.
-
-    All products have widths that are multiples of 8, forward and backward: cuBLAS takes three times as long for others.
-    Weights are padded for each call (26 MB at 1280 x 3420, about 25 us on an H200), and nothing of that is kept.
-    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
-    by `add_norm`, saved in its place.
-    """
-    rest = gate_F, up_F, down_EF, down_E, limit, epilogue, norm
-    out_TE: torch.Tensor = SwigluMlp.apply(x_TE, gate_FE, up_FE, *rest)
-    return out_TE

@@ -26,13 +26,12 @@ V = TypeVar("V")
 class Trained:
     """An operation with a gradient of its own, which takes rows, weights and settings in this order.
 
-    alone: what runs it; function: the autograd function of that. weights: as they are now, in the dtype of the rows.
+    function: the autograd function that runs it. weights: as they are now, in the dtype of the rows.
     takes_norm: whether its last argument is what its rows were made of by a norm. adds, of a layer's proj: whether it
     and the MLP add to the residual stream, which they take after that. fault: the name of what failed, if its forward
     does.
     """
 
-    alone: Callable[..., Any]
     function: Any
     weights: Callable[[], Sequence[Any]] = tuple
     settings: tuple[Any, ...] = ()
@@ -47,7 +46,7 @@ class Trained:
 
     @cached_property
     def _alone(self) -> Any:
-        return env.guarded(self.fault, self.alone)
+        return env.guarded(self.fault, self.function.apply)
 
     @cached_property
     def forward(self) -> Any:
@@ -65,7 +64,7 @@ class TrainedNorm(Trained):
 
     def __call__(self, *rows: Any, norm: Norm | None = None) -> tuple[Rows, Rows]:
         (x_TE, delta_TE), weights = rows, self.weights()
-        sum_TE, normed_TE = self._alone(x_TE, delta_TE, *weights, *self.settings)
+        sum_TE, normed_TE = self._alone(x_TE.contiguous(), delta_TE, *weights, *self.settings)
         remember(normed_TE, Norm(sum_TE, *weights, *self.settings))
         return sum_TE, normed_TE
 

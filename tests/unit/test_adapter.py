@@ -20,11 +20,11 @@ import hf_vit_accel
 from hf_vit_accel import env
 from hf_vit_accel.ops import lora, mlp
 from hf_vit_accel.ops.adapter import (
+    Activated,
+    AdaptedFunction,
+    AdaptedMlp,
     Sides,
-    activated,
     activated_reference,
-    adapted,
-    adapted_mlp,
     adapted_mlp_reference,
     adapted_reference,
 )
@@ -318,7 +318,7 @@ def test_activations_against_their_references(at: dict[str, Any], kind: str) -> 
     z = torch.randn(70, 2 * 104, **at).requires_grad_()
     dh = torch.randn(70, 104 if kind == "silu" else 208, **at)
     kept = dh.clone()
-    found = activated(z, kind)
+    found = Activated.apply(z, kind)
     (dz,) = torch.autograd.grad(found, z, dh)
     assert torch.equal(dh, kept)  # it may be somebody else's
     exact = z.detach().double().requires_grad_()
@@ -337,7 +337,7 @@ PLACES = {"none": (), "one": ((0, 1.0),), "two of the last": ((-1, 0.5), (-1, 2.
 
 
 def product_of(sides: Sides, places: Any, at: dict[str, Any], rows: int) -> list[Any]:
-    """Arguments of `adapted`: rows, whose last columns are zeros where there are more; ranks 3 and 8."""
+    """Arguments of `AdaptedFunction`: rows, whose last columns are zeros where there are more; ranks 3 and 8."""
     places = tuple((index % len(sides.widths), scaling) for index, scaling in places)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -387,7 +387,7 @@ def test_products_against_their_reference(at: dict[str, Any], sides: str, places
     """Gradients of what requires one, and of nothing else."""
     given = product_of(SIDES[sides], PLACES[places], at, 9000 if at["device"] == "cuda" else 12)
     bound = 1e-12 if at["dtype"] == torch.float64 else 1.5e-2
-    compare(adapted, adapted_reference, given, WANTED[wanted], bound)
+    compare(AdaptedFunction.apply, adapted_reference, given, WANTED[wanted], bound)
 
 
 AT_KERNELS = [pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
@@ -408,7 +408,7 @@ def test_mlps_against_their_reference(at: dict[str, Any], kind: str, places: str
     given = [first[0], len(first) - 3, *first[1:-2], *last[1:-2], first[-2], last[-2], kind, None, None]
     bound = 1e-5 if at["dtype"] == torch.float32 else 2e-2
     takes = WANTED.get(wanted, lambda place: place >= len(first) - 1)
-    compare(adapted_mlp, adapted_mlp_reference, given, takes, bound)
+    compare(AdaptedMlp.apply, adapted_mlp_reference, given, takes, bound)
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ from hf_vit_accel.backends import (
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends.base import Needs, against_machine
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
-from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, _chunks, round_max_seqlen, round_segments
+from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_max_seqlen, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 from hf_vit_accel.metadata import Segments
@@ -165,26 +165,6 @@ def test_cudnn_workspace_is_one_per_stream() -> None:
     assert not spaces._buffers
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ["by name", "public call"])
-def test_cudnn_other_ways_to_call_it(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Frontends without ordered binding, and FlashInfers without the semi-private pieces."""
-    backend = backend_named("flashinfer_cudnn")
-    if reasons := backend.reasons_against_machine():
-        pytest.skip("; ".join(reasons))
-    if way == "public call":
-        monkeypatch.setattr(cudnn_backend, "can_prepare", lambda: False)
-    else:
-        real = cudnn_backend.Graph.run
-
-        def run(self: Any, *args: Any) -> None:
-            monkeypatch.setattr(self, "_ordered", False)
-            real(self, *args)
-
-        monkeypatch.setattr(cudnn_backend.Graph, "run", run)
-    check(backend, LAYOUTS["ragged"], 72, torch.bfloat16, "cuda", True)
-
-
 def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = nn.functional.scaled_dot_product_attention
@@ -222,12 +202,11 @@ def test_cudnn_offsets_address_every_row_of_every_layout(name: str) -> None:
     lengths = LAYOUTS[name]
     wanted, segments = request(dtype=torch.bfloat16, packed=True), segments_of(lengths)
     plan = FlashinferCudnn().plan(segments, wanted)
-    ((start, stop, max_seqlen),) = plan.host["chunks"]
     width, rows = HEADS * 80, sum(lengths)
-    assert (start, stop) == (0, rows) and max_seqlen >= max(lengths)
-    declared = plan.arrays["lengths_0"]
+    assert plan.host["max_seqlen"] >= max(lengths)
+    declared = plan.arrays["lengths"]
     assert declared.shape == (round_segments(len(lengths)), 1, 1, 1) and declared.dtype == np.int32
-    for name, stride in (("dense_0", width), ("packed_0", 3 * width)):
+    for name, stride in (("dense", width), ("packed", 3 * width)):
         offsets = plan.arrays[name]
         assert offsets.shape == (len(declared) + 1, 1, 1, 1) and offsets.dtype == np.int32
         touched = np.zeros(rows, dtype=int)
@@ -239,23 +218,16 @@ def test_cudnn_offsets_address_every_row_of_every_layout(name: str) -> None:
         assert (np.diff(offsets.ravel()) >= 0).all() and offsets.ravel()[-1] == rows * stride
 
 
-def test_cudnn_splits_before_int32_overflows() -> None:
-    row = 3 * 1280
-    segments = segments_of([400_000, 150_000, 10_000, 300_000, 200_000, 100_000])
-    ranges = _chunks(segments, row)
-    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])] and ranges[-1][1] == 6
-    for first, last in ranges:
-        assert int(segments.cu_seqlens_S1[last] - segments.cu_seqlens_S1[first]) * row < 2**31
-    assert len(ranges) == 3
-    with pytest.raises(ValueError, match="at most 559240 rows, got 559241"):
-        _chunks(segments_of([559_241]), row)
-
-
-def test_cudnn_split_offsets_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_backend, "INT32_END", 3 * HEADS * 80 * 100)
-    plan = FlashinferCudnn().plan(segments_of([64, 30, 64, 64]), request(dtype=torch.bfloat16))
-    assert plan.host["chunks"] == ((0, 94, 64), (94, 158, 64), (158, 222, 64))
-    assert plan.arrays["dense_1"].ravel().tolist() == [0, 64 * HEADS * 80]
+def test_cudnn_leaves_to_others_what_int32_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = replace(request(dtype=torch.bfloat16, packed=True), heads=16)
+    assert not FlashinferCudnn().reasons_against_layout(segments_of([400_000, 159_240]), wanted)
+    (why,) = FlashinferCudnn().reasons_against_layout(segments_of([400_000, 159_241]), wanted)
+    assert why == "559241 rows, its int32 offsets reach 559240"
+    plan = FlashinferCudnn().plan(segments_of([400_000, 159_240]), wanted)
+    assert (np.diff(plan.arrays["packed"].ravel()) >= 0).all()
+    monkeypatch.setattr(FlashinferCudnn, "reasons_against", lambda self, request: [])
+    choice = resolve("flashinfer_cudnn", wanted, segments_of([400_000, 159_241]))
+    assert choice.backend.name != "flashinfer_cudnn" and choice.rejected["flashinfer_cudnn"] == (why,)
 
 
 def test_needs_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

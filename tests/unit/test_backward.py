@@ -26,17 +26,20 @@ from hf_vit_accel.ops import linear as linear_module
 from hf_vit_accel.ops import rope as rope_module
 from hf_vit_accel.ops import window_attention as window_attention_module
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference, flattened
-from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp, gelu_mlp_reference
-from hf_vit_accel.ops.heads import shape_heads, shape_heads_reference
+from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
-from hf_vit_accel.ops.linear import LinearFunction, linear, linear_reference
-from hf_vit_accel.ops.norm_backward import Norm, add_norm, add_norm_reference
-from hf_vit_accel.ops.positions import add_positions, add_positions_reference
-from hf_vit_accel.ops.project import project, project_reference
-from hf_vit_accel.ops.rope import rope, rope_back_, rope_reference
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp, swiglu_mlp_reference
+from hf_vit_accel.ops.linear import LinearFunction, linear_reference
+from hf_vit_accel.ops.norm_backward import AddNormFunction, Norm, add_norm_reference
+from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
+from hf_vit_accel.ops.project import ProjectFunction, project_reference
+from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Frame, Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
+
+linear, project, add_norm = LinearFunction.apply, ProjectFunction.apply, AddNormFunction.apply
+gelu_mlp, swiglu_mlp = GeluMlp.apply, SwigluMlp.apply
 
 Tensors = dict[str, torch.Tensor]
 At = dict[str, Any]
@@ -98,7 +101,7 @@ def rope_case(dim: int) -> Callable[[At], Case]:
         cos, sin = tables(at["rows"], dim, at)
         return Case(
             leaves(at, qkv=(at["rows"], 3, at["heads"], dim)),
-            lambda p: rope(p["qkv"], cos, sin),
+            lambda p: Rope.apply(p["qkv"], cos, sin),
             lambda p: rope_reference(p["qkv"], cos, sin),
         )
 
@@ -205,7 +208,7 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
         def call(norm_function: Any, functions: dict[str, Any], recipe: Any) -> Callable[[Tensors], Any]:
             def run(p: Tensors) -> Any:
                 settings = p["scale"], p.get("bias"), 1e-6
-                total, x = norm_function(p["x"], p["delta"], *settings, rms=rms)
+                total, x = norm_function(p["x"], p["delta"], *settings, rms)
                 norm, x = recipe(total, *settings, rms), x.view(-1, width * merge)
                 if kind == "linear":
                     return total, functions[kind](x, p["w"], p["b"], norm)
@@ -253,9 +256,7 @@ def layer_case(
 
         def found(p: Tensors) -> Any:
             def part(function: Any, *names: str, **options: Any) -> Any:
-                return Trained(
-                    alone=function.apply, function=function, weights=lambda: [p.get(name) for name in names], **options
-                )
+                return Trained(function=function, weights=lambda: [p.get(name) for name in names], **options)
 
             norm = dict(settings=(1e-6, rms, None))
             layer = SimpleNamespace(
@@ -265,7 +266,7 @@ def layer_case(
                 norm2=part(norm_backward.AddNormFunction, "scale2", "bias2", **norm),
                 mlp=part(SwigluMlp if kind == "swiglu" else GeluMlp, *mlp, settings=settings, takes_norm=True),
             )
-            attend = Trained(alone=WindowAttention.apply, function=WindowAttention, settings=(offsets, dim**-0.5))
+            attend = Trained(function=WindowAttention, settings=(offsets, dim**-0.5))
             trained = layer_of(layer, attend)
             assert trained is not None
             rest = (3, heads, dim), cos, sin
@@ -302,7 +303,7 @@ def positions_case(taps: int, width: int) -> Callable[[At], Case]:
         weights = torch.rand(rows, taps, generator=generator).to(at["device"])
         return Case(
             leaves(at, x=(rows, width), table=(36, width)),
-            lambda p: add_positions(p["x"], p["table"], indices, weights),
+            lambda p: AddPositions.apply(p["x"], p["table"], indices, weights),
             lambda p: add_positions_reference(p["x"], p["table"], indices, weights),
         )
 
@@ -316,9 +317,9 @@ def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[At], Case]:
         drawn |= leaves(at, q=(dim,), k=(dim,)) if normed else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(p["qkv"], heads, key_heads, (p["q"], p["k"]) if normed else (), 1e-5)
+            return lambda p: function(p["qkv"], heads, key_heads, 1e-5, *((p["q"], p["k"]) if normed else ()))
 
-        return Case(drawn, call(shape_heads), call(shape_heads_reference))
+        return Case(drawn, call(ShapeHeads.apply), call(shape_heads_reference))
 
     return make
 
@@ -345,7 +346,7 @@ def project_case(
                 if not layer:
                     return function(p["x"], *weights, products, shaped, None)
                 settings = p["scale"], None, 1e-6
-                total, x = norm_function(p["x"], None, *settings, rms=True)
+                total, x = norm_function(p["x"], None, *settings, True)
                 return total, function(x, *weights, products, shaped, recipe(total, *settings, True))
 
             return run
@@ -690,7 +691,7 @@ def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(at: At) -> No
     for only in ({"scale"}, {"x", "scale"}, {"delta"}):
         p = fresh(drawn, only=only)
         for delta in (p["delta"], None):
-            total, normed = add_norm(p["x"], delta, p["scale"], None, 1e-6, rms=True)
+            total, normed = add_norm(p["x"], delta, p["scale"], None, 1e-6, True)
             flows = "x" in only or ("delta" in only and delta is not None)
             assert (total.requires_grad, normed.requires_grad) == (flows, flows or "scale" in only)
 
@@ -731,7 +732,7 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(at: At) -> None:
         return sum(held.values())
 
     def layer(p: Tensors) -> Any:
-        total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, rms=True)
+        total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, True)
         return swiglu_mlp(
             x, p["wg"], p["wg"], None, None, p["w2"], None, None, False, Norm(total, p["scale"], None, 1e-6, True)
         )

@@ -24,7 +24,7 @@ from hf_vit_accel.families import FAMILIES, Block, Family, Parts, family_of
 from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops import TABLE, Context, heads, mlp
 from hf_vit_accel.ops.trained import Trained, layer_of
-from hf_vit_accel.ops.window_attention import WindowAttention, window_attention
+from hf_vit_accel.ops.window_attention import WindowAttention
 from hf_vit_accel.route import Route
 from hf_vit_accel.upstream import prove
 
@@ -310,7 +310,7 @@ def one_node_a_layer(monkeypatch: Any) -> list[int]:
             return stock(route, ops)
         names = ("cu_seqlens" if full else "cu_window_seqlens" for full in route.spec.full_layers)
         settings = [(route.tensors[name], route.spec.request.scale) for name in names]
-        return [Trained(alone=window_attention, function=WindowAttention, settings=each) for each in settings]
+        return [Trained(function=WindowAttention, settings=each) for each in settings]
 
     def counted(layer: Any, attend: Any) -> Any:
         made = layer_of(layer, attend)
@@ -326,7 +326,7 @@ def test_a_layer_is_one_node(tower: Any) -> None:
     """Wherever its parts are kernels of ours, which experts are not."""
     parts = family_of(tower).parts(tower)
     context = Context(device=torch.device("cpu"), dtype=torch.float32, grad=True)
-    nodes = [layer_of(layer, Trained(alone=None, function=None)) for layer in ops.build(parts, context).layers]
+    nodes = [layer_of(layer, Trained(function=None)) for layer in ops.build(parts, context).layers]
     assert [node is None for node in nodes] == [mlp.routed(block.mlp) for block in parts.blocks]
 
 

@@ -22,7 +22,9 @@ import hf_vit_accel
 from hf_vit_accel import env
 from hf_vit_accel.ops import gelu_backward, gemm_epilogue, mlp, swiglu_backward
 from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.gemm_epilogue import KINDS, gemm_act_reference, gemm_add_reference, gemm_dact_reference
+from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 ACTIVATIONS = KINDS[:-1]
@@ -256,10 +258,11 @@ def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *args: found.append(f"{name} {args[3]}") or function(*args)
 
     def either(function: Any, reference: Any) -> Any:
-        return lambda *args: (function.apply if args[-2] else reference)(*args)  # before the norm: epilogue
+        # Before the norm: epilogue.
+        return SimpleNamespace(apply=lambda *args: (function.apply if args[-2] else reference)(*args))
 
-    monkeypatch.setattr(mlp, "gelu_mlp", either(gelu_backward.GeluMlp, gelu_backward.gelu_mlp_reference))
-    monkeypatch.setattr(mlp, "swiglu_mlp", either(swiglu_backward.SwigluMlp, swiglu_backward.swiglu_mlp_reference))
+    monkeypatch.setattr(mlp, "GeluMlp", either(GeluMlp, gelu_mlp_reference))
+    monkeypatch.setattr(mlp, "SwigluMlp", either(SwigluMlp, swiglu_mlp_reference))
     for module in (gelu_backward, swiglu_backward):
         monkeypatch.setattr(module, "serves", lambda x_TE, kind: True)
         monkeypatch.setattr(module, "gemm_act", counted("act", gemm_act_reference))

@@ -120,8 +120,9 @@ def test_add_norm(at: dict[str, Any], width: int, wide: bool, rms: bool, with_de
     delta = draw(at["rows"], width, at=at, seed=1) if with_delta else None
     bias = None if rms else draw(width, at=at, seed=2, dtype=of)
     expected_x, found_x, exact_x = x.clone(), x.clone(), x.clone().double()
-    expected = add_norm_reference_(expected_x, delta, weight, bias, 1e-6, rms=rms, dtype=at["dtype"])
-    found = add_norm_(found_x, delta, weight, bias, 1e-6, rms=rms, dtype=at["dtype"])
+    same_x, expected = add_norm_reference_(expected_x, delta, weight, bias, 1e-6, rms, at["dtype"])
+    written_x, found = add_norm_(found_x, delta, weight, bias, 1e-6, rms, at["dtype"])
+    assert same_x is expected_x and written_x is found_x
     exact_x = expected_x.double()
     exact_bias = None if bias is None else bias.double()
     if rms:
@@ -157,9 +158,9 @@ def test_shape_heads(at: dict[str, Any], dim: int, groups: int, normed: bool) ->
     memory[-1] = float("nan")
     qkv, weights = memory[:-1], tuple(draw(dim, at=at, seed=seed) for seed in range(2 * normed))
     sizes, v = (heads, key_heads, 1e-5), qkv[:, (heads + key_heads) * dim :].clone()
-    exact = shape_heads_reference(qkv.double(), *sizes[:2], tuple(w.double() for w in weights), sizes[2])
-    expected = shape_heads_reference(qkv, *sizes[:2], weights, sizes[2])
-    found = shape_heads_(qkv, *sizes[:2], weights, sizes[2])
+    exact = shape_heads_reference(qkv.double(), *sizes, *(w.double() for w in weights))
+    expected = shape_heads_reference(qkv, *sizes, *weights)
+    found = shape_heads_(qkv, *sizes, *weights)
     assert (found.data_ptr() == qkv.data_ptr()) == (groups == 1) and memory[-1].isnan().all()
     check(found, expected, exact)
     assert torch.equal(
@@ -538,8 +539,8 @@ def test_add_norm_e4m3(exact_e4m3: None, at: dict[str, Any], width: int, rms: bo
     delta = draw(at["rows"], width, at=at, seed=1) if with_delta else None
     bias = None if rms else draw(width, at=at, seed=2)
     expected_x, found_x = x.clone(), x.clone()
-    expected = add_norm_e4m3_reference_(expected_x, delta, weight, bias, 1e-6, rms=rms)
-    found = add_norm_e4m3_(found_x, delta, weight, bias, 1e-6, rms=rms)
+    _, expected = add_norm_e4m3_reference_(expected_x, delta, weight, bias, 1e-6, rms)
+    _, found = add_norm_e4m3_(found_x, delta, weight, bias, 1e-6, rms)
     exact = expected_x.double()
     if bias is None:
         exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
