@@ -46,6 +46,7 @@ def peaks(*folders: Path) -> list[int]:
 
 
 def _peaks(_: int, folders: tuple[Path, ...]) -> None:
+    torch.set_num_threads(1)  # torch's pool is made anew after a fork, by one thread: two at once find none
     for folder in folders:
         done = caption(folder, folder.with_name(f"{folder.name}-captions"), "--max-new-tokens=1")
         assert done.exit_code == 0, done.output
