@@ -118,6 +118,9 @@ JOBS = {
         QWEN[:2],
         seconds=150,
     ),
+    "hosts": _bench(  # of one machine: beside those of others it is called hosts_NAME.json
+        "hosts.json", '--rounds 2 --sizes "one 448²" --backends auto,auto+graph --baselines sdpa', QWEN[:2], seconds=30
+    ),
     "flex": _bench(
         "flex.json",
         '--sizes "one 448²,16 x 512²" --backends flex,flex+graph,flashinfer_cudnn,flashinfer_cudnn+graph,auto',
@@ -135,7 +138,8 @@ JOBS = {
     "training_step": _script("training_step.json", "training_step.py", seconds=100),
     "captioning": Job(
         file="captioning.json",
-        command="accelerate launch --num_processes {gpus} examples/benchmark/captioning_benchmark.py build/captioning",
+        command="accelerate launch --num_processes {gpus} examples/benchmark/captioning_benchmark.py build/captioning "
+        "--pictures 160",
         seconds=200,
         gpus=0,
     ),

@@ -151,6 +151,25 @@ def ways() -> str:
     return grid(head, rows) + f"\n{conditions(document, 'ways.json')}\n"
 
 
+def hosts() -> str:
+    """What the CPU decides: one small image on several machines, median and range."""
+    files = ["towers.json", *sorted(path.name for path in HERE.glob("hosts_*.json"))]
+    documents = [load(file) for file in files]
+    columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+graph": "`auto`, CUDA graph"}
+    found = [times(document) for document in documents]
+    rows = [
+        [title(model), size, *(_spread([each[model, size][name]["ms"] for each in found]) for name in columns)]
+        for model, size in found[-1]
+    ]
+    head = [f"ms on {len(files)} machines, median (range)", "input", *columns.values()]
+    told = (f"- {conditions(document, file)}\n" for document, file in zip(documents, files, strict=True))
+    return grid(head, rows) + f"\n{''.join(told)}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{digits(statistics.median(values))} ({digits(min(values))} to {digits(max(values))})"
+
+
 def training_step() -> str:
     """Seconds of a step of `Trainer`, the language model included."""
     document = load("training_step.json")
@@ -262,10 +281,12 @@ def fp8_linears(file: str = "fp8_linears.json") -> str:
         "attention": "`fp8=True`",
         "attention qkv proj": '`linears=("qkv", "proj")`',
         "all": "`linears=True`",
+        "all, graphs": "`linears=True`, CUDA graph",
     }
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in document["rows"]:
         found.setdefault((row["model"], row["size"]), {})[row["way"]] = row
+    ways = {way: head for way, head in ways.items() if all(way in each for each in found.values())}
     rows = [
         [
             title(model),
@@ -376,6 +397,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "first_token": first_token,
     "fp8_errors": fp8_errors,
     "training_step": training_step,
+    "hosts": hosts,
     "ways": ways,
     "captioning": captioning,
     "captioning_processes": captioning_processes,
