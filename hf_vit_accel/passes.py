@@ -168,32 +168,35 @@ class _Again(AbstractContextManager[None]):
     """
 
     def __init__(self, places: Sequence[dict[str, Any]]) -> None:
-        self._then = [(place, {name: x if x is None else _alias(x) for name, x in place.items()}) for place in places]
-        self._versions = self._now()
-
-    def _now(self) -> list[int]:
-        every = (x for _, held in self._then for x in held.values() if x is not None)
-        return [0 if x.is_inference() else x._version for x in every]
+        held: list[Any] = [(place, name, x) for place in places for name, x in place.items() if x is not None]
+        self._then = [(place, name, x, _alias(x), _version(x)) for place, name, x in held]
+        self._others: list[tuple[dict[str, Any], str, Any]] = []  # what modules held when it was entered
 
     def __enter__(self) -> None:
-        if self._now() != self._versions:
+        if any(_version(alias) != version for *_, alias, version in self._then):
             raise RuntimeError(
                 "a weight of the vision tower was modified in place since its forward, whose passes (max_rows) run "
                 "again for its gradients; call backward first"
             )
-        self._former = [dict(place) for place, _ in self._then]
-        for place, then in self._then:
-            place.update(then)
+        for place, name, x, alias, _ in self._then:
+            other = place.get(name)
+            if other is not x or (x.data_ptr(), x.requires_grad) != (alias.data_ptr(), alias.requires_grad):
+                self._others.append((place, name, other))
+                place[name] = alias
 
     def __exit__(self, *_: object) -> None:
-        for (place, _then), former in zip(self._then, self._former, strict=True):
-            place.clear()
-            place.update(former)
+        for place, name, other in self._others:
+            place[name] = other
+        self._others.clear()
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
     """The same memory and version, whatever becomes of the parameter's `data`."""
     return x.detach().requires_grad_() if x.requires_grad else x.detach()
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _put(found: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:

@@ -214,6 +214,16 @@ def data_swapped(tower: Any) -> list[torch.Tensor]:
     return [parameter.grad for parameter in tower.parameters()]
 
 
+def put_back(tower: Any) -> list[torch.Tensor]:
+    """Gradients by a backward that finds other weights, which stay."""
+    loss, first = hold(tower, GRIDS[1])[1].square().sum(), dict(tower.named_parameters())
+    tower.load_state_dict({name: 2 * x for name, x in tower.state_dict().items()}, assign=True)
+    now = dict(tower.named_parameters())
+    loss.backward()
+    assert all(x is now[name] and x.grad is None for name, x in tower.named_parameters())
+    return [x.grad for x in first.values()]
+
+
 def frozen_meanwhile(tower: Any) -> list[torch.Tensor]:
     """Gradients by two backwards, the first while a part is frozen."""
     loss = hold(tower, GRIDS[1])[1].square().sum()
@@ -224,7 +234,7 @@ def frozen_meanwhile(tower: Any) -> list[torch.Tensor]:
     return [parameter.grad for parameter in tower.parameters()]
 
 
-@pytest.mark.parametrize("way", [other_parameters, assigned, data_swapped, frozen_meanwhile])
+@pytest.mark.parametrize("way", [other_parameters, assigned, data_swapped, put_back, frozen_meanwhile])
 def test_a_pass_runs_again_with_the_weights_of_its_forward(way: Callable[[Any], list[torch.Tensor]]) -> None:
     stock = tower_of(TINY["qwen2_5_vl"].build())
     tower = hf_vit_accel.patch(copy.deepcopy(stock), max_rows=50, strict=True)
