@@ -7,6 +7,7 @@ Workflows run what is tagged: "ci" at every change, "nightly" every night.
 from __future__ import annotations
 
 import os
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def floors(session: nox.Session) -> None:
     """
     session.install("--resolution", "lowest-direct", "-e", ".[examples]")
     lowest = Path(session.create_tmp()) / "lowest.txt"
-    lowest.write_text(str(session.run("uv", "pip", "freeze", "--exclude-editable", silent=True)))
+    freeze = "uv", "pip", "freeze", "--exclude-editable"
+    lowest.write_text(str(session.run(*freeze, silent=True, stderr=subprocess.DEVNULL)))  # where newer ones of uv talk
     session.install("-e", SELF, *TEST, "pyarrow<22", "--constraint", str(lowest))
     run_suite(session)
 
