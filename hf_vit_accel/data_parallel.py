@@ -306,7 +306,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharing: Sharing, places: Places, pixels_TP: torch.Tensor, *weights: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.ranks, ctx.places = sharing.ranks, places
+        ctx.ranks, ctx.places, ctx.weights = sharing.ranks, places, weights
         share_TP = places.taken(pixels_TP, sharing.ranks.rank).detach()
         ctx.like = [(each.shape, each.dtype, each.device) for each in (share_TP, *weights)]
         if not pixels_TP.requires_grad:
@@ -335,7 +335,8 @@ class _Share(torch.autograd.Function):
         ranks.settle(dshare_TP.device, when="while gradients were exchanged")
         dweights: list[Any] = [None] * len(needs)
         for index, total, ranks_reached in zip(asked, sums, sums[-1].tolist(), strict=False):
-            dweights[index] = total if ranks_reached else None
+            hooks = ctx.weights[index]._backward_hooks or ctx.weights[index]._post_accumulate_grad_hooks
+            dweights[index] = total if ranks_reached or hooks else None  # they would be called with None
         return None, None, dpixels_TP, *dweights
 
 

@@ -8,6 +8,7 @@ So a call is cut between frames, and each pass computes what one forward does, o
 
 from __future__ import annotations
 
+import copy
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -109,13 +110,8 @@ class Passes:
         self.fewer[grad] = fewer
         return True
 
-    def serve(
-        self, serve: Serve, spec: Spec, places: Sequence[dict[str, Any]], grid: Grid, pixels_TP: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """The outputs of a call, pass after pass. With gradients, each pass runs again in the backward pass.
-
-        places: what modules hold their parameters in.
-        """
+    def serve(self, serve: Serve, spec: Spec, snapshot: Any, grid: Grid, pixels_TP: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs of a call, pass after pass. With gradients, each pass runs again in the backward pass."""
         grad, clips = spec.request.grad, spec.geometry.clips
         most = self.fewer.get(grad, spec.max_rows)
         todo = (grid,) if most is None or len(pixels_TP) <= most else cut(grid, most, clips=clips)
@@ -126,7 +122,7 @@ class Passes:
             rows, run = rows_of(todo[0]), serve
             found: list[torch.Tensor] | None = None
             if grad and rows < total:
-                run = partial(checkpoint, serve, use_reentrant=False, context_fn=partial(_contexts, places))
+                run = partial(checkpoint, serve, use_reentrant=False, context_fn=partial(_contexts, snapshot))
             into = [each[start * len(each) // total : (start + rows) * len(each) // total] for each in outputs]
             try:
                 found = run(todo[0], pixels_TP[start : start + rows], into)
@@ -157,26 +153,33 @@ class Passes:
         return ", ".join(told)
 
 
-def _contexts(places: Sequence[dict[str, Any]]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(snapshot: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """In which a pass runs first, and again."""
-    return nullcontext(), _Again(places)
+    parts = snapshot.parts
+    roots = [*(block.module for block in parts.blocks), *parts.mergers()] if snapshot.foreign else []
+    return nullcontext(), _Again(snapshot.places, roots)
 
 
 class _Again(AbstractContextManager[None]):
     """In which a pass runs again: with the weights of the first time, whatever modules hold by then (`functional_call`,
-    other weights assigned, one that is frozen meanwhile). Raises RuntimeError where one was written to in place.
+    other weights assigned, one that is frozen meanwhile). Raises RuntimeError where one was written to in place, or
+    adapters were switched.
+
+    places: what modules hold their parameters in. roots: modules in which there may be adapters.
     """
 
-    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, places: Sequence[dict[str, Any]], roots: Sequence[Any]) -> None:
         held: list[Any] = [(place, name, x) for place in places for name, x in place.items() if x is not None]
         self._then = [(place, name, x, _alias(x), _version(x)) for place, name, x in held]
         self._others: list[tuple[dict[str, Any], str, Any]] = []  # what modules held when it was entered
+        self._roots, self._adapters = roots, _adapters(roots)
 
     def __enter__(self) -> None:
-        if any(_version(alias) != version for *_, alias, version in self._then):
+        written = any(_version(alias) != version for *_, alias, version in self._then)
+        if written or _adapters(self._roots) != self._adapters:
+            what = "a weight of the vision tower was modified in place" if written else "an adapter was switched"
             raise RuntimeError(
-                "a weight of the vision tower was modified in place since its forward, whose passes (max_rows) run "
-                "again for its gradients; call backward first"
+                f"{what} since its forward, whose passes (max_rows) run again for its gradients; call backward first"
             )
         for place, name, x, alias, _ in self._then:
             other = place.get(name)
@@ -188,6 +191,13 @@ class _Again(AbstractContextManager[None]):
         for place, name, other in self._others:
             place[name] = other
         self._others.clear()
+
+
+def _adapters(roots: Sequence[Any]) -> list[Any]:
+    """Which adapters of PEFT act, Linear by Linear."""
+    wrapped = [vars(each) for root in roots for each in root.modules() if "base_layer" in each._modules]
+    names = "_active_adapter", "_disable_adapters", "merged_adapters"
+    return [copy.copy(own.get(name)) for own in wrapped for name in names]
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:

@@ -301,7 +301,7 @@ def _forward(
         return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
     serve: Any = partial(_serve, state, snapshot, weights, spec, unmet, checkpoints)
     if spec.max_rows is not None and not (any(checkpoints) and reasons_whole(snapshot, checkpoints)):
-        serve = partial(state.passes.serve, serve, spec, snapshot.places)
+        serve = partial(state.passes.serve, serve, spec, snapshot)
     elif isinstance(settings.max_rows, int) and len(call.pixels) > settings.max_rows:
         unmet += reasons_whole(snapshot, checkpoints)
     if sharing is not None and shared:

@@ -7,6 +7,7 @@ strides at hand, so q, k and v may be views of the packed projection.
 
 from __future__ import annotations
 
+import inspect
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -72,6 +73,8 @@ class FlashinferCudnn(Backend):
             return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
         if found < _OLDEST_CUDNN:
             return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
+        if "tensor_uids" not in inspect.signature(cudnn.pygraph.execute).parameters:
+            return (f"the cuDNN frontend is older than 1.31 ({_REMEDY})",)
         missing = [name for name in _PIECES if not hasattr(prefill, name)]
         return (f"this FlashInfer has no {', '.join(missing)} ({_REMEDY})",) if missing else ()
 

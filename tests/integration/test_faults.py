@@ -160,7 +160,7 @@ def flashinfer(operator_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Flashi
     for name in ("flashinfer", "flashinfer.cudnn"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, PREFILL, fake)
-    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(backend_version=lambda: 92000))
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(backend_version=lambda: 92000, pygraph=Graph))
     monkeypatch.setattr(kind, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
     stream = SimpleNamespace(device=torch.device("cpu"), cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
@@ -237,6 +237,13 @@ FAULTS = {
     "flashinfer is without cudnn": Fault(_with(CUDNN_AVAILABLE=False), "cannot import the cuDNN frontend", early=True),
     "cudnn is too old": Fault(
         _frontend(SimpleNamespace(backend_version=lambda: 91800)), "cuDNN 91800 is older than 91900", early=True
+    ),
+    "the cudnn frontend takes tensors by name only": Fault(
+        _frontend(
+            SimpleNamespace(backend_version=lambda: 92000, pygraph=SimpleNamespace(execute=lambda tensors: None))
+        ),
+        "the cuDNN frontend is older than 1.31 (pip install",
+        early=True,
     ),
     "an untested version does not tell of cudnn": Fault(_without("CUDNN_AVAILABLE"), served=True),
     "an untested version prepares no plans": Fault(

@@ -335,6 +335,11 @@ def _steps(rank: int, layers: bool) -> None:
     tower(pixels, grid_thw=torch.tensor([(1, 2, 2), (1, 2, 2)])).last_hidden_state.sum().backward()
     assert tower.blocks[3].mlp.linear_fc1.weight.grad.norm() > 0
     assert all(p.grad is None for p in tower.merger.parameters()), "as in stock: an optimizer would decay it"
+    tower.merger.linear_fc1.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    tower.merger.linear_fc2.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    seen.clear()
+    tower(pixels, grid_thw=torch.tensor([(1, 2, 2), (1, 2, 2)])).last_hidden_state.sum().backward()
+    assert sum(not each.any() for each in seen) == 2, "hooks are called with tensors, be they zeros"
 
 
 @pytest.mark.parametrize("layers", [False, True], ids=["kept", "checkpointed layers"])

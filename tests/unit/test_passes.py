@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -240,6 +241,46 @@ def test_a_pass_runs_again_with_the_weights_of_its_forward(way: Callable[[Any], 
     tower = hf_vit_accel.patch(copy.deepcopy(stock), max_rows=50, strict=True)
     assert max(map(relative_error, way(tower), way(stock))) < 1e-4
     assert status_of(tower).passes
+
+
+def test_two_threads_run_passes_again_at_once() -> None:
+    """Over one tower, whose modules hold the very parameters meanwhile and afterwards."""
+    tower = hf_vit_accel.patch(tower_of(TINY["qwen2_5_vl"].build()), max_rows=50, strict=True)
+    held = dict(tower.named_parameters())
+
+    def step() -> None:
+        hold(tower, GRIDS[1])[1].square().sum().backward()
+
+    step()
+    expected = [2 * parameter.grad for parameter in held.values()]
+    for _ in range(3):
+        tower.zero_grad()
+        threads = [threading.Thread(target=step) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(parameter is held[name] for name, parameter in tower.named_parameters())
+        assert len(dict(tower.named_parameters())) == len(held)
+        assert max(relative_error(p.grad, e) for p, e in zip(held.values(), expected, strict=True)) < 1e-4
+
+
+def test_an_adapter_that_is_switched_before_its_passes_run_again_raises() -> None:
+    """Its products would be made anew without what the forward added."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(TINY["qwen2_5_vl"].build(), peft.LoraConfig(target_modules=["qkv", "proj"], r=2))
+    tower = tower_of(hf_vit_accel.patch(model, max_rows=50))
+    tower.merger.requires_grad_(True)
+
+    def loss() -> torch.Tensor:
+        return hold(tower, GRIDS[1])[1].square().sum()
+
+    with model.disable_adapter():
+        without = loss()
+    with pytest.raises(RuntimeError, match="an adapter was switched since its forward"):
+        without.backward()
+    loss().backward()
+    assert status_of(tower).passes and not status_of(tower).fallbacks
 
 
 def test_a_weight_that_is_modified_before_its_passes_run_again_raises() -> None:
