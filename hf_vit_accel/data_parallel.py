@@ -223,7 +223,8 @@ def checksum(rows_TP: torch.Tensor) -> torch.Tensor:
     """
     words_TW = words_of(rows_TP)
     sums = words_TW.sum(1), words_TW.sum(0) * _ODD
-    return sum((each * torch.arange(1, 2 * len(each), 2, device=each.device)).sum() for each in sums).view(1)  # type: ignore[union-attr]
+    rows, columns = ((each * torch.arange(1, 2 * len(each), 2, device=each.device)).sum() for each in sums)
+    return (rows + columns).view(1)
 
 
 def _others(words: list[int]) -> list[str]:

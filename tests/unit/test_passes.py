@@ -225,6 +225,15 @@ def put_back(tower: Any) -> list[torch.Tensor]:
     return [x.grad for x in first.values()]
 
 
+def removed(tower: Any) -> list[torch.Tensor]:
+    """Gradients by a backward after a weight was taken away."""
+    loss, first = hold(tower, GRIDS[1])[1].square().sum(), dict(tower.named_parameters())
+    del tower.blocks[0].attn.proj.weight
+    loss.backward()
+    assert "weight" not in tower.blocks[0].attn.proj._parameters
+    return [x.grad for x in first.values()]
+
+
 def frozen_meanwhile(tower: Any) -> list[torch.Tensor]:
     """Gradients by two backwards, the first while a part is frozen."""
     loss = hold(tower, GRIDS[1])[1].square().sum()
@@ -235,7 +244,7 @@ def frozen_meanwhile(tower: Any) -> list[torch.Tensor]:
     return [parameter.grad for parameter in tower.parameters()]
 
 
-@pytest.mark.parametrize("way", [other_parameters, assigned, data_swapped, put_back, frozen_meanwhile])
+@pytest.mark.parametrize("way", [other_parameters, assigned, data_swapped, put_back, removed, frozen_meanwhile])
 def test_a_pass_runs_again_with_the_weights_of_its_forward(way: Callable[[Any], list[torch.Tensor]]) -> None:
     stock = tower_of(TINY["qwen2_5_vl"].build())
     tower = hf_vit_accel.patch(copy.deepcopy(stock), max_rows=50, strict=True)
