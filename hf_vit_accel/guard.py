@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 from transformers import modeling_utils
 
 from hf_vit_accel import sharding, upstream
@@ -30,8 +31,7 @@ from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_mixing, reasons_replaced
 from hf_vit_accel.route import POPPED, Spec
 
-_FORWARD_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
-_BACKWARD_HOOKS = itemgetter("_backward_hooks"), itemgetter("_backward_pre_hooks")
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _VALUES, _POINTER, _DTYPE, _REQUIRES_GRAD = (
     dict.values,
     torch.Tensor.data_ptr,
@@ -105,23 +105,25 @@ class Snapshot:
         # A tensor there is what somebody's hook keeps of a call.
         kept = (name for name, value in vars(tower).items() if not isinstance(value, torch.Tensor))
         self._own_names = list({*kept} - _BARE | {*self.proof.code.methods})
-        self._children = [module._modules for module in modules.values() if module._modules]
+        self._children = [module._modules.values() for module in modules.values() if module._modules]
         self._kinds: list[Any] = list(set(map(type, modules.values())))
         wrapped = [module for module in below if isinstance(module, sharding.wrapper())]
         elsewhere = {id(each) for module in wrapped for each in module.modules()}
-        self._sharded = [module._parameters for module in modules.values() if id(module) in elsewhere]
+        self._sharded = [module._parameters.values() for module in modules.values() if id(module) in elsewhere]
         adapters = {id(each) for module in below for each in _adapters(module)} - elsewhere
-        self._adapters = [each._parameters for each in modules.values() if id(each) in adapters]
+        added = [each._parameters for each in modules.values() if id(each) in adapters]
         elsewhere |= adapters
         named = [each._parameters for each in modules.values() if each._parameters and id(each) not in elsewhere]
-        self._parameters = [each for each in named if all(value is not None for value in each.values())]
-        self._partial = [each for each in named if any(value is None for value in each.values())]
-        self.places = [*self._parameters, *self._partial, *self._adapters]
+        partial = [each for each in named if any(value is None for value in each.values())]
+        whole = [each for each in named if all(value is not None for value in each.values())]
+        self.places = [*whole, *partial, *added]
+        self._parameters, self._partial, self._adapters = (list(map(_VALUES, at)) for at in (whole, partial, added))
         self._own = [attributes for attributes in self._below if "forward" in attributes]
         self._read = self._now()
         self._read[-1][:] = copied(self._read[-1])
         self.reads, self._weights = Reads(), Weights([], None, False)
         self.specs: dict[Any, Spec] = {}
+        self._last_hook, self._hooks = -1, []
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
         replaced = chain.from_iterable(map(reasons_replaced, below))
         replaced = chain(replaced, (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _MOODY)))
@@ -142,7 +144,7 @@ class Snapshot:
         tower = self._tower()
         return (
             [type(tower), *map(type, self._modules)],
-            list(chain.from_iterable(map(_VALUES, self._children))),
+            list(chain.from_iterable(self._children)),
             list(map(len, self._below)),  # a forward that is set on an instance is an attribute more
             [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own],
             [kind.forward for kind in self._kinds],
@@ -217,10 +219,10 @@ class Snapshot:
 
         (Parameters held between calls would keep weights alive that the user has replaced.)
         """
-        parameters, known = list(chain.from_iterable(map(_VALUES, self._parameters))), self._weights
-        parameters += [value for each in self._partial for value in each.values() if value is not None]
+        parameters, known = list(chain.from_iterable(self._parameters)), self._weights
+        parameters += [value for value in chain.from_iterable(self._partial) if value is not None]
         own = len(parameters)
-        parameters += [value for each in self._adapters for value in each.values() if value is not None]
+        parameters += [value for value in chain.from_iterable(self._adapters) if value is not None]
         pointers: list[int] | None = None
         try:
             still = _SAME_POINTERS is not None and known.pointers and len(parameters) == known.count
@@ -249,7 +251,7 @@ class Snapshot:
         """Whether any parameter requires a gradient: of those given, or of a sharded layer's."""
         if any(map(_REQUIRES_GRAD, parameters)):
             return True
-        return any(value is not None and value.requires_grad for each in self._sharded for value in each.values())
+        return any(value is not None and value.requires_grad for value in chain.from_iterable(self._sharded))
 
     def buffers(self) -> list[torch.Tensor]:
         """Every buffer as it is now."""
@@ -267,22 +269,17 @@ class Snapshot:
     def reasons_hooked(self, *, grad: bool) -> list[str]:
         """Hooks on modules inside that somebody waits for."""
         reasons = ["global module hooks"] if any(_GLOBAL_HOOKS) else []
-        for hooks_of in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if grad else _FORWARD_HOOKS:
-            if any(map(hooks_of, self._below)):
-                named = zip(self._names, self._below, strict=True)
-                through = {id(vars(block)) for block in self.sharded.values()}
-                hooked = next(
-                    (
-                        name
-                        for name, own in named
-                        for hook in hooks_of(own).values()
-                        if not (_inert(hook) or (id(own) in through and sharding.hooked_by_fsdp(hook)))
-                    ),
-                    None,
-                )
-                if hooked is not None:
-                    reasons.append(f"hooks on {hooked}")
-                    break
+        last = RemovableHandle.next_id
+        if last != self._last_hook:  # a hook was registered somewhere, in a dict that may be another than before
+            self._hooks = [[own[name] for own in self._below] for name in _HOOKS]
+            self._last_hook = last
+        through = {id(vars(block)) for block in self.sharded.values()}
+        for kind in self._hooks if grad else self._hooks[:2]:
+            named = zip(self._names, self._below, kind, strict=True) if any(kind) else ()
+            found = ((name, id(own) in through, hook) for name, own, hooks in named for hook in hooks.values())
+            for name, brought, hook in found:
+                if not (_inert(hook) or (brought and sharding.hooked_by_fsdp(hook))):
+                    return [*reasons, f"hooks on {name}"]
         return reasons
 
     def marks_outputs(self) -> bool:
@@ -290,7 +287,7 @@ class Snapshot:
 
         (`enable_input_require_grads`, for checkpointing: what comes after a frozen tower is not trained otherwise.)
         """
-        hooked = map(_FORWARD_HOOKS[0], self._below)  # few are, if any
+        hooked = map(itemgetter(_HOOKS[0]), self._below)  # few are, if any
         return any(_marks(hook) for hooks in filter(None, hooked) for hook in hooks.values())
 
     def request(self, device: torch.device, dtype: torch.dtype | None = None, **options: Any) -> Request:
