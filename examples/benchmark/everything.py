@@ -121,6 +121,7 @@ JOBS = {
     "hosts": _bench(  # of one machine: beside those of others it is called hosts_NAME.json
         "hosts.json", '--rounds 2 --sizes "one 448²" --backends auto,auto+graph --baselines sdpa', QWEN[:2], seconds=30
     ),
+    "checks": _script("checks.json", "checks.py", seconds=30),
     "flex": _bench(
         "flex.json",
         '--sizes "one 448²,16 x 512²" --backends flex,flex+graph,flashinfer_cudnn,flashinfer_cudnn+graph,auto',

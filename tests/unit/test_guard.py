@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -90,6 +91,20 @@ def test_a_steady_call_enters_few_functions_of_few_files(tower: Any, mode: Any) 
     found.pop(next((key for key in found if key[1] == "make"), None), None)  # of `tables`, until transformers 5.17
     assert len(found) <= 30, listing
     assert len(files) <= 9, listing
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_benchmark_of_checks_asks_what_a_call_asks(tower: Any, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmark"))
+    checks = importlib.import_module("checks")
+    pixels, grid = pixels_for(tower, GRID), torch.tensor(GRID)
+    hf_vit_accel.patch(tower.requires_grad_(False))
+    assert 0 < checks.measure(tower, grad=grad, calls=20)["least"] < 1e6
+    with torch.set_grad_enabled(grad):
+        asked = [entered(lambda: tower(pixels, grid_thw=grid)), entered(lambda: checks.checked(tower, pixels, grid))]
+    of_a_call, of_checks = ({key for key in each if key[0] in ("/guard.py", "/inputs.py")} for each in asked)
+    others = {"autocast_dtype", "marks_outputs", "request"}  # what is done with a call that is served
+    assert {key for key in of_a_call if key[1] not in others} == of_checks
 
 
 def test_what_is_asked_does_not_grow_with_the_tower() -> None:
