@@ -123,7 +123,8 @@ class Snapshot:
         self._read[-1][:] = copied(self._read[-1])
         self.reads, self._weights = Reads(), Weights([], None, False)
         self.specs: dict[Any, Spec] = {}
-        self._last_hook, self._hooks = -1, []
+        self._last_hook = -1
+        self._hooks: list[Any] = []
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
         replaced = chain.from_iterable(map(reasons_replaced, below))
         replaced = chain(replaced, (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _MOODY)))
