@@ -322,11 +322,11 @@ def _marks(hook: Callable[..., Any]) -> bool:
     return (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) == known
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on a device; None where it is off."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return None
+def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | None:
+    """What autocast computes in on a device; None where it is off, and for fp64, which it leaves alone."""
+    kind, known = device.type, weights != torch.float64
+    on = known and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def reasons_stock(

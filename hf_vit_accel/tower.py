@@ -129,7 +129,7 @@ class TowerState:
 
     def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
         """What decides the routes of calls like this one; the same object while nothing of it changes."""
-        settings, autocast = self.settings, guard.autocast_dtype(device)
+        settings, autocast = self.settings, guard.autocast_dtype(device, weights.dtype)
         scales = self.scales(snapshot, device) if settings.fp8 is not None and settings.fp8.attention else None
         key = device, autocast, fast, grad, weights.dtype, *weights.kinds, scales, len(self.passes.fewer)
         spec = snapshot.specs.get(key)

@@ -402,6 +402,24 @@ def test_autocast_is_served_fast(tower: Any, dtype: torch.dtype, fuse: Any) -> N
         assert sum(found) <= max(1.1 * sum(of_stock), 5 * torch.finfo(autocast).eps), (found, of_stock)
 
 
+def test_autocast_leaves_fp64_alone(tower: Any) -> None:
+    tower, given = tower.double().requires_grad_(), pixels_for(tower, GRID).double()
+
+    def found() -> list[torch.Tensor]:
+        tower.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = outputs_of(tower(given, grid_thw=torch.tensor(GRID)))
+        sum((output * output.cos()).sum() for output in outputs).backward()
+        return [*outputs, *(weight.grad for weight in tower.parameters())]
+
+    expected = found()
+    hf_vit_accel.patch(tower, strict=True)
+    for ours, of_stock in zip(found(), expected, strict=True):
+        assert ours.dtype == of_stock.dtype == torch.float64
+        assert relative_error(ours, of_stock) < 1e-6  # RMSNorm works in fp32
+    assert counts(tower) == (1, 0)
+
+
 def test_autocast_on_and_off_share_nothing(tower: Any) -> None:
     expected = run_tower(tower, GRID)
     hf_vit_accel.patch(tower, strict=True)
