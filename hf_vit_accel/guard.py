@@ -19,7 +19,6 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
-from torch.utils.hooks import RemovableHandle
 from transformers import modeling_utils
 
 from hf_vit_accel import sharding, upstream
@@ -31,7 +30,8 @@ from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_mixing, reasons_replaced
 from hf_vit_accel.route import POPPED, Spec
 
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+# Of each module at each call: whoever sets hooks aside, or takes them away, may put another dict there.
+_HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
 _VALUES, _POINTER, _DTYPE, _REQUIRES_GRAD = (
     dict.values,
     torch.Tensor.data_ptr,
@@ -123,8 +123,6 @@ class Snapshot:
         self._read[-1][:] = copied(self._read[-1])
         self.reads, self._weights = Reads(), Weights([], None, False)
         self.specs: dict[Any, Spec] = {}
-        self._last_hook = -1
-        self._hooks: list[Any] = []
         self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
         replaced = chain.from_iterable(map(reasons_replaced, below))
         replaced = chain(replaced, (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _MOODY)))
@@ -270,14 +268,10 @@ class Snapshot:
     def reasons_hooked(self, *, grad: bool) -> list[str]:
         """Hooks on modules inside that somebody waits for."""
         reasons = ["global module hooks"] if any(_GLOBAL_HOOKS) else []
-        last = RemovableHandle.next_id
-        if last != self._last_hook:  # a hook was registered somewhere, in a dict that may be another than before
-            self._hooks = [[own[name] for own in self._below] for name in _HOOKS]
-            self._last_hook = last
         through = {id(vars(block)) for block in self.sharded.values()}
-        for kind in self._hooks if grad else self._hooks[:2]:
-            named = zip(self._names, self._below, kind, strict=True) if any(kind) else ()
-            found = ((name, id(own) in through, hook) for name, own, hooks in named for hook in hooks.values())
+        for hooks_of in _HOOKS if grad else _HOOKS[:2]:
+            named = zip(self._names, self._below, strict=True) if any(map(hooks_of, self._below)) else ()
+            found = ((name, id(own) in through, hook) for name, own in named for hook in hooks_of(own).values())
             for name, brought, hook in found:
                 if not (_inert(hook) or (brought and sharding.hooked_by_fsdp(hook))):
                     return [*reasons, f"hooks on {name}"]
@@ -288,7 +282,7 @@ class Snapshot:
 
         (`enable_input_require_grads`, for checkpointing: what comes after a frozen tower is not trained otherwise.)
         """
-        hooked = map(itemgetter(_HOOKS[0]), self._below)  # few are, if any
+        hooked = map(_HOOKS[0], self._below)  # few are, if any
         return any(_marks(hook) for hooks in filter(None, hooked) for hook in hooks.values())
 
     def request(self, device: torch.device, dtype: torch.dtype | None = None, **options: Any) -> Request:

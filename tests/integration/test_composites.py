@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from composites import COMPOSITES, left_padded
 from tiny import TINY, assert_close
 
@@ -53,6 +54,22 @@ def test_loading_by_name_leaves_text_alone(name: str) -> None:
     hf_vit_accel.patch(stock)
     assert_patched(stock, before)
     assert torch.equal(logits(stock), expected)
+
+
+def test_a_tower_two_levels_down_by_name() -> None:
+    """Of a whole Qwen2.5-Omni: what speaks keeps its attentions. The dict that names the tower is docs/index.md's."""
+    for spelling in AUTO, {"thinker_config": {"vision_config": AUTO}}:
+        config = transformers.Qwen2_5OmniConfig(enable_audio_output=True)
+        config.thinker_config.vision_config.depth = config.thinker_config.audio_config.encoder_layers = 1
+        with torch.device("meta"):
+            model = transformers.Qwen2_5OmniForConditionalGeneration._from_config(config, attn_implementation=spelling)
+        parts = {path: part for path, part in model.named_modules() if isinstance(part, transformers.PreTrainedModel)}
+        [(at, tower, _)] = find_towers(model)
+        found = {path for path, part in parts.items() if part.config._attn_implementation == AUTO}
+        assert found == {path for path in parts if path == at or (spelling == AUTO and at.startswith(path))}
+        assert state_of(tower) is not None
+        hf_vit_accel.unpatch(model)
+        assert {part.config._attn_implementation for part in parts.values()} == {"sdpa"}
 
 
 def test_every_family_is_there() -> None:

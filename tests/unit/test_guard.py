@@ -228,6 +228,11 @@ def _hooks_in_a_new_dict(tower: Any) -> None:
     tower.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
 
 
+def _hooks_put_back(tower: Any) -> None:
+    """As by who had set them aside: nothing is registered."""
+    tower.blocks[1]._forward_hooks = OrderedDict({0: lambda module, args, output: output * 2})
+
+
 def _causal_modules(tower: Any) -> None:
     """Stock tells the attention function that it is not causal, whatever the module says."""
     tower.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
@@ -248,6 +253,7 @@ MODULES: dict[str, tuple[Callable[[Any], None], str | None]] = {
     "layers in another order": (_other_order, None),
     "a hook on causal modules": (_causal_modules, "hooks on blocks.1"),
     "hooks in a new dict": (_hooks_in_a_new_dict, "hooks on blocks.1"),
+    "hooks that were set aside": (_hooks_put_back, "hooks on blocks.1"),
     "a class": (_class_of_a_block, "layer 1 has a Mine"),
 }
 """What is put in the place of another, and why the calls after it go the stock way, if they do."""
