@@ -105,7 +105,8 @@ def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example
 
     Raises ValueError where one of the two would be empty.
     """
-    pictures = sorted({example.picture for example in examples}, key=_digest)
+    # By the whole name, too: of equal names in several folders a set's order is another in every process.
+    pictures = sorted({example.picture for example in examples}, key=lambda name: (_digest(name), name))
     held = set(pictures[: max(1, round(fraction * len(pictures)))] if fraction else ())
     kept = [example for example in examples if example.picture not in held]
     if not kept:
