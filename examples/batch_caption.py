@@ -174,7 +174,7 @@ def caption(options: Here) -> None:
                     raise refused(str(error), "--attention", first) from None
             loaded = True
             if first and not options.dry_run:  # nobody writes yet: all wait for each other's share of the headers
-                clear(output / "progress")
+                clear(output / ".progress")
                 nothing = "nothing to do" if vlm is None else "stock" if options.no_patch else None
                 status = nothing or str(hf_vit_accel.status(vlm))
                 device = torch.cuda.get_device_name() if on_cuda else "cpu"
@@ -194,7 +194,7 @@ def caption(options: Here) -> None:
                 return
 
             total = sum(costs[index] for index in shares[process])
-            progress = Progress(output / "progress", process, processes, len(shares[process]), total)
+            progress = Progress(output / ".progress", process, processes, len(shares[process]), total)
             if vlm is not None:
                 against = why_not_on_gpu(processor, state.device)
                 if first and against and options.processor_on == "gpu":
@@ -222,7 +222,7 @@ def caption(options: Here) -> None:
         if error.errno not in CANNOT_WRITE:
             raise
         stop(f"cannot write to {output}: {error.strerror}", 1, options.overwrite and loaded, True)
-    all_counts = read_counts(output / "progress", processes)
+    all_counts = read_counts(output / ".progress", processes)
     all_ended = len(all_counts) == processes and all(counts.items == counts.of for counts in all_counts)
     if first and vlm is not None and not options.no_patch:
         print(hf_vit_accel.status(vlm))

@@ -62,7 +62,7 @@ def _begun_anew(options: OnRay, ready: Prepared) -> bool:
 
 def work(options: OnRay, ready: Prepared, on_gpu: bool) -> None:
     """Caption what is left."""
-    journal, plan, counted = Journal(options.output), ready.plan, options.output / "progress"
+    journal, plan, counted = Journal(options.output), ready.plan, options.output / ".progress"
     commit = ready.settings.get("revision")
     job = Job(options=options, run=ready.run, commit=commit, on_gpu=on_gpu, folder=options.output)
     if plan.tasks:

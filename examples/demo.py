@@ -119,6 +119,9 @@ def main(
     """Caption drawn scenes. Exits with 1 if too few captions are right, or if the patched tower's outputs differ."""
     checkpoint = CHECKPOINTS / family
     folder, records_folder = output / "scenes", output / "records"
+    if not records_folder.is_dir() and output.is_dir() and any(output.iterdir()):
+        raise typer.BadParameter(f"{output} holds other files, which would be replaced: name another folder")
+    records_folder.mkdir(parents=True, exist_ok=True)
     expected = draw_scenes(folder, scenes, unit=32 if family == "qwen3_vl" else 28)
     arguments = ["caption", str(folder), "--output", str(records_folder), "--model", str(checkpoint)]
     options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--overwrite"]

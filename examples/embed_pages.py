@@ -196,7 +196,7 @@ def work(
         for line in told:
             say(f"not embedded: {line}")
         if tensors:
-            sizes = json.dumps({name_of(item): size(item) for item, _ in found})
+            sizes = json.dumps({name_of(item): size(item) for item, _ in found if name_of(item) in tensors})
             with part_of(next(files)) as part:
                 save_file(tensors, part, metadata | {"bytes": sizes})
         done, failed = done + len(tensors), failed + len(told)

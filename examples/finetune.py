@@ -103,6 +103,8 @@ def finetune(
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     word = "activation" if "activation_checkpointing" in names else "gradient"  # the latter before 5.23 or so
     with _sentences():
+        if output_dir.resolve() == Path(model).resolve():
+            raise ValueError(f"{output_dir} is the folder of the model itself: name another --output-dir")
         checkpoint = _checkpoint(output_dir, resume)
         arguments = TrainingArguments(
             output_dir=str(output_dir),

@@ -177,7 +177,7 @@ def main(
         batch_caption.app([*arguments, *shared, "--limit", str(pictures), *options], standalone_mode=False)
         state.wait_for_everyone()
         if state.is_main_process:
-            all_counts = read_counts(output / "progress", state.num_processes)
+            all_counts = read_counts(output / ".progress", state.num_processes)
             rates[name] = per_second(all_counts)
             print(f"### {name}\n{summary(all_counts)}", flush=True)
         state.wait_for_everyone()

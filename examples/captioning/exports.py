@@ -108,7 +108,7 @@ class Export:
 
     def _whole(self, path: Path, write: Callable[[Path], object]) -> None:
         if path.parent.resolve() == self.folder.resolve() and any(fnmatchcase(path.name, name) for name in SHARDS):
-            names = " and ".join(SHARDS)
+            names = "captions-00000.jsonl and captions-ray-00000.parquet"
             raise ValueError(f"names such as {names} are those of the records in {self.folder}; choose another")
         if path.resolve() in self._read_from:  # --overwrite, too: records and captions are not all that it holds
             raise ValueError(f"{path} is what the pictures were read from; choose another name")

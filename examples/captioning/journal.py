@@ -33,8 +33,9 @@ __all__ = [
     "replace_file",
 ]
 
-SHARDS = ("captions-*.jsonl", "captions-ray-*.parquet")
 _FOLDERS = "captions-ray-" + "[0-9]" * 5
+SHARDS = ("captions-" + "[0-9]" * 5 + ".jsonl", _FOLDERS + ".parquet")
+"""No other names: what is taken for a shard is repaired."""
 _ROWS = 50_000  # records in a row group
 
 
@@ -61,7 +62,7 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
+        file = (folder / ".lock").open("a")
     except OSError as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
     with file:
@@ -234,9 +235,10 @@ class Journal:
             return {"runs": []}
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): mend it, or name another output") from None
-        return found
+            return found | {"runs": list(found["runs"])}
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is damaged, or none of these runs ({reason}): name another output") from None
 
     def begin(self, entry: Mapping[str, Any], change: Callable[[Record], Record | None]) -> None:
         """Makes the folder ready for a run: repaired, with the records that `rewrite` makes of those there are, noted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def _root(wanted: Wanted, last: dict[str, Any]) -> str | None:
 
 def _has_beside(item: Item, extension: str | None) -> bool:
     whole_file = item.row is None and item.length is None
-    return extension is not None and whole_file and Path(item.file).with_suffix(extension).exists()
+    # `Path.exists` raises for a name that is too long.
+    return extension is not None and whole_file and os.path.exists(Path(item.file).with_suffix(extension))
 
 
 def _say_passed_over(found: Found, captioned: int, extension: str | None) -> None:

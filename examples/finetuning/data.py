@@ -90,14 +90,14 @@ def _in_lines(path: Path, column: str | None, root: Path) -> Iterator[Example]:
 
 
 def text_column(examples: Sequence[Example], column: str | None) -> str:
-    """The name of the texts. Raises ValueError if the first example has none of that name."""
+    """The name of the texts. Raises ValueError if none of the first examples has one of that name."""
     names = (column,) if column else TEXTS
-    first = examples[0].fields(set(names))
-    found = next((name for name in names if name in first), None)
-    if found is None:
-        has = f"{examples[0].item.key} has {', '.join(sorted(first))}"
-        raise ValueError(f"expected a text in {' or '.join(names)}, {has}; name it with --text-column")
-    return found
+    for example in examples[:_TRIES]:  # one without a text is passed over, the first one too
+        has = example.fields(set(names))
+        if found := next((name for name in names if name in has), None):
+            return found
+    first = f"{examples[0].item.key} has {', '.join(sorted(examples[0].fields(set())))}"
+    raise ValueError(f"expected a text in {' or '.join(names)}, {first}; name it with --text-column")
 
 
 def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
@@ -105,7 +105,8 @@ def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example
 
     Raises ValueError where one of the two would be empty.
     """
-    pictures = sorted({example.picture for example in examples}, key=_digest)
+    # By the whole name, too: of equal names in several folders a set's order is another in every process.
+    pictures = sorted({example.picture for example in examples}, key=lambda name: (_digest(name), name))
     held = set(pictures[: max(1, round(fraction * len(pictures)))] if fraction else ())
     kept = [example for example in examples if example.picture not in held]
     if not kept:
@@ -163,8 +164,11 @@ class Examples(Dataset[Row]):
             image, _ = read_image(file)
         if not vision_tokens(self.processor, *image.size):
             raise ValueError(f"the processor refuses a picture of {image.width} x {image.height}")
-        kinds = {"kind": "picture", **values}
-        return Row(image, fill(self.prompt, kinds), text.strip())
+        prompt = fill(self.prompt, {"kind": "picture", **values})
+        for token in (self.processor.image_token, self.processor.video_token):
+            if token in prompt + text:
+                raise ValueError(f"{token} in a text stands for a picture that there is not")
+        return Row(image, prompt, text.strip())
 
 
 class Collator:

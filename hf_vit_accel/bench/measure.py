@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from hf_vit_accel import env
 from hf_vit_accel.bench.baselines import Run, stock, trained
 from hf_vit_accel.bench.contenders import Contender, check_names, choose
 from hf_vit_accel.bench.profile import Part, profile
-from hf_vit_accel.bench.towers import build_tower, family_of_tower, matrix_flops, weight_of
+from hf_vit_accel.bench.towers import SHAPES, build_tower, family_of_tower, matrix_flops, weight_of
 from hf_vit_accel.bench.work import Batch, Errors, draw_batch, milliseconds, peak_gigabytes, results, work
 from hf_vit_accel.inputs import Expected, read
 from hf_vit_accel.metadata import Grid, rows_of
@@ -119,6 +120,8 @@ def bench(
     device = device_of_choice()
     chosen_dtype = dtype or default_dtype(device)
     for model in models:
+        if weights and (model in SHAPES or Path(model).is_file()):
+            raise ValueError(f"expected a checkpoint's folder or hub id for its weights, got {model!r}")
         outline = _prepared(build_tower(model, torch.device("meta"), chosen_dtype), train, checkpointing)
         for grid in sizes.values():
             _check_grid(outline, grid)

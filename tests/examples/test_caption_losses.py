@@ -336,9 +336,9 @@ def test_a_table_that_is_another_is_captioned_anew(tmp_path: Path, output: Path)
 def test_merge_writes_no_shard_of_the_records(photos: Path, output: Path) -> None:
     caption(photos, output)
     before = stored(output)
-    for name in ("captions-00000.jsonl", "captions-00001.jsonl", "captions-all.jsonl"):
+    for name in ("captions-00000.jsonl", "captions-00001.jsonl", "captions-ray-00000.parquet"):
         done = call("merge", output, output / name, "--overwrite")
-        assert done.exit_code == 2 and "captions-*.jsonl" in words(done) and stored(output) == before
+        assert done.exit_code == 2 and "are those of the records" in words(done) and stored(output) == before
     assert call("merge", output, output / "captions.jsonl").exit_code == 0
 
 
@@ -375,9 +375,26 @@ def test_damaged_files_beside_the_records_are_named(photos: Path, output: Path) 
     caption(photos, output)
     (output / ".checksums.json").write_text("{")
     assert "0 of them to caption" in words(caption(photos, output))
-    (output / "manifest.json").write_text("{")
-    for done in (caption(photos, output), call("merge", output, output / "all.jsonl")):
-        assert done.exit_code == 2 and f"{output / 'manifest.json'} is damaged" in words(done)
+    for text in ("{", '{"name": "somebody else\'s"}', "[]"):
+        (output / "manifest.json").write_text(text)
+        for done in (caption(photos, output), call("merge", output, output / "all.jsonl")):
+            assert done.exit_code == 2 and f"{output / 'manifest.json'} is damaged, or none of " in words(done)
+        assert (output / "manifest.json").read_text() == text
+
+
+def test_an_output_on_top_of_somebodys_files_leaves_them_alone(photos: Path) -> None:
+    put(photos, "progress/00000.png")
+    mine = {
+        photos / "progress" / "00000.json": '{"mine": 1}',
+        photos / "captions-mine.jsonl": '{"file_name": "a.png", "text": "written by hand, no line end"}',
+        photos / "progress.json": "{}",
+        photos / ".lock": "1234",
+    }
+    for file, text in mine.items():
+        file.write_text(text)
+    for _ in range(2):
+        assert caption(photos, photos, "--overwrite").exit_code == 0
+    assert {file: file.read_text() for file in mine} == mine
 
 
 def test_an_empty_input_is_not_the_folder_that_one_is_in(photos: Path, output: Path) -> None:

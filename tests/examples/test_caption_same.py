@@ -285,7 +285,7 @@ def test_ctrl_c_while_it_starts_is_one_sentence(tmp_path: Path) -> None:
 def test_ctrl_c_again_and_again_is_one_sentence(photos: Path, output: Path) -> None:
     arguments = ["caption", str(photos), f"--output={output}", f"--model={MODEL}", "--batch-size=1"]
     run = started(*arguments, "--max-new-tokens=2000", PYTHONPATH=str(ROOT))
-    while not (output / "progress").exists() and run.poll() is None:
+    while not (output / ".progress").exists() and run.poll() is None:
         time.sleep(0.05)
     while run.poll() is None:
         run.send_signal(signal.SIGINT)

@@ -312,6 +312,12 @@ def test_pictures_with_a_text_beside_are_passed_over_on_request(photos: Path, ou
     assert captions_in(output).keys() == {"b.png"}
 
 
+def test_a_name_that_leaves_no_room_for_the_extension_has_nothing_beside(photos: Path, output: Path) -> None:
+    (photos / "a.png").rename(photos / ("x" * 251 + ".png"))
+    done = caption(photos, output, "--skip-with=.caption")
+    assert done.exit_code == 0 and "2 items, 2 of them to caption" in words(done)
+
+
 def test_the_gpu_processor_says_why_it_is_not_used(photos: Path, output: Path) -> None:
     told = words(caption(photos, output, "--processor-on=gpu", WHOLE))
     assert "pictures are prepared on the CPU: the model is on cpu" in told

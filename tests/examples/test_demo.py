@@ -51,6 +51,14 @@ def test_the_demo_captions_scenes_it_never_saw(tmp_path: Path, monkeypatch: pyte
     assert sheet.size == (COLUMNS * CELL[0], 2 * CELL[1])
 
 
+def test_the_demo_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "scenes" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    done = RUNNER.invoke(DEMO, ["--output", str(tmp_path), "--scenes=1"])
+    assert done.exit_code == 2 and "name another folder" in done.output and mine.read_text() == "mine"
+
+
 def test_the_demo_installs_what_it_needs_and_no_test_tools() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "\ndemo: $(VENV)/.installed-examples\n" in (ROOT / "Makefile").read_text()

@@ -150,6 +150,28 @@ def test_what_cannot_be_read_or_is_refused_costs_nobody_else(model: Path, pages:
     assert set(embeddings(output)) == {"a.png", "b.png", "deep/c.png", "d.png"}
 
 
+def test_a_page_that_the_memory_does_not_hold_is_tried_again(
+    model: Path, pages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = embed_pages.embed
+
+    def full(retriever: Any, inputs: Any) -> list[torch.Tensor]:
+        if len(inputs["input_ids"]) > 3 or embeddings_made:
+            raise torch.OutOfMemoryError
+        embeddings_made.append(True)
+        return embed(retriever, inputs)
+
+    embeddings_made: list[bool] = []
+    output = tmp_path / "index"
+    monkeypatch.setattr(embed_pages, "embed", full)
+    done = call(pages, "--output", output, "--model", model)
+    assert done.exit_code == 1 and "2 pages embedded" in done.output and "2 could not be" in done.output
+    monkeypatch.setattr(embed_pages, "embed", embed)
+    done = call(pages, "--output", output, "--model", model)
+    assert done.exit_code == 0 and "2 of them to embed" in done.output
+    assert set(embeddings(output)) == {"a.png", "b.png", "deep/c.png", "d.png"}
+
+
 def test_mistakes_are_told(model: Path, pages: Path, tmp_path: Path) -> None:
     output = tmp_path / "index"
     assert "name pages to embed, or a --query" in words(call("--output", output))

@@ -333,7 +333,7 @@ def check_the_other_goes_on(two: Launched, inputs: Inputs, way: str) -> None:
         two.worker(1).suspend()
 
     def first_is_done() -> bool:
-        counts = json.loads((output / "progress" / "00000.json").read_text())
+        counts = json.loads((output / ".progress" / "00000.json").read_text())
         return counts["items"] == counts["of"]
 
     two.wait_for(first_is_done, "the first process to do its share")

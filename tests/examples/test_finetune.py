@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from caption_cli import EXAMPLES, RUNNER
+from caption_cli import EXAMPLES, RUNNER, words
 from launched import WAYS, launched
 from safetensors.torch import load_file
 from standins import alike
@@ -25,8 +25,9 @@ import finetune  # noqa: E402
 import scenes  # noqa: E402
 from captioning.batches import limit_pixels  # noqa: E402
 from captioning.captioner import load_processor  # noqa: E402
+from captioning.sources import Item  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
-from finetuning.data import Collator, Examples, find_examples, hold_out, text_column  # noqa: E402
+from finetuning.data import Collator, Example, Examples, find_examples, hold_out, text_column  # noqa: E402
 
 PROMPT = "describe this picture ."
 SETTINGS: dict[str, Any] = {
@@ -248,20 +249,54 @@ def test_a_picture_is_held_out_with_all_its_texts(data: Path, tmp_path: Path) ->
         hold_out(held, 0.5)
 
 
+def test_pictures_of_one_name_are_held_out_alike_in_every_process() -> None:
+    class Rising(str):
+        """Sets are in the order of hashes, which for texts is another in every process."""
+
+        def __hash__(self) -> int:
+            return ord(self[0])
+
+    class Falling(Rising):
+        def __hash__(self) -> int:
+            return 128 - ord(self[0])
+
+    named = [[Example(Item(key=kind(f"{each}/1.png"), file="")) for each in "abcdefgh"] for kind in (Rising, Falling)]
+    rising, falling = ([str(each.picture) for each in hold_out(examples, 0.25)[1]] for examples in named)
+    assert rising == falling and len(rising) == 2
+
+
 def test_what_cannot_be_read_is_passed_over(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.png").write_bytes((data / "00.png").read_bytes()[:200])
     rows = [
         {"image": str(tmp_path / "bad.png"), "text": "half a picture"},
         {"image": str(tmp_path / "none.png"), "text": "no picture"},
+        {"image": str(data / "00.png")},
         {"image": str(data / "00.png"), "text": " "},
+        {"image": str(data / "00.png"), "text": "what <|image_pad|> is"},
         {"image": str(data / "01.png"), "text": "a whole picture"},
     ]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
     processor = load_processor(str(EXAMPLES / "tiny_captioner" / "qwen3_vl"))
     examples = Examples(find_examples([str(tmp_path / "r.jsonl")]), processor, prompt=PROMPT, text="text")
-    assert [examples[index].text for index in range(4)] == ["a whole picture"] * 4
+    assert [examples[index].text for index in range(6)] == ["a whole picture"] * 6
     told = capsys.readouterr().err
-    assert told.count("passed over: ") == 3 and "none.png" in told and "no text in text" in told
+    assert told.count("passed over: ") == 5 and "none.png" in told and "no text in text" in told
+    assert "<|image_pad|> in a text" in told
+
+
+def test_the_first_example_may_have_no_text(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "folder", ignore=shutil.ignore_patterns("*.jsonl"))
+    (tmp_path / "folder" / "07.txt").write_text("a star")
+    assert text_column(find_examples([str(tmp_path / "folder")]), None) == "txt"
+
+
+def test_a_model_is_not_trained_into_its_own_folder(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "tiny_captioner" / "qwen3_vl", tmp_path / "own")
+    before = (tmp_path / "own" / "model.safetensors").read_bytes()
+    command = [each for each in arguments(data, tmp_path / "own", "qwen3_vl") if not each.startswith("--model")]
+    done = RUNNER.invoke(finetune.app, [*command, f"--model={tmp_path / 'own'}"])
+    assert done.exit_code == 2 and "is the folder of the model itself" in words(done)
+    assert (tmp_path / "own" / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(

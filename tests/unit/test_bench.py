@@ -331,6 +331,7 @@ def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
         (("--backends", "fast"), "expected attention to be one of"),
         (("--baselines", "slow"), "expected baselines out of"),
         (("--dtype", "int8"), "expected a dtype"),
+        (("--weights",), "expected a checkpoint's folder or hub id for its weights, got 'qwen3-vl-2b'"),
         (("--backends", "", "--baselines", ""), "nothing to time"),
     ],
 )
