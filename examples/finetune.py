@@ -11,6 +11,7 @@ gets the model, checkpoints on the way (`--resume` goes on from the newest), `lo
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -135,7 +136,9 @@ def finetune(
         first = arguments.process_index == 0
         if checkpoint and 0 < max_steps <= _step(checkpoint):  # the trainer would make a step more
             if first:
-                print(f"the run is done: its last step is in {checkpoint}")
+                if not (output_dir / "loss.svg").exists():  # what is written last: it was killed before
+                    _finish(Path(checkpoint), output_dir, model, revision, "stock" if no_patch else "patched")
+                print(f"the run is done: its last step is in {checkpoint}, the model in {output_dir}")
             raise typer.Exit
         where = dict(column=image_column, split=split, root=image_root)
         examples, held = find_examples(train_file, **where), []
@@ -252,6 +255,16 @@ def _keep_processor(processor: Any, model: str, revision: str | None, folder: Pa
     for pattern in ("*processor*.json", "*token*.json", "vocab*", "merges.txt", "chat_template*"):
         for file in source.glob(pattern):
             shutil.copy(file, folder / file.name)
+
+
+def _finish(checkpoint: Path, folder: Path, model: str, revision: str | None, title: str) -> None:
+    """What a run writes at its end, of the last checkpoint: all but what only the trainer reads."""
+    state = checkpoint / "trainer_state.json"
+    for file in checkpoint.iterdir():
+        if file.suffix in (".safetensors", ".json", ".md") and file != state:
+            shutil.copy(file, folder / file.name)
+    _keep_processor(load_processor(model, revision), model, revision, folder)
+    _draw(json.loads(state.read_text(encoding="utf-8"))["log_history"], folder / "loss.svg", title)
 
 
 def _draw(history: Sequence[dict[str, float]], path: Path, title: str) -> None:
