@@ -54,8 +54,7 @@ class Ranks:
             dist.all_gather(found, sent, group=self.group)
         by_rank = torch.stack(found)
         self.settle(on, when=when)
-        told: list[list[int]] = by_rank.tolist()
-        return told
+        return by_rank.tolist()
 
     def to_all(self, mine: torch.Tensor, received: Sequence[torch.Tensor], *, when: str) -> list[torch.Tensor]:
         """Each rank's tensor on every rank, by rank; received: where the others' go, of whatever sizes.

@@ -247,11 +247,9 @@ class Routes:
             route = lay_out(grid if layout is None else layout(), spec, warmed=self.warmed)
             return route, sum(array.nbytes for array in route.arrays.values())
 
-        route: Route = self.cache.get((grid, spec, budget, stream), make)
-        return route
+        return self.cache.get((grid, spec, budget, stream), make)
 
     def offsets(self, grid: Grid, at: torch.device, geometry: Geometry, *rest: Any) -> dict[str, Any]:
         """What `offsets` makes of a grid on a device, made once for a stream and while the geometry is the same."""
         key = grid, at, geometry, torch.cuda.current_stream(at).cuda_stream if at.type == "cuda" else 0
-        more: dict[str, Any] = self.cache.get(key, lambda: (offsets(grid, at, geometry, *rest), 8 * len(grid)))
-        return more
+        return self.cache.get(key, lambda: (offsets(grid, at, geometry, *rest), 8 * len(grid)))

@@ -48,8 +48,7 @@ def _attend_cuda(
     out = flash_attn_varlen_func(
         q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen, softmax_scale=scale, causal=False
     )
-    out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # early releases add the log-sum-exp
-    return out_THD
+    return out[0] if isinstance(out, tuple) else out  # early releases add the log-sum-exp
 
 
 _attend = attention_op("flash_attention_3", _attend_cuda)

@@ -54,8 +54,7 @@ class FlashAttention4(Backend):
         if not plan.request.grad:
             return _attend(q_THD, k_THD, v_THD, *_settings(plan))
         qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
-        out_THD: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, *_settings(plan))
-        return out_THD
+        return _Attention.apply(qkv_T3HD, None, None, *_settings(plan))
 
     def attend_layers(self, plan: Plan, layers: int, rotate_: Attend) -> list[Attend]:
         if not plan.request.grad or getattr(rotate_, "__wrapped__", rotate_) is not rotate:
@@ -137,8 +136,7 @@ class _Attention(torch.autograd.Function):
 
 def _as_it_is() -> Callable[..., Any]:
     """The package's backward."""
-    backward: Callable[..., Any] = _interface()._flash_attn_bwd
-    return backward
+    return _interface()._flash_attn_bwd
 
 
 def _aligned() -> Callable[..., Any]:
@@ -176,8 +174,7 @@ def _against(
         if make is None:
             q_THD, k_THD, v_THD = qkv_T3HD.unbind(1)
             return _attend_cuda(q_THD, k_THD, v_THD, *settings)
-        found: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, *settings, make())
-        return found
+        return _Attention.apply(qkv_T3HD, None, None, *settings, make())
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its compiler's, about its own code

@@ -204,11 +204,10 @@ def compiled(
 def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     # Static but for what is marked: heads, strides and scale are constants of the kernel. If it were not for the full
     # graph, what cannot be compiled would run as it is, with all T x T scores in memory.
-    compiled: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False, fullgraph=True)
-    return compiled
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def _flex(scale: float, score_mod: ScoreMod | None) -> FunctionType:
+def _flex(scale: float, score_mod: ScoreMod | None) -> Any:
     """What is compiled: from q, k, v (T, 3, H, D) and the tensors of `block_mask`, in their order, to (T, H, D)."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -236,7 +235,6 @@ def _flex(scale: float, score_mod: ScoreMod | None) -> FunctionType:
         out_1HTD = flex_attention(q_1HTD, k_1HTD, v_1HTD, score_mod, mask, scale, kernel_options=options)
         return out_1HTD[0].transpose(0, 1)
 
-    assert isinstance(attend, FunctionType)
     return attend
 
 

@@ -74,8 +74,7 @@ class TorchCudnn(Backend):
         settings = plan.host["groups"], plan.request.scale
         if not plan.request.grad:
             return _forward((q_THD, k_THD, v_THD), *settings, False)[0]
-        out_THD: torch.Tensor = _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, *settings)
-        return out_THD
+        return _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, *settings)
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         settings = plan.host["groups"], plan.request.scale
@@ -86,8 +85,7 @@ class TorchCudnn(Backend):
             rotated_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)
             if not plan.request.grad:
                 return _forward(rotated_T3HD, *settings, False)[0]
-            out_THD: torch.Tensor = _Attention.apply(rotated_T3HD, None, None, *settings)
-            return out_THD
+            return _Attention.apply(rotated_T3HD, None, None, *settings)
 
         return [attend] * layers
 
@@ -199,7 +197,6 @@ def _against_gradients(device: torch.device, dtype: torch.dtype, head_dim: int) 
     lengths = [length for count, length in groups for _ in range(count)]
 
     def attend(qkv_T3HD: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, groups, scale)
-        return found
+        return _Attention.apply(qkv_T3HD, None, None, groups, scale)
 
     return reasons_tried(attend, lengths, device, dtype, head_dim, grad=True)

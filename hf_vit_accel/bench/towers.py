@@ -136,8 +136,7 @@ def tower_class(config: Any) -> type[nn.Module]:
     for family in fast:
         for module, name in family.towers:
             if module == home:
-                kind: type[nn.Module] = getattr(importlib.import_module(module), name)
-                return kind
+                return getattr(importlib.import_module(module), name)
     supported = ", ".join(family.name for family in fast)
     raise ValueError(f"expected a model with a vision tower of {supported}, got {type(config).__name__}")
 
@@ -214,5 +213,4 @@ def family_of_tower(tower: nn.Module) -> Family:
 
 def weight_of(tower: nn.Module) -> torch.Tensor:
     """The weight of the patch embedding: a row of it is as wide as a patch."""
-    weight: torch.Tensor = family_of_tower(tower).parts(tower).projection.weight
-    return weight
+    return family_of_tower(tower).parts(tower).projection.weight

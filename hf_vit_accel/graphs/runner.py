@@ -248,10 +248,8 @@ class Runner(Held[_Graph]):
 
 def _signature(route: Route) -> _Signature:
     """Made once per route: a route is looked up at every replay."""
-    known = route.signature
-    if known is None:
+    if route.signature is None:
         arrays = tuple((name, array.shape, array.dtype.str) for name, array in route.arrays.items())
         plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in route.plans.items())
-        route.signature = known = _Signature((route.metadata.rows, arrays, plans))
-    assert isinstance(known, _Signature)
-    return known
+        route.signature = _Signature((route.metadata.rows, arrays, plans))
+    return route.signature

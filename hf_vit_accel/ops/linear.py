@@ -72,7 +72,6 @@ def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tenso
         lora = lora_of(module, context)
         return context.called(module) if lora is None else product([lora], context)
     if not context.trains_by_kernels:
-        forward: Callable[[torch.Tensor], torch.Tensor] = module.forward  # not `__call__`: hooks go the stock way
-        return forward
+        return module.forward  # not `__call__`: hooks go the stock way
     weights = context.reader((module, "weight"), (module, "bias"))
     return Trained(function=LinearFunction, weights=weights, takes_norm=True)

@@ -275,7 +275,7 @@ def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tenso
     # module in its place may not say what it takes.)
     known = [kind for kind in (type(rotary), *(context.classes or ())) if "RotaryEmbedding" in kind.__name__]
     if any("x" in inspect.signature(kind.forward).parameters for kind in known):
-        return rotary  # type: ignore[no-any-return]
+        return rotary
 
     def make(x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         half_TD = rotary(positions_T2)
@@ -299,8 +299,7 @@ def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
 def rotate(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """`Rope` where a gradient flows, else `rope_`: nobody keeps what a plain Linear has just made."""
     if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
-        out_T3HD: torch.Tensor = Rope.apply(qkv_T3HD, cos_TD, sin_TD)
-        return out_T3HD
+        return Rope.apply(qkv_T3HD, cos_TD, sin_TD)
     return rope_(qkv_T3HD, cos_TD, sin_TD)
 
 

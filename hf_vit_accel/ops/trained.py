@@ -86,10 +86,7 @@ class TrainedLayer:
         """The residual stream, (T, E), and what it is still to receive, (T, E) or None. heads: (3, H, D)."""
         weights = [part.weights() for part in self.parts]
         rows = cos_TD, sin_TD, x_TE.contiguous(), delta_TE
-        out: tuple[Rows, Rows | None] = _Layer.apply(
-            self, heads, tuple(map(len, weights)), *rows, *chain.from_iterable(weights)
-        )
-        return out
+        return _Layer.apply(self, heads, tuple(map(len, weights)), *rows, *chain.from_iterable(weights))
 
 
 def layer_of(operations: Any, attend: Any) -> TrainedLayer | None:

@@ -263,8 +263,7 @@ def window_attention(
     one kernel, too: a window's softmax is made again from the projection, the only thing that is saved.
     """
     if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
-        out_THD: torch.Tensor = WindowAttention.apply(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
-        return out_THD
+        return WindowAttention.apply(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
     return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
 
