@@ -20,18 +20,7 @@ try:
 except ImportError:  # pragma: no cover
     triton = tl = TensorDescriptor = None
 
-__all__ = [
-    "DTYPES",
-    "Kernel",
-    "TensorDescriptor",
-    "for_descriptor",
-    "jit",
-    "kind_of",
-    "next_power_of_2",
-    "tl",
-    "why_not_descriptors",
-    "why_not_triton",
-]
+__all__ = ["TensorDescriptor", "tl"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 
