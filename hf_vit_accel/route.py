@@ -204,24 +204,6 @@ class Offsets:
     plans: dict[Any, Plan] = field(default_factory=dict)
 
 
-def offsets(
-    grid: Grid,
-    at: torch.device,
-    geometry: Geometry,
-    settings: Settings,
-    faults: Mapping[str, str],
-    served: dict[str, str],
-) -> dict[str, Any]:
-    """The keyword arguments with which such a tower neither computes its segments nor asks the device for them."""
-    metadata = build(grid, geometry)
-    arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
-    tensors = to_device(arrays, at)
-    for name, (kind, segments) in zip(("cu_seqlens", "cu_window_seqlens"), metadata.segments().items(), strict=False):
-        known = Offsets(kind=kind, segments=segments, settings=settings, faults=faults, served=served)
-        setattr(tensors[name], OFFSETS, known)
-    return {**tensors, "max_seqlen": metadata.full.max_seqlen}
-
-
 _SEGMENTS = "cu_seqlens", "window_index", "cu_window_seqlens"
 
 
@@ -249,7 +231,19 @@ class Routes:
 
         return self.cache.get((grid, spec, budget, stream), make)
 
-    def offsets(self, grid: Grid, at: torch.device, geometry: Geometry, *rest: Any) -> dict[str, Any]:
-        """What `offsets` makes of a grid on a device, made once for a stream and while the geometry is the same."""
+    def offsets(self, grid: Grid, at: torch.device, geometry: Geometry, *of_tower: Any) -> dict[str, Any]:
+        """The keyword arguments with which such a tower neither computes its segments nor asks the device for them.
+
+        Made once for a stream and while the geometry is the same. of_tower: settings, faults and served of `Offsets`.
+        """
+
+        def make() -> tuple[dict[str, Any], int]:
+            metadata, (settings, faults, served) = build(grid, geometry), of_tower
+            arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
+            tensors, given = to_device(arrays, at), dict(settings=settings, faults=faults, served=served)
+            for name, (kind, segments) in zip(_SEGMENTS[::2], metadata.segments().items(), strict=False):
+                setattr(tensors[name], OFFSETS, Offsets(kind=kind, segments=segments, **given))
+            return {**tensors, "max_seqlen": metadata.full.max_seqlen}, 8 * len(grid)
+
         key = grid, at, geometry, torch.cuda.current_stream(at).cuda_stream if at.type == "cuda" else 0
-        return self.cache.get(key, lambda: (offsets(grid, at, geometry, *rest), 8 * len(grid)))
+        return self.cache.get(key, make)
