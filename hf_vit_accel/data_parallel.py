@@ -15,8 +15,8 @@ the gradients of pixels and weights, and their sum over ranks, made once, is wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_vit_accel import env
 from hf_vit_accel.metadata import Grid
+from hf_vit_accel.ops.base import Slots, replaced
 from hf_vit_accel.ops.fingerprint import words_of
 from hf_vit_accel.passes import Serve
 from hf_vit_accel.ranks import RankError, Ranks
@@ -125,14 +126,16 @@ class Sharing:
         """All outputs of a call that has begun. Raises what another rank met, as a RankError or an OutOfMemoryError."""
         places, rank, grad = self._due, self.ranks.rank, spec.request.grad
         assert places is not None
-        mine, weights = places.grid_of(rank), _trained(tower) if grad else []
+        mine, slots = places.grid_of(rank), _trained(tower) if grad else []
+        weights = {id(place[name]): place[name] for place, name in slots}  # one that several modules share once
         assert self._checksum is not None  # one more sync only where words go by the host
         self._checksum = (self._checksum + checksum(pixels_TP)).to(self.ranks.device)
-        how = grad, pixels_TP.requires_grad, spec.request.dtype, [tuple(each.shape) for each, _ in weights]
+        how = grad, pixels_TP.requires_grad, spec.request.dtype, [tuple(each.shape) for each in weights.values()]
         try:
             if grad:
-                token, share_TP, *others = _Share.apply(self, places, pixels_TP, *(weight for weight, _ in weights))
-                with _replaced(weights, others):
+                token, share_TP, *others = _Share.apply(self, places, pixels_TP, *weights.values())
+                by = dict(zip(weights, others, strict=True))
+                with replaced(slots, [by[id(place[name])] for place, name in slots]):
                     outputs = serve(mine, share_TP) if mine else []
                 outputs = list(_Gather.apply(self, how, token, *outputs))
             else:
@@ -260,42 +263,17 @@ def _room(places: Places, told: Sequence[int], rank: int, own: int, at: torch.de
 
 def _unpacked(message: torch.Tensor, shapes: Sequence[tuple[int, int, torch.dtype]]) -> list[torch.Tensor]:
     """Outputs out of bytes."""
-    views, at = [], 0
-    for rows, width, dtype in shapes:
-        end = at + rows * width * dtype.itemsize
-        views.append(message[at:end].view(dtype).view(rows, width))
-        at = end
-    return views
+    pieces = message.split([rows * width * dtype.itemsize for rows, width, dtype in shapes])
+    return [piece.view(dtype).view(shape) for piece, (*shape, dtype) in zip(pieces, shapes, strict=True)]
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
-Held = tuple[nn.Parameter, list[tuple[dict[str, Any], str]]]
-"""A parameter, and under which names modules hold it."""
 
-
-def _trained(tower: nn.Module) -> list[Held]:
-    """Every parameter that requires a gradient, once."""
-    found: dict[int, Held] = {}
-    for module in tower.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                found.setdefault(id(parameter), (parameter, []))[1].append((module._parameters, name))
-    return list(found.values())
-
-
-@contextmanager
-def _replaced(weights: Iterable[Held], by: Sequence[Any]) -> Iterator[None]:
-    """Modules hold others in the place of their parameters, in the same memory."""
-    try:
-        for (_, held), other in zip(weights, by, strict=True):
-            for parameters, name in held:
-                parameters[name] = other
-        yield
-    finally:
-        for parameter, held in weights:
-            for parameters, name in held:
-                parameters[name] = parameter
+def _trained(tower: nn.Module) -> Slots:
+    """Where modules hold parameters that require a gradient."""
+    places = [module._parameters for module in tower.modules()]
+    return [(at, name) for at in places for name, each in at.items() if each is not None and each.requires_grad]
 
 
 class _Share(torch.autograd.Function):

@@ -25,11 +25,10 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.graphs.held import CaptureError, Eager, Held
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.ops.base import Slots, replaced
 from hf_vit_accel.route import Route
 
 Tensors = list[torch.Tensor]
-Slots = list[tuple[dict[str, Any], str]]
-"""Where modules hold their parameters, one by one: the dictionary, and the name in it."""
 
 _WANTS_GRADIENT: Any = attrgetter("requires_grad")
 _HOOKS: Any = attrgetter("_backward_hooks")
@@ -184,7 +183,6 @@ class TrainingRunner(Held[_Step]):
     @torch.no_grad()
     def _forward(self, step: _Step, pixels_TP: torch.Tensor, parameters: Sequence[torch.Tensor]) -> _Call:
         recorder, call = self._recorder, _Call(step, parameters)
-        assert recorder is not None
         recorder.wait()
         try:
             step.pixels_TP.copy_(pixels_TP)
@@ -219,7 +217,6 @@ class TrainingRunner(Held[_Step]):
                 self._count_change(2)
                 return anew()
             recorder = self._recorder
-            assert recorder is not None
             recorder.wait()
             try:
                 for static, each in zip(step.incoming, _there(incoming), strict=True):
@@ -284,15 +281,9 @@ def _leaves(slots: Slots, parameters: Sequence[torch.Tensor], wants: Sequence[bo
     the stream on which it was made: by default one that cannot be captured. And it runs hooks, which are for the
     gradient that comes out of the tower alone; a parameter that was frozen since its forward has none.
     """
-    trained, former = _trained(parameters, wants), [place[name] for place, name in slots]
-    leaves = {id(each): each.detach().requires_grad_() for each in trained}
-    try:
-        for (place, name), each in zip(slots, parameters, strict=True):
-            place[name] = leaves.get(id(each), each)
+    leaves = {id(each): each.detach().requires_grad_() for each in _trained(parameters, wants)}
+    with replaced(slots, [leaves.get(id(each), each) for each in parameters]):
         yield [*leaves.values()]
-    finally:
-        for (place, name), each in zip(slots, former, strict=True):
-            place[name] = each
 
 
 def _gradients(

@@ -53,18 +53,10 @@ def _quick_gelu_kernel(x, out, total, BLOCK: tl.constexpr):
     tl.store(out + at, (value * gate).to(dtype), mask=inside)
 
 
-def quick_gelu_(x_TF: torch.Tensor) -> torch.Tensor:
-    """`quick_gelu_reference` as one kernel, in place."""
-    return _quick_gelu(x_TF, x_TF)
-
-
-def quick_gelu(x_TF: torch.Tensor) -> torch.Tensor:
-    """`quick_gelu_reference` as one kernel, out of place."""
-    return _quick_gelu(x_TF, torch.empty_like(x_TF))
-
-
-def _quick_gelu(x_TF: torch.Tensor, out_TF: torch.Tensor) -> torch.Tensor:
+def quick_gelu_(x_TF: torch.Tensor, out_TF: torch.Tensor | None = None) -> torch.Tensor:
+    """`quick_gelu_reference` as one kernel, in place; out_TF: written to instead."""
     assert x_TF.is_contiguous()
+    out_TF = x_TF if out_TF is None else out_TF
     _quick_gelu_kernel[(-(-x_TF.numel() // 4096),)](x_TF, out_TF, x_TF.numel(), BLOCK=4096, num_warps=8)
     return out_TF
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.activation import ACTIVATIONS, swiglu, swiglu_reference
-from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.base import Context, filled
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gelu_backward import gelu, gelu_gradient
 from hf_vit_accel.ops.lora import Lora
@@ -54,9 +54,8 @@ class Sides:
     def join(self, weights: Sequence[Any], biases: Sequence[Any] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weight and the bias, if there is any, of the one product."""
         whole = [_padded(each, self.more, rows) for each, rows in zip(weights, self.spare, strict=True)]
-        if biases is None or all(bias is None for bias in biases):
+        if biases is None or (some := filled(weights, biases)) is None:
             return _cat(whole), None
-        some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         some = [F.pad(bias, (0, rows)) if rows else bias for bias, rows in zip(some, self.spare, strict=True)]
         return _cat(whole), _cat(some)
 

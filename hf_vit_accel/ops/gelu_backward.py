@@ -13,15 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from hf_vit_accel import env
-from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu
+from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu_
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 
 EACH_SM, STAGES = 16, 3  # of the activations' gradients: programs of a multiprocessor, tiles on their way
-KINDS = ("gelu", "gelu_tanh", "quick_gelu")
-"""Activations of `GeluMlp`: the first, in the error function's form, is that of the mergers."""
 
 
 def gelu_mlp_reference(
@@ -41,7 +39,7 @@ def gelu_mlp_reference(
 
 def gelu(z_TF: torch.Tensor, kind: str) -> torch.Tensor:
     """What stock makes of the rounded result of the first product."""
-    return quick_gelu(z_TF) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
+    return quick_gelu_(z_TF, torch.empty_like(z_TF)) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
 
 
 @jit

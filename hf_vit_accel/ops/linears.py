@@ -23,7 +23,7 @@ from hf_vit_accel.ops import merger as mergers
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops import scaled
-from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.base import Context, filled
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.scaled import MULTIPLE, Quantized, aligned
 
@@ -78,10 +78,8 @@ def _product(modules: Sequence[Any], dtype: torch.dtype, *, biased: bool = True)
 
 
 def _biases(modules: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
-    if all(module.bias is None for module in modules):
-        return None
-    some = [m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules]
-    return (some[0] if len(some) == 1 else torch.cat(some)).to(dtype)
+    some = filled([module.weight for module in modules], [module.bias for module in modules])
+    return None if some is None else (some[0] if len(some) == 1 else torch.cat(some)).to(dtype)
 
 
 def _mlp(before: Sequence[Any], kind: str, after: Any, limit: float | None, dtype: torch.dtype) -> Rows:
@@ -132,23 +130,17 @@ def layer(block: Block, made: Any, shape: Callable[..., Any] | None, context: Co
 def merger(module: Any, made: Any, context: Context, against: dict[str, str]) -> Any:
     """A merger with its products in FP8; against: receives why it is not."""
     _, rest = mergers.layers_of(module) or (None, [])
-    kind = _activation_of(rest[1], context) if len(rest) == 3 else None
+    kind = mlps.activation_of(rest[1], context) if len(rest) == 3 and not context.reasons_replaced(rest[1]) else None
     why = None if "mergers" in context.fused else "it is not fused"
     why = why or (None if len(rest) == 3 else "it is not two products with an activation between them")
     why = why or _against(rest[:1], context, takes_padded=True, gives_padded=True)
     why = why or _against(rest[2:], context, takes_padded=True)
-    if why is None and kind not in scaled.KINDS[:-1]:
+    if why is None and kind in (None, "silu"):
         why = f"the activation {type(rest[1]).__name__} is not one that the kernel knows"
     if not _fits("mergers", context, against, why):
         return made
     run = _mlp(rest[:1], str(kind), rest[2], None, context.dtype)
     return mergers.fused(module, context, _guarded(lambda x_ME: run(scaled.quantize_rows(x_ME))))
-
-
-def _activation_of(activation: Any, context: Context) -> str | None:
-    if not context.reasons_replaced(activation, nn.GELU) and activation.approximate == "none":
-        return "gelu"
-    return None if context.reasons_replaced(activation) else mlps.activation_of(activation, context)
 
 
 _guarded = partial(env.guarded, env.LINEARS)

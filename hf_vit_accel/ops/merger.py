@@ -97,10 +97,8 @@ def _differentiable(rest: list[Any], context: Context) -> Trained | None:
     kinds = nn.Linear, nn.GELU, nn.Linear
     if len(rest) != 3 or any(map(context.reasons_replaced, rest, kinds)):
         return None
-    (first, gelu, last), cast = rest, context.cast
-    weights: Any = lambda: list(map(cast, (first.weight, first.bias, last.weight, last.bias)))  # noqa: E731
-    kind = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
-    return Trained(function=GeluMlp, weights=weights, settings=(kind, False), takes_norm=True)
+    kind, weights = "gelu_tanh" if rest[1].approximate == "tanh" else "gelu", mlps.places(rest[:1], rest[2])
+    return Trained(function=GeluMlp, weights=context.reader(*weights), settings=(kind, False), takes_norm=True)
 
 
 def _call(merger: nn.Module, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ KINDS = "gelu_tanh", "quick_gelu", "silu"
 
 
 def activation_of(activation: Any, context: Context) -> str | None:
-    """Which of `KINDS` a module computes, by trying; None for another."""
+    """Which of `ACTIVATIONS` a module computes, by trying; None for another."""
     key = type(activation), activation.extra_repr()
     if key not in context.activations:
         context.activations[key] = _activation_of(activation)
@@ -45,7 +45,7 @@ def _activation_of(activation: Any) -> str | None:
             found = activation.forward(x.clone())
         except Exception:  # whatever a foreign module raises, it is none of them
             return None
-        return next((k for k in KINDS if torch.allclose(found, ACTIVATIONS[k](x), rtol=1e-6, atol=1e-7)), None)
+        return next((k for k in ACTIVATIONS if torch.allclose(found, ACTIVATIONS[k](x), rtol=1e-6, atol=1e-7)), None)
 
 
 def layers_of(mlp: Any) -> tuple[list[Any], Any, Any] | None:
@@ -79,7 +79,7 @@ def reasons_against(mlp: Any, context: Context) -> list[str]:
         reasons.append("a Linear of the MLP has no bias")
     reasons = reasons or context.reasons_replaced(activation)
     kind = None if reasons else activation_of(activation, context)
-    if not reasons and (kind is None or (kind == "silu") != (len(before) == 2)):
+    if not reasons and (kind not in KINDS or (kind == "silu") != (len(before) == 2)):
         reasons.append(f"the activation {type(activation).__name__} is not one that the kernels know for this MLP")
     return reasons
 
@@ -100,13 +100,12 @@ def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> An
     if context.reference or context.grad:
         return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
+    weights = context.reader(*places(before, after))
     if kind == "silu":
-        weights = context.reader(*_places(before, after))
         return partial(_linear_swiglu if in_one else _swiglu, weights, limit, last)
     one = linear_gelu_tanh if kind == "gelu_tanh" else _quick_gelu
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
-    weights = context.reader(*((each, name) for each in (first, after) for name in ("weight", "bias")))
 
     def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
         weight_FE, bias_F, weight_EF, bias_E = weights()
@@ -117,7 +116,7 @@ def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> An
 
 def _differentiable(before: list[Any], after: Any, kind: str, limit: float | None, context: Context) -> Apply:
     """With a gradient: by kernels that keep little for it or, as reference, in plain torch."""
-    weights, setting = context.reader(*_places(before, after)), limit if kind == "silu" else kind
+    weights, setting = context.reader(*places(before, after)), limit if kind == "silu" else kind
     if context.reference:
         reference: Any = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
         return lambda x_TE: reference(x_TE, *weights(), setting)
@@ -128,7 +127,8 @@ def _differentiable(before: list[Any], after: Any, kind: str, limit: float | Non
     return Trained(function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
 
 
-def _places(before: list[Any], after: Any) -> list[tuple[Any, str]]:
+def places(before: Sequence[Any], after: Any) -> list[tuple[Any, str]]:
+    """Where the weights of an MLP are, in the order in which functions take them."""
     each = [(linear, name) for name in ("weight", "bias") for linear in before]
     return [*each, (after, "weight"), (after, "bias")]
 

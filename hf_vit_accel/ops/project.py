@@ -15,7 +15,7 @@ from torch import nn
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import linear
-from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.base import Context, filled
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.trained import Frame, Trained
@@ -51,10 +51,8 @@ def _joined(weights: list[Any], products: int) -> tuple[torch.Tensor, torch.Tens
     each, biases = weights[:products], weights[products : 2 * products]
     if products == 1:
         return each[0], biases[0]
-    if all(bias is None for bias in biases):
-        return torch.cat(each), None
-    some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(each, biases, strict=True)]
-    return torch.cat(each), torch.cat(some)
+    some = filled(each, biases)
+    return torch.cat(each), None if some is None else torch.cat(some)
 
 
 def project_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:

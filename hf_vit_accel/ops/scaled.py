@@ -21,8 +21,6 @@ from hf_vit_accel.ops.norm import add_norm_reference_, add_norm_rows, pieces
 
 MULTIPLE = 16
 """What the widths of both matrices must be multiples of."""
-KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
-"""Activations; silu is a SwiGLU's, of the first half of the columns, and multiplied by the second."""
 _TILE = 4096  # numbers of a program that quantises rows
 
 
@@ -97,7 +95,7 @@ def add_norm_e4m3_(x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings:
 def activate_reference(
     z_TN: torch.Tensor, biases_F: tuple[torch.Tensor | None, ...], width: int, kind: str, limit: float | None = None
 ) -> Quantized:
-    """The activation of z + b as rows in e4m3, (T, G), zeros beyond F = width; rounded once.
+    """The activation of z + b as rows in e4m3, (T, G), zeros beyond F = width; rounded once. kind: of `ACTIVATIONS`.
 
     z: (T, G), or two of that side by side, gate's and up's, where there are two biases; what stands beyond F in any is
     not read. biases: all of them, or none. limit: see `swiglu_reference`.

@@ -28,7 +28,7 @@ IMPORTS = {
     "ranks": "",
     "data_parallel": "env metadata ops passes ranks route split",
     "encoder": "backends families ops route",
-    "graphs": "config encoder env metadata route",
+    "graphs": "config encoder env metadata ops route",
     "upstream": "backends config encoder env families metadata ops route",
     "sharding": "",
     "guard": "backends env families inputs metadata ops route sharding upstream",
