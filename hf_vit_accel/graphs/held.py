@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -91,7 +91,7 @@ class Held(Generic[G]):
         self._drop()
 
     def _drop(self) -> None:
-        self._recorder: CudaRecorder | None = None
+        self._recorder: Any = None  # from the first call on, a CudaRecorder
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._retired: list[G] = []  # a replay may still be running: they go once it is known to be over
@@ -157,7 +157,6 @@ class Held(Generic[G]):
     def _held(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
         """The graph of a signature, captured if it is not there. Raises CaptureError."""
         graph, recorder = self._graphs.get(signature), self._recorder
-        assert recorder is not None
         if graph is None:
             if why := self._off or self._refused.get(signature):
                 raise CaptureError(why)
@@ -197,7 +196,6 @@ class Held(Generic[G]):
         could not be captured; captures never outweigh replays.
         """
         if self._waiting >= self._patience:
-            assert self._recorder is not None
             self._waiting, self._patience = 0, 2 * self._patience
             self._recorder.settle()
             self._drop()

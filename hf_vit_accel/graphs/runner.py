@@ -214,7 +214,6 @@ class Runner(Held[_Graph]):
         self, pixels_TP: torch.Tensor, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]
     ) -> list[torch.Tensor]:
         recorder = self._recorder
-        assert recorder is not None
         tokens, start = sum(bin_.tokens for bin_ in bins), 0
         results: list[torch.Tensor] = []
         recorder.wait()
