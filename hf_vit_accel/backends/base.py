@@ -79,6 +79,12 @@ class Needs:
     score_mods: bool = False
 
 
+HALF = Needs(
+    capability=((8, 0), (13, 0)), dtypes=(torch.bfloat16, torch.float16), head_dim_multiple=8, head_dim_max=128
+)
+"""What kernels for half precision need, as a rule."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """All that one backend needs for one layout of segments, made once per forward and shared by its layers.

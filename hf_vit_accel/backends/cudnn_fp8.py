@@ -9,6 +9,7 @@ have no scale, and the kernel that drops the padding multiplies by what v was di
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,8 @@ import numpy as np
 import torch
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Attend, Needs, Plan, Request
+from hf_vit_accel.backends.base import Attend, Plan, Request
 from hf_vit_accel.backends.flashinfer_cudnn import (
-    CUDNN_FRONTEND,
-    FLASHINFER,
     INT32_END,
     FlashinferCudnn,
     graph_for,
@@ -43,13 +42,7 @@ class CudnnFp8(FlashinferCudnn):
     """One kernel samples rows, one rotates, quantises and pads q, k and v, one call attends, one kernel unpads."""
 
     name = "cudnn_fp8"
-    needs = Needs(
-        packages=(FLASHINFER, CUDNN_FRONTEND),
-        capability=((9, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=128,
-    )
+    needs = replace(FlashinferCudnn.needs, capability=((9, 0), (13, 0)))
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request, attention_op, reasons_tried
+from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_tried
 from hf_vit_accel.ops.rope import rope_, rope_back_, rotate
 from hf_vit_accel.ops.trained import Trained
 
@@ -32,14 +33,7 @@ class FlashAttention4(Backend):
     """
 
     name = "flash_attention_4"
-    needs = Needs(
-        packages=(PACKAGE,),
-        capability=((9, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=128,
-        differentiable=True,
-    )
+    needs = replace(HALF, packages=(PACKAGE,), capability=((9, 0), (13, 0)), differentiable=True)
 
     def lacks(self) -> tuple[str, ...]:
         missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(_interface(), name)]

@@ -8,6 +8,7 @@ strides at hand, so q, k and v may be views of the packed projection.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Backend, Needs, Plan, Request, attention_op
+from hf_vit_accel.backends.base import HALF, Backend, Plan, Request, attention_op
 from hf_vit_accel.metadata import Segments
 
 Tensors = tuple[torch.Tensor, ...]
@@ -55,13 +56,7 @@ class FlashinferCudnn(Backend):
     """One call for all segments, of rows whose element offsets fit into int32."""
 
     name = "flashinfer_cudnn"
-    needs = Needs(
-        packages=(FLASHINFER, CUDNN_FRONTEND),
-        capability=((8, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=128,
-    )
+    needs = replace(HALF, packages=(FLASHINFER, CUDNN_FRONTEND))
 
     def lacks(self) -> tuple[str, ...]:
         prefill = _prefill_module()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Backend, Needs, Plan, Request, ScoreMod
+from hf_vit_accel.backends.base import HALF, Backend, Needs, Plan, Request, ScoreMod
 from hf_vit_accel.metadata import Array, Segments
 
 BLOCK = 128
@@ -36,11 +37,10 @@ class Flex(Backend):
 
     name = "flex"
     needs = Needs(cuda=False, differentiable=True, score_mods=True)
-    needs_on_cuda = Needs(
+    needs_on_cuda = replace(
+        HALF,
         packages=(TRITON,),
-        capability=((8, 0), (13, 0)),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        head_dim_multiple=8,
         head_dim_max=256,
         differentiable=True,
         score_mods=True,

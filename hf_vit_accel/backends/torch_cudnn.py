@@ -6,13 +6,14 @@ Neighbouring segments of one length are one batch. `T` packed rows, `H` heads, `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request, reasons_tried
+from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_tried
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops.rope import rope_, rope_gather_back
 from hf_vit_accel.ops.rope import rotate as rotation
@@ -33,13 +34,7 @@ class TorchCudnn(Backend):
     """One call per run of equal lengths; q, k and v are attended, and their gradients written, in one packed tensor."""
 
     name = "torch_cudnn"
-    needs = Needs(
-        capability=((8, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=128,
-        differentiable=True,
-    )
+    needs = replace(HALF, differentiable=True)
     capturable = False
 
     def lacks(self) -> tuple[str, ...]:

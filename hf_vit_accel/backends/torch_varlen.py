@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from hf_vit_accel.backends.base import Backend, Needs, Plan
+from hf_vit_accel.backends.base import HALF, Backend, Plan
 
 
 class TorchVarlen(Backend):
     """One call for all segments; no package beside torch."""
 
     name = "torch_varlen"
-    needs = Needs(
-        capability=((8, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=256,
-        differentiable=True,
-    )
+    needs = replace(HALF, head_dim_max=256, differentiable=True)
 
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         # FlashAttention-2 launches blocks for max_seqlen in every segment.
