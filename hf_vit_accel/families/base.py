@@ -116,6 +116,12 @@ def qwen_parts(tower: Any, **more: Any) -> Parts:
     return Parts(**parts | more)
 
 
+TINY: Mapping[str, Any] = dict(
+    depth=4, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=2, spatial_merge_size=2
+)
+"""The sizes of most families' towers of four layers, by the names that most give them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What differs between families of towers.
