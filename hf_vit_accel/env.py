@@ -96,11 +96,9 @@ def multiprocessors(device: torch.device) -> int:
 @probe
 def versions() -> dict[str, str | None]:
     """Versions of everything that decides what runs here; None for what is not installed."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    names = ["hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"]
-    names += ["flash-attn-4", "quack-kernels"]
-    found["torch"] = torch.__version__
-    for name in names:
+    found: dict[str, str | None] = {"python": sys.version.split()[0], "torch": torch.__version__}
+    names = "hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"
+    for name in (*names, "flash-attn-4", "quack-kernels"):
         found[name] = None
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

@@ -71,7 +71,7 @@ def stock(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
 
 
 @contextmanager
-def _stock_without_syncs(attention: str, compiled: bool, tower: Any, grid: Grid) -> Iterator[Run]:
+def _stock_without_syncs(attention: str, tower: Any, grid: Grid, *, compiled: bool = False) -> Iterator[Run]:
     """The stock tower given all sequence metadata, so that it never waits for the device; compiled or not."""
     _set_attention(tower, attention)
     kwargs = {"grid_thw": grid_tensor(grid, tower), **_metadata(tower, grid)}
@@ -95,7 +95,7 @@ def _compiled_blocks(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
         try:
-            with _stock_without_syncs(attention, False, tower, grid) as run:
+            with _stock_without_syncs(attention, tower, grid) as run:
                 yield run
         finally:
             torch.compiler.reset()
@@ -192,19 +192,15 @@ def _baseline_of_attention(attention: str, tower: Any) -> Open | list[str]:
     return _against_attention(attention, tower) or partial(stock, attention)
 
 
-def _baseline_without_syncs(compiled: bool, graph: bool, tower: Any) -> Open | list[str]:
+def _baseline_of_flash(make: Callable[..., Any], tower: Any, *, graph: bool = False) -> Open | list[str]:
+    """make: from the best flash attention's name how it is opened."""
     flash, against = _best_flash(tower)
     if graph and trained(tower):
         against = [_NO_GRAPHS, *against]
     if flash is None or against:
         return against
-    inner = partial(_stock_without_syncs, flash, compiled)
+    inner = partial(make, flash)
     return partial(_graphed, inner) if graph else inner
-
-
-def _baseline_compiled_blocks(tower: Any) -> Open | list[str]:
-    flash, against = _best_flash(tower)
-    return against if flash is None else partial(_compiled_blocks, flash)
 
 
 def _baseline_liger(tower: Any) -> Open | list[str]:
@@ -216,14 +212,15 @@ def _baseline_liger(tower: Any) -> Open | list[str]:
     return against or partial(_liger, _best_flash(tower)[0] or "sdpa")
 
 
+_compiled = partial(_stock_without_syncs, compiled=True)
 BASELINES: Mapping[str, Baseline] = {
     "sdpa": partial(_baseline_of_attention, "sdpa"),
     "flash_attention_2": partial(_baseline_of_attention, "flash_attention_2"),
     "flash_attention_3": partial(_baseline_of_attention, "flash_attention_3"),
-    "compile": partial(_baseline_without_syncs, True, False),
-    "compile_blocks": _baseline_compiled_blocks,
-    "compile+graph": partial(_baseline_without_syncs, True, True),
-    "graph": partial(_baseline_without_syncs, False, True),
+    "compile": partial(_baseline_of_flash, _compiled),
+    "compile_blocks": partial(_baseline_of_flash, _compiled_blocks),
+    "compile+graph": partial(_baseline_of_flash, _compiled, graph=True),
+    "graph": partial(_baseline_of_flash, _stock_without_syncs, graph=True),
     "liger": _baseline_liger,
 }
 """Stock set-ups: transformers' attentions; torch.compile of the tower or of each block, a CUDA graph and both with the

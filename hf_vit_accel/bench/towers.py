@@ -133,10 +133,8 @@ def tower_class(config: Any) -> type[nn.Module]:
     """The tower class that a vision config belongs to; ValueError for a family that is not supported."""
     home = type(config).__module__.replace(".configuration_", ".modeling_")
     fast = [family for family in FAMILIES if not family.attention_only]
-    for family in fast:
-        for module, name in family.towers:
-            if module == home:
-                return getattr(importlib.import_module(module), name)
+    for module, name in (tower for family in fast for tower in family.towers if tower[0] == home):
+        return getattr(importlib.import_module(module), name)
     supported = ", ".join(family.name for family in fast)
     raise ValueError(f"expected a model with a vision tower of {supported}, got {type(config).__name__}")
 
