@@ -118,11 +118,8 @@ class Route:
 
     def plan_for(self, cu_seqlens: torch.Tensor) -> Plan | None:
         """The plan made for these very offsets; None for any others (equal sizes do not make equal layouts)."""
-        if cu_seqlens is self.tensors["cu_seqlens"]:
-            return self.plans["full"]
-        if cu_seqlens is self.tensors.get("cu_window_seqlens"):
-            return self.plans["window"]
-        return None
+        kinds: dict[str, Kind] = {"cu_seqlens": "full", "cu_window_seqlens": "window"}
+        return next((self.plans[kind] for name, kind in kinds.items() if cu_seqlens is self.tensors.get(name)), None)
 
     def injected(self) -> dict[str, Any]:
         """The keyword arguments that a stock tower pops instead of computing them, and the plans."""
