@@ -56,7 +56,7 @@ class _Graph:
     replays: int = 0
 
 
-class Runner(Held[_Graph]):
+class Runner(Held):
     """The graphs of one tower: which there are, which serves a call, and the one place where they are replayed."""
 
     def __init__(self, config: GraphConfig, routes: Routes) -> None:
@@ -110,20 +110,20 @@ class Runner(Held[_Graph]):
             except CaptureError as error:
                 return self.eager(str(error), by_choice=error.by_choice)
             per_token = route.spec.geometry.merge**2
-            outputs = self._replay(pixels_TP, per_token, bins, chosen)
-            self._count(per_token, bins, chosen)
-            return outputs
+            return self._replay(pixels_TP, per_token, bins, chosen)
 
     def _bins(self, route: Route) -> list[budgets.Bin] | Eager:
         """The call's own shape if it came often enough, else bins of budgets; or why it runs eagerly."""
         grid, merge, signature = route.metadata.grid, route.spec.geometry.merge, _signature(route)
-        exact = budgets.exact_bin(grid, merge)
+        frames = sum(t for t, _, _ in grid)
+        exact = budgets.Bin(first=0, last=len(grid), tokens=route.metadata.merged, frames=frames, budget=None)
         for choice in route.choices.values():
             if not choice.backend.capturable:
                 return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
         if self._exactly:
             return [exact]
-        often = 0 < self.config.exact_after <= self._came(signature) and self._may_capture(signature)
+        often = 0 < self.config.exact_after <= self._came(signature) and self._nbytes <= self._max_bytes
+        often = often and self._off is None and signature not in self._refused
         if self._exactly is None and (often or signature in self._graphs):
             return [exact]
         bins = budgets.pack(grid, merge, self._budgets)
@@ -227,6 +227,8 @@ class Runner(Held[_Graph]):
                 if rows < len(graph.pixels_TP):
                     graph.pixels_TP[rows:].zero_()
                 graph.replay()
+                self._replays, graph.replays = self._replays + 1, graph.replays + 1
+                self._asked, self._replayed = self._asked + rows, self._replayed + len(graph.pixels_TP)
                 for index, static in enumerate(graph.outputs):
                     each = len(static) * per_token // len(graph.pixels_TP)  # a row of it for each patch, or token
                     if start == 0:
@@ -236,13 +238,6 @@ class Runner(Held[_Graph]):
         finally:
             recorder.done()
         return results
-
-    def _count(self, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]) -> None:
-        for bin_, (graph, _) in zip(bins, chosen, strict=True):
-            graph.replays += 1
-            self._replays += 1
-            self._asked += bin_.tokens * per_token
-            self._replayed += len(graph.pixels_TP)
 
 
 def _signature(route: Route) -> _Signature:

@@ -71,7 +71,7 @@ class _Call:
         self.outputs, self.parameters = Tensors(), parameters
 
 
-class TrainingRunner(Held[_Step]):
+class TrainingRunner(Held):
     """The graphs of forward and backward of one tower."""
 
     def __init__(self, config: GraphConfig) -> None:
