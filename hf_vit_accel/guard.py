@@ -24,9 +24,8 @@ from transformers import modeling_utils
 from hf_vit_accel import sharding, upstream
 from hf_vit_accel.backends import Request
 from hf_vit_accel.env import is_upstream
-from hf_vit_accel.families import Family, Parts
+from hf_vit_accel.families import Family
 from hf_vit_accel.inputs import Expected
-from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_mixing, reasons_replaced
 from hf_vit_accel.route import POPPED, Spec
 
@@ -87,13 +86,6 @@ class Snapshot:
     what is made of a reading goes with it.
     """
 
-    expected: Expected
-
-    parts: Parts
-    geometry: Geometry
-    heads: int
-    head_dim: int
-    scale: float
     dropout = False
 
     def __init__(self, tower: Any, family: Family) -> None:
@@ -178,7 +170,8 @@ class Snapshot:
         dropouts = [self.reads.read(block.attention, "attention_dropout", 0.0) for block in self.parts.blocks]
         self.full_layers = tuple(map(self.parts.full, range(len(self.parts.blocks))))
         self.dropout, self.varied = any(dropouts), len(set(map(tuple, found))) > 1
-        self.heads, self.head_dim, self.scale = found[0] if found else (1, 1, 1.0)
+        of_all: Any = found[0] if found else (1, 1, 1.0)
+        self.heads, self.head_dim, self.scale = of_all
         dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
         packed = not isinstance(width, torch.Tensor) or width.dim() < dims or not width.is_floating_point()
         self.width = None if packed else width[0].numel()

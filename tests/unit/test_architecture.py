@@ -31,7 +31,7 @@ IMPORTS = {
     "graphs": "config encoder env metadata ops route",
     "upstream": "backends config encoder env families metadata ops route",
     "sharding": "",
-    "guard": "backends env families inputs metadata ops route sharding upstream",
+    "guard": "backends env families inputs ops route sharding upstream",
     "reuse": "config env guard metadata ops route",
     "tower": "backends config data_parallel encoder env families graphs guard inputs metadata ops passes reuse route "
     "scales upstream",
