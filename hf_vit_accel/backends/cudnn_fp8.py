@@ -18,11 +18,7 @@ import torch
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import Attend, Plan, Request
-from hf_vit_accel.backends.flashinfer_cudnn import (
-    INT32_END,
-    FlashinferCudnn,
-    graph_for,
-)
+from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, FlashinferCudnn, graph_for
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops.e4m3 import E4M3
 from hf_vit_accel.ops.launch import why_not_triton

@@ -128,13 +128,8 @@ class _Attention(torch.autograd.Function):
         return dqkv_T3HD, None, None, None, None, None, None
 
 
-def _as_it_is() -> Callable[..., Any]:
-    """The package's backward."""
-    return _interface()._flash_attn_bwd
-
-
 def _aligned() -> Callable[..., Any]:
-    """The same over functions that round head dims to multiples of 16, as on Hopper its main kernel does.
+    """The package's backward over functions that round head dims to multiples of 16, as on Hopper its main kernel does.
 
     Those that fill and read the accumulator of dQ round to 32 in 4.0.0b36, so that dQ is wrong for head dims of 72 and
     80 (flash-attention #2896). To go when a release has that fix.
@@ -186,7 +181,7 @@ def _backward(
 ) -> tuple[Callable[..., Any] | None, tuple[str, ...]]:
     """What of both is right here, the package's own first; or None, and what is wrong with that."""
     against_own: tuple[str, ...] = ()
-    for make in (_as_it_is, _aligned):
+    for make in (lambda: _interface()._flash_attn_bwd, _aligned):
         if not (reasons := _against(device, dtype, head_dim, make)):
             return make(), ()
         against_own = against_own or reasons

@@ -18,6 +18,11 @@ from torch import nn
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 
+Apply = Callable[[torch.Tensor], torch.Tensor]
+"""Rows to rows."""
+AddNorm = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+"""(x, delta), both (T, E), to (x + delta, what is made of it)."""
+
 
 def placed_by_accelerate(module: nn.Module) -> Any:
     """The device to which accelerate's hook on a module brings inputs; None for no hook, or one that does more.

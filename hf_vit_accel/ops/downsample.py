@@ -5,25 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.patch_embed import READ, reasons_overlapping
-
-Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _reasons_against(conv: Any, context: Context) -> list[str]:
     return context.reasons_replaced(conv, nn.Conv2d) or reasons_overlapping(conv)
 
 
-def _fused(conv: Any, context: Context) -> Rows:
+def _fused(conv: Any, context: Context) -> Apply:
     product, cast = LinearFunction.apply if context.trains_by_kernels else F.linear, context.cast
     for name in READ:
         context.read(conv, name)
@@ -36,7 +33,7 @@ def _fused(conv: Any, context: Context) -> Rows:
     return downsample
 
 
-def _plain(conv: Any, context: Context) -> Rows:
+def _plain(conv: Any, context: Context) -> Apply:
     conv = context.called(conv)
 
     def downsample(x_TE: torch.Tensor) -> torch.Tensor:

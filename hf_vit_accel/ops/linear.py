@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.adapter import product
-from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_add
 from hf_vit_accel.ops.lora import lora_of
@@ -66,7 +65,7 @@ class LinearFunction(torch.autograd.Function):
         )
 
 
-def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+def build(module: Any, context: Context) -> Apply:
     """A projection: where it is trained by kernels a function, else the module itself; with adapters, see `adapter`."""
     if context.reasons_replaced(module, nn.Linear):
         lora = lora_of(module, context)

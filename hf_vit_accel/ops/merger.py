@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,10 @@ from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
 from hf_vit_accel.ops.gelu_backward import GeluMlp
 from hf_vit_accel.ops.norm_backward import norm_of
 from hf_vit_accel.ops.trained import Trained
-
-Merge = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
@@ -52,7 +49,7 @@ def _reasons_against(merger: Any, context: Context) -> list[str]:
     return norms.reasons_against(layers[0], context)
 
 
-def fused(merger: Any, context: Context, after: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Merge:
+def fused(merger: Any, context: Context, after: Apply | None = None) -> AddNorm:
     """(x, delta) to (x + delta, what the merger makes of it). after: what takes the place of all after its norm."""
     if _gated(merger):
         return _fused_gated(merger, context)
@@ -80,7 +77,7 @@ def fused(merger: Any, context: Context, after: Callable[[torch.Tensor], torch.T
     return merge
 
 
-def _fused_gated(merger: Any, context: Context) -> Merge:
+def _fused_gated(merger: Any, context: Context) -> AddNorm:
     add_norm = guarded(KERNELS, norms.fused(merger.post_projection_norm, context))
     project, activate = linear.build(merger.proj, context), context.called(merger.act1)
     gated = mlps.fused(merger, context)
@@ -107,7 +104,7 @@ def _call(merger: nn.Module, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) 
     return x_TE.clone(), merger(x_TE)
 
 
-def _plain(merger: nn.Module, context: Context) -> Merge:
+def _plain(merger: nn.Module, context: Context) -> AddNorm:
     return partial(_call, context.called(merger))
 
 

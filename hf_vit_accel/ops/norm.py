@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import AddNorm, Context, Operation
 from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
@@ -169,9 +169,6 @@ def pieces(width: int) -> dict[str, int]:
     """A row in two: the largest power of two below its width, and the rest."""
     main = next_power_of_2(width + 1) // 2
     return {"WIDTH": width, "MAIN": main, "TAIL": next_power_of_2(max(width - main, 1))}
-
-
-AddNorm = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def reasons_against(norm: Any, context: Context) -> list[str]:

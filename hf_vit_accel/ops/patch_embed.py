@@ -7,7 +7,6 @@ On an H200 the convolution of 16384 patches takes 3048 us, the product 84. The w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.linear import LinearFunction
 
 READ = "stride", "kernel_size", "groups", "padding", "dilation"
@@ -37,7 +36,7 @@ def reasons_overlapping(conv: Any) -> list[str]:
     return ["patch_embed.proj is not a convolution whose stride is its kernel"]
 
 
-def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fused(parts: Parts, context: Context) -> Apply:
     convolution, dtype, cast = parts.projection, context.dtype, context.cast
     product = LinearFunction.apply if context.trains_by_kernels else F.linear
     for name in READ:
@@ -49,7 +48,7 @@ def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Ten
     return embed
 
 
-def _plain(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+def _plain(parts: Parts, context: Context) -> Apply:
     module = context.called(parts.patch_embed)
 
     def embed(pixels_TP: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +14,13 @@ from torch import nn
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import linear
-from hf_vit_accel.ops.base import Context, filled
+from hf_vit_accel.ops.base import Apply, Context, filled
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.trained import Frame, Trained
 
-Rows = Callable[[torch.Tensor], torch.Tensor]
 
-
-def build(block: Block, context: Context, shape: Rows | None) -> Rows:
+def build(block: Block, context: Context, shape: Apply | None) -> Apply:
     """Rows (T, E) to packed queries, keys and values: one product, also where there are three Linears, then `shape`.
 
     The weights are put together at each call: they are fewer than the rows' results, and one product is the faster.
@@ -37,7 +34,7 @@ def build(block: Block, context: Context, shape: Rows | None) -> Rows:
         settings = len(modules), None if shape is None else sizes_of(block, context)
         return Trained(function=ProjectFunction, weights=every, settings=settings, takes_norm=True)
     if len(modules) == 1:
-        product: Rows = linear.build(modules[0], context)
+        product: Apply = linear.build(modules[0], context)
     elif replaced:
         called = [linear.build(module, context) for module in modules]
         product = lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)  # noqa: E731

@@ -101,9 +101,13 @@ def heads_each(windows: int, heads: int, slots: int) -> int:
     return min((each for each in range(1, heads + 1) if heads % each == 0), key=cost)
 
 
-def _forward(
+def window_attention(
     qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
 ) -> torch.Tensor:
+    """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
+
+    cu_seqlens_S1: int32, windows of at most `LONGEST` rows, together all rows; empty ones cost nothing.
+    """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.is_contiguous()
     out_THD = qkv_T3HD.new_empty(rows, heads, dim)
@@ -207,7 +211,10 @@ def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_SUM: tl.constex
 
 
 class WindowAttention(torch.autograd.Function):
-    """`window_attention` as autograd runs it."""
+    """`window_attention` with a gradient that is one kernel, too.
+
+    A window's softmax is made again from the projection, the only thing that is saved.
+    """
 
     @staticmethod
     def forward(
@@ -221,7 +228,7 @@ class WindowAttention(torch.autograd.Function):
         qkv_T3HD = qkv_T3HD.contiguous()
         ctx.save_for_backward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1)
         ctx.scale = scale
-        return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
+        return window_attention(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
     @staticmethod
     @env.once_differentiable
@@ -252,19 +259,6 @@ class WindowAttention(torch.autograd.Function):
         if needs_sum:
             remember_sum(dqkv_T3HD, partial_1PF)
         return dqkv_T3HD, None, None, None, None
-
-
-def window_attention(
-    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
-
-    cu_seqlens_S1: int32, windows of at most `LONGEST` rows, together all rows; empty ones cost nothing. The gradient is
-    one kernel, too: a window's softmax is made again from the projection, the only thing that is saved.
-    """
-    if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
-        return WindowAttention.apply(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
-    return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
 
 OPERATION = Operation(

@@ -37,7 +37,7 @@ from hf_vit_accel.ops.project import ProjectFunction, project_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Frame, Trained, layer_of
-from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
+from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
 GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
 linear, project, add_norm = LinearFunction.apply, ProjectFunction.apply, AddNormFunction.apply
@@ -118,7 +118,7 @@ def window_case(dim: int, lengths: list[int]) -> Callable[[At], Case]:
         rest = cos, sin, offsets, dim**-0.5
         return Case(
             leaves(at, qkv=(sum(repeated), 3, at["heads"], dim)),
-            lambda p: window_attention(p["qkv"], *rest),
+            lambda p: WindowAttention.apply(p["qkv"], *rest),
             lambda p: window_attention_reference(p["qkv"], *rest),
             roundings=1.0,  # a softmax's weights are rounded before the product, in stock's kernels too
         )
