@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_vit_accel import guard
@@ -156,7 +156,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         if snapshot.stock or snapshot.offloaded:
             continue  # all its calls run the stock forward, as status tells, or their weights come with them
         merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
-        assert isinstance(weight, torch.Tensor)
+        assert isinstance(weight, Tensor)
         grids = calls or []
         if runner is None:
             state.routes.warmed = True
@@ -183,7 +183,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
 
 
 def _checked_grid(grid: Any) -> Grid:
-    rows = grid.tolist() if isinstance(grid, torch.Tensor) else grid
+    rows = grid.tolist() if isinstance(grid, Tensor) else grid
     try:
         found = tuple((int(t), int(h), int(w)) for t, h, w in rows)
         if any(min(each) < 1 for each in found):

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_vit_accel import env
@@ -69,7 +69,7 @@ class Sharing:
         self._calls = 0
         self._grid: Grid = ()
         self._due: Places | None = None  # of a call for which the others wait for this rank
-        self._checksum: torch.Tensor | None = None  # of the weight that embeds its pixels, then also of these
+        self._checksum: Tensor | None = None  # of the weight that embeds its pixels, then also of these
 
     def __str__(self) -> str:
         told = ", ".join(f"{count} calls {what}" for what, count in self.counts.items())
@@ -122,7 +122,7 @@ class Sharing:
             reasons.append(f"not shared by ranks: more than {_OUTPUTS} outputs")
         return reasons
 
-    def serve(self, serve: Serve, spec: Spec, tower: nn.Module, grid: Grid, pixels_TP: torch.Tensor) -> list[Any]:
+    def serve(self, serve: Serve, spec: Spec, tower: nn.Module, grid: Grid, pixels_TP: Tensor) -> list[Any]:
         """All outputs of a call that has begun. Raises what another rank met, as a RankError or an OutOfMemoryError."""
         places, rank, grad = self._due, self.ranks.rank, spec.request.grad
         assert places is not None
@@ -156,7 +156,7 @@ class Sharing:
             with suppress(_WholeError):
                 self._tell(_WHOLE, text="; ".join(reasons))
 
-    def gather(self, how: Any, outputs: list[torch.Tensor], at: torch.device) -> list[torch.Tensor]:
+    def gather(self, how: Any, outputs: list[Tensor], at: torch.device) -> list[Tensor]:
         """All rows of all outputs, of this rank's. how: what must be the same on all ranks beside the call."""
         places, rank = self._due, self.ranks.rank
         assert places is not None and len(outputs) <= _OUTPUTS
@@ -219,7 +219,7 @@ def _text(header: list[int]) -> str:
     return letters.rstrip(b"\0").decode()
 
 
-def checksum(rows_TP: torch.Tensor) -> torch.Tensor:
+def checksum(rows_TP: Tensor) -> Tensor:
     """(1,) int64 of the bits of rows, of the rows' order and of that within them, without a host sync.
 
     It is against mistakes (another picture, channels in another order), not against who looks for rows of the same sum.
@@ -244,7 +244,7 @@ def _check_same(digests: list[int], what: str) -> None:
         )
 
 
-Room = tuple[list[torch.Tensor], list[list[tuple[int, int, torch.dtype]]], list[torch.Tensor]]
+Room = tuple[list[Tensor], list[list[tuple[int, int, torch.dtype]]], list[Tensor]]
 
 
 def _room(places: Places, told: Sequence[int], rank: int, own: int, at: torch.device) -> Room:
@@ -261,7 +261,7 @@ def _room(places: Places, told: Sequence[int], rank: int, own: int, at: torch.de
     return messages, shapes, whole
 
 
-def _unpacked(message: torch.Tensor, shapes: Sequence[tuple[int, int, torch.dtype]]) -> list[torch.Tensor]:
+def _unpacked(message: Tensor, shapes: Sequence[tuple[int, int, torch.dtype]]) -> list[Tensor]:
     """Outputs out of bytes."""
     pieces = message.split([rows * width * dtype.itemsize for rows, width, dtype in shapes])
     return [piece.view(dtype).view(shape) for piece, (*shape, dtype) in zip(pieces, shapes, strict=True)]
@@ -283,7 +283,7 @@ class _Share(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sharing: Sharing, places: Places, pixels_TP: torch.Tensor, *weights: torch.Tensor) -> Any:
+    def forward(ctx: Any, sharing: Sharing, places: Places, pixels_TP: Tensor, *weights: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.ranks, ctx.places, ctx.weights = sharing.ranks, places, weights
         share_TP = places.taken(pixels_TP, sharing.ranks.rank).detach()
@@ -294,7 +294,7 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, _: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: Any, *given: Tensor | None) -> tuple[Any, ...]:
         ranks, places, (needs_pixels, *needs) = ctx.ranks, ctx.places, ctx.needs_input_grad[2:]
         dshare_TP, *found = (
             torch.zeros(shape, dtype=dtype, device=device) if each is None else each
@@ -323,7 +323,7 @@ class _Gather(torch.autograd.Function):
     """The outputs of this rank's share to all; back, the share's rows of their gradient, which each rank has whole."""
 
     @staticmethod
-    def forward(ctx: Any, sharing: Sharing, how: Any, token: torch.Tensor, *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, sharing: Sharing, how: Any, token: Tensor, *outputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.places, ctx.rank, ctx.count = sharing._due, sharing.ranks.rank, len(outputs)
         ctx.token = token.detach()
@@ -331,6 +331,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         own = [None if each is None else ctx.places.taken(each, ctx.rank) for each in given[: ctx.count]]
         return None, None, ctx.token, *own

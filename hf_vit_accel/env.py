@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import transformers
+from torch import Tensor
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 from torch.utils import checkpoint
 
@@ -183,7 +184,7 @@ def once_differentiable(backward: Function) -> Function:
     @wraps(backward)
     def run(ctx: Any, *given: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph
-            given = tuple(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given)
+            given = tuple(x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in given)
         return once(ctx, *given)
 
     return run  # type: ignore[return-value]

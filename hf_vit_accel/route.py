@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.config import Settings
@@ -65,14 +66,14 @@ class Route:
     plans: Mapping[Kind, Plan]
     choices: Mapping[Kind, Choice]
     unmet: list[str]
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     attends: list[Attend] = field(default_factory=list)
     nodes: list[TrainedLayer | None] = field(default_factory=list)
     signature: Any = None  # the runner's, of this layout's CUDA graph
-    _packed: torch.Tensor | None = None
+    _packed: Tensor | None = None
     _bound: Route | None = None
 
-    def packed(self) -> torch.Tensor:
+    def packed(self) -> Tensor:
         """The arrays' bytes on the device, sent once."""
         if self._packed is None:
             # Kept for later calls, which may record gradients: no inference tensors.
@@ -86,7 +87,7 @@ class Route:
             self._bound = self.bind(self.packed())
         return self._bound
 
-    def bind(self, packed: torch.Tensor) -> Route:
+    def bind(self, packed: Tensor) -> Route:
         """This route with its arrays in packed bytes; what must exist before the first call is built."""
         with torch.inference_mode(False):
             tensors = unpack(packed, self.arrays)
@@ -116,7 +117,7 @@ class Route:
             made["window"] = [one] * len(layers)
         return [made["full" if full else "window"][index] for index, full in enumerate(layers)]
 
-    def plan_for(self, cu_seqlens: torch.Tensor) -> Plan | None:
+    def plan_for(self, cu_seqlens: Tensor) -> Plan | None:
         """The plan made for these very offsets; None for any others (equal sizes do not make equal layouts)."""
         kinds: dict[str, Kind] = {"cu_seqlens": "full", "cu_window_seqlens": "window"}
         return next((self.plans[kind] for name, kind in kinds.items() if cu_seqlens is self.tensors.get(name)), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import HALF, Backend, Plan, attention_op
@@ -28,11 +28,11 @@ class FlashAttention3(Backend):
 
         return ()
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale)
 
 
-def _attend_cuda(*arguments: Any) -> torch.Tensor:
+def _attend_cuda(*arguments: Any) -> Tensor:
     from flash_attn_interface import flash_attn_varlen_func
 
     *qkv, cu_seqlens_S1, longest, scale = arguments

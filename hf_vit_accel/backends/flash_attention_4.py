@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_tried
@@ -44,7 +45,7 @@ class FlashAttention4(Backend):
         at = request.device, request.dtype, request.head_dim
         return reasons or list(_backward(*at)[1] if request.grad else _against_results(*at))
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         if not plan.request.grad:
             return _attend(q_THD, k_THD, v_THD, *_settings(plan))
         qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
@@ -74,21 +75,21 @@ def _interface() -> Any:
     return interface
 
 
-def _attend_cuda(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _attend_cuda(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *rest: Any) -> Tensor:
     return _forward((q_THD, k_THD, v_THD), *rest, lse=False)[0]
 
 
 _attend = attention_op("flash_attention_4", _attend_cuda)
 
 
-def _lengths(cu_seqlens_S1: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
+def _lengths(cu_seqlens_S1: Tensor, max_seqlen: int) -> dict[str, Any]:
     both = {f"cu_seqlens_{side}": cu_seqlens_S1 for side in "qk"}
     return both | {f"max_seqlen_{side}": max_seqlen for side in "qk"}
 
 
 def _forward(
-    qkv: Sequence[torch.Tensor], cu_seqlens_S1: torch.Tensor, max_seqlen: int, scale: float, *, lse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    qkv: Sequence[Tensor], cu_seqlens_S1: Tensor, max_seqlen: int, scale: float, *, lse: bool
+) -> tuple[Tensor, Tensor]:
     lengths = _lengths(cu_seqlens_S1, max_seqlen)
     out, lse_HT, *_ = _interface()._flash_attn_fwd(*qkv, softmax_scale=scale, return_lse=lse, **lengths)
     return out, lse_HT
@@ -100,14 +101,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        qkv_T3HD: torch.Tensor,
-        cos_TD: torch.Tensor | None,
-        sin_TD: torch.Tensor | None,
-        cu_seqlens_S1: torch.Tensor,
+        qkv_T3HD: Tensor,
+        cos_TD: Tensor | None,
+        sin_TD: Tensor | None,
+        cu_seqlens_S1: Tensor,
         max_seqlen: int,
         scale: float,
         backward: Callable[..., Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
         out_THD, lse_HT = _forward(qkv_T3HD.unbind(1), cu_seqlens_S1, max_seqlen, scale, lse=True)
@@ -117,7 +118,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)
         gradients = dict(zip(("dq", "dk", "dv"), dqkv_T3HD.unbind(1), strict=True))
@@ -158,7 +159,7 @@ def _against(
     """
     cu_seqlens_S1 = torch.tensor((0, *_LENGTHS)).cumsum(0).to(device, torch.int32)
 
-    def attend(qkv_T3HD: torch.Tensor) -> torch.Tensor:
+    def attend(qkv_T3HD: Tensor) -> Tensor:
         settings = cu_seqlens_S1, max(_LENGTHS), head_dim**-0.5
         if make is None:
             q_THD, k_THD, v_THD = qkv_T3HD.unbind(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from hf_vit_accel.backends.base import HALF, Backend, Plan
 
@@ -20,12 +20,12 @@ class TorchVarlen(Backend):
         segments, rows = super().graph_bounds(segments, max_seqlen, rows)
         return segments, min(rows, max(64, 1 << (max_seqlen - 1).bit_length()))
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         cu_seqlens_S1, max_seqlen = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"]
         out_THD = varlen_attn(
             q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen, scale=plan.request.scale
         )
-        assert isinstance(out_THD, torch.Tensor)
+        assert isinstance(out_THD, Tensor)
         return out_THD

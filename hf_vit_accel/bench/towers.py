@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.hub import has_file
 
 from hf_vit_accel import env
@@ -209,6 +209,6 @@ def family_of_tower(tower: nn.Module) -> Family:
     return family
 
 
-def weight_of(tower: nn.Module) -> torch.Tensor:
+def weight_of(tower: nn.Module) -> Tensor:
     """The weight of the patch embedding: a row of it is as wide as a patch."""
     return family_of_tower(tower).parts(tower).projection.weight

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 
 def why_not_graphs(device: torch.device) -> str | None:
@@ -95,7 +96,7 @@ class CudaRecorder:
         if self._last is not None and self._last != stream:
             stream.wait_event(self._event)
 
-    def uses(self, tensor: torch.Tensor) -> None:
+    def uses(self, tensor: Tensor) -> None:
         """Keep a tensor's memory until work queued so far on the current stream is over, even if it is dropped."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.config import GraphConfig
@@ -48,9 +49,9 @@ class _Signature:
 class _Graph:
     label: str
     route: Route
-    packed: torch.Tensor
-    pixels_TP: torch.Tensor
-    outputs: list[torch.Tensor]
+    packed: Tensor
+    pixels_TP: Tensor
+    outputs: list[Tensor]
     replay: Callable[[], None]
     nbytes: int
     replays: int = 0
@@ -68,7 +69,7 @@ class Runner(Held):
 
     def _drop(self) -> None:
         super()._drop()
-        self._arena: list[torch.Tensor] = []
+        self._arena: list[Tensor] = []
 
     def budgets_of(self, merge: int) -> tuple[int, ...]:
         """The budgets in the tokens of a tower: where it merges no patches, those are a quarter of what is meant."""
@@ -89,7 +90,7 @@ class Runner(Held):
             finally:
                 self._exactly = None
 
-    def run(self, route: Route, pixels_TP: torch.Tensor, memory: list[object]) -> list[torch.Tensor] | Eager:
+    def run(self, route: Route, pixels_TP: Tensor, memory: list[object]) -> list[Tensor] | Eager:
         """A call's outputs, fresh tensors; or why it should run eagerly (counted).
 
         route: of the call in its own shape. memory: equal while weights and buffers lie where they did; with the
@@ -164,7 +165,7 @@ class Runner(Held):
 
     def _capture(self, route: Route, bin_: budgets.Bin, recorder: CudaRecorder) -> _Graph:
         metadata, per_token = route.metadata, route.spec.geometry.merge**2
-        outputs: list[torch.Tensor] = []
+        outputs: list[Tensor] = []
 
         def run() -> None:
             found = encode(bound, pixels_TP)
@@ -191,7 +192,7 @@ class Runner(Held):
             nbytes=nbytes + packed.nbytes,
         )
 
-    def _pixel_buffer(self, rows: int, per_token: int, spec: Spec) -> torch.Tensor:
+    def _pixel_buffer(self, rows: int, per_token: int, spec: Spec) -> Tensor:
         """(T, P), a slice of the one that all budgets share; a layout beyond the largest budget has its own."""
         most, request = self._budgets[-1] * per_token, spec.request
         if rows > most or not self._arena:
@@ -201,7 +202,7 @@ class Runner(Held):
             self._arena.append(fresh)
         return self._arena[0][:rows]
 
-    def _output_buffers(self, found: list[torch.Tensor], rows: int, per_token: int) -> list[torch.Tensor]:
+    def _output_buffers(self, found: list[Tensor], rows: int, per_token: int) -> list[Tensor]:
         """A buffer for each output, shared and sliced in the same way."""
         most = self._budgets[-1] * per_token
         if rows > most:
@@ -211,11 +212,11 @@ class Runner(Held):
         return [buffer[: len(fresh)] for buffer, fresh in zip(self._arena[1:], found, strict=True)]
 
     def _replay(
-        self, pixels_TP: torch.Tensor, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]
-    ) -> list[torch.Tensor]:
+        self, pixels_TP: Tensor, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]
+    ) -> list[Tensor]:
         recorder = self._recorder
         tokens, start = sum(bin_.tokens for bin_ in bins), 0
-        results: list[torch.Tensor] = []
+        results: list[Tensor] = []
         recorder.wait()
         try:
             for bin_, (graph, route) in zip(bins, chosen, strict=True):

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Block, Parts
@@ -51,7 +50,7 @@ TABLE: tuple[Operation, ...] = (
 PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in TABLE}
 """What `fuse` may name."""
 
-Rows = torch.Tensor
+Rows = Tensor
 Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
 
 
@@ -83,10 +82,10 @@ class Ops:
     """
 
     embed: Apply
-    add_positions: Callable[[Rows, torch.Tensor, torch.Tensor], Rows] | None
-    tables: Callable[[Rows, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    attend_window: Callable[..., torch.Tensor] | None
+    add_positions: Callable[[Rows, Tensor, Tensor], Rows] | None
+    tables: Callable[[Rows, Tensor], tuple[Tensor, Tensor]]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attend_window: Callable[..., Tensor] | None
     layers: tuple[LayerOps, ...]
     adding: tuple[LayerOps, ...]
     finish: Finish

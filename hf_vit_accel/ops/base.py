@@ -13,14 +13,14 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
 
-Apply = Callable[[torch.Tensor], torch.Tensor]
+Apply = Callable[[Tensor], Tensor]
 """Rows to rows."""
-AddNorm = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(x, delta), both (T, E), to (x + delta, what is made of it)."""
 
 

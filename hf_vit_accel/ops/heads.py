@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
@@ -18,9 +18,7 @@ from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
 
-def shape_heads_reference(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor
-) -> torch.Tensor:
+def shape_heads_reference(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
     """Queries, keys and values (T, N D) to (T, 3 H D): RMSNorm of each head of q and k, then heads of k and v repeated.
 
     weights: of q's norm and k's; none for no norms. Rounded as stock's modules do: before the weight, and after it.
@@ -32,7 +30,7 @@ def shape_heads_reference(
     return _shaped(qkv_TF, heads, key_heads, norm_by)
 
 
-def _shaped(qkv_TF: torch.Tensor, heads: int, key_heads: int, norm_by: Sequence[Apply]) -> torch.Tensor:
+def _shaped(qkv_TF: Tensor, heads: int, key_heads: int, norm_by: Sequence[Apply]) -> Tensor:
     sizes = heads, key_heads, key_heads
     parts = list(qkv_TF.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=1))
     for index, norm in enumerate(norm_by):
@@ -79,8 +77,8 @@ _BLOCK = 16
 
 
 def shape_heads_(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor, new: bool = False
-) -> torch.Tensor:
+    qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor, new: bool = False
+) -> Tensor:
     """`shape_heads_reference` as one kernel; in place where no head is repeated, unless it is to be new."""
     in_place = heads == key_heads and qkv_TF.is_contiguous() and not new
     qkv_TF = qkv_TF.contiguous()
@@ -169,9 +167,7 @@ class ShapeHeads(torch.autograd.Function):
     """`shape_heads_reference` as one kernel in each direction, out of place; saved is what norms were given."""
 
     @staticmethod
-    def forward(
-        ctx: Any, qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
         saved = any(ctx.needs_input_grad) and weights_D
         ctx.save_for_backward(qkv_TF if saved else None, *(weights_D if saved else ()))
         ctx.settings = heads, key_heads, eps, qkv_TF.shape[1] // (heads + 2 * key_heads)
@@ -179,7 +175,7 @@ class ShapeHeads(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
         qkv_TF, *weights_D = ctx.saved_tensors
         heads, key_heads, eps, dim = ctx.settings
         dout_TF, total = dout_TF.contiguous(), heads + 2 * key_heads
@@ -236,7 +232,7 @@ def _fused(block: Block, context: Context) -> Apply:
     kernel: Any = shape_heads_ if plain and not context.grad else ShapeHeads.apply
     function = shape_heads_reference if context.reference else kernel
 
-    def shape(qkv_TF: torch.Tensor) -> torch.Tensor:
+    def shape(qkv_TF: Tensor) -> Tensor:
         return function(qkv_TF, heads, key_heads, eps, *(norm.weight for norm in block.head_norms))
 
     return shape

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.adapter import product
@@ -21,9 +21,7 @@ from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 from hf_vit_accel.ops.trained import Trained
 
 
-def linear_reference(
-    x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None = None
-) -> torch.Tensor:
+def linear_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, norm: Norm | None = None) -> Tensor:
     """x W^T + b, (T, F); autograd keeps x, whatever it was made of."""
     return F.linear(x_TE, weight_FE, bias_F)
 
@@ -38,12 +36,12 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TE: torch.Tensor,
-        weight_FE: torch.Tensor,
-        bias_F: torch.Tensor | None,
+        x_TE: Tensor,
+        weight_FE: Tensor,
+        bias_F: Tensor | None,
         norm: Norm | None = None,
-        stream_TF: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        stream_TF: Tensor | None = None,
+    ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         tensors, ctx.settings = keep(x_TE, norm) if needs_weight else ((), None)
         ctx.save_for_backward(weight_FE if needs_x else None, *tensors)
@@ -53,7 +51,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight_FE, *tensors = ctx.saved_tensors
         dy_TF = dy_TF.contiguous()

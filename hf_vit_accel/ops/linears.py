@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
@@ -37,7 +37,7 @@ H200, linears of a layer of Qwen3-VL-8B, bf16 and FP8, us: 233 and 236 (4096 row
 CAPABILITY = 8, 9
 """The lowest compute capability that has them."""
 
-Rows = Callable[[Any], torch.Tensor]
+Rows = Callable[[Any], Tensor]
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, grad: bool) -> str | None:
@@ -67,7 +67,7 @@ def _against(
 def _product(modules: Sequence[Any], dtype: torch.dtype, *, biased: bool = True) -> Rows:
     """Rows in e4m3 to what Linears make of them, side by side, each padded to `aligned(N)`; biased: with biases."""
 
-    def run(x: Quantized) -> torch.Tensor:
+    def run(x: Quantized) -> Tensor:
         sizes = [aligned(len(module.weight)) for module in modules]
         whole = scaled.empty(modules[0].weight, sum(sizes), aligned(modules[0].weight.shape[1]))
         for module, *out in zip(modules, *(tensor.split(sizes) for tensor in whole), strict=True):
@@ -77,7 +77,7 @@ def _product(modules: Sequence[Any], dtype: torch.dtype, *, biased: bool = True)
     return run
 
 
-def _biases(modules: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
+def _biases(modules: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
     some = filled([module.weight for module in modules], [module.bias for module in modules])
     return None if some is None else (some[0] if len(some) == 1 else torch.cat(some)).to(dtype)
 
@@ -86,7 +86,7 @@ def _mlp(before: Sequence[Any], kind: str, after: Any, limit: float | None, dtyp
     """Rows in e4m3 to what two products make of them, with an activation between: its kernel adds the first biases."""
     first, last = _product(before, dtype, biased=False), _product((after,), dtype)
 
-    def run(x: Quantized) -> torch.Tensor:
+    def run(x: Quantized) -> Tensor:
         biases = tuple(module.bias for module in before)
         return last(scaled.activate(first(x), biases, len(before[0].weight), kind, limit))
 

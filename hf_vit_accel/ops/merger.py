@@ -8,8 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Parts
@@ -63,7 +62,7 @@ def fused(merger: Any, context: Context, after: Apply | None = None) -> AddNorm:
     # Norms that are not fused have been shown x, and may keep it: then nothing is written to it in place.
     in_place = context.reference or "norms" in context.fused
 
-    def merge(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def merge(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TE = x_TE if in_place else x_TE.clone()
         shape = -1, width  # deepstack mergers normalise merged tokens, the others patches
         sum_TE, normed_TE = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
@@ -82,7 +81,7 @@ def _fused_gated(merger: Any, context: Context) -> AddNorm:
     project, activate = linear.build(merger.proj, context), context.called(merger.act1)
     gated = mlps.fused(merger, context)
 
-    def merge(x_ME: torch.Tensor, delta_ME: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def merge(x_ME: Tensor, delta_ME: Tensor | None) -> tuple[Tensor, Tensor]:
         assert delta_ME is None, "rows that were downsampled are no residual stream"
         return x_ME, gated(activate(add_norm(project(x_ME), None)[1]))
 
@@ -98,7 +97,7 @@ def _differentiable(rest: list[Any], context: Context) -> Trained | None:
     return Trained(function=GeluMlp, weights=context.reader(*weights), settings=(kind, False), takes_norm=True)
 
 
-def _call(merger: nn.Module, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _call(merger: nn.Module, x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     # The module may keep what it is given or hand it on, and the next norm writes in place.
     return x_TE.clone(), merger(x_TE)

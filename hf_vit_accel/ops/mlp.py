@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import adapter
@@ -105,7 +105,7 @@ def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> An
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
 
-    def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
+    def run(x_TE: Tensor, *stream: Tensor) -> Any:
         weight_FE, bias_F, weight_EF, bias_E = weights()
         return last(one(x_TE, weight_FE, bias_F), weight_EF, bias_E, *stream)
 
@@ -131,7 +131,7 @@ def places(before: Sequence[Any], after: Any) -> list[tuple[Any, str]]:
     return [*each, (after, "weight"), (after, "bias")]
 
 
-def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+def _quick_gelu(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
     return quick_gelu_(F.linear(x_TE, weight_FE, bias_F))
 
 
@@ -142,13 +142,13 @@ def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tenso
 # safetensors, fused optimizers and whoever looks for shared storage take such parameters for something else.)
 
 
-def _linear_swiglu(weights: Any, limit: float | None, last: Any, x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
+def _linear_swiglu(weights: Any, limit: float | None, last: Any, x_TE: Tensor, *stream: Tensor) -> Any:
     *first, down_E = weights()
     h_TG, down_EG = linear_swiglu(x_TE, *first, limit=limit)
     return last(h_TG, down_EG, down_E, *stream)
 
 
-def _swiglu(weights: Any, limit: float | None, last: Any, x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
+def _swiglu(weights: Any, limit: float | None, last: Any, x_TE: Tensor, *stream: Tensor) -> Any:
     gate_FE, up_FE, gate_F, up_F, down_EF, down_E = weights()
     if gate_FE.shape[0] % 8 == 0:
         gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Apply, Context, Operation
@@ -42,7 +42,7 @@ def _fused(parts: Parts, context: Context) -> Apply:
     for name in READ:
         context.read(convolution, name)
 
-    def embed(pixels_TP: torch.Tensor) -> torch.Tensor:
+    def embed(pixels_TP: Tensor) -> Tensor:
         return product(pixels_TP.to(dtype), cast(convolution.weight).flatten(1), cast(convolution.bias))
 
     return embed
@@ -51,12 +51,12 @@ def _fused(parts: Parts, context: Context) -> Apply:
 def _plain(parts: Parts, context: Context) -> Apply:
     module = context.called(parts.patch_embed)
 
-    def embed(pixels_TP: torch.Tensor) -> torch.Tensor:
+    def embed(pixels_TP: Tensor) -> Tensor:
         if module is parts.projection:  # which is given patches in its own shape and dtype
             weight = module.weight
             pixels_TP = pixels_TP.to(weight.dtype).view(-1, *weight.shape[1:])
         # A copy: the residual stream is written in place, and a module may keep what it made.
-        x_TE: torch.Tensor = module(pixels_TP).flatten(1)
+        x_TE: Tensor = module(pixels_TP).flatten(1)
         return x_TE.clone(memory_format=torch.contiguous_format)
 
     return embed

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
@@ -43,7 +43,7 @@ def build(block: Block, context: Context, shape: Apply | None) -> Apply:
     return product if shape is None else lambda x_TE: shape(product(x_TE))
 
 
-def _joined(weights: list[Any], products: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _joined(weights: list[Any], products: int) -> tuple[Tensor, Tensor | None]:
     """Weight (F, E) and bias (F) of one product that does the work of some; the biases follow the weights."""
     each, biases = weights[:products], weights[products : 2 * products]
     if products == 1:
@@ -52,7 +52,7 @@ def _joined(weights: list[Any], products: int) -> tuple[torch.Tensor, torch.Tens
     return torch.cat(each), None if some is None else torch.cat(some)
 
 
-def project_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+def project_reference(x_TE: Tensor, *rest: Any) -> Tensor:
     """`linear_reference` of all products at once, (T, F), then `shape_heads_reference` where there are sizes for it.
 
     rest: weights of the products, their biases, weights of heads' norms; how many products, `Sizes` or None; `Norm`.
@@ -71,7 +71,7 @@ class ProjectFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def forward(ctx: Any, x_TE: Tensor, *rest: Any) -> Tensor:
         *weights, ctx.products, ctx.sizes, norm = rest
         needs_x, *needs = ctx.needs_input_grad[: 1 + len(weights)]
         first, last = ctx.products, 2 * ctx.products
@@ -89,10 +89,10 @@ class ProjectFunction(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
         products, saved, needs = ctx.products, ctx.saved_tensors, ctx.needs_input_grad
         at = products + ctx.kept
-        dnorms: list[torch.Tensor | None] = []
+        dnorms: list[Tensor | None] = []
         if ctx.sizes is not None:
             ctx.shape.saved_tensors = saved[at:]
             dout_TF, _, _, _, *dnorms = ShapeHeads.backward(ctx.shape, dout_TF)  # type: ignore[assignment]

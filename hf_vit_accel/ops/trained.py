@@ -13,12 +13,13 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.column_sum import flattened
 from hf_vit_accel.ops.norm_backward import Norm, norm_of, remember
 
-Rows = torch.Tensor
+Rows = Tensor
 V = TypeVar("V")
 
 
