@@ -54,10 +54,14 @@ def _quick_gelu_kernel(x, out, total, BLOCK: tl.constexpr):
     tl.store(out + at, (value * gate).to(dtype), mask=inside)
 
 
-def quick_gelu_(x_TF: Tensor, out_TF: Tensor | None = None) -> Tensor:
-    """`quick_gelu_reference` as one kernel, in place; out_TF: written to instead."""
+def quick_gelu_(x_TF: Tensor) -> Tensor:
+    """`quick_gelu_reference` as one kernel, in place."""
+    return quick_gelu_to(x_TF, x_TF)
+
+
+def quick_gelu_to(x_TF: Tensor, out_TF: Tensor) -> Tensor:
+    """The same, written to out_TF."""
     assert x_TF.is_contiguous()
-    out_TF = x_TF if out_TF is None else out_TF
     _quick_gelu_kernel[(-(-x_TF.numel() // 4096),)](x_TF, out_TF, x_TF.numel(), BLOCK=4096, num_warps=8)
     return out_TF
 

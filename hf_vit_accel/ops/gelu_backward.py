@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_vit_accel import env
-from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu_
+from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu_to
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
 from hf_vit_accel.ops.launch import jit, tl
@@ -40,7 +40,7 @@ def gelu_mlp_reference(
 
 def gelu(z_TF: Tensor, kind: str) -> Tensor:
     """What stock makes of the rounded result of the first product."""
-    return quick_gelu_(z_TF, torch.empty_like(z_TF)) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
+    return quick_gelu_to(z_TF, torch.empty_like(z_TF)) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
 
 
 @jit

@@ -73,14 +73,18 @@ def _shape_heads_kernel(
     tl.store(out + (t * 3 * HEADS + head) * DIM + d, x.to(dtype), mask=inside)
 
 
+def shape_heads_(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
+    """`shape_heads_reference` as one kernel; in place where no head is repeated."""
+    in_place = heads == key_heads and qkv_TF.is_contiguous()
+    return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=in_place)
+
+
 _BLOCK = 16
 
 
-def shape_heads_(
-    qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor, new: bool = False
+def _launch(
+    qkv_TF: Tensor, heads: int, key_heads: int, weights_D: tuple[Tensor, ...], eps: float, *, in_place: bool
 ) -> Tensor:
-    """`shape_heads_reference` as one kernel; in place where no head is repeated, unless it is to be new."""
-    in_place = heads == key_heads and qkv_TF.is_contiguous() and not new
     qkv_TF = qkv_TF.contiguous()
     rows, dim = len(qkv_TF), qkv_TF.shape[1] // (heads + 2 * key_heads)
     visited = (2 if in_place else 3) * heads
@@ -171,7 +175,7 @@ class ShapeHeads(torch.autograd.Function):
         saved = any(ctx.needs_input_grad) and weights_D
         ctx.save_for_backward(qkv_TF if saved else None, *(weights_D if saved else ()))
         ctx.settings = heads, key_heads, eps, qkv_TF.shape[1] // (heads + 2 * key_heads)
-        return shape_heads_(qkv_TF, heads, key_heads, eps, *weights_D, new=True)
+        return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=False)
 
     @staticmethod
     @env.once_differentiable

@@ -40,12 +40,15 @@ def _add_positions_kernel(
     tl.store(out + row * WIDTH + e, (value + total.to(dtype).to(tl.float32)).to(dtype), mask=inside)
 
 
-def add_positions_(
-    x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor, out_TE: Tensor | None = None
-) -> Tensor:
-    """`add_positions_reference` as one kernel, in place: nothing of size (T, 4, E) is written. out_TE: instead of x."""
-    (rows, width), out_TE = x_TE.shape, x_TE if out_TE is None else out_TE
-    assert x_TE.is_contiguous() and indices_T4.is_contiguous() and weights_T4.is_contiguous()
+def add_positions_(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
+    """`add_positions_reference` as one kernel, in place: nothing of size (T, 4, E) is written."""
+    assert x_TE.is_contiguous()
+    return _add(x_TE, table_NE, indices_T4, weights_T4, x_TE)
+
+
+def _add(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor, out_TE: Tensor) -> Tensor:
+    rows, width = x_TE.shape
+    assert indices_T4.is_contiguous() and weights_T4.is_contiguous()
     _add_positions_kernel[(rows, -(-width // _BLOCK))](
         x_TE,
         table_NE.contiguous(),
@@ -95,7 +98,7 @@ class AddPositions(torch.autograd.Function):
         ctx.save_for_backward(indices_T4, weights_T4)
         ctx.table = table_NE.shape[0], table_NE.dtype
         x_TE = x_TE.contiguous()
-        return add_positions_(x_TE, table_NE, indices_T4, weights_T4, torch.empty_like(x_TE))
+        return _add(x_TE, table_NE, indices_T4, weights_T4, torch.empty_like(x_TE))
 
     @staticmethod
     @env.once_differentiable
