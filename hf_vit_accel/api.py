@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_vit_accel import guard
@@ -156,7 +156,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         if snapshot.stock or snapshot.offloaded:
             continue  # all its calls run the stock forward, as status tells, or their weights come with them
         merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
-        assert isinstance(weight, torch.Tensor)
+        assert isinstance(weight, Tensor)
         grids = calls or []
         if runner is None:
             state.routes.warmed = True
@@ -183,7 +183,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
 
 
 def _checked_grid(grid: Any) -> Grid:
-    rows = grid.tolist() if isinstance(grid, torch.Tensor) else grid
+    rows = grid.tolist() if isinstance(grid, Tensor) else grid
     try:
         found = tuple((int(t), int(h), int(w)) for t, h, w in rows)
         if any(min(each) < 1 for each in found):
@@ -243,22 +243,18 @@ def _settings(
 def _check_amax(path: str, tower: Any, family: Family, settings: Settings) -> None:
     if settings.fp8 is None or settings.amax is None or family.attention_only:
         return
-    for wrong in _wrong_amax(settings.amax, path or "the tower", tower, family):
-        raise ValueError(
-            f"expected FP8 amax {wrong} in {settings.fp8.amax_file}; make them with this model by "
-            "hf_vit_accel.calibrate"
-        )
-
-
-def _wrong_amax(amax: Amax, where: str, tower: Any, family: Family) -> Iterator[str]:
-    if amax.model not in ("", family.name):
-        yield f"of {family.name}, got those of {amax.model!r}"
-    parts = family.parts(tower)
+    amax, parts = settings.amax, family.parts(tower)
     layers, heads = len(parts.blocks), parts.blocks[0].attention.num_heads
-    if (found := tuple(amax.amax_L3H.shape[::2])) != (layers, heads):
-        yield f"for the {layers} layers of {heads} heads of {where}, got {found[0]} of {found[1]}"
-    if silent := silent_layers(amax, tower, family):
-        yield f"of every layer that attends per frame, got zeros for layers {', '.join(map(str, silent))}"
+    if amax.model not in ("", family.name):
+        wrong = f"of {family.name}, got those of {amax.model!r}"
+    elif (found := tuple(amax.amax_L3H.shape[::2])) != (layers, heads):
+        wrong = f"for the {layers} layers of {heads} heads of {path or 'the tower'}, got {found[0]} of {found[1]}"
+    elif silent := silent_layers(amax, tower, family):
+        wrong = f"of every layer that attends per frame, got zeros for layers {', '.join(map(str, silent))}"
+    else:
+        return
+    file = settings.fp8.amax_file
+    raise ValueError(f"expected FP8 amax {wrong} in {file}; make them with this model by hf_vit_accel.calibrate")
 
 
 def silent_layers(amax: Amax, tower: Any, family: Family) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.api import patched, silent_layers
 from hf_vit_accel.backends import FP8
@@ -55,7 +55,7 @@ def calibrate(
             given: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
             found: list[Any] = [(given.get(pixels), given.get(grid)) for pixels, grid in _PIXELS]
             found = [one for one in found if one[0] is not None]
-            if not found or not all(isinstance(pixels, torch.Tensor) for pixels, _ in found):
+            if not found or not all(isinstance(pixels, Tensor) for pixels, _ in found):
                 raise ValueError(
                     "expected a list of what a processor returns with return_tensors='pt', with 'pixel_values' and "
                     f"'image_grid_thw' or their videos' names, got {type(each).__name__} with {sorted(given)}"

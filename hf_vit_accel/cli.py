@@ -188,11 +188,8 @@ def bench(
             checkpointing=checkpointing,
             say=lambda line: typer.echo(f"... {line}", err=True),
         )
-    floor = (
-        f"floor: all matrix FLOPs{', three times,' if train else ''} at {peak:.4g} TFLOP/s"
-        if peak
-        else "no floor on a CPU"
-    )
+    times = ", three times," if train else ""
+    floor = f"floor: all matrix FLOPs{times} at {peak:.4g} TFLOP/s" if peak else "no floor on a CPU"
     typer.echo(f"{str(chosen).removeprefix('torch.')}; {floor}")
     rows: list[benchmark.Row] = []
     output = sys.stdout

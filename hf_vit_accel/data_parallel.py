@@ -15,18 +15,19 @@ the gradients of pixels and weights, and their sum over ranks, made once, is wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_vit_accel import env
 from hf_vit_accel.metadata import Grid
+from hf_vit_accel.ops.base import Slots, replaced
 from hf_vit_accel.ops.fingerprint import words_of
 from hf_vit_accel.passes import Serve
 from hf_vit_accel.ranks import RankError, Ranks
@@ -68,7 +69,7 @@ class Sharing:
         self._calls = 0
         self._grid: Grid = ()
         self._due: Places | None = None  # of a call for which the others wait for this rank
-        self._checksum: torch.Tensor | None = None  # of the weight that embeds its pixels, then also of these
+        self._checksum: Tensor | None = None  # of the weight that embeds its pixels, then also of these
 
     def __str__(self) -> str:
         told = ", ".join(f"{count} calls {what}" for what, count in self.counts.items())
@@ -121,18 +122,20 @@ class Sharing:
             reasons.append(f"not shared by ranks: more than {_OUTPUTS} outputs")
         return reasons
 
-    def serve(self, serve: Serve, spec: Spec, tower: nn.Module, grid: Grid, pixels_TP: torch.Tensor) -> list[Any]:
+    def serve(self, serve: Serve, spec: Spec, tower: nn.Module, grid: Grid, pixels_TP: Tensor) -> list[Any]:
         """All outputs of a call that has begun. Raises what another rank met, as a RankError or an OutOfMemoryError."""
         places, rank, grad = self._due, self.ranks.rank, spec.request.grad
         assert places is not None
-        mine, weights = places.grid_of(rank), _trained(tower) if grad else []
+        mine, slots = places.grid_of(rank), _trained(tower) if grad else []
+        weights = {id(place[name]): place[name] for place, name in slots}  # one that several modules share once
         assert self._checksum is not None  # one more sync only where words go by the host
         self._checksum = (self._checksum + checksum(pixels_TP)).to(self.ranks.device)
-        how = grad, pixels_TP.requires_grad, spec.request.dtype, [tuple(each.shape) for each, _ in weights]
+        how = grad, pixels_TP.requires_grad, spec.request.dtype, [tuple(each.shape) for each in weights.values()]
         try:
             if grad:
-                token, share_TP, *others = _Share.apply(self, places, pixels_TP, *(weight for weight, _ in weights))
-                with _replaced(weights, others):
+                token, share_TP, *others = _Share.apply(self, places, pixels_TP, *weights.values())
+                by = dict(zip(weights, others, strict=True))
+                with replaced(slots, [by[id(place[name])] for place, name in slots]):
                     outputs = serve(mine, share_TP) if mine else []
                 outputs = list(_Gather.apply(self, how, token, *outputs))
             else:
@@ -153,7 +156,7 @@ class Sharing:
             with suppress(_WholeError):
                 self._tell(_WHOLE, text="; ".join(reasons))
 
-    def gather(self, how: Any, outputs: list[torch.Tensor], at: torch.device) -> list[torch.Tensor]:
+    def gather(self, how: Any, outputs: list[Tensor], at: torch.device) -> list[Tensor]:
         """All rows of all outputs, of this rank's. how: what must be the same on all ranks beside the call."""
         places, rank = self._due, self.ranks.rank
         assert places is not None and len(outputs) <= _OUTPUTS
@@ -216,7 +219,7 @@ def _text(header: list[int]) -> str:
     return letters.rstrip(b"\0").decode()
 
 
-def checksum(rows_TP: torch.Tensor) -> torch.Tensor:
+def checksum(rows_TP: Tensor) -> Tensor:
     """(1,) int64 of the bits of rows, of the rows' order and of that within them, without a host sync.
 
     It is against mistakes (another picture, channels in another order), not against who looks for rows of the same sum.
@@ -241,7 +244,7 @@ def _check_same(digests: list[int], what: str) -> None:
         )
 
 
-Room = tuple[list[torch.Tensor], list[list[tuple[int, int, torch.dtype]]], list[torch.Tensor]]
+Room = tuple[list[Tensor], list[list[tuple[int, int, torch.dtype]]], list[Tensor]]
 
 
 def _room(places: Places, told: Sequence[int], rank: int, own: int, at: torch.device) -> Room:
@@ -258,44 +261,19 @@ def _room(places: Places, told: Sequence[int], rank: int, own: int, at: torch.de
     return messages, shapes, whole
 
 
-def _unpacked(message: torch.Tensor, shapes: Sequence[tuple[int, int, torch.dtype]]) -> list[torch.Tensor]:
+def _unpacked(message: Tensor, shapes: Sequence[tuple[int, int, torch.dtype]]) -> list[Tensor]:
     """Outputs out of bytes."""
-    views, at = [], 0
-    for rows, width, dtype in shapes:
-        end = at + rows * width * dtype.itemsize
-        views.append(message[at:end].view(dtype).view(rows, width))
-        at = end
-    return views
+    pieces = message.split([rows * width * dtype.itemsize for rows, width, dtype in shapes])
+    return [piece.view(dtype).view(shape) for piece, (*shape, dtype) in zip(pieces, shapes, strict=True)]
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
-Held = tuple[nn.Parameter, list[tuple[dict[str, Any], str]]]
-"""A parameter, and under which names modules hold it."""
 
-
-def _trained(tower: nn.Module) -> list[Held]:
-    """Every parameter that requires a gradient, once."""
-    found: dict[int, Held] = {}
-    for module in tower.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                found.setdefault(id(parameter), (parameter, []))[1].append((module._parameters, name))
-    return list(found.values())
-
-
-@contextmanager
-def _replaced(weights: Iterable[Held], by: Sequence[Any]) -> Iterator[None]:
-    """Modules hold others in the place of their parameters, in the same memory."""
-    try:
-        for (_, held), other in zip(weights, by, strict=True):
-            for parameters, name in held:
-                parameters[name] = other
-        yield
-    finally:
-        for parameter, held in weights:
-            for parameters, name in held:
-                parameters[name] = parameter
+def _trained(tower: nn.Module) -> Slots:
+    """Where modules hold parameters that require a gradient."""
+    places = [module._parameters for module in tower.modules()]
+    return [(at, name) for at in places for name, each in at.items() if each is not None and each.requires_grad]
 
 
 class _Share(torch.autograd.Function):
@@ -305,7 +283,7 @@ class _Share(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sharing: Sharing, places: Places, pixels_TP: torch.Tensor, *weights: torch.Tensor) -> Any:
+    def forward(ctx: Any, sharing: Sharing, places: Places, pixels_TP: Tensor, *weights: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.ranks, ctx.places, ctx.weights = sharing.ranks, places, weights
         share_TP = places.taken(pixels_TP, sharing.ranks.rank).detach()
@@ -316,7 +294,7 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, _: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: Any, *given: Tensor | None) -> tuple[Any, ...]:
         ranks, places, (needs_pixels, *needs) = ctx.ranks, ctx.places, ctx.needs_input_grad[2:]
         dshare_TP, *found = (
             torch.zeros(shape, dtype=dtype, device=device) if each is None else each
@@ -345,7 +323,7 @@ class _Gather(torch.autograd.Function):
     """The outputs of this rank's share to all; back, the share's rows of their gradient, which each rank has whole."""
 
     @staticmethod
-    def forward(ctx: Any, sharing: Sharing, how: Any, token: torch.Tensor, *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, sharing: Sharing, how: Any, token: Tensor, *outputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.places, ctx.rank, ctx.count = sharing._due, sharing.ranks.rank, len(outputs)
         ctx.token = token.detach()
@@ -353,6 +331,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         own = [None if each is None else ctx.places.taken(each, ctx.rank) for each in given[: ctx.count]]
         return None, None, ctx.token, *own

@@ -160,7 +160,8 @@ def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: di
         return Verdict(name=backend.name, status="unusable", reasons=tuple(against), checks=())
     checks: list[Check] = []
     reasons: dict[str, None] = {}  # in order, each once
-    for device, dtype, head_dim, packed in _cases(devices):
+    cases = (case for at in devices for case in product([at], DTYPES[at.type], HEAD_DIMS, (False, True)))
+    for device, dtype, head_dim, packed in cases:
         request = _request(device, dtype, head_dim, packed=packed)
         if backend.reasons_against(request):
             continue
@@ -170,17 +171,11 @@ def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: di
         checks.append(_check(backend, request))
         if checks[-1].problem is not None and not _still_works(device):
             lost[device] = f"{device} stopped working while {backend.name} ran; nothing more was run on it"
-    if any(check.problem is not None for check in checks):
-        return Verdict(name=backend.name, status="wrong", reasons=tuple(reasons), checks=tuple(checks))
     if not checks and not reasons:
         reasons["it takes none of the devices, dtypes and head dims that are checked"] = None
     status: Status = "usable" if checks else "unchecked"
+    status = "wrong" if any(check.problem is not None for check in checks) else status
     return Verdict(name=backend.name, status=status, reasons=tuple(reasons), checks=tuple(checks))
-
-
-def _cases(devices: Sequence[torch.device]) -> Iterator[tuple[torch.device, torch.dtype, int, bool]]:
-    for device in devices:
-        yield from product([device], DTYPES[device.type], HEAD_DIMS, (False, True))
 
 
 def _request(device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: Kind = "full") -> Request:

@@ -11,8 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.backends import Attend
 from hf_vit_accel.families.base import Parts
@@ -27,7 +26,7 @@ class Checkpoint:
     function: (function, rows) to the function of the rows.
     """
 
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., Tensor]
     block: nn.Module
 
     @property
@@ -35,7 +34,7 @@ class Checkpoint:
         """Whether it makes a gradient only where the rows require one."""
         return bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
 
-    def needed(self, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> bool:
+    def needed(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
         """Whether the layer has a gradient at all: frozen after frozen ones, it keeps nothing."""
         given = x_TE.requires_grad or (delta_TE is not None and delta_TE.requires_grad)
         return given or any(parameter.requires_grad for parameter in self.block.parameters())
@@ -51,11 +50,11 @@ def checkpoints_of(parts: Parts) -> list[Checkpoint | None]:
 
 def encode(
     route: Route,
-    pixels_TP: torch.Tensor,
+    pixels_TP: Tensor,
     checkpoints: Sequence[Checkpoint | None] = (),
     through: Mapping[int, nn.Module] = MappingProxyType({}),
-    into: Sequence[torch.Tensor] = (),
-) -> list[torch.Tensor]:
+    into: Sequence[Tensor] = (),
+) -> list[Tensor]:
     """The last rows, (T, E) or what they are downsampled to, the merged features (M, width of the text), if the tower
     merges them, and those of deepstack layers.
 
@@ -79,9 +78,9 @@ def encode(
     cos_TD, sin_TD = (table_TD.contiguous() for table_TD in ops.tables(x_TE, positions_T2))
 
     heads = 3, request.heads, request.head_dim
-    merged_by_layer: list[torch.Tensor] = []
+    merged_by_layer: list[Tensor] = []
     places = iter(into[-len(ops.deepstack) :])
-    delta_TE: torch.Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
+    delta_TE: Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
     for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
         if not request.grad and index not in through:
             held, delta_TE = [delta_TE], None  # handed over: nobody but the layer holds it
@@ -111,11 +110,11 @@ def _layer(
     layer: LayerOps,
     attend: Attend,
     heads: tuple[int, ...],
-    cos_TD: torch.Tensor,
-    sin_TD: torch.Tensor,
-    x_TE: torch.Tensor,
-    held: list[torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    x_TE: Tensor,
+    held: list[Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
     """held: a list with delta, (T, E), emptied here: after torch.compile ran, callers' frames hold their arguments."""
     x_TE, normed_TE = layer.norm1(x_TE, held.pop())
     stream = (x_TE,) if layer.adds else ()
@@ -127,7 +126,7 @@ def _layer(
 
 def _layer_of_rows(
     layer: LayerOps, attend: Attend, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     return _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, [delta_TE])
 
 
@@ -140,13 +139,13 @@ def _through(block: nn.Module, run: Any, heads: Any, cos_TD: Any, sin_TD: Any, x
         del vars(block)["forward"]
 
 
-def _checkpointed(checkpoint: Checkpoint, run: Any, x_TE: torch.Tensor, delta_TE: Any) -> tuple[torch.Tensor, None]:
+def _checkpointed(checkpoint: Checkpoint, run: Any, x_TE: Tensor, delta_TE: Any) -> tuple[Tensor, None]:
     """As a layer of stock: one tensor goes in, one comes out."""
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     if checkpoint.reentrant and not x_TE.requires_grad:
         x_TE = x_TE.detach().requires_grad_()
 
-    def one(x_TE: torch.Tensor) -> torch.Tensor:
+    def one(x_TE: Tensor) -> Tensor:
         x_TE, delta_TE = run(x_TE, None)
         return x_TE if delta_TE is None else x_TE + delta_TE
 

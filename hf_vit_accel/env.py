@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import transformers
+from torch import Tensor
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 from torch.utils import checkpoint
 
@@ -96,11 +97,9 @@ def multiprocessors(device: torch.device) -> int:
 @probe
 def versions() -> dict[str, str | None]:
     """Versions of everything that decides what runs here; None for what is not installed."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    names = ["hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"]
-    names += ["flash-attn-4", "quack-kernels"]
-    found["torch"] = torch.__version__
-    for name in names:
+    found: dict[str, str | None] = {"python": sys.version.split()[0], "torch": torch.__version__}
+    names = "hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"
+    for name in (*names, "flash-attn-4", "quack-kernels"):
         found[name] = None
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -185,7 +184,7 @@ def once_differentiable(backward: Function) -> Function:
     @wraps(backward)
     def run(ctx: Any, *given: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph
-            given = tuple(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given)
+            given = tuple(x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in given)
         return once(ctx, *given)
 
     return run  # type: ignore[return-value]

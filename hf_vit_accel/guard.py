@@ -15,7 +15,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
@@ -24,9 +24,8 @@ from transformers import modeling_utils
 from hf_vit_accel import sharding, upstream
 from hf_vit_accel.backends import Request
 from hf_vit_accel.env import is_upstream
-from hf_vit_accel.families import Family, Parts
+from hf_vit_accel.families import Family
 from hf_vit_accel.inputs import Expected
-from hf_vit_accel.metadata import Geometry
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_mixing, reasons_replaced
 from hf_vit_accel.route import POPPED, Spec
 
@@ -34,7 +33,7 @@ from hf_vit_accel.route import POPPED, Spec
 _HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
 _VALUES, _POINTER, _DTYPE, _REQUIRES_GRAD = (
     dict.values,
-    torch.Tensor.data_ptr,
+    Tensor.data_ptr,
     attrgetter("dtype"),
     attrgetter("requires_grad"),
 )
@@ -57,7 +56,7 @@ class Weights:
     ) -> None:
         self.indices = list(range(len(parameters)))
         self.pointers, self.dtype = pointers, parameters[0].dtype if parameters else torch.float32
-        self.contiguous = all(map(torch.Tensor.is_contiguous, parameters))
+        self.contiguous = all(map(Tensor.is_contiguous, parameters))
         self.count, self.nbytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
         self.reasons: list[str] = []
         own = len(parameters) - adapters  # an adapter's dtype is its own business: PEFT casts what it takes and gives
@@ -87,13 +86,6 @@ class Snapshot:
     what is made of a reading goes with it.
     """
 
-    expected: Expected
-
-    parts: Parts
-    geometry: Geometry
-    heads: int
-    head_dim: int
-    scale: float
     dropout = False
 
     def __init__(self, tower: Any, family: Family) -> None:
@@ -103,7 +95,7 @@ class Snapshot:
         self._tower, (_, *self._names), (_, *below) = weakref.ref(tower), modules, modules.values()
         self._modules, self._below = below, list(map(vars, below))
         # A tensor there is what somebody's hook keeps of a call.
-        kept = (name for name, value in vars(tower).items() if not isinstance(value, torch.Tensor))
+        kept = (name for name, value in vars(tower).items() if not isinstance(value, Tensor))
         self._own_names = list({*kept} - _BARE | {*self.proof.code.methods})
         self._children = [module._modules.values() for module in modules.values() if module._modules]
         self._kinds: list[Any] = list(set(map(type, modules.values())))
@@ -178,9 +170,10 @@ class Snapshot:
         dropouts = [self.reads.read(block.attention, "attention_dropout", 0.0) for block in self.parts.blocks]
         self.full_layers = tuple(map(self.parts.full, range(len(self.parts.blocks))))
         self.dropout, self.varied = any(dropouts), len(set(map(tuple, found))) > 1
-        self.heads, self.head_dim, self.scale = found[0] if found else (1, 1, 1.0)
+        of_all: Any = found[0] if found else (1, 1, 1.0)
+        self.heads, self.head_dim, self.scale = of_all
         dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
-        packed = not isinstance(width, torch.Tensor) or width.dim() < dims or not width.is_floating_point()
+        packed = not isinstance(width, Tensor) or width.dim() < dims or not width.is_floating_point()
         self.width = None if packed else width[0].numel()
         if not found:
             yield "the tower has no blocks"
@@ -193,7 +186,7 @@ class Snapshot:
             yield "layers have different heads, or scale attention differently"
         below, place = list(zip(self._names, self._modules, strict=True)), placed_by_accelerate(tower)
         for name, module in below:
-            if any(isinstance(vars(module).get(weight), torch.Tensor) for weight in ("weight", "bias")):
+            if any(isinstance(vars(module).get(weight), Tensor) for weight in ("weight", "bias")):
                 yield f"a weight of {name} is not a parameter"
                 break
         for name, module in below:
@@ -252,14 +245,14 @@ class Snapshot:
             return True
         return any(value is not None and value.requires_grad for value in chain.from_iterable(self._sharded))
 
-    def buffers(self) -> list[torch.Tensor]:
+    def buffers(self) -> list[Tensor]:
         """Every buffer as it is now."""
         return [buffer for named in self._buffers for buffer in named.values() if buffer is not None]
 
     def loose(self) -> bool:
         """Whether a tensor is the attribute of a module, neither parameter nor buffer."""
         modules = [*self._below, vars(self._tower())]
-        return any(isinstance(value, torch.Tensor) for own in modules for value in own.values())
+        return any(isinstance(value, Tensor) for own in modules for value in own.values())
 
     def training(self) -> bool:
         """Whether a module inside is in training mode."""
@@ -348,8 +341,8 @@ def reasons_own_segments(tower: Any, named: Mapping[str, Any], pixels: str) -> l
     if any(popped in named for popped in POPPED):
         return ["the caller supplies sequence metadata"]
     grid, given = named.get("grid_thw"), named.get(pixels)
-    known = isinstance(grid, torch.Tensor) and grid.dim() == 2 and not grid.is_floating_point()
-    if not known or not isinstance(given, torch.Tensor) or is_tracing():
+    known = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
+    if not known or not isinstance(given, Tensor) or is_tracing():
         return ["the arguments are not those that are known, or torch.jit.trace is at work"]
     return []
 

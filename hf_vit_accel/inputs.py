@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel.metadata import Grid
 
@@ -30,13 +31,13 @@ class Expected:
 class Call:
     """One call. pixels: (T, P), a view of what was given. options: what else came. marks: what `look` found."""
 
-    pixels: torch.Tensor
+    pixels: Tensor
     grid: Grid
     options: Mapping[str, Any]
     marks: Any = None
 
 
-Look = Callable[[torch.Tensor, torch.Tensor], tuple[list[list[int]], Any]]
+Look = Callable[[Tensor, Tensor], tuple[list[list[int]], Any]]
 """(pixels (T, P), grid) to the grid on the host and whatever else is read in the same sync."""
 
 
@@ -53,7 +54,7 @@ def read(expected: Expected, look: Look | None, /, *args: Any, **options: Any) -
         return None  # stock has its own complaint
     options = named | options
     pixels, grid_thw = options.pop(names[0]), options.pop("grid_thw")
-    dense = isinstance(pixels, torch.Tensor) and pixels.layout == torch.strided and not pixels.is_nested
+    dense = isinstance(pixels, Tensor) and pixels.layout == torch.strided and not pixels.is_nested
     if not dense or pixels.is_complex():
         raise ValueError(
             "expected the pixel values as a tensor of real numbers of shape (patches, channels * temporal * patch * "
@@ -82,10 +83,10 @@ def read(expected: Expected, look: Look | None, /, *args: Any, **options: Any) -
     return Call(pixels=pixels, grid=grid, options=options, marks=marks)
 
 
-def _read_grid(grid_thw: Any, pixels_TP: torch.Tensor, merge: int, look: Look | None) -> tuple[Grid, Any]:
+def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, look: Look | None) -> tuple[Grid, Any]:
     """(images and videos, 3) in patches, on the host; rows of no frames, which pad a batch, are left out."""
     device = pixels_TP.device
-    dense = isinstance(grid_thw, torch.Tensor) and grid_thw.layout == torch.strided and not grid_thw.is_nested
+    dense = isinstance(grid_thw, Tensor) and grid_thw.layout == torch.strided and not grid_thw.is_nested
     if not dense or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(
             f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
@@ -114,7 +115,7 @@ def _read_grid(grid_thw: Any, pixels_TP: torch.Tensor, merge: int, look: Look | 
 
 
 def _describe(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return f"{type(value).__name__}"
     if value.is_nested or value.layout != torch.strided:
         return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"

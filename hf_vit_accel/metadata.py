@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 Grid = tuple[tuple[int, int, int], ...]
 Array = np.ndarray[Any, Any]
@@ -216,7 +217,7 @@ def pack(arrays: Mapping[str, Array]) -> Array:
     return packed
 
 
-def unpack(packed: torch.Tensor, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+def unpack(packed: Tensor, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
     """Views into packed bytes, wherever those are; the arrays give names, dtypes and shapes."""
     return {
         name: packed[start : start + array.nbytes].view(torch.from_numpy(array[:0].copy()).dtype).view(array.shape)
@@ -232,13 +233,13 @@ def _starts(arrays: Mapping[str, Array]) -> tuple[list[int], int]:
     return starts, total
 
 
-def send(packed: Array, device: torch.device) -> torch.Tensor:
+def send(packed: Array, device: torch.device) -> Tensor:
     """Packed bytes on a device. To CUDA they go from pinned memory, on the current stream, without waiting."""
     host = torch.from_numpy(packed)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
-def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
+def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
     """Send all arrays in one packed copy; each result is a view into one buffer on the device."""
     # Kept for later calls, which may record gradients through what is indexed; and compilers would start anew for each.
     with torch.inference_mode(False):

@@ -18,12 +18,13 @@ from itertools import accumulate, chain, groupby
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel.metadata import Grid, rows_of
 from hf_vit_accel.route import Spec
 
-Serve = Callable[..., list[torch.Tensor]]
+Serve = Callable[..., list[Tensor]]
 """(grid, pixels (T, P)) of whole images and videos, or of some of their frames, to the outputs of a tower; a pass also
 says where they will lie."""
 
@@ -111,17 +112,17 @@ class Passes:
         self.fewer[grad] = fewer
         return True
 
-    def serve(self, serve: Serve, spec: Spec, snapshot: Any, grid: Grid, pixels_TP: torch.Tensor) -> list[torch.Tensor]:
+    def serve(self, serve: Serve, spec: Spec, snapshot: Any, grid: Grid, pixels_TP: Tensor) -> list[Tensor]:
         """The outputs of a call, pass after pass. With gradients, each pass runs again in the backward pass."""
         grad, clips = spec.request.grad, spec.geometry.clips
         most = self.fewer.get(grad, spec.max_rows)
         todo = (grid,) if most is None or len(pixels_TP) <= most else cut(grid, most, clips=clips)
         total, start, count = len(pixels_TP), 0, 0
-        outputs: list[torch.Tensor] = []
-        by_pass: list[list[torch.Tensor]] = []
+        outputs: list[Tensor] = []
+        by_pass: list[list[Tensor]] = []
         while todo:
             rows, run = rows_of(todo[0]), serve
-            found: list[torch.Tensor] | None = None
+            found: list[Tensor] | None = None
             if grad and rows < total:
                 run = partial(checkpoint, serve, use_reentrant=False, context_fn=partial(_contexts, snapshot))
             into = [each[start * len(each) // total : (start + rows) * len(each) // total] for each in outputs]
@@ -204,16 +205,16 @@ def _adapters(roots: Sequence[Any]) -> list[Any]:
     return [copy.copy(own.get(name)) for own in wrapped for name in names]
 
 
-def _alias(x: torch.Tensor) -> torch.Tensor:
+def _alias(x: Tensor) -> Tensor:
     """The same memory and version, whatever becomes of the parameter's `data`."""
     return x.detach().requires_grad_() if x.requires_grad else x.detach()
 
 
-def _version(x: torch.Tensor) -> int:
+def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _put(found: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+def _put(found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     """A pass's outputs to where they are to lie, unless they were made there."""
     for each, place in zip(found, into, strict=True):
         if each is not place:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class RankError(RuntimeError):
@@ -42,7 +43,7 @@ class Ranks:
         """Where words are exchanged: on the host if the group can, so that nobody waits for a GPU."""
         return torch.device("cpu" if "cpu" in {each.type for each in self.group._device_types} else "cuda")
 
-    def words(self, mine: list[int], last: torch.Tensor, *, when: str) -> list[list[int]]:
+    def words(self, mine: list[int], last: Tensor, *, when: str) -> list[list[int]]:
         """As many int64 words of every rank, by rank.
 
         last: a word, (1,), that the host does not know; on `device`.
@@ -54,10 +55,9 @@ class Ranks:
             dist.all_gather(found, sent, group=self.group)
         by_rank = torch.stack(found)
         self.settle(on, when=when)
-        told: list[list[int]] = by_rank.tolist()
-        return told
+        return by_rank.tolist()
 
-    def to_all(self, mine: torch.Tensor, received: Sequence[torch.Tensor], *, when: str) -> list[torch.Tensor]:
+    def to_all(self, mine: Tensor, received: Sequence[Tensor], *, when: str) -> list[Tensor]:
         """Each rank's tensor on every rank, by rank; received: where the others' go, of whatever sizes.
 
         One group of sends and receipts, which NCCL runs as one kernel: nothing is padded to the largest. Not yet there
@@ -74,9 +74,9 @@ class Ranks:
                 work.wait()
         return by_rank
 
-    def add_up(self, tensors: Sequence[torch.Tensor], *, when: str) -> list[torch.Tensor]:
+    def add_up(self, tensors: Sequence[Tensor], *, when: str) -> list[Tensor]:
         """The sum of each over all ranks, by one reduction for each dtype. Not yet there then, as in `to_all`."""
-        summed: dict[int, torch.Tensor] = {}
+        summed: dict[int, Tensor] = {}
         for dtype in sorted({each.dtype for each in tensors}, key=str):
             of = [index for index, each in enumerate(tensors) if each.dtype == dtype]
             flat = torch.cat([tensors[index].reshape(-1) for index in of])

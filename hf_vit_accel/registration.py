@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -178,15 +178,15 @@ def restore_name(model: nn.Module, former_name: str | None) -> None:
 
 def vision_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The attention function behind the registered names: q, k, v (1, H, T, D) to ((1, T, H, D), None).
 
     In a patched tower the forward's plan arrives in the keyword arguments. A stock tower that runs under one of our
@@ -228,8 +228,8 @@ def vision_attention(
 
 
 def _attend_as_stock(
-    module: Any, qkv: tuple[torch.Tensor, ...], cu_seqlens_S1: torch.Tensor, dropout: float, scaling: float | None
-) -> torch.Tensor:
+    module: Any, qkv: tuple[Tensor, ...], cu_seqlens_S1: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
     """As stock attends without varlen kernels: segment by segment, by what torch can drop out, transform and trace."""
     lengths = cu_seqlens_S1.diff().tolist()
     segments = zip(*(x.split(lengths, dim=2) for x in qkv), strict=True)
@@ -241,13 +241,7 @@ def _attend_as_stock(
 
 
 def _plan_without_tower(
-    module: Any,
-    q_THD: torch.Tensor,
-    cu_seqlens_S1: torch.Tensor,
-    scale: float,
-    *,
-    grad: bool,
-    score_mod: ScoreMod | None,
+    module: Any, q_THD: Tensor, cu_seqlens_S1: Tensor, scale: float, *, grad: bool, score_mod: ScoreMod | None
 ) -> Plan:
     """A plan for offsets that came without one, kept for the other layers that get the very same tensor."""
     known: Offsets | None = getattr(cu_seqlens_S1, OFFSETS, None)
@@ -280,14 +274,13 @@ def _plan_without_tower(
     if plan is None or offsets() is not cu_seqlens_S1 or version is None or (kept_version, kept_key) != (version, key):
         plan = _plan_offsets(name, request, q_THD.shape[0], cu_seqlens_S1)
         _LAST.plan = weakref.ref(cu_seqlens_S1), version, key, plan
-    assert isinstance(plan, Plan)
     return plan
 
 
 _LAST = threading.local()
 
 
-def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: torch.Tensor) -> Plan:
+def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: Tensor) -> Plan:
     host_S1 = cu_seqlens_S1.detach().cpu().numpy()
     lengths_S = np.diff(host_S1)
     if host_S1[0] != 0 or host_S1[-1] != rows or (lengths_S < 0).any():

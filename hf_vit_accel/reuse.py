@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env, guard
 from hf_vit_accel.config import Settings
@@ -39,7 +39,7 @@ from hf_vit_accel.route import Spec
 _BY_TORCH: tuple[Any, Any] = hash_items_reference, hash_memory_reference
 _BY_KERNELS: tuple[Any, Any] = guarded(KERNELS, hash_items), guarded(KERNELS, hash_memory)
 
-Serve = Callable[[Grid, torch.Tensor], list[torch.Tensor]]
+Serve = Callable[[Grid, Tensor], list[Tensor]]
 """(grid, pixels (T, P)) of whole items to their outputs."""
 
 
@@ -49,18 +49,16 @@ class Memory:
     form: another object whenever shapes or dtypes are others. reasons: why they cannot be read as words.
     """
 
-    def __init__(
-        self, tensors: list[torch.Tensor], weights: Weights, snapshot: Snapshot, former: Memory | None
-    ) -> None:
+    def __init__(self, tensors: list[Tensor], weights: Weights, snapshot: Snapshot, former: Memory | None) -> None:
         self.place, self.shapes = _place(tensors, weights), _shapes(tensors)
         same = former is not None and former.place[2] == self.place[2] and former.shapes == self.shapes
         self.form: object = former.form if former is not None and same else object()
         self.reasons: list[str] = []
         if snapshot.loose():
             self.reasons.append("a module holds a tensor that is neither parameter nor buffer")
-        starts = np.array(list(map(torch.Tensor.data_ptr, tensors)), dtype=np.int64)
+        starts = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
         nbytes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
-        if not all(map(torch.Tensor.is_contiguous, tensors)) or (starts % 4).any() or (nbytes % 4).any():
+        if not all(map(Tensor.is_contiguous, tensors)) or (starts % 4).any() or (nbytes % 4).any():
             self.reasons.append("a parameter is not contiguous, or does not lie in whole words of memory")
         device = tensors[0].device
         if any(tensor.device != device for tensor in tensors):
@@ -80,7 +78,7 @@ class Memory:
         settle(device)
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor], weights: Weights, snapshot: Snapshot, former: Memory | None) -> Memory:
+    def of(cls, tensors: list[Tensor], weights: Weights, snapshot: Snapshot, former: Memory | None) -> Memory:
         """That of parameters and buffers; the former one while they lie where they did, and are as long.
 
         weights: another object when parameters have moved. Whether it `fits` is to be asked, too: for that there is
@@ -91,19 +89,19 @@ class Memory:
             return former
         return cls(tensors, weights, snapshot, former)
 
-    def fits(self, tensors: list[torch.Tensor]) -> bool:
+    def fits(self, tensors: list[Tensor]) -> bool:
         """Whether what lies where it did has the shapes and dtypes that it had."""
         return self.shapes == _shapes(tensors)
 
 
-def _place(tensors: list[torch.Tensor], weights: Weights) -> tuple[Any, ...]:
+def _place(tensors: list[Tensor], weights: Weights) -> tuple[Any, ...]:
     buffers = tensors[weights.count :]
-    return weights, list(map(torch.Tensor.data_ptr, buffers)), list(map(torch.Tensor.numel, tensors))
+    return weights, list(map(Tensor.data_ptr, buffers)), list(map(Tensor.numel, tensors))
 
 
-def _shapes(tensors: list[torch.Tensor]) -> list[Any]:
+def _shapes(tensors: list[Tensor]) -> list[Any]:
     """What tells that contiguous tensors of as many numbers have the shapes and dtypes that they had."""
-    reads: Any = torch.Tensor.is_contiguous, torch.Tensor.stride, attrgetter("dtype")
+    reads: Any = Tensor.is_contiguous, Tensor.stride, attrgetter("dtype")
     return [list(map(read, tensors)) for read in reads]
 
 
@@ -117,7 +115,7 @@ class _HandOut(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sizes: list[int], order: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sizes, ctx.order = sizes, order
         pieces = rows.split(sizes)
@@ -125,7 +123,7 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         if grad is None:
             return None, None, None
         places: list[list[int]] = [[] for _ in ctx.sizes]
@@ -201,11 +199,11 @@ class ReuseStatus:
 class _Kept:
     """One item's outputs. stream, ready: where they were made, and when; None but on CUDA."""
 
-    outputs: list[torch.Tensor]
+    outputs: list[Tensor]
     stream: Any
     ready: Any
 
-    def taken(self, stream: Any) -> list[torch.Tensor]:
+    def taken(self, stream: Any) -> list[Tensor]:
         """The outputs, for work on a stream."""
         if self.stream != stream:
             stream.wait_event(self.ready)
@@ -243,8 +241,8 @@ class Reuse:
         weights: Weights,
         no_kernels: str | None,
         meanwhile: Callable[[], object],
-        pixels_TP: torch.Tensor,
-        grid_N3: torch.Tensor,
+        pixels_TP: Tensor,
+        grid_N3: Tensor,
     ) -> tuple[list[list[int]], Marks]:
         """The grid on the host, and in the same sync what tells its items and the weights.
 
@@ -259,7 +257,7 @@ class Reuse:
         if snapshot.foreign and snapshot.training():
             return grid_N3.tolist(), Marks(unmet=[f"{snapshot.foreign}, and may be random in training"])
         unmet: list[str] = []
-        tensors: list[torch.Tensor] = []
+        tensors: list[Tensor] = []
         device = pixels_TP.device
         across = self.config.across_calls and not (trains and (snapshot.foreign or snapshot.trained(parameters)))
         if across:
@@ -306,7 +304,7 @@ class Reuse:
             reasons.append("weights are sharded, offloaded or of a class of their own, and cannot be told from others")
         return reasons
 
-    def serve(self, serve: Serve, spec: Spec, marks: Marks, grid: Grid, pixels_TP: torch.Tensor) -> list[torch.Tensor]:
+    def serve(self, serve: Serve, spec: Spec, marks: Marks, grid: Grid, pixels_TP: Tensor) -> list[Tensor]:
         """The outputs of a call, of which only what is new and no copy is encoded, by `serve`, all at once."""
         if marks.prints is None:
             return serve(grid, pixels_TP)
@@ -343,7 +341,7 @@ class Reuse:
             self._keep({(owner, key): pieces[key] for key in missing}, stream)
         return outputs
 
-    def _encode(self, serve: Serve, keys: list[Any], chosen: list[int], pixels_TP: torch.Tensor) -> list[torch.Tensor]:
+    def _encode(self, serve: Serve, keys: list[Any], chosen: list[int], pixels_TP: Tensor) -> list[Tensor]:
         """The outputs of items that are part of a call, by their index; none if there are none."""
         if not chosen:
             return []
@@ -351,7 +349,7 @@ class Reuse:
         pieces = [pixels_TP[starts[index] : starts[index + 1]] for index in chosen]
         return serve(tuple(keys[index][1] for index in chosen), torch.cat(pieces) if len(pieces) > 1 else pieces[0])
 
-    def _keep(self, fresh: dict[Any, list[torch.Tensor]], stream: Any) -> None:
+    def _keep(self, fresh: dict[Any, list[Tensor]], stream: Any) -> None:
         """Copies, since whoever gets an output may write to it; of no kind that gradients would refuse later."""
         kept = {}
         with torch.inference_mode(False), torch.no_grad():

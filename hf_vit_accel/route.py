@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.config import Settings
@@ -65,14 +66,14 @@ class Route:
     plans: Mapping[Kind, Plan]
     choices: Mapping[Kind, Choice]
     unmet: list[str]
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     attends: list[Attend] = field(default_factory=list)
     nodes: list[TrainedLayer | None] = field(default_factory=list)
     signature: Any = None  # the runner's, of this layout's CUDA graph
-    _packed: torch.Tensor | None = None
+    _packed: Tensor | None = None
     _bound: Route | None = None
 
-    def packed(self) -> torch.Tensor:
+    def packed(self) -> Tensor:
         """The arrays' bytes on the device, sent once."""
         if self._packed is None:
             # Kept for later calls, which may record gradients: no inference tensors.
@@ -86,7 +87,7 @@ class Route:
             self._bound = self.bind(self.packed())
         return self._bound
 
-    def bind(self, packed: torch.Tensor) -> Route:
+    def bind(self, packed: Tensor) -> Route:
         """This route with its arrays in packed bytes; what must exist before the first call is built."""
         with torch.inference_mode(False):
             tensors = unpack(packed, self.arrays)
@@ -116,13 +117,10 @@ class Route:
             made["window"] = [one] * len(layers)
         return [made["full" if full else "window"][index] for index, full in enumerate(layers)]
 
-    def plan_for(self, cu_seqlens: torch.Tensor) -> Plan | None:
+    def plan_for(self, cu_seqlens: Tensor) -> Plan | None:
         """The plan made for these very offsets; None for any others (equal sizes do not make equal layouts)."""
-        if cu_seqlens is self.tensors["cu_seqlens"]:
-            return self.plans["full"]
-        if cu_seqlens is self.tensors.get("cu_window_seqlens"):
-            return self.plans["window"]
-        return None
+        kinds: dict[str, Kind] = {"cu_seqlens": "full", "cu_window_seqlens": "window"}
+        return next((self.plans[kind] for name, kind in kinds.items() if cu_seqlens is self.tensors.get(name)), None)
 
     def injected(self) -> dict[str, Any]:
         """The keyword arguments that a stock tower pops instead of computing them, and the plans."""
@@ -204,24 +202,6 @@ class Offsets:
     plans: dict[Any, Plan] = field(default_factory=dict)
 
 
-def offsets(
-    grid: Grid,
-    at: torch.device,
-    geometry: Geometry,
-    settings: Settings,
-    faults: Mapping[str, str],
-    served: dict[str, str],
-) -> dict[str, Any]:
-    """The keyword arguments with which such a tower neither computes its segments nor asks the device for them."""
-    metadata = build(grid, geometry)
-    arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
-    tensors = to_device(arrays, at)
-    for name, (kind, segments) in zip(("cu_seqlens", "cu_window_seqlens"), metadata.segments().items(), strict=False):
-        known = Offsets(kind=kind, segments=segments, settings=settings, faults=faults, served=served)
-        setattr(tensors[name], OFFSETS, known)
-    return {**tensors, "max_seqlen": metadata.full.max_seqlen}
-
-
 _SEGMENTS = "cu_seqlens", "window_index", "cu_window_seqlens"
 
 
@@ -247,11 +227,21 @@ class Routes:
             route = lay_out(grid if layout is None else layout(), spec, warmed=self.warmed)
             return route, sum(array.nbytes for array in route.arrays.values())
 
-        route: Route = self.cache.get((grid, spec, budget, stream), make)
-        return route
+        return self.cache.get((grid, spec, budget, stream), make)
 
-    def offsets(self, grid: Grid, at: torch.device, geometry: Geometry, *rest: Any) -> dict[str, Any]:
-        """What `offsets` makes of a grid on a device, made once for a stream and while the geometry is the same."""
+    def offsets(self, grid: Grid, at: torch.device, geometry: Geometry, *of_tower: Any) -> dict[str, Any]:
+        """The keyword arguments with which such a tower neither computes its segments nor asks the device for them.
+
+        Made once for a stream and while the geometry is the same. of_tower: settings, faults and served of `Offsets`.
+        """
+
+        def make() -> tuple[dict[str, Any], int]:
+            metadata, (settings, faults, served) = build(grid, geometry), of_tower
+            arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
+            tensors, given = to_device(arrays, at), dict(settings=settings, faults=faults, served=served)
+            for name, (kind, segments) in zip(_SEGMENTS[::2], metadata.segments().items(), strict=False):
+                setattr(tensors[name], OFFSETS, Offsets(kind=kind, segments=segments, **given))
+            return {**tensors, "max_seqlen": metadata.full.max_seqlen}, 8 * len(grid)
+
         key = grid, at, geometry, torch.cuda.current_stream(at).cuda_stream if at.type == "cuda" else 0
-        more: dict[str, Any] = self.cache.get(key, lambda: (offsets(grid, at, geometry, *rest), 8 * len(grid)))
-        return more
+        return self.cache.get(key, make)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel.metadata import settle
 from hf_vit_accel.ops.e4m3 import LARGEST, fit
@@ -25,7 +26,7 @@ class Amax:
     margin: what they are multiplied by before scales follow from them. model: the family that they were found with.
     """
 
-    amax_L3H: torch.Tensor
+    amax_L3H: Tensor
     margin: float
     model: str = ""
 
@@ -71,7 +72,7 @@ class Scales:
     heads: int
     fixed: Amax | None = None
     min_seqlen: int | None = None
-    calls_L43H: torch.Tensor | None = None
+    calls_L43H: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.fixed is None:
@@ -95,13 +96,13 @@ class Scales:
         """Keep what the last call found, for `seen`; for calls one after the other, on one stream."""
         self.calls_L43H = torch.zeros(self.layers, 4, 3, self.heads, device=self.device)
 
-    def call(self, layer: int) -> torch.Tensor:
+    def call(self, layer: int) -> Tensor:
         """What one call of a layer is quantised by, (4, 3, H); see `ops.quantize.quantize`."""
         if self.calls_L43H is None:
             return torch.empty(4, 3, self.heads, device=self.device)
         return self.calls_L43H[layer]
 
-    def seen(self) -> torch.Tensor:
+    def seen(self) -> Tensor:
         """The amax that were found and kept, (L, 3, H) on the host; waits for the device."""
         assert self.calls_L43H is not None
         return self.calls_L43H[:, 1].to("cpu", copy=True)

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel.metadata import Grid, rows_of
 
@@ -140,14 +141,14 @@ class Places:
             for share in self.shares
         ]
 
-    def taken(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    def taken(self, tensor: Tensor, rank: int) -> Tensor:
         """A rank's rows of a tensor that has rows, or merged tokens, of the whole call."""
         runs = [slice(*(row * len(tensor) // self.total for row in run)) for run in self.runs[rank]]
         if not runs:
             return tensor[:0]
         return tensor[runs[0]] if len(runs) == 1 else torch.cat([tensor[run] for run in runs])
 
-    def put_together(self, by_rank: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    def put_together(self, by_rank: Sequence[Tensor], into: Tensor) -> None:
         """The inverse: each rank's rows to where they lie in those of the whole call."""
         for tensor, runs in zip(by_rank, self.runs, strict=True):
             at = 0

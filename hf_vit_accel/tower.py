@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import guard, inputs, upstream
 from hf_vit_accel.backends import ORDER, Request
@@ -227,7 +227,7 @@ class AcceleratedForward:
         if vars(tower).get(STATE) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
             return original(*args, **kwargs)
         pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
-        on_cuda = isinstance(pixels, torch.Tensor) and pixels.is_cuda
+        on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
         before = state.faults
         with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
             while True:
@@ -356,9 +356,9 @@ def _serve(
     unmet: list[str],
     checkpoints: Sequence[Any],
     grid: Grid,
-    pixels_TP: torch.Tensor,
-    into: Sequence[torch.Tensor] = (),
-) -> list[torch.Tensor]:
+    pixels_TP: Tensor,
+    into: Sequence[Tensor] = (),
+) -> list[Tensor]:
     """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it.
 
     unmet: what the call does not get, then what this part does not; any raises under `strict`. The rest: see `encode`.
@@ -381,9 +381,9 @@ def _replay(
     snapshot: Snapshot,
     weights: Weights,
     route: Route,
-    pixels_TP: torch.Tensor,
+    pixels_TP: Tensor,
     checkpointed: bool,
-) -> list[torch.Tensor] | Eager:
+) -> list[Tensor] | Eager:
     """The encoder's outputs from CUDA graphs, or why it is to run eagerly."""
     against = why_not_graphs(route.spec.request.device)
     # A module of someone else's may act on state that Python holds (an adapter that is switched off, a counter).
@@ -394,7 +394,7 @@ def _replay(
     against = against or ("gradient checkpointing runs layers again" if checkpointed else None)
     if against:
         return runner.eager(against)
-    memory = [weights, *map(torch.Tensor.data_ptr, snapshot.buffers())]
+    memory = [weights, *map(Tensor.data_ptr, snapshot.buffers())]
     if isinstance(runner, Runner):
         return runner.run(route, pixels_TP, memory)
     return runner.run(route, pixels_TP, snapshot.weights()[0], snapshot.places, memory)

@@ -33,24 +33,7 @@ from hf_vit_accel.config import Fp8Config
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops import linears
 
-__all__ = [
-    "AUTO",
-    "FP8",
-    "ORDER",
-    "Attend",
-    "Backend",
-    "BackendUnavailableError",
-    "Choice",
-    "Kind",
-    "Needs",
-    "Plan",
-    "Request",
-    "ScoreMod",
-    "backend_named",
-    "plan_alone",
-    "require",
-    "resolve",
-]
+__all__ = ["Attend", "Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod", "plan_alone"]
 
 ORDER: tuple[Backend, ...] = (
     FlashAttention3(),

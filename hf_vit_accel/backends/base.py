@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.metadata import Segments, to_device
@@ -21,9 +22,9 @@ from hf_vit_accel.ops.window_attention import attention_reference
 from hf_vit_accel.scales import Scales
 
 Kind = Literal["full", "window"]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(packed projection (T, 3, H, D), cos (T, D), sin (T, D)) to the attended rows (T, H, D)."""
-ScoreMod = Callable[..., torch.Tensor]
+ScoreMod = Callable[..., Tensor]
 """(score, batch, head, q_idx, kv_idx) to the score that takes its place; see `hf_vit_accel.FlexConfig`."""
 
 
@@ -79,6 +80,12 @@ class Needs:
     score_mods: bool = False
 
 
+HALF = Needs(
+    capability=((8, 0), (13, 0)), dtypes=(torch.bfloat16, torch.float16), head_dim_multiple=8, head_dim_max=128
+)
+"""What kernels for half precision need, as a rule."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """All that one backend needs for one layout of segments, made once per forward and shared by its layers.
@@ -92,15 +99,15 @@ class Plan:
     request: Request
     host: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Plan:
+    def bind(self, tensors: Mapping[str, Tensor]) -> Plan:
         """This plan with its arrays on the device; then whatever must exist before the first call is built."""
         bound = replace(self, arrays={}, tensors={name: tensors[name] for name in self.arrays})
         self.backend.prepare(bound)
         return bound
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """Attention within segments: softmax(scale * q k^T) v, (T, H, D) each, any strides; returns (T, H, D)."""
         return env.guarded(self.backend.name, self.backend.attend)(q_THD, k_THD, v_THD, self)
 
@@ -178,13 +185,13 @@ class Backend(ABC):
         """Build what the plan's first call would otherwise build (kernels, library plans), before any capture."""
 
     @abstractmethod
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         """See `Plan.attend`. Traceable: torch's own operators, or a custom operator with a fake implementation."""
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         """What each layer attends by. rotate: q and k of a packed projection, rotated."""
 
-        def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+        def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
             q_THD, k_THD, v_THD = rotate(qkv_T3HD, cos_TD, sin_TD).unbind(1)
             return self.attend(q_THD, k_THD, v_THD, plan)
 
@@ -229,8 +236,8 @@ def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
 
 
 def attention_op(
-    name: str, cuda: Callable[..., torch.Tensor], arguments: str = "Tensor cu_seqlens, int max_seqlen, float scale"
-) -> Callable[..., torch.Tensor]:
+    name: str, cuda: Callable[..., Tensor], arguments: str = "Tensor cu_seqlens, int max_seqlen, float scale"
+) -> Callable[..., Tensor]:
     """Register `hf_vit_accel::<name>`, a forward-only operator of q, k, v and arguments: new, and shaped as q.
 
     The operator is what torch.compile sees. Else its function is called at once: the way through the dispatcher takes 7
@@ -240,16 +247,16 @@ def attention_op(
     torch.library.define(full, f"(Tensor q, Tensor k, Tensor v, {arguments}) -> Tensor")
     torch.library.impl(full, "cuda", cuda)
     torch.library.register_fake(full, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
-    op: Callable[..., torch.Tensor] = getattr(torch.ops.hf_vit_accel, name).default
+    op: Callable[..., Tensor] = getattr(torch.ops.hf_vit_accel, name).default
 
-    def attend(*arguments: Any) -> torch.Tensor:
+    def attend(*arguments: Any) -> Tensor:
         return op(*arguments) if torch.compiler.is_compiling() else cuda(*arguments)
 
     return attend
 
 
 def reasons_tried(
-    attend: Callable[[torch.Tensor], torch.Tensor],
+    attend: Callable[[Tensor], Tensor],
     lengths: Sequence[int],
     device: torch.device,
     dtype: torch.dtype,

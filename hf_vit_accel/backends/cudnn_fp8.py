@@ -9,21 +9,17 @@ have no scale, and the kernel that drops the padding multiplies by what v was di
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Attend, Needs, Plan, Request
-from hf_vit_accel.backends.flashinfer_cudnn import (
-    CUDNN_FRONTEND,
-    FLASHINFER,
-    INT32_END,
-    FlashinferCudnn,
-    graph_for,
-)
+from hf_vit_accel.backends.base import Attend, Plan, Request
+from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, FlashinferCudnn, graph_for
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops.e4m3 import E4M3
 from hf_vit_accel.ops.launch import why_not_triton
@@ -43,13 +39,7 @@ class CudnnFp8(FlashinferCudnn):
     """One kernel samples rows, one rotates, quantises and pads q, k and v, one call attends, one kernel unpads."""
 
     name = "cudnn_fp8"
-    needs = Needs(
-        packages=(FLASHINFER, CUDNN_FRONTEND),
-        capability=((9, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=128,
-    )
+    needs = replace(FlashinferCudnn.needs, capability=((9, 0), (13, 0)))
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
@@ -101,7 +91,7 @@ class CudnnFp8(FlashinferCudnn):
         assert scales is not None and scales.layers == layers
         return [partial(_attend_packed, plan, scales, layer) for layer in range(layers)]
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         scales = Scales(device=q_THD.device, layers=1, heads=q_THD.shape[1])
         still = q_THD.new_zeros(1, q_THD.shape[2]).expand(q_THD.shape[0], -1)
         return _attend_packed(plan, scales, 0, torch.stack((q_THD, k_THD, v_THD), dim=1), still + 1, still.contiguous())
@@ -126,16 +116,14 @@ def _written(request: Request) -> torch.dtype:
     return request.dtype if env.cuda_capability(request.device.index)[0] >= 10 else E4M3
 
 
-def _graph(plan: Plan, q_THP: torch.Tensor, k_THP: torch.Tensor, v_THP: torch.Tensor) -> Any:
+def _graph(plan: Plan, q_THP: Tensor, k_THP: Tensor, v_THP: Tensor) -> Any:
     """cuDNN's plan, and the lengths and offsets that it takes."""
     request, sequences = plan.request, (plan.tensors["lengths"], *(plan.tensors["offsets"],) * 4)
     length, written = plan.host["max_seqlen"], _written(request)
     return graph_for((q_THP, k_THP, v_THP), sequences, length, request.scale, written), sequences
 
 
-def _attend_packed(
-    plan: Plan, scales: Scales, layer: int, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
-) -> torch.Tensor:
+def _attend_packed(plan: Plan, scales: Scales, layer: int, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """One layer: packed projection (T, 3, H, D), cos and sin to attended rows (T, H, D)."""
     dim, heads = qkv_T3HD.shape[-1], qkv_T3HD.shape[-2]
     if qkv_T3HD.stride()[1:] != (heads * dim, dim, 1):
@@ -146,7 +134,7 @@ def _attend_packed(
     return dequantize(out_THP, call_43H[2, 2], center_HD, qkv_T3HD.dtype)
 
 
-def _attend(plan: Plan, qkv_3THP: torch.Tensor, descale_1: torch.Tensor) -> torch.Tensor:
+def _attend(plan: Plan, qkv_3THP: Tensor, descale_1: Tensor) -> Tensor:
     """cuDNN's call: rows (T, H, P) in v's quantised units."""
     out_THP = torch.empty_like(qkv_3THP[0], dtype=_written(plan.request))
     qkv, one = qkv_3THP.unbind(0), plan.tensors["one"]

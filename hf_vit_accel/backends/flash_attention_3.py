@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Backend, Needs, Plan, attention_op
+from hf_vit_accel.backends.base import HALF, Backend, Plan, attention_op
 
 PACKAGE = env.Package(
     module="flash_attn_interface",
@@ -18,38 +21,24 @@ class FlashAttention3(Backend):
     """One call for all segments, any row stride. Forward only here: with gradients another backend takes over."""
 
     name = "flash_attention_3"
-    needs = Needs(
-        packages=(PACKAGE,),
-        capability=((9, 0), (10, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=256,
-    )
+    needs = replace(HALF, packages=(PACKAGE,), capability=((9, 0), (10, 0)), head_dim_max=256)
 
     def lacks(self) -> tuple[str, ...]:
         from flash_attn_interface import flash_attn_varlen_func  # noqa: F401
 
         return ()
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale)
 
 
-def _attend_cuda(
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    cu_seqlens_S1: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> torch.Tensor:
+def _attend_cuda(*arguments: Any) -> Tensor:
     from flash_attn_interface import flash_attn_varlen_func
 
-    out = flash_attn_varlen_func(
-        q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen, softmax_scale=scale, causal=False
-    )
-    out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # early releases add the log-sum-exp
-    return out_THD
+    *qkv, cu_seqlens_S1, longest, scale = arguments
+    lengths = cu_seqlens_S1, cu_seqlens_S1, longest, longest
+    out = flash_attn_varlen_func(*qkv, *lengths, softmax_scale=scale, causal=False)
+    return out[0] if isinstance(out, tuple) else out  # early releases add the log-sum-exp
 
 
 _attend = attention_op("flash_attention_3", _attend_cuda)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request, attention_op, reasons_tried
+from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_tried
 from hf_vit_accel.ops.rope import rope_, rope_back_, rotate
 from hf_vit_accel.ops.trained import Trained
 
@@ -32,14 +34,7 @@ class FlashAttention4(Backend):
     """
 
     name = "flash_attention_4"
-    needs = Needs(
-        packages=(PACKAGE,),
-        capability=((9, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=128,
-        differentiable=True,
-    )
+    needs = replace(HALF, packages=(PACKAGE,), capability=((9, 0), (13, 0)), differentiable=True)
 
     def lacks(self) -> tuple[str, ...]:
         missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(_interface(), name)]
@@ -50,12 +45,11 @@ class FlashAttention4(Backend):
         at = request.device, request.dtype, request.head_dim
         return reasons or list(_backward(*at)[1] if request.grad else _against_results(*at))
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         if not plan.request.grad:
             return _attend(q_THD, k_THD, v_THD, *_settings(plan))
         qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
-        out_THD: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, *_settings(plan))
-        return out_THD
+        return _Attention.apply(qkv_T3HD, None, None, *_settings(plan))
 
     def attend_layers(self, plan: Plan, layers: int, rotate_: Attend) -> list[Attend]:
         if not plan.request.grad or getattr(rotate_, "__wrapped__", rotate_) is not rotate:
@@ -81,21 +75,21 @@ def _interface() -> Any:
     return interface
 
 
-def _attend_cuda(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _attend_cuda(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *rest: Any) -> Tensor:
     return _forward((q_THD, k_THD, v_THD), *rest, lse=False)[0]
 
 
 _attend = attention_op("flash_attention_4", _attend_cuda)
 
 
-def _lengths(cu_seqlens_S1: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
+def _lengths(cu_seqlens_S1: Tensor, max_seqlen: int) -> dict[str, Any]:
     both = {f"cu_seqlens_{side}": cu_seqlens_S1 for side in "qk"}
     return both | {f"max_seqlen_{side}": max_seqlen for side in "qk"}
 
 
 def _forward(
-    qkv: Sequence[torch.Tensor], cu_seqlens_S1: torch.Tensor, max_seqlen: int, scale: float, *, lse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    qkv: Sequence[Tensor], cu_seqlens_S1: Tensor, max_seqlen: int, scale: float, *, lse: bool
+) -> tuple[Tensor, Tensor]:
     lengths = _lengths(cu_seqlens_S1, max_seqlen)
     out, lse_HT, *_ = _interface()._flash_attn_fwd(*qkv, softmax_scale=scale, return_lse=lse, **lengths)
     return out, lse_HT
@@ -107,14 +101,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        qkv_T3HD: torch.Tensor,
-        cos_TD: torch.Tensor | None,
-        sin_TD: torch.Tensor | None,
-        cu_seqlens_S1: torch.Tensor,
+        qkv_T3HD: Tensor,
+        cos_TD: Tensor | None,
+        sin_TD: Tensor | None,
+        cu_seqlens_S1: Tensor,
         max_seqlen: int,
         scale: float,
         backward: Callable[..., Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
         out_THD, lse_HT = _forward(qkv_T3HD.unbind(1), cu_seqlens_S1, max_seqlen, scale, lse=True)
@@ -124,7 +118,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)
         gradients = dict(zip(("dq", "dk", "dv"), dqkv_T3HD.unbind(1), strict=True))
@@ -135,14 +129,8 @@ class _Attention(torch.autograd.Function):
         return dqkv_T3HD, None, None, None, None, None, None
 
 
-def _as_it_is() -> Callable[..., Any]:
-    """The package's backward."""
-    backward: Callable[..., Any] = _interface()._flash_attn_bwd
-    return backward
-
-
 def _aligned() -> Callable[..., Any]:
-    """The same over functions that round head dims to multiples of 16, as on Hopper its main kernel does.
+    """The package's backward over functions that round head dims to multiples of 16, as on Hopper its main kernel does.
 
     Those that fill and read the accumulator of dQ round to 32 in 4.0.0b36, so that dQ is wrong for head dims of 72 and
     80 (flash-attention #2896). To go when a release has that fix.
@@ -171,13 +159,12 @@ def _against(
     """
     cu_seqlens_S1 = torch.tensor((0, *_LENGTHS)).cumsum(0).to(device, torch.int32)
 
-    def attend(qkv_T3HD: torch.Tensor) -> torch.Tensor:
+    def attend(qkv_T3HD: Tensor) -> Tensor:
         settings = cu_seqlens_S1, max(_LENGTHS), head_dim**-0.5
         if make is None:
             q_THD, k_THD, v_THD = qkv_T3HD.unbind(1)
             return _attend_cuda(q_THD, k_THD, v_THD, *settings)
-        found: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, *settings, make())
-        return found
+        return _Attention.apply(qkv_T3HD, None, None, *settings, make())
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its compiler's, about its own code
@@ -195,7 +182,7 @@ def _backward(
 ) -> tuple[Callable[..., Any] | None, tuple[str, ...]]:
     """What of both is right here, the package's own first; or None, and what is wrong with that."""
     against_own: tuple[str, ...] = ()
-    for make in (_as_it_is, _aligned):
+    for make in (lambda: _interface()._flash_attn_bwd, _aligned):
         if not (reasons := _against(device, dtype, head_dim, make)):
             return make(), ()
         against_own = against_own or reasons

@@ -8,18 +8,19 @@ strides at hand, so q, k and v may be views of the packed projection.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from threading import Lock
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Backend, Needs, Plan, Request, attention_op
+from hf_vit_accel.backends.base import HALF, Backend, Plan, Request, attention_op
 from hf_vit_accel.metadata import Segments
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 _REMEDY = 'pip install "hf-vit-accel[cuda]"'
 FLASHINFER = env.Package(module="flashinfer", distribution="flashinfer-python", install=_REMEDY)
@@ -56,13 +57,7 @@ class FlashinferCudnn(Backend):
     """One call for all segments, of rows whose element offsets fit into int32."""
 
     name = "flashinfer_cudnn"
-    needs = Needs(
-        packages=(FLASHINFER, CUDNN_FRONTEND),
-        capability=((8, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=128,
-    )
+    needs = replace(HALF, packages=(FLASHINFER, CUDNN_FRONTEND))
 
     def lacks(self) -> tuple[str, ...]:
         prefill = _prefill_module()
@@ -107,7 +102,7 @@ class FlashinferCudnn(Backend):
             sequences = _sequences(plan, (True, True, True))
             graph_for(row_T3HD.unbind(1), sequences, plan.host["max_seqlen"], request.scale)
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         heads, head_dim = q_THD.shape[1:]
         packed_strides = 3 * heads * head_dim, head_dim, 1
         packed = tuple(x_THD.stride() == packed_strides for x_THD in (q_THD, k_THD, v_THD))
@@ -125,10 +120,9 @@ def _sequences(plan: Plan, packed: tuple[bool, ...]) -> Tensors:
 
 
 @env.probe
-def _prefill_module() -> ModuleType:
+def _prefill_module() -> Any:
     import flashinfer.cudnn.prefill as prefill  # 3 to 4 s, so only when used
 
-    assert isinstance(prefill, ModuleType)
     return prefill
 
 
@@ -139,10 +133,10 @@ class Workspaces:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[torch.device, int], Tensor] = {}
         self._lock = Lock()
 
-    def get(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
+    def get(self, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
         """At least nbytes of uint8 on the stream's device, for calls on that stream."""
         if torch.cuda.is_current_stream_capturing():
             return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)  # of the graph's own pool
@@ -186,7 +180,7 @@ class Graph:
         self._uids = tuple(getattr(prefill.UIDs, name).value for name in names)
         self._workspace_bytes = int(self._graph.get_workspace_size())
 
-    def run(self, qkv: Tensors, sequences: Tensors, out_THD: torch.Tensor, fp8: Tensors = ()) -> None:
+    def run(self, qkv: Tensors, sequences: Tensors, out_THD: Tensor, fp8: Tensors = ()) -> None:
         """Launch on the current stream; pointers are bound for this call only. fp8: for `_FP8_UIDS`."""
         stream = torch.cuda.current_stream(out_THD.device)
         workspace = WORKSPACES.get(stream, self._workspace_bytes)
@@ -218,7 +212,7 @@ def graph_for(
     return GRAPHS.get(key, make)
 
 
-def _attend_cuda(*arguments: Any) -> torch.Tensor:
+def _attend_cuda(*arguments: Any) -> Tensor:
     qkv, sequences, (max_seqlen, scale) = arguments[:3], arguments[3:8], arguments[8:]
     out_THD = torch.empty(qkv[0].shape, dtype=qkv[0].dtype, device=qkv[0].device)
     graph_for(qkv, sequences, max_seqlen, scale).run(qkv, sequences, out_THD)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Backend, Needs, Plan, Request, ScoreMod
+from hf_vit_accel.backends.base import HALF, Backend, Needs, Plan, Request, ScoreMod
 from hf_vit_accel.metadata import Array, Segments
 
 BLOCK = 128
@@ -36,11 +38,10 @@ class Flex(Backend):
 
     name = "flex"
     needs = Needs(cuda=False, differentiable=True, score_mods=True)
-    needs_on_cuda = Needs(
+    needs_on_cuda = replace(
+        HALF,
         packages=(TRITON,),
-        capability=((8, 0), (13, 0)),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        head_dim_multiple=8,
         head_dim_max=256,
         differentiable=True,
         score_mods=True,
@@ -59,7 +60,7 @@ class Flex(Backend):
                 for dim in (0,) if name == "segment_T" else range(2, tensor.dim()):
                     torch._dynamo.mark_dynamic(tensor, dim)
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         request, tensors = plan.request, plan.tensors
         if not compiles(q_THD.device):
             return reference(q_THD, k_THD, v_THD, tensors, request.scale, request.score_mod)
@@ -68,7 +69,7 @@ class Flex(Backend):
         with nullcontext() if request.grad else torch.no_grad():
             qkv_T3HD = _packed(q_THD, k_THD, v_THD, request.grad)
             if torch.compiler.is_compiling():  # someone else's graph takes it in
-                attend: Callable[..., torch.Tensor] = _flex(request.scale, request.score_mod)
+                attend: Callable[..., Tensor] = _flex(request.scale, request.score_mod)
             else:
                 torch._dynamo.mark_dynamic(qkv_T3HD, 0)
                 attend = compiled(q_THD.device, request.dtype, heads, head_dim, request.scale, request.score_mod)
@@ -116,13 +117,8 @@ def block_mask(segments: Segments) -> dict[str, Array]:
 
 
 def reference(
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    tensors: Mapping[str, torch.Tensor],
-    scale: float,
-    score_mod: ScoreMod | None,
-) -> torch.Tensor:
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, tensors: Mapping[str, Tensor], scale: float, score_mod: ScoreMod | None
+) -> Tensor:
     """The same in plain torch, walking the same block mask. tensors: those of `block_mask`.
 
     For the CPU and for tests: FlexAttention's own uncompiled form holds all T x T scores and has no gradients there.
@@ -150,7 +146,7 @@ def reference(
     return torch.cat(outs)
 
 
-def _modified(score_mod: ScoreMod, scores_HTT: torch.Tensor, q_T: torch.Tensor, k_T: torch.Tensor) -> torch.Tensor:
+def _modified(score_mod: ScoreMod, scores_HTT: Tensor, q_T: Tensor, k_T: Tensor) -> Tensor:
     """What a score_mod makes of every score, each given to it as a scalar."""
     # As FlexAttention itself does it; without the mode, indexing by a scalar of a batch is an error.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -168,7 +164,7 @@ def compiles(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _packed(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, grad: bool) -> torch.Tensor:
+def _packed(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, grad: bool) -> Tensor:
     """q, k and v as one (T, 3, H, D): the projection that they are views of, or a copy; of FEWEST rows at least.
 
     One layout, so that there is one kernel. And a whole one: a part's place in memory, and the stride of its rows,
@@ -190,7 +186,7 @@ def _packed(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, grad:
 @lru_cache(maxsize=32)  # bounded, as it also holds what a score_mod captured
 def compiled(
     device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, scale: float, score_mod: ScoreMod | None
-) -> Callable[..., torch.Tensor]:
+) -> Callable[..., Tensor]:
     """`_flex`, to be compiled at its first call, once for any number of rows and any layout.
 
     Each has a code object of its own: torch.compile bounds how often it compiles one, for whatever reason (8 times, of
@@ -201,26 +197,25 @@ def compiled(
     return _compile(FunctionType(code, function.__globals__, name, None, function.__closure__))
 
 
-def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # Static but for what is marked: heads, strides and scale are constants of the kernel. If it were not for the full
     # graph, what cannot be compiled would run as it is, with all T x T scores in memory.
-    compiled: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False, fullgraph=True)
-    return compiled
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def _flex(scale: float, score_mod: ScoreMod | None) -> FunctionType:
+def _flex(scale: float, score_mod: ScoreMod | None) -> Any:
     """What is compiled: from q, k, v (T, 3, H, D) and the tensors of `block_mask`, in their order, to (T, H, D)."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     def attend(
-        qkv_T3HD: torch.Tensor,
-        segment_T: torch.Tensor,
-        partial_counts_11B: torch.Tensor,
-        partial_blocks_11BC: torch.Tensor,
-        full_counts_11B: torch.Tensor,
-        full_blocks_11BC: torch.Tensor,
-    ) -> torch.Tensor:
-        def same_segment(batch: object, head: object, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        qkv_T3HD: Tensor,
+        segment_T: Tensor,
+        partial_counts_11B: Tensor,
+        partial_blocks_11BC: Tensor,
+        full_counts_11B: Tensor,
+        full_blocks_11BC: Tensor,
+    ) -> Tensor:
+        def same_segment(batch: object, head: object, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return segment_T[q_idx] == segment_T[kv_idx]
 
         blocks = partial_counts_11B, partial_blocks_11BC, full_counts_11B, full_blocks_11BC
@@ -236,7 +231,6 @@ def _flex(scale: float, score_mod: ScoreMod | None) -> FunctionType:
         out_1HTD = flex_attention(q_1HTD, k_1HTD, v_1HTD, score_mod, mask, scale, kernel_options=options)
         return out_1HTD[0].transpose(0, 1)
 
-    assert isinstance(attend, FunctionType)
     return attend
 
 

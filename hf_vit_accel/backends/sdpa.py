@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel.backends.base import Backend, Needs, Plan, Request
 from hf_vit_accel.metadata import Segments
@@ -35,7 +36,7 @@ class Sdpa(Backend):
             arrays = {"order_T": order_T, "inverse_T": inverse_T}
         return Plan(backend=self, segments=segments, request=request, host={"groups": groups}, arrays=arrays)
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         order_T = plan.tensors.get("order_T")
         if order_T is not None:
             q_THD, k_THD, v_THD = q_THD[order_T], k_THD[order_T], v_THD[order_T]

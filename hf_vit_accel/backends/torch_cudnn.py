@@ -6,13 +6,15 @@ Neighbouring segments of one length are one batch. `T` packed rows, `H` heads, `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
-from hf_vit_accel.backends.base import Attend, Backend, Needs, Plan, Request, reasons_tried
+from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_tried
 from hf_vit_accel.metadata import Segments
 from hf_vit_accel.ops.rope import rope_, rope_gather_back
 from hf_vit_accel.ops.rope import rotate as rotation
@@ -33,13 +35,7 @@ class TorchCudnn(Backend):
     """One call per run of equal lengths; q, k and v are attended, and their gradients written, in one packed tensor."""
 
     name = "torch_cudnn"
-    needs = Needs(
-        capability=((8, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=128,
-        differentiable=True,
-    )
+    needs = replace(HALF, differentiable=True)
     capturable = False
 
     def lacks(self) -> tuple[str, ...]:
@@ -70,24 +66,22 @@ class TorchCudnn(Backend):
     def plan(self, segments: Segments, request: Request) -> Plan:
         return Plan(backend=self, segments=segments, request=request, host={"groups": _groups(segments)})
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         settings = plan.host["groups"], plan.request.scale
         if not plan.request.grad:
             return _forward((q_THD, k_THD, v_THD), *settings, False)[0]
-        out_THD: torch.Tensor = _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, *settings)
-        return out_THD
+        return _Attention.apply(torch.stack((q_THD, k_THD, v_THD), dim=1), None, None, *settings)
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         settings = plan.host["groups"], plan.request.scale
         if plan.request.grad and getattr(rotate, "__wrapped__", rotate) is rotation:  # then its gradient is fused, too
             return [Trained(function=_Attention, settings=settings, fault=self.name)] * layers
 
-        def attend(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+        def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
             rotated_T3HD = rotate(qkv_T3HD, cos_TD, sin_TD)
             if not plan.request.grad:
                 return _forward(rotated_T3HD, *settings, False)[0]
-            out_THD: torch.Tensor = _Attention.apply(rotated_T3HD, None, None, *settings)
-            return out_THD
+            return _Attention.apply(rotated_T3HD, None, None, *settings)
 
         return [attend] * layers
 
@@ -98,32 +92,30 @@ def _groups(segments: Segments) -> tuple[tuple[int, int], ...]:
     return tuple((len(list(same)), length) for length, same in groupby(lengths))
 
 
-def _rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
+def _rows(x: Tensor, start: int, count: int) -> Tensor:
     return x if count == x.shape[0] else x[start : start + count]
 
 
-def _batch(x_THD: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
+def _batch(x_THD: Tensor, start: int, count: int, length: int) -> Tensor:
     """Rows of equal segments as (B, H, L, D), a view."""
     return _rows(x_THD, start, count * length).view(count, length, *x_THD.shape[1:]).transpose(1, 2)
 
 
-def _batches(qkv: torch.Tensor | Sequence[torch.Tensor], *at: int) -> Sequence[torch.Tensor]:
+def _batches(qkv: Tensor | Sequence[Tensor], *at: int) -> Sequence[Tensor]:
     """The same of q, k and v, that are packed or not."""
-    if not isinstance(qkv, torch.Tensor):
+    if not isinstance(qkv, Tensor):
         return [_batch(x_THD, *at) for x_THD in qkv]
     start, count, length = at
     qkv_BL3HD = _rows(qkv, start, count * length).view(count, length, *qkv.shape[1:])
     return qkv_BL3HD.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def _forward(
-    qkv: torch.Tensor | Sequence[torch.Tensor], groups: Groups, scale: float, keep: bool
-) -> tuple[torch.Tensor, list[Any]]:
+def _forward(qkv: Tensor | Sequence[Tensor], groups: Groups, scale: float, keep: bool) -> tuple[Tensor, list[Any]]:
     """(T, H, D), and what the backward of each group needs besides. qkv: (T, 3, H, D), or three of (T, H, D)."""
     outs_THD, kept, start = [], [], 0
     for count, length in groups:
         if length == 1:  # of which cuDNN has no backward: each row attends to itself
-            v_THD = qkv[:, 2] if isinstance(qkv, torch.Tensor) else qkv[2]
+            v_THD = qkv[:, 2] if isinstance(qkv, Tensor) else qkv[2]
             outs_THD.append(v_THD[start : start + count].contiguous())
             kept.append([None] * 8)
             start += count
@@ -132,7 +124,7 @@ def _forward(
         outs_THD.append(out.transpose(1, 2).flatten(0, 1))
         kept.append(rest)
         start += count * length
-    out_THD: torch.Tensor = outs_THD[0] if len(outs_THD) == 1 else torch.cat(outs_THD)
+    out_THD: Tensor = outs_THD[0] if len(outs_THD) == 1 else torch.cat(outs_THD)
     return out_THD, kept
 
 
@@ -141,13 +133,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv_T3HD: torch.Tensor,
-        cos_TD: torch.Tensor | None,
-        sin_TD: torch.Tensor | None,
-        groups: Groups,
-        scale: float,
-    ) -> torch.Tensor:
+        ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None, groups: Groups, scale: float
+    ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
         out_THD, kept = _forward(qkv_T3HD, groups, scale, any(ctx.needs_input_grad))
@@ -159,7 +146,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Any, ...]:
         rotated_T3HD, out_THD, cos_TD, sin_TD, *tensors = ctx.saved_tensors
         dout_THD, dqkv_T3HD, start = dout_THD.contiguous(), torch.empty_like(rotated_T3HD), 0
         for index, ((count, length), sizes) in enumerate(zip(ctx.groups, ctx.sizes, strict=True)):
@@ -198,8 +185,7 @@ def _against_gradients(device: torch.device, dtype: torch.dtype, head_dim: int) 
     groups, scale = ((2, 96), (3, 1), (1, 200)), head_dim**-0.5
     lengths = [length for count, length in groups for _ in range(count)]
 
-    def attend(qkv_T3HD: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Attention.apply(qkv_T3HD, None, None, groups, scale)
-        return found
+    def attend(qkv_T3HD: Tensor) -> Tensor:
+        return _Attention.apply(qkv_T3HD, None, None, groups, scale)
 
     return reasons_tried(attend, lengths, device, dtype, head_dim, grad=True)

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from hf_vit_accel.backends.base import Backend, Needs, Plan
+from torch import Tensor
+
+from hf_vit_accel.backends.base import HALF, Backend, Plan
 
 
 class TorchVarlen(Backend):
     """One call for all segments; no package beside torch."""
 
     name = "torch_varlen"
-    needs = Needs(
-        capability=((8, 0), (13, 0)),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dim_multiple=8,
-        head_dim_max=256,
-        differentiable=True,
-    )
+    needs = replace(HALF, head_dim_max=256, differentiable=True)
 
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
         # FlashAttention-2 launches blocks for max_seqlen in every segment.
         segments, rows = super().graph_bounds(segments, max_seqlen, rows)
         return segments, min(rows, max(64, 1 << (max_seqlen - 1).bit_length()))
 
-    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         cu_seqlens_S1, max_seqlen = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"]
         out_THD = varlen_attn(
             q_THD, k_THD, v_THD, cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen, scale=plan.request.scale
         )
-        assert isinstance(out_THD, torch.Tensor)
+        assert isinstance(out_THD, Tensor)
         return out_THD

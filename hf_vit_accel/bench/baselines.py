@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -39,9 +39,9 @@ class Run:
     """A set-up that is open: pixels (T, P) to the output of its tower, whose parameters take part."""
 
     tower: nn.Module
-    forward: Callable[[torch.Tensor], Any]
+    forward: Callable[[Tensor], Any]
 
-    def __call__(self, pixels_TP: torch.Tensor) -> Any:
+    def __call__(self, pixels_TP: Tensor) -> Any:
         """The tower's output."""
         return self.forward(pixels_TP)
 
@@ -71,7 +71,7 @@ def stock(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
 
 
 @contextmanager
-def _stock_without_syncs(attention: str, compiled: bool, tower: Any, grid: Grid) -> Iterator[Run]:
+def _stock_without_syncs(attention: str, tower: Any, grid: Grid, *, compiled: bool = False) -> Iterator[Run]:
     """The stock tower given all sequence metadata, so that it never waits for the device; compiled or not."""
     _set_attention(tower, attention)
     kwargs = {"grid_thw": grid_tensor(grid, tower), **_metadata(tower, grid)}
@@ -95,7 +95,7 @@ def _compiled_blocks(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
         try:
-            with _stock_without_syncs(attention, False, tower, grid) as run:
+            with _stock_without_syncs(attention, tower, grid) as run:
                 yield run
         finally:
             torch.compiler.reset()
@@ -109,7 +109,7 @@ def _graphed(inner: Open, tower: Any, grid: Grid) -> Iterator[Run]:
 
     with inner(tower, grid) as run:
 
-        def replay(pixels_TP: torch.Tensor) -> Any:
+        def replay(pixels_TP: Tensor) -> Any:
             if not held:
                 held["pixels"] = pixels_TP.clone()
                 stream = torch.cuda.Stream()
@@ -160,7 +160,7 @@ def _liger(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
         raise RuntimeError("Liger replaces nothing that this tower uses")
     with stock(attention, own, grid) as run:
 
-        def swapped(pixels_TP: torch.Tensor) -> Any:
+        def swapped(pixels_TP: Tensor) -> Any:
             vars(module).update(changed)
             try:
                 return run(pixels_TP)
@@ -192,19 +192,15 @@ def _baseline_of_attention(attention: str, tower: Any) -> Open | list[str]:
     return _against_attention(attention, tower) or partial(stock, attention)
 
 
-def _baseline_without_syncs(compiled: bool, graph: bool, tower: Any) -> Open | list[str]:
+def _baseline_of_flash(make: Callable[..., Any], tower: Any, *, graph: bool = False) -> Open | list[str]:
+    """make: from the best flash attention's name how it is opened."""
     flash, against = _best_flash(tower)
     if graph and trained(tower):
         against = [_NO_GRAPHS, *against]
     if flash is None or against:
         return against
-    inner = partial(_stock_without_syncs, flash, compiled)
+    inner = partial(make, flash)
     return partial(_graphed, inner) if graph else inner
-
-
-def _baseline_compiled_blocks(tower: Any) -> Open | list[str]:
-    flash, against = _best_flash(tower)
-    return against if flash is None else partial(_compiled_blocks, flash)
 
 
 def _baseline_liger(tower: Any) -> Open | list[str]:
@@ -216,14 +212,15 @@ def _baseline_liger(tower: Any) -> Open | list[str]:
     return against or partial(_liger, _best_flash(tower)[0] or "sdpa")
 
 
+_compiled = partial(_stock_without_syncs, compiled=True)
 BASELINES: Mapping[str, Baseline] = {
     "sdpa": partial(_baseline_of_attention, "sdpa"),
     "flash_attention_2": partial(_baseline_of_attention, "flash_attention_2"),
     "flash_attention_3": partial(_baseline_of_attention, "flash_attention_3"),
-    "compile": partial(_baseline_without_syncs, True, False),
-    "compile_blocks": _baseline_compiled_blocks,
-    "compile+graph": partial(_baseline_without_syncs, True, True),
-    "graph": partial(_baseline_without_syncs, False, True),
+    "compile": partial(_baseline_of_flash, _compiled),
+    "compile_blocks": partial(_baseline_of_flash, _compiled_blocks),
+    "compile+graph": partial(_baseline_of_flash, _compiled, graph=True),
+    "graph": partial(_baseline_of_flash, _stock_without_syncs, graph=True),
     "liger": _baseline_liger,
 }
 """Stock set-ups: transformers' attentions; torch.compile of the tower or of each block, a CUDA graph and both with the
@@ -271,8 +268,8 @@ def _set_attention(tower: Any, attention: str) -> None:
 
 
 def _flash_attention_2(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
     """torch's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None)."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -281,13 +278,13 @@ def _flash_attention_2(
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     cu_seqlens, longest = options["cu_seq_lens_q"], int(options["max_length_q"])  # a tensor where stock computes it
     out_THD = varlen_attn(q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, longest, longest, scale=options["scaling"])
-    assert isinstance(out_THD, torch.Tensor)
+    assert isinstance(out_THD, Tensor)
     return out_THD.unsqueeze(0), None
 
 
 def _flash_attention_3(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
     """FlashAttention-3's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None).
 
     Through the operator of our own backend, which torch.compile can trace: a peer must not lose to a graph break.
@@ -308,6 +305,6 @@ def _metadata(tower: Any, grid: Grid) -> dict[str, Any]:
     return kwargs
 
 
-def grid_tensor(grid: Grid, tower: Any) -> torch.Tensor:
+def grid_tensor(grid: Grid, tower: Any) -> Tensor:
     """A grid as towers take it."""
     return torch.tensor(grid, device=weight_of(tower).device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -189,35 +189,20 @@ def measure(
             tower.zero_grad(set_to_none=True)  # a graph's memory may hold what its contenders have left
         first = times.get(contenders[0].name) if contenders else None
         found = []
-        for contender in contenders:
-            name = contender.name
-            problem = problems.get(name)
-            ms = statistics.median(times[name]) if name in times else None
-            verdict = verdicts[name]
-            finite = math.isfinite(verdict.error)
-            found.append(
-                Row(
-                    model=model,
-                    size=size,
-                    patches=rows_of(grid),
-                    contender=name,
-                    status=problem.status if problem else "timed",
-                    floor_ms=floor_ms,
-                    bound=verdict.bound,
-                    ms=ms,
-                    ms_low=min(times[name]) if ms is not None else None,
-                    ms_high=max(times[name]) if ms is not None else None,
-                    ratio=ms / floor_ms if ms is not None and floor_ms else None,
-                    speedup=statistics.median(first) / ms if ms is not None and first is not None else None,
-                    error=verdict.error if finite else None,
-                    worst=verdict.worst,
-                    error_ratio=max(verdict.ratios) if verdict.ratios and finite else None,
-                    error_ratio_mean=statistics.fmean(verdict.ratios) if verdict.ratios and finite else None,
-                    peak_gb=peaks.get(name),
-                    problem=problem.text if problem else None,
-                    parts=parts if name == profiled else None,
-                )
+        for name, verdict in verdicts.items():
+            told: dict[str, Any] = dict(
+                model=model, size=size, patches=rows_of(grid), contender=name, floor_ms=floor_ms
             )
+            told |= dict(bound=verdict.bound, worst=verdict.worst, peak_gb=peaks.get(name))
+            told["status"], told["problem"] = problems.get(name, ("timed", None))
+            if name in times:
+                ms, low, high = statistics.median(times[name]), min(times[name]), max(times[name])
+                told |= dict(ms=ms, ms_low=low, ms_high=high, ratio=ms / floor_ms if floor_ms else None)
+                told |= dict(speedup=None if first is None else statistics.median(first) / ms)
+            if math.isfinite(verdict.error):
+                mean = statistics.fmean(verdict.ratios) if verdict.ratios else None
+                told |= dict(error=verdict.error, error_ratio=max(verdict.ratios, default=None), error_ratio_mean=mean)
+            found.append(Row(**told, parts=parts if name == profiled else None))
         yield found
 
 
@@ -235,21 +220,7 @@ def _twin(tower: Any) -> Any:
     return deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})
 
 
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Convolutions in full fp32: cuDNN takes TF32 by default, where matrix products do not."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
-
-
-@dataclass(frozen=True)
-class _Problem:
-    status: Status
-    text: str
+Problem = tuple[Status, str]
 
 
 @dataclass(frozen=True)
@@ -264,13 +235,13 @@ class _Verdict:
 
 def _open(
     stack: ExitStack, contenders: Sequence[Contender], tower: Any, grid: Grid
-) -> tuple[dict[str, Run], dict[str, _Problem]]:
+) -> tuple[dict[str, Run], dict[str, Problem]]:
     """Every contender that can run, opened on the stack on a tower of its own; and why others cannot."""
     runs: dict[str, Run] = {}
-    problems: dict[str, _Problem] = {}
+    problems: dict[str, Problem] = {}
     for contender in contenders:
         if contender.open is None:
-            problems[contender.name] = _Problem("skipped", "; ".join(contender.against))
+            problems[contender.name] = "skipped", "; ".join(contender.against)
             continue
         try:
             runs[contender.name] = stack.enter_context(contender.open(_twin(tower), grid))
@@ -279,14 +250,14 @@ def _open(
     return runs, problems
 
 
-def _failed(contender: Contender, raised: Exception) -> _Problem:
+def _failed(contender: Contender, raised: Exception) -> Problem:
     """A backend that raises is wrong; a baseline may be another library's that does not fit the installed versions."""
-    return _Problem("skipped" if contender.baseline else "wrong", env.one_line(raised)[:300])
+    return "skipped" if contender.baseline else "wrong", env.one_line(raised)[:300]
 
 
 def _verify(
     runs: dict[str, Run],
-    problems: dict[str, _Problem],
+    problems: dict[str, Problem],
     contenders: Sequence[Contender],
     reference: Any,
     tower: Any,
@@ -306,7 +277,7 @@ def _verify(
                 break
             now(f"running stock in fp32, {seed + 1} of {max(count, seed + 1)}")
             batch = draw_batch(same, grid, seed)
-            with _without_tf32():
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products have no TF32 by default
                 expected = results(exact, batch.float())
             own.add(results(same, batch), expected)
             for contender in contenders:
@@ -325,7 +296,7 @@ def _verify(
         if contender.name in runs and not verdict.error <= verdict.bound:
             del runs[contender.name]
             told = f"relative error {verdict.error:.1e}, at most {verdict.bound:.1e} is allowed"
-            problems[contender.name] = _Problem("wrong", told + (f", of {verdict.worst}" if train else ""))
+            problems[contender.name] = "wrong", told + (f", of {verdict.worst}" if train else "")
     return verdicts, batch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,15 +46,12 @@ def profile(step: Callable[[], Any], depth: int, *, cuda: bool) -> tuple[Part, .
         step()
         if cuda:
             torch.cuda.synchronize()
-    times: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    times, counts = defaultdict[str, float](float), Counter[str]()
     for event in recorded.key_averages():
-        if (event.device_type.name == "CUDA") != cuda:
-            continue
-        us = event.self_device_time_total if cuda else event.self_cpu_time_total
-        part = part_of(event.key)
-        times[part] = times.get(part, 0.0) + us
-        counts[part] = counts.get(part, 0) + event.count
+        if (event.device_type.name == "CUDA") == cuda:
+            part = part_of(event.key)
+            times[part] += event.self_device_time_total if cuda else event.self_cpu_time_total
+            counts[part] += event.count
     total = sum(times.values()) or 1.0
     return tuple(
         Part(part=part, us=us, share=us / total, kernels=counts[part], per_layer=counts[part] / depth)

@@ -46,9 +46,8 @@ def machine() -> dict[str, Any]:
     cpu: its name; cores: those that this process may use. Of the first GPU that it may use, as `nvidia-smi` tells:
     driver, clock and largest clock (MHz), power (the limit, W); without one, nothing.
     """
-    found: dict[str, Any] = {"cpu": None, "cores": os.cpu_count()}
-    with suppress(AttributeError):  # of Linux alone
-        found["cores"] = len(os.sched_getaffinity(0))
+    linux = hasattr(os, "sched_getaffinity")
+    found: dict[str, Any] = {"cpu": None, "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count()}
     with suppress(OSError, StopIteration):
         lines_ = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         found["cpu"] = next(line.split(":", 1)[1].strip() for line in lines_ if line.startswith("model name"))
@@ -62,9 +61,9 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def slower(result: Mapping[str, Any], before: Mapping[str, Any], *, by: float = 0.03) -> Iterator[str]:
-    """What takes longer in one `document` than in an earlier one, by this share of it at least, and by more than a
-    run's own spread: a line for each; then how many were compared. First, if they ran on different devices, on which.
+def slower(result: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[str]:
+    """What takes longer in one `document` than in an earlier one, by 3% at least, and by more than a run's own
+    spread: a line for each; then how many were compared. First, if they ran on different devices, on which.
     """
     if result.get("device") != before.get("device"):
         yield f"measured on {result.get('device')}, before on {before.get('device')}"
@@ -72,11 +71,11 @@ def slower(result: Mapping[str, Any], before: Mapping[str, Any], *, by: float = 
     earlier = {tuple(row[each] for each in key): row for row in before["rows"] if row["ms"] is not None}
     both = [(row, earlier.get(tuple(row[each] for each in key))) for row in result["rows"] if row["ms"] is not None]
     pairs = [(row, old) for row, old in both if old is not None]
-    found = [(row, old) for row, old in pairs if row["ms"] > (1 + by) * old["ms"] and row["ms_low"] > old["ms_high"]]
+    found = [(row, old) for row, old in pairs if row["ms"] > 1.03 * old["ms"] and row["ms_low"] > old["ms_high"]]
     for row, old in sorted(found, key=lambda pair: pair[0]["ms"] / pair[1]["ms"], reverse=True):
         where, ratio = ", ".join(row[each] for each in key), row["ms"] / old["ms"]
         yield f"slower: {where}: {row['ms']:.2f} ms, before {old['ms']:.2f} ({ratio:.2f}x)"
-    yield f"{len(pairs)} compared, {len(found)} slower by more than {by:.0%} and the spread of their runs"
+    yield f"{len(pairs)} compared, {len(found)} slower by more than 3% and the spread of their runs"
 
 
 def lines(rows: Sequence[Row], *, train: bool = False, skipped: bool = True) -> Iterator[str]:

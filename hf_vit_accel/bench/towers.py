@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.hub import has_file
 
 from hf_vit_accel import env
@@ -133,11 +133,8 @@ def tower_class(config: Any) -> type[nn.Module]:
     """The tower class that a vision config belongs to; ValueError for a family that is not supported."""
     home = type(config).__module__.replace(".configuration_", ".modeling_")
     fast = [family for family in FAMILIES if not family.attention_only]
-    for family in fast:
-        for module, name in family.towers:
-            if module == home:
-                kind: type[nn.Module] = getattr(importlib.import_module(module), name)
-                return kind
+    for module, name in (tower for family in fast for tower in family.towers if tower[0] == home):
+        return getattr(importlib.import_module(module), name)
     supported = ", ".join(family.name for family in fast)
     raise ValueError(f"expected a model with a vision tower of {supported}, got {type(config).__name__}")
 
@@ -212,7 +209,6 @@ def family_of_tower(tower: nn.Module) -> Family:
     return family
 
 
-def weight_of(tower: nn.Module) -> torch.Tensor:
+def weight_of(tower: nn.Module) -> Tensor:
     """The weight of the patch embedding: a row of it is as wide as a patch."""
-    weight: torch.Tensor = family_of_tower(tower).parts(tower).projection.weight
-    return weight
+    return family_of_tower(tower).parts(tower).projection.weight

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel.bench.baselines import Run, trained
 from hf_vit_accel.bench.towers import family_of_tower, weight_of
@@ -22,8 +23,8 @@ from hf_vit_accel.metadata import Grid, rows_of
 class Batch:
     """pixels_TP, and the gradients that come into the outputs (None: a forward alone). pixel_grad: the pixels', too."""
 
-    pixels_TP: torch.Tensor
-    incoming: tuple[torch.Tensor, ...] | None = None
+    pixels_TP: Tensor
+    incoming: tuple[Tensor, ...] | None = None
     pixel_grad: bool = False
 
     def float(self) -> Batch:
@@ -40,7 +41,7 @@ def draw_batch(run: Run, grid: Grid, seed: int) -> Batch:
     weight = weight_of(run.tower)
     generator = torch.Generator(weight.device).manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype)
 
     pixels_TP = family_of_tower(run.tower).pixels(run.tower, draw(rows_of(grid), weight[0].numel()))
@@ -51,13 +52,13 @@ def draw_batch(run: Run, grid: Grid, seed: int) -> Batch:
     return Batch(pixels_TP, tuple(draw(*shape) for shape in shapes), pixel_grad=seed == 0)
 
 
-def outputs_of(output: Any) -> list[torch.Tensor]:
+def outputs_of(output: Any) -> list[Tensor]:
     """Merged features, or the last rows of a tower that merges nothing, and deepstack features: what a model takes."""
     merged = output.last_hidden_state if output.pooler_output is None else output.pooler_output
     return [merged, *(output.get("deepstack_features") or [])]
 
 
-def work(run: Run, batch: Batch) -> list[torch.Tensor]:
+def work(run: Run, batch: Batch) -> list[Tensor]:
     """What is timed: a forward; with incoming gradients the backward, too, whose gradients are added up."""
     if batch.incoming is None:
         with torch.no_grad():
@@ -67,7 +68,7 @@ def work(run: Run, batch: Batch) -> list[torch.Tensor]:
     return outputs
 
 
-def results(run: Run, batch: Batch) -> dict[str, torch.Tensor]:
+def results(run: Run, batch: Batch) -> dict[str, Tensor]:
     """All that is compared, by name: outputs and, of a tower that is trained, every parameter's gradient."""
     if batch.pixel_grad:
         batch = replace(batch, pixels_TP=batch.pixels_TP.detach().clone().requires_grad_())
@@ -90,7 +91,7 @@ class Errors:
 
     squares: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    def add(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Compare one batch's results."""
         for name in found.keys() | expected.keys():
             square = math.inf

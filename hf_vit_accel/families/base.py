@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.metadata import Geometry
 
@@ -116,6 +115,12 @@ def qwen_parts(tower: Any, **more: Any) -> Parts:
     return Parts(**parts | more)
 
 
+TINY: Mapping[str, Any] = dict(
+    depth=4, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=2, spatial_merge_size=2
+)
+"""The sizes of most families' towers of four layers, by the names that most give them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What differs between families of towers.
@@ -142,7 +147,7 @@ class Family:
     attention_only: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def pixels(self, tower: Any, pixels_TP: torch.Tensor) -> torch.Tensor:
+    def pixels(self, tower: Any, pixels_TP: Tensor) -> Tensor:
         """Flattened patches (T, P) in the shape that the tower takes."""
         if self.pixel_dims == 2:
             return pixels_TP
@@ -152,14 +157,14 @@ class Family:
         """The tower class that a module is an instance of, or None. Imports nothing: an instance has its class."""
         return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers), None)
 
-    def output_of(self, tower: nn.Module, tensors: list[torch.Tensor]) -> Any:
+    def output_of(self, tower: nn.Module, tensors: list[Tensor]) -> Any:
         """The stock tower's output class around the last rows, the merged features, if any, and deepstack's."""
         home = next(module for module, _ in self.towers if any(k.__module__ == module for k in type(tower).__mro__))
         extra = {"deepstack_features": tensors[2:]} if self.deepstack else {}
         kind = getattr(sys.modules[home], self.output)
         return kind(last_hidden_state=tensors[0], pooler_output=tensors[1] if len(tensors) > 1 else None, **extra)
 
-    def tensors_of(self, output: Any) -> list[torch.Tensor]:
+    def tensors_of(self, output: Any) -> list[Tensor]:
         """The inverse of `output_of`."""
         tensors = [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
         return [tensor for tensor in tensors if tensor is not None]

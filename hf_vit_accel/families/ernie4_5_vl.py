@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_vit_accel.families import qwen2_vl
-from hf_vit_accel.families.base import Family, Parts, qwen_parts
+from hf_vit_accel.families.base import TINY, Family, Parts, qwen_parts
 
 
 def _parts(tower: Any) -> Parts:
@@ -22,5 +22,5 @@ FAMILY = Family(
     ),
     geometry=qwen2_vl.geometry,
     parts=_parts,
-    tiny=dict(depth=4, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=2, spatial_merge_size=2),
+    tiny=TINY,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_vit_accel.families.base import Family, Parts, qwen_parts
+from hf_vit_accel.families.base import TINY, Family, Parts, qwen_parts
 from hf_vit_accel.metadata import Geometry
 
 
@@ -36,14 +36,5 @@ FAMILY = Family(
     geometry=_geometry,
     parts=_parts,
     videos=False,
-    tiny=dict(
-        depth=4,
-        hidden_size=32,
-        num_heads=2,
-        intermediate_size=40,
-        out_hidden_size=24,
-        image_size=10,
-        patch_size=2,
-        spatial_merge_size=2,
-    ),
+    tiny=dict(TINY, out_hidden_size=24, image_size=10),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_vit_accel.families import qwen3_vl
-from hf_vit_accel.families.base import Family
+from hf_vit_accel.families.base import TINY, Family
 
 FAMILY = Family(
     name="qwen3_5",
@@ -13,5 +13,5 @@ FAMILY = Family(
         ("transformers.models.qwen4_exp.modeling_qwen4_exp", "Qwen4ExpVisionModel"),
     ),
     geometry=qwen3_vl.geometry,
-    tiny={name: value for name, value in qwen3_vl.TINY.items() if name != "deepstack_visual_indexes"},
+    tiny=dict(TINY, out_hidden_size=16, num_position_embeddings=36),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_vit_accel.families.base import Family
+from hf_vit_accel.families.base import TINY, Family
 from hf_vit_accel.metadata import Geometry
 
 
@@ -15,18 +15,6 @@ def geometry(tower: Any) -> Geometry:
         raise ValueError("positions are interpolated in a way that is not known")
     return Geometry(merge=tower.spatial_merge_size, table=tower.num_grid_per_side)
 
-
-TINY = dict(
-    depth=4,
-    hidden_size=32,
-    num_heads=2,
-    intermediate_size=40,
-    out_hidden_size=16,
-    patch_size=2,
-    spatial_merge_size=2,
-    num_position_embeddings=36,
-    deepstack_visual_indexes=[0, 2],
-)
 
 FAMILY = Family(
     name="qwen3_vl",
@@ -39,5 +27,5 @@ FAMILY = Family(
     output="BaseModelOutputWithDeepstackFeatures",
     geometry=geometry,
     deepstack=True,
-    tiny=TINY,
+    tiny=dict(TINY, out_hidden_size=16, num_position_embeddings=36, deepstack_visual_indexes=[0, 2]),
 )

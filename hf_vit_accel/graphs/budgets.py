@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_vit_accel.metadata import Grid, rows_of
+from hf_vit_accel.metadata import Grid
 
 FRAMES = 256
 """Most frames in one replay: every declared segment costs time, even an empty one."""
@@ -47,12 +47,6 @@ class Bin:
     tokens: int
     frames: int
     budget: int | None
-
-
-def exact_bin(grid: Grid, merge: int) -> Bin:
-    """A call in its exact shape."""
-    tokens = rows_of(grid) // merge**2
-    return Bin(first=0, last=len(grid), tokens=tokens, frames=sum(t for t, _, _ in grid), budget=None)
 
 
 def pack(grid: Grid, merge: int, budgets: Sequence[int]) -> list[Bin] | str:

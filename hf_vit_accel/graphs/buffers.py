@@ -7,7 +7,6 @@ the padded segments as it plans any, so that its buffers need no rules here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,23 +29,10 @@ class Shape:
     window_max_seqlen: int = 0
 
 
-def _zeros(array: Array, count: int) -> Array:
-    return np.concatenate([array, np.zeros((count - len(array), *array.shape[1:]), dtype=array.dtype)])
-
-
-def _identity(array: Array, count: int) -> Array:
-    return np.concatenate([array, np.arange(len(array), count, dtype=array.dtype)])
-
-
-TAILS: Mapping[str, tuple[str, Callable[[Array, int], Array]]] = {
-    "position_ids_T2": ("rows", _zeros),
-    "window_index_M": ("tokens", _identity),
-    "inverse_index_M": ("tokens", _identity),
-    "interp_indices_T4": ("rows", _zeros),
-    "interp_weights_T4": ("rows", _zeros),
-}
-"""Buffer -> what it is as long as, and the rule for its tail. The pixels' tail is cleared by the runner; segments are
-padded by `pad_segments`."""
+OF_ROWS = "position_ids_T2", "interp_indices_T4", "interp_weights_T4"
+OF_TOKENS = "window_index_M", "inverse_index_M"
+"""Buffers whose tail is zeros, and those whose tail stays where it is. The pixels' tail is cleared by the runner;
+segments are padded by `pad_segments`."""
 
 
 def pad_segments(segments: Segments, rows: int, count: int, max_seqlen: int) -> Segments:
@@ -70,11 +56,12 @@ def pad_segments(segments: Segments, rows: int, count: int, max_seqlen: int) -> 
 
 def pad(metadata: VisionMetadata, shape: Shape) -> VisionMetadata:
     """A layout's metadata in the shape of a graph."""
-    padded: dict[str, Any] = {
-        name: rule(array, getattr(shape, extent))
-        for name, (extent, rule) in TAILS.items()
-        if (array := getattr(metadata, name)) is not None
-    }
+    padded: dict[str, Any] = {}
+    for name in (*OF_ROWS, *OF_TOKENS):
+        if (array := getattr(metadata, name)) is not None:
+            zeros: Array = np.zeros((shape.rows - len(array), *array.shape[1:]))
+            tail = zeros if name in OF_ROWS else np.arange(len(array), shape.tokens)
+            padded[name] = np.concatenate([array, tail.astype(array.dtype)])
     window = metadata.window
     if window is not None:
         window = pad_segments(window, shape.rows, shape.windows, shape.window_max_seqlen)

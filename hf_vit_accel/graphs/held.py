@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -62,19 +62,11 @@ class CaptureError(RuntimeError):
     by_choice = False
 
 
-class Graph(Protocol):
-    """What is held. label: what it serves; nbytes: device memory that it took."""
+class Held:
+    """The graphs of one kind of one tower: they are stale together, and share one memory pool.
 
-    label: str
-    nbytes: int
-    replays: int
-
-
-G = TypeVar("G", bound=Graph)
-
-
-class Held(Generic[G]):
-    """The graphs of one kind of one tower: they are stale together, and share one memory pool."""
+    Of each: label, what it serves; nbytes, device memory that it took; replays.
+    """
 
     def __init__(self, config: GraphConfig, max_bytes: int) -> None:
         self.config, self._max_bytes = config, max_bytes
@@ -91,10 +83,10 @@ class Held(Generic[G]):
         self._drop()
 
     def _drop(self) -> None:
-        self._recorder: CudaRecorder | None = None
-        self._graphs: OrderedDict[Hashable, G] = OrderedDict()
+        self._recorder: Any = None  # from the first call on, a CudaRecorder
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
-        self._retired: list[G] = []  # a replay may still be running: they go once it is known to be over
+        self._retired: list[Any] = []  # a replay may still be running: they go once it is known to be over
         self._nbytes = 0
 
     def close(self) -> None:
@@ -151,13 +143,9 @@ class Held(Generic[G]):
             self._seen.popitem(last=False)
         return count
 
-    def _may_capture(self, signature: Hashable) -> bool:
-        return self._off is None and signature not in self._refused and self._nbytes <= self._max_bytes
-
-    def _held(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
+    def _held(self, signature: Hashable, capture: Callable[[CudaRecorder], Any]) -> Any:
         """The graph of a signature, captured if it is not there. Raises CaptureError."""
         graph, recorder = self._graphs.get(signature), self._recorder
-        assert recorder is not None
         if graph is None:
             if why := self._off or self._refused.get(signature):
                 raise CaptureError(why)
@@ -197,7 +185,6 @@ class Held(Generic[G]):
         could not be captured; captures never outweigh replays.
         """
         if self._waiting >= self._patience:
-            assert self._recorder is not None
             self._waiting, self._patience = 0, 2 * self._patience
             self._recorder.settle()
             self._drop()

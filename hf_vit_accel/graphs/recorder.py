@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 
 def why_not_graphs(device: torch.device) -> str | None:
@@ -42,27 +43,17 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 for run in runs:
                     run()  # kernels are compiled, library plans built
-                made = self._capture_all(runs)
-                if made is None:  # what is cached, the warm-up's memory too, is not given back within a capture
-                    torch.cuda.empty_cache()
-                    made = self._capture_all(runs, last=True)
+                with suppress(torch.OutOfMemoryError):
+                    return self._capture_all(runs)
+                torch.cuda.empty_cache()  # what is cached, the warm-up's memory too, is not given back within a capture
+                return self._capture_all(runs)
         finally:  # the warm-up reads and writes buffers that are free for others from here on, whatever happened
             current.wait_stream(self._stream)
-        assert made is not None
-        return made
 
-    def _capture_all(
-        self, runs: Sequence[Callable[[], None]], *, last: bool = False
-    ) -> tuple[list[Callable[[], None]], int] | None:
-        """What `record` returns; None if memory runs out, which raises at the last attempt."""
+    def _capture_all(self, runs: Sequence[Callable[[], None]]) -> tuple[list[Callable[[], None]], int]:
         free, graphs = torch.cuda.mem_get_info(self._device)[0], [torch.cuda.CUDAGraph() for _ in runs]
-        try:
-            for graph, run in zip(graphs, runs, strict=True):
-                self._capture(graph, run)
-        except torch.OutOfMemoryError:
-            if last:
-                raise
-            return None
+        for graph, run in zip(graphs, runs, strict=True):
+            self._capture(graph, run)
         return [graph.replay for graph in graphs], max(free - torch.cuda.mem_get_info(self._device)[0], 0)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
@@ -105,7 +96,7 @@ class CudaRecorder:
         if self._last is not None and self._last != stream:
             stream.wait_event(self._event)
 
-    def uses(self, tensor: torch.Tensor) -> None:
+    def uses(self, tensor: Tensor) -> None:
         """Keep a tensor's memory until work queued so far on the current stream is over, even if it is dropped."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 

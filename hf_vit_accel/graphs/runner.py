@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.config import GraphConfig
@@ -48,15 +49,15 @@ class _Signature:
 class _Graph:
     label: str
     route: Route
-    packed: torch.Tensor
-    pixels_TP: torch.Tensor
-    outputs: list[torch.Tensor]
+    packed: Tensor
+    pixels_TP: Tensor
+    outputs: list[Tensor]
     replay: Callable[[], None]
     nbytes: int
     replays: int = 0
 
 
-class Runner(Held[_Graph]):
+class Runner(Held):
     """The graphs of one tower: which there are, which serves a call, and the one place where they are replayed."""
 
     def __init__(self, config: GraphConfig, routes: Routes) -> None:
@@ -68,7 +69,7 @@ class Runner(Held[_Graph]):
 
     def _drop(self) -> None:
         super()._drop()
-        self._arena: list[torch.Tensor] = []
+        self._arena: list[Tensor] = []
 
     def budgets_of(self, merge: int) -> tuple[int, ...]:
         """The budgets in the tokens of a tower: where it merges no patches, those are a quarter of what is meant."""
@@ -89,7 +90,7 @@ class Runner(Held[_Graph]):
             finally:
                 self._exactly = None
 
-    def run(self, route: Route, pixels_TP: torch.Tensor, memory: list[object]) -> list[torch.Tensor] | Eager:
+    def run(self, route: Route, pixels_TP: Tensor, memory: list[object]) -> list[Tensor] | Eager:
         """A call's outputs, fresh tensors; or why it should run eagerly (counted).
 
         route: of the call in its own shape. memory: equal while weights and buffers lie where they did; with the
@@ -110,20 +111,20 @@ class Runner(Held[_Graph]):
             except CaptureError as error:
                 return self.eager(str(error), by_choice=error.by_choice)
             per_token = route.spec.geometry.merge**2
-            outputs = self._replay(pixels_TP, per_token, bins, chosen)
-            self._count(per_token, bins, chosen)
-            return outputs
+            return self._replay(pixels_TP, per_token, bins, chosen)
 
     def _bins(self, route: Route) -> list[budgets.Bin] | Eager:
         """The call's own shape if it came often enough, else bins of budgets; or why it runs eagerly."""
         grid, merge, signature = route.metadata.grid, route.spec.geometry.merge, _signature(route)
-        exact = budgets.exact_bin(grid, merge)
+        frames = sum(t for t, _, _ in grid)
+        exact = budgets.Bin(first=0, last=len(grid), tokens=route.metadata.merged, frames=frames, budget=None)
         for choice in route.choices.values():
             if not choice.backend.capturable:
                 return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
         if self._exactly:
             return [exact]
-        often = 0 < self.config.exact_after <= self._came(signature) and self._may_capture(signature)
+        often = 0 < self.config.exact_after <= self._came(signature) and self._nbytes <= self._max_bytes
+        often = often and self._off is None and signature not in self._refused
         if self._exactly is None and (often or signature in self._graphs):
             return [exact]
         bins = budgets.pack(grid, merge, self._budgets)
@@ -164,7 +165,7 @@ class Runner(Held[_Graph]):
 
     def _capture(self, route: Route, bin_: budgets.Bin, recorder: CudaRecorder) -> _Graph:
         metadata, per_token = route.metadata, route.spec.geometry.merge**2
-        outputs: list[torch.Tensor] = []
+        outputs: list[Tensor] = []
 
         def run() -> None:
             found = encode(bound, pixels_TP)
@@ -191,7 +192,7 @@ class Runner(Held[_Graph]):
             nbytes=nbytes + packed.nbytes,
         )
 
-    def _pixel_buffer(self, rows: int, per_token: int, spec: Spec) -> torch.Tensor:
+    def _pixel_buffer(self, rows: int, per_token: int, spec: Spec) -> Tensor:
         """(T, P), a slice of the one that all budgets share; a layout beyond the largest budget has its own."""
         most, request = self._budgets[-1] * per_token, spec.request
         if rows > most or not self._arena:
@@ -201,7 +202,7 @@ class Runner(Held[_Graph]):
             self._arena.append(fresh)
         return self._arena[0][:rows]
 
-    def _output_buffers(self, found: list[torch.Tensor], rows: int, per_token: int) -> list[torch.Tensor]:
+    def _output_buffers(self, found: list[Tensor], rows: int, per_token: int) -> list[Tensor]:
         """A buffer for each output, shared and sliced in the same way."""
         most = self._budgets[-1] * per_token
         if rows > most:
@@ -211,12 +212,11 @@ class Runner(Held[_Graph]):
         return [buffer[: len(fresh)] for buffer, fresh in zip(self._arena[1:], found, strict=True)]
 
     def _replay(
-        self, pixels_TP: torch.Tensor, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]
-    ) -> list[torch.Tensor]:
+        self, pixels_TP: Tensor, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]
+    ) -> list[Tensor]:
         recorder = self._recorder
-        assert recorder is not None
         tokens, start = sum(bin_.tokens for bin_ in bins), 0
-        results: list[torch.Tensor] = []
+        results: list[Tensor] = []
         recorder.wait()
         try:
             for bin_, (graph, route) in zip(bins, chosen, strict=True):
@@ -228,6 +228,8 @@ class Runner(Held[_Graph]):
                 if rows < len(graph.pixels_TP):
                     graph.pixels_TP[rows:].zero_()
                 graph.replay()
+                self._replays, graph.replays = self._replays + 1, graph.replays + 1
+                self._asked, self._replayed = self._asked + rows, self._replayed + len(graph.pixels_TP)
                 for index, static in enumerate(graph.outputs):
                     each = len(static) * per_token // len(graph.pixels_TP)  # a row of it for each patch, or token
                     if start == 0:
@@ -238,20 +240,11 @@ class Runner(Held[_Graph]):
             recorder.done()
         return results
 
-    def _count(self, per_token: int, bins: list[budgets.Bin], chosen: list[tuple[_Graph, Route]]) -> None:
-        for bin_, (graph, _) in zip(bins, chosen, strict=True):
-            graph.replays += 1
-            self._replays += 1
-            self._asked += bin_.tokens * per_token
-            self._replayed += len(graph.pixels_TP)
-
 
 def _signature(route: Route) -> _Signature:
     """Made once per route: a route is looked up at every replay."""
-    known = route.signature
-    if known is None:
+    if route.signature is None:
         arrays = tuple((name, array.shape, array.dtype.str) for name, array in route.arrays.items())
         plans = tuple((kind, plan.backend.name, tuple(sorted(plan.host.items()))) for kind, plan in route.plans.items())
-        route.signature = known = _Signature((route.metadata.rows, arrays, plans))
-    assert isinstance(known, _Signature)
-    return known
+        route.signature = _Signature((route.metadata.rows, arrays, plans))
+    return route.signature

@@ -19,17 +19,17 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.encoder import encode
 from hf_vit_accel.graphs.held import CaptureError, Eager, Held
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.ops.base import Slots, replaced
 from hf_vit_accel.route import Route
 
-Tensors = list[torch.Tensor]
-Slots = list[tuple[dict[str, Any], str]]
-"""Where modules hold their parameters, one by one: the dictionary, and the name in it."""
+Tensors = list[Tensor]
 
 _WANTS_GRADIENT: Any = attrgetter("requires_grad")
 _HOOKS: Any = attrgetter("_backward_hooks")
@@ -49,10 +49,10 @@ class _Step:
     route: Route
     given: tuple[bool, ...]
     differentiable: list[bool]
-    pixels_TP: torch.Tensor
+    pixels_TP: Tensor
     incoming: Tensors
     outputs: Tensors
-    gradients: list[torch.Tensor | None]
+    gradients: list[Tensor | None]
     slots: Slots
     wants: list[bool]
     pointers: list[int]
@@ -67,12 +67,12 @@ class _Call:
     or can no longer be.
     """
 
-    def __init__(self, step: _Step, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, step: _Step, parameters: Sequence[Tensor]) -> None:
         self.step, self.over = step, False
         self.outputs, self.parameters = Tensors(), parameters
 
 
-class TrainingRunner(Held[_Step]):
+class TrainingRunner(Held):
     """The graphs of forward and backward of one tower."""
 
     def __init__(self, config: GraphConfig) -> None:
@@ -86,8 +86,8 @@ class TrainingRunner(Held[_Step]):
     def run(
         self,
         route: Route,
-        pixels_TP: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
+        pixels_TP: Tensor,
+        parameters: Sequence[Tensor],
         places: Sequence[dict[str, Any]],
         memory: list[object],
     ) -> Tensors | Eager:
@@ -113,7 +113,7 @@ class TrainingRunner(Held[_Step]):
             call = self._forward(step, pixels_TP, parameters)
         return list(_Replay.apply(self, call, route, pixels_TP, *_trained(parameters, wants[1:])))  # as the GPU works
 
-    def _against(self, route: Route, parameters: Sequence[torch.Tensor]) -> Eager | None:
+    def _against(self, route: Route, parameters: Sequence[Tensor]) -> Eager | None:
         """Why a call runs eagerly."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return self.eager("what gradients need is saved by hooks of somebody else (checkpointing, offloading)")
@@ -132,8 +132,8 @@ class TrainingRunner(Held[_Step]):
     def _capture(
         self,
         route: Route,
-        pixels_TP: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
+        pixels_TP: Tensor,
+        parameters: Sequence[Tensor],
         places: Sequence[dict[str, Any]],
         recorder: CudaRecorder,
     ) -> _Step:
@@ -144,7 +144,7 @@ class TrainingRunner(Held[_Step]):
         leaf_TP = static_TP.detach().requires_grad_(pixels_TP.requires_grad)
         last, given = self._given, list[bool]()
         made, leaves, outputs, incoming = Tensors(), Tensors(), Tensors(), Tensors()
-        gradients: list[torch.Tensor | None] = []
+        gradients: list[Tensor | None] = []
 
         def forward() -> None:
             for earlier in (made, outputs, gradients):  # of the warm-up, or of an attempt whose memory ran out
@@ -175,16 +175,15 @@ class TrainingRunner(Held[_Step]):
             gradients=gradients,
             slots=slots,
             wants=wants,
-            pointers=[*map(torch.Tensor.data_ptr, parameters)],
+            pointers=[*map(Tensor.data_ptr, parameters)],
             forward=replays[0],
             backward=replays[1],
             nbytes=nbytes + sum(each.nbytes for each in (static_TP, *incoming)),
         )
 
     @torch.no_grad()
-    def _forward(self, step: _Step, pixels_TP: torch.Tensor, parameters: Sequence[torch.Tensor]) -> _Call:
+    def _forward(self, step: _Step, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
         recorder, call = self._recorder, _Call(step, parameters)
-        assert recorder is not None
         recorder.wait()
         try:
             step.pixels_TP.copy_(pixels_TP)
@@ -199,10 +198,10 @@ class TrainingRunner(Held[_Step]):
     def backward(
         self,
         call: _Call,
-        incoming: Sequence[torch.Tensor | None],
-        parameters: Sequence[torch.Tensor],
-        anew: Callable[[], list[torch.Tensor | None]],
-    ) -> list[torch.Tensor | None]:
+        incoming: Sequence[Tensor | None],
+        parameters: Sequence[Tensor],
+        anew: Callable[[], list[Tensor | None]],
+    ) -> list[Tensor | None]:
         """The gradients of a call, fresh tensors, from its graph or computed anew.
 
         parameters: those of its forward.
@@ -212,14 +211,13 @@ class TrainingRunner(Held[_Step]):
             over, call.over = call.over, True
             if over or self._last is None or self._last() is not call:
                 return anew()  # its memory was written to since; retained graphs are not held
-            if list(map(torch.Tensor.data_ptr, parameters)) != step.pointers:
+            if list(map(Tensor.data_ptr, parameters)) != step.pointers:
                 return anew()  # weights were moved, and what they left may be gone
             if given != step.given:
                 self._given = given
                 self._count_change(2)
                 return anew()
             recorder = self._recorder
-            assert recorder is not None
             recorder.wait()
             try:
                 for static, each in zip(step.incoming, _there(incoming), strict=True):
@@ -237,8 +235,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: TrainingRunner, call: _Call, route: Route, pixels_TP: torch.Tensor, *trained: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, runner: TrainingRunner, call: _Call, route: Route, pixels_TP: Tensor, *trained: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Weights that change before the backward pass raise, as in stock: also frozen ones, which gradients go through.
         ctx.save_for_backward(pixels_TP, *call.parameters)
@@ -253,11 +251,11 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         pixels_TP, *parameters = ctx.saved_tensors
         step = ctx.call.step
 
-        def anew() -> list[torch.Tensor | None]:
+        def anew() -> list[Tensor | None]:
             leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
             enabled, dtype = ctx.autocast
             with (
@@ -271,33 +269,27 @@ class _Replay(torch.autograd.Function):
         return None, None, None, *ctx.runner.backward(ctx.call, incoming, parameters, anew)
 
 
-def _trained(parameters: Sequence[torch.Tensor], wants: Sequence[bool]) -> Tensors:
+def _trained(parameters: Sequence[Tensor], wants: Sequence[bool]) -> Tensors:
     """Those that are trained, each once: one that several modules share has one gradient."""
     return [*{id(each): each for each, wanted in zip(parameters, wants, strict=True) if wanted}.values()]
 
 
 @contextmanager
-def _leaves(slots: Slots, parameters: Sequence[torch.Tensor], wants: Sequence[bool]) -> Iterator[Tensors]:
+def _leaves(slots: Slots, parameters: Sequence[Tensor], wants: Sequence[bool]) -> Iterator[Tensors]:
     """Within the with block, what is trained is leaves of their own over the same memory; those, in order.
 
     The node at which a parameter's gradient arrives is kept by DDP, and by whoever holds an earlier loss. It runs on
     the stream on which it was made: by default one that cannot be captured. And it runs hooks, which are for the
     gradient that comes out of the tower alone; a parameter that was frozen since its forward has none.
     """
-    trained, former = _trained(parameters, wants), [place[name] for place, name in slots]
-    leaves = {id(each): each.detach().requires_grad_() for each in trained}
-    try:
-        for (place, name), each in zip(slots, parameters, strict=True):
-            place[name] = leaves.get(id(each), each)
+    leaves = {id(each): each.detach().requires_grad_() for each in _trained(parameters, wants)}
+    with replaced(slots, [leaves.get(id(each), each) for each in parameters]):
         yield [*leaves.values()]
-    finally:
-        for (place, name), each in zip(slots, former, strict=True):
-            place[name] = each
 
 
 def _gradients(
-    outputs: Tensors, given: Sequence[bool], leaf_TP: torch.Tensor, leaves: Tensors, incoming: Tensors
-) -> list[torch.Tensor | None]:
+    outputs: Tensors, given: Sequence[bool], leaf_TP: Tensor, leaves: Tensors, incoming: Tensors
+) -> list[Tensor | None]:
     """Of the pixels, if they want one, and of the parameters, from those of the outputs that are given."""
     chosen = [output for output, one in zip(outputs, given, strict=True) if one]
     pixels = [leaf_TP] if leaf_TP.requires_grad else []
@@ -306,5 +298,5 @@ def _gradients(
     return [*found] if pixels else [None, *found]
 
 
-def _there(tensors: Sequence[torch.Tensor | None]) -> Tensors:
+def _there(tensors: Sequence[Tensor | None]) -> Tensors:
     return [tensor for tensor in tensors if tensor is not None]

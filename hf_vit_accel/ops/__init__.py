@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Block, Parts
@@ -30,7 +29,7 @@ from hf_vit_accel.ops import (
     rope,
 )
 from hf_vit_accel.ops import window_attention as window
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
 from hf_vit_accel.ops.gemm_epilogue import add_product_
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.trained import Trained
@@ -51,8 +50,7 @@ TABLE: tuple[Operation, ...] = (
 PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in TABLE}
 """What `fuse` may name."""
 
-Rows = torch.Tensor
-AddNorm = Callable[[Rows, Rows | None], tuple[Rows, Rows]]
+Rows = Tensor
 Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
 
 
@@ -65,7 +63,7 @@ class LayerOps:
     """
 
     norm1: AddNorm
-    qkv: Callable[[Rows], Rows]
+    qkv: Apply
     proj: Callable[..., Any]
     norm2: AddNorm
     mlp: Callable[..., Any]
@@ -83,11 +81,11 @@ class Ops:
     the layers for many rows, whose products add to the residual stream in their epilogues, where they can.
     """
 
-    embed: Callable[[Rows], Rows]
-    add_positions: Callable[[Rows, torch.Tensor, torch.Tensor], Rows] | None
-    tables: Callable[[Rows, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    attend_window: Callable[..., torch.Tensor] | None
+    embed: Apply
+    add_positions: Callable[[Rows, Tensor, Tensor], Rows] | None
+    tables: Callable[[Rows, Tensor], tuple[Tensor, Tensor]]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attend_window: Callable[..., Tensor] | None
     layers: tuple[LayerOps, ...]
     adding: tuple[LayerOps, ...]
     finish: Finish
@@ -109,7 +107,7 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
     each = {name: iter(operations) for name, operations in made.items()}
     shapes = [next(each["heads"]) if block.shaped else None for block in parts.blocks]
     layers = tuple(_layer(block, shape, each, context) for block, shape in zip(parts.blocks, shapes, strict=True))
-    embed_norm = None if parts.embed_norm is None else next(each["norms"])
+    (embed,), embed_norm = made["patch_embed"], None if parts.embed_norm is None else next(each["norms"])
     wide = embed_norm is not None and context.casts
     if wide:  # the residual stream starts with, and keeps, what a norm by weights of another dtype makes: fp32
         embed_norm = norm.plain(parts.embed_norm, context, rows=False)
@@ -125,7 +123,7 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         return {"finish": _finish(final_norm, downsampled, merge, grad=context.grad), "deepstack": deepstack}
 
     ops = Ops(
-        embed=_embed(made["patch_embed"][0], embed_norm),
+        embed=embed if embed_norm is None else lambda pixels_TP: embed_norm(embed(pixels_TP), None)[1],
         add_positions=next(each["positions"], None),
         tables=rope.tables(parts.rotary, context),
         rotate=made["rope"][0],
@@ -183,13 +181,7 @@ def _adding(block: Block, made: LayerOps, context: Context) -> LayerOps:
     return replace(made, adds=True, proj=add_proj_, mlp=guarded(KERNELS, mlp.fused(block.mlp, context, add_product_)))
 
 
-def _embed(embed: Callable[[Rows], Rows], norm: AddNorm | None) -> Callable[[Rows], Rows]:
-    return embed if norm is None else lambda pixels_TP: norm(embed(pixels_TP), None)[1]
-
-
-def _finish(
-    norm: AddNorm | None, downsample: Callable[[Rows], Rows] | None, merge: AddNorm | None, *, grad: bool
-) -> Finish:
+def _finish(norm: AddNorm | None, downsample: Apply | None, merge: AddNorm | None, *, grad: bool) -> Finish:
     """grad: the rows that are returned are those that the merger is given, so that gradients of them, and hooks on
     them, see all that is made of them.
     """

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel.ops.launch import jit, tl
 
 _BLOCK, _COPY = 1024, 2048
 
 
-def linear_gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+def linear_gelu_tanh(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
     """gelu(x W^T + b) in its tanh form, (T, F), as an epilogue of the product (cuBLASLt).
 
     At 16384 rows of Qwen3-VL on an H200: 257 us against 313. `_addmm_activation` is private to torch but has been
@@ -28,12 +29,12 @@ def linear_gelu_tanh(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.
     return torch._addmm_activation(bias_F, x_TE, weight_FE.t(), use_gelu=True)
 
 
-def quick_gelu_reference(x_TF: torch.Tensor) -> torch.Tensor:
+def quick_gelu_reference(x_TF: Tensor) -> Tensor:
     """x * sigmoid(1.702 x), rounded after each of the three operations as stock does."""
     return x_TF * torch.sigmoid(1.702 * x_TF)
 
 
-ACTIVATIONS: Mapping[str, Callable[[Any], torch.Tensor]] = {
+ACTIVATIONS: Mapping[str, Callable[[Any], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu_reference,
@@ -53,23 +54,19 @@ def _quick_gelu_kernel(x, out, total, BLOCK: tl.constexpr):
     tl.store(out + at, (value * gate).to(dtype), mask=inside)
 
 
-def quick_gelu_(x_TF: torch.Tensor) -> torch.Tensor:
+def quick_gelu_(x_TF: Tensor) -> Tensor:
     """`quick_gelu_reference` as one kernel, in place."""
-    return _quick_gelu(x_TF, x_TF)
+    return quick_gelu_to(x_TF, x_TF)
 
 
-def quick_gelu(x_TF: torch.Tensor) -> torch.Tensor:
-    """`quick_gelu_reference` as one kernel, out of place."""
-    return _quick_gelu(x_TF, torch.empty_like(x_TF))
-
-
-def _quick_gelu(x_TF: torch.Tensor, out_TF: torch.Tensor) -> torch.Tensor:
+def quick_gelu_to(x_TF: Tensor, out_TF: Tensor) -> Tensor:
+    """The same, written to out_TF."""
     assert x_TF.is_contiguous()
     _quick_gelu_kernel[(-(-x_TF.numel() // 4096),)](x_TF, out_TF, x_TF.numel(), BLOCK=4096, num_warps=8)
     return out_TF
 
 
-def swiglu_reference(gate_TF: torch.Tensor, up_TF: torch.Tensor, *, limit: float | None = None) -> torch.Tensor:
+def swiglu_reference(gate_TF: Tensor, up_TF: Tensor, *, limit: float | None = None) -> Tensor:
     """silu(gate) * up, rounded after silu and after the product as stock does; (T, F).
 
     limit: gate is cut off above it, up beyond it on either side.
@@ -101,7 +98,7 @@ def _swiglu_kernel(
     tl.store(out + row * WIDTH + f, (silu * y).to(dtype), mask=inside)
 
 
-def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor, *, limit: float | None = None) -> torch.Tensor:
+def swiglu(gate_TF: Tensor, up_TF: Tensor, *, limit: float | None = None) -> Tensor:
     """`swiglu_reference` as one kernel; gate and up may be halves of one product."""
     rows, width = gate_TF.shape
     assert gate_TF.stride(1) == up_TF.stride(1) == 1
@@ -123,14 +120,8 @@ def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor, *, limit: float | None = 
 
 
 def pad_swiglu_reference(
-    gate_FE: torch.Tensor,
-    up_FE: torch.Tensor,
-    gate_F: torch.Tensor,
-    up_F: torch.Tensor,
-    down_EF: torch.Tensor,
-    *,
-    turns: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor, up_F: Tensor, down_EF: Tensor, *, turns: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weights and biases of a SwiGLU MLP with F padded by zeros to `G`, a multiple of 8: (2G, E), (2G,), (E, G).
 
     turns: rows of gate and up take turns, instead of all of gate coming first.
@@ -191,14 +182,8 @@ def _origin(row, PADDED: tl.constexpr, TURNS: tl.constexpr):
 
 
 def pad_swiglu(
-    gate_FE: torch.Tensor,
-    up_FE: torch.Tensor,
-    gate_F: torch.Tensor,
-    up_F: torch.Tensor,
-    down_EF: torch.Tensor,
-    *,
-    turns: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor, up_F: Tensor, down_EF: Tensor, *, turns: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """`pad_swiglu_reference` as one kernel; a weight of the last product that needs no padding is taken as it is."""
     given = gate_FE, up_FE, gate_F, up_F, down_EF = [x.contiguous() for x in (gate_FE, up_FE, gate_F, up_F, down_EF)]
     (width, inner), outer = gate_FE.shape, down_EF.shape[0]
@@ -212,9 +197,7 @@ def pad_swiglu(
     return weight, bias, down
 
 
-def unpad_swiglu_reference(
-    weight_2GE: torch.Tensor | None, down_EG: torch.Tensor | None, width: int
-) -> tuple[torch.Tensor | None, ...]:
+def unpad_swiglu_reference(weight_2GE: Tensor | None, down_EG: Tensor | None, width: int) -> tuple[Tensor | None, ...]:
     """From gradients of what `pad_swiglu` made, with turns: those of gate and up, (F, E), and of down, (E, F).
 
     width: F. None of what is None.
@@ -251,9 +234,7 @@ def _unpad_swiglu_kernel(
             tl.store(out_up + at, x, mask=inside)
 
 
-def unpad_swiglu(
-    weight_2GE: torch.Tensor | None, down_EG: torch.Tensor | None, width: int
-) -> tuple[torch.Tensor | None, ...]:
+def unpad_swiglu(weight_2GE: Tensor | None, down_EG: Tensor | None, width: int) -> tuple[Tensor | None, ...]:
     """`unpad_swiglu_reference` as one kernel."""
     some = down_EG if weight_2GE is None else weight_2GE
     if some is None:

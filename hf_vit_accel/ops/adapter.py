@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.activation import ACTIVATIONS, swiglu, swiglu_reference
-from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.base import Context, filled
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gelu_backward import gelu, gelu_gradient
 from hf_vit_accel.ops.lora import Lora
@@ -51,12 +52,11 @@ class Sides:
         """Where the columns of a Linear's result begin."""
         return sum(self.widths[:index]) + sum(self.spare[:index])
 
-    def join(self, weights: Sequence[Any], biases: Sequence[Any] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def join(self, weights: Sequence[Any], biases: Sequence[Any] | None) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias, if there is any, of the one product."""
         whole = [_padded(each, self.more, rows) for each, rows in zip(weights, self.spare, strict=True)]
-        if biases is None or all(bias is None for bias in biases):
+        if biases is None or (some := filled(weights, biases)) is None:
             return _cat(whole), None
-        some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
         some = [F.pad(bias, (0, rows)) if rows else bias for bias, rows in zip(some, self.spare, strict=True)]
         return _cat(whole), _cat(some)
 
@@ -71,7 +71,7 @@ class Sides:
             b_FR.append(F.pad(share, (0, rank, start, total - start - len(b))) if rank or whole else share)
         return a_RE, b_FR
 
-    def matrices(self, places: Any, each_a: Sequence[Any], each_b: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(self, places: Any, each_a: Sequence[Any], each_b: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """`stack` as two matrices, each written once; no gradient flows through it."""
         ranks, total, first = [-(-len(a) // 8) * 8 for a in each_a], self.start(len(self.widths)), 0
         whole = len(places) == 1 and not self.more and ranks[0] == len(each_a[0]) and total == len(each_b[0])
@@ -86,20 +86,20 @@ class Sides:
         return a_RE, b_FR
 
 
-def _scaled(x: torch.Tensor, scaling: Any) -> torch.Tensor:
+def _scaled(x: Tensor, scaling: Any) -> Tensor:
     """By a number, or by a tensor on the device, as PEFT's hot swapping has it: then without asking what it holds."""
-    return x if not isinstance(scaling, torch.Tensor) and scaling == 1 else x * scaling
+    return x if not isinstance(scaling, Tensor) and scaling == 1 else x * scaling
 
 
-def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _cat(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _padded(x: torch.Tensor, columns: int, rows: int) -> torch.Tensor:
+def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
     return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
-def adapted_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+def adapted_reference(x_TE: Tensor, *rest: Any) -> Tensor:
     """What Linears with adapters make of rows, side by side; a PEFT module's result, if it is one.
 
     rest: the Linears' weights, their biases, (which of them, scaling) of each adapter, all A, all B, `Sides`, `Norm`.
@@ -112,7 +112,7 @@ def adapted_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
     return out_TF
 
 
-def _product_in(dtypes: Sequence[torch.dtype], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _product_in(dtypes: Sequence[torch.dtype], x: Tensor, y: Tensor) -> Tensor:
     """x y, for who takes it in these dtypes: of bf16 in fp32 as it was added up, where all want that."""
     if x.is_cuda and x.dtype == torch.bfloat16 and set(dtypes) == {torch.float32}:
         return torch.mm(x, y, out_dtype=torch.float32)
@@ -127,7 +127,7 @@ class AdaptedFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def forward(ctx: Any, x_TE: Tensor, *rest: Any) -> Tensor:
         *given, ctx.sides, norm = rest
         weights, biases, ctx.places, each_a, each_b = ctx.sides.given(given)
         needs_x, *needs = ctx.needs_input_grad
@@ -149,7 +149,7 @@ class AdaptedFunction(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Any, ...]:
         sides, places = ctx.sides, ctx.places
         dx_TE = du_TR = x_TE = None  # type: Any
         needs_weights, needs_biases, needs_a, needs_b = ctx.needs
@@ -173,13 +173,13 @@ class AdaptedFunction(torch.autograd.Function):
         if du_TR is not None and any(needs_a):
             da_RE = _product_in(ctx.dtypes[: len(places)], du_TR.t(), x_TE)
 
-        found: list[torch.Tensor | None] = []
+        found: list[Tensor | None] = []
         for needs, whole in ((needs_weights, dweight), (needs_biases, dbias)):
             for index, (need, width) in enumerate(zip(needs, sides.widths, strict=True)):
                 part = whole[sides.start(index) :][:width] if need and whole is not None else None
                 found.append(part if part is None or part.dim() < 2 else part[:, : sides.inner].contiguous())
-        each_da: list[torch.Tensor | None] = []
-        each_db: list[torch.Tensor | None] = []
+        each_da: list[Tensor | None] = []
+        each_db: list[Tensor | None] = []
         first = 0
         for at, (index, scaling) in enumerate(places):
             rank, rows = ctx.ranks[at], slice(sides.start(index), sides.start(index) + sides.widths[index])
@@ -210,11 +210,11 @@ def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -
     if context.trains_by_kernels and not any(lora.drops for lora in loras):
         return Trained(function=AdaptedFunction, weights=weights, settings=(sides,), takes_norm=True)
 
-    def run(x_TE: torch.Tensor) -> torch.Tensor:
+    def run(x_TE: Tensor) -> Tensor:
         dropouts = [each[2] for lora in loras for each in lora.active()]
         bases, biases, *adapters = sides.given(weights())
         if context.trains_by_kernels:  # which keeps no padded copy of the weights
-            out_TF: torch.Tensor = AdaptedFunction.apply(x_TE, *bases, *biases, (), sides, None)
+            out_TF: Tensor = AdaptedFunction.apply(x_TE, *bases, *biases, (), sides, None)
         else:
             out_TF = F.linear(x_TE, *sides.join(bases, biases))
         a_RE, b_FR = sides.stack(*adapters)
@@ -228,18 +228,18 @@ def product(loras: Sequence[Lora], context: Context, inner: int | None = None) -
 # --- MLPs -------------------------------------------------------------------------------------------------------------
 
 
-def activated_reference(z: torch.Tensor, kind: str, limit: float | None = None) -> torch.Tensor:
+def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Tensor:
     """The activation of rows (T, F); of a SwiGLU, kind "silu", of gate and up side by side, (T, 2 F)."""
     if kind == "silu":
         return swiglu_reference(*z.chunk(2, dim=-1), limit=limit)
     return ACTIVATIONS[kind](z)
 
 
-def _activate(z: torch.Tensor, kind: str, limit: float | None) -> torch.Tensor:
+def _activate(z: Tensor, kind: str, limit: float | None) -> Tensor:
     return swiglu(*z.chunk(2, dim=-1), limit=limit) if kind == "silu" else gelu(z, kind)
 
 
-def _activate_back(z: torch.Tensor, dh_TF: torch.Tensor, kind: str, limit: float | None) -> tuple[Any, torch.Tensor]:
+def _activate_back(z: Tensor, dh_TF: Tensor, kind: str, limit: float | None) -> tuple[Any, Tensor]:
     """The gradient of z, and h again; what dh held is lost."""
     dz = torch.empty_like(z)
     if kind == "silu":
@@ -253,19 +253,19 @@ class Activated(torch.autograd.Function):
     """`activated_reference` as one kernel in each direction, that keeps its input only."""
 
     @staticmethod
-    def forward(ctx: Any, z: torch.Tensor, kind: str, limit: float | None = None) -> torch.Tensor:
+    def forward(ctx: Any, z: Tensor, kind: str, limit: float | None = None) -> Tensor:
         ctx.save_for_backward(z)
         ctx.settings = kind, limit
         return _activate(z, kind, limit)
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dh_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dh_TF: Tensor) -> tuple[Tensor | None, ...]:
         (z,) = ctx.saved_tensors
         return _activate_back(z, dh_TF.clone(memory_format=torch.contiguous_format), *ctx.settings)[0], None, None
 
 
-def adapted_mlp_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+def adapted_mlp_reference(x_TE: Tensor, *rest: Any) -> Tensor:
     """An MLP whose Linears have adapters, (T, E).
 
     rest: how many weights `AdaptedFunction` takes for its first products; those, and those of the last one; `Sides` of
@@ -283,7 +283,7 @@ class AdaptedMlp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def forward(ctx: Any, x_TE: Tensor, *rest: Any) -> Tensor:
         count, *given, first, last, kind, limit, norm = rest
         needs_x, _, *needs = ctx.needs_input_grad
         ctx.first = Frame((needs_x, *needs[:count], False, False))
@@ -304,14 +304,14 @@ class AdaptedMlp(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dy_TE: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Any, ...]:
         z, *saved = ctx.saved_tensors
         first, last, dz = ctx.first, ctx.last, None
         first.saved_tensors, last.saved_tensors = saved[: ctx.split], saved[ctx.split :]
         if ctx.settings[0] == "silu" and first.needs_x:
             _join(ctx, saved[3], saved[4], None, saved[ctx.split + 3], None)
 
-        def remakes(dh_TF: torch.Tensor) -> torch.Tensor:
+        def remakes(dh_TF: Tensor) -> Tensor:
             nonlocal dz
             dz, h_TF = _activate_back(z, dh_TF, *ctx.settings)
             return h_TF

@@ -7,15 +7,21 @@ through a `Context`, which remembers it: when one of those attributes changes, t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
+
+Apply = Callable[[Tensor], Tensor]
+"""Rows to rows."""
+AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(x, delta), both (T, E), to (x + delta, what is made of it)."""
 
 
 def placed_by_accelerate(module: nn.Module) -> Any:
@@ -110,6 +116,30 @@ def copied(values: Any) -> Any:
     if isinstance(values, tuple | list):
         return type(values)(map(copied, values))
     return values
+
+
+def filled(weights: Sequence[Any], biases: Sequence[Any]) -> list[Any] | None:
+    """The biases of products that are made as one, zeros for those that are missing; None where all are."""
+    if all(bias is None for bias in biases):
+        return None
+    return [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
+
+
+Slots = Sequence[tuple[dict[str, Any], str]]
+"""Where modules hold parameters, one by one: the dictionary, and the name in it."""
+
+
+@contextmanager
+def replaced(slots: Slots, by: Sequence[Any]) -> Iterator[None]:
+    """Within the with block, modules hold others in the place of their parameters."""
+    former = [place[name] for place, name in slots]
+    try:
+        for (place, name), each in zip(slots, by, strict=True):
+            place[name] = each
+        yield
+    finally:
+        for (place, name), each in zip(slots, former, strict=True):
+            place[name] = each
 
 
 _BARE = nn.Module()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.launch import jit, tl
@@ -21,7 +22,7 @@ FEW_ROWS = 8192
 """Below, launching takes longer than summing."""
 
 
-def column_sum_reference(dy_TF: torch.Tensor) -> torch.Tensor:
+def column_sum_reference(dy_TF: Tensor) -> Tensor:
     """The sum over the rows, (F,), made in fp32 and rounded to the rows' dtype."""
     return dy_TF.sum(0, dtype=torch.promote_types(dy_TF.dtype, torch.float32)).to(dy_TF.dtype)
 
@@ -67,7 +68,7 @@ def _add_up_kernel(partial, out, count, width, STRIDE: tl.constexpr, BLOCK_P: tl
     tl.store(out + tl.program_id(1) * width + f, sums.to(out.dtype.element_ty), mask=f < width)
 
 
-def add_up(partial_NPF: torch.Tensor, dtype: torch.dtype, width: int | None = None) -> tuple[torch.Tensor, ...]:
+def add_up(partial_NPF: Tensor, dtype: torch.dtype, width: int | None = None) -> tuple[Tensor, ...]:
     """The sums of sets of partial sums in fp32: N tensors (width,) of a dtype, of the first columns."""
     sets, count, partial_width = partial_NPF.shape
     width = width or partial_width
@@ -78,7 +79,7 @@ def add_up(partial_NPF: torch.Tensor, dtype: torch.dtype, width: int | None = No
     return out_NF.unbind(0)
 
 
-def remember_sum(dy: torch.Tensor, sums: torch.Tensor) -> None:
+def remember_sum(dy: Tensor, sums: Tensor) -> None:
     """Let `column_sum` know the sum of these very rows, which who wrote them has added up; until they are changed.
 
     sums: (F,), or what is still to be added up, (1, P, F).
@@ -86,7 +87,7 @@ def remember_sum(dy: torch.Tensor, sums: torch.Tensor) -> None:
     dy._hf_vit_accel_sum = dy._version, sums  # type: ignore[attr-defined]
 
 
-def flattened(dy: torch.Tensor) -> torch.Tensor:
+def flattened(dy: Tensor) -> Tensor:
     """Contiguous rows (T, F) of a gradient of more dimensions, of which the same is remembered."""
     dy_TF = dy.flatten(1)
     if (known := getattr(dy, "_hf_vit_accel_sum", None)) is not None:
@@ -94,11 +95,11 @@ def flattened(dy: torch.Tensor) -> torch.Tensor:
     return dy_TF
 
 
-def column_sum(dy_TF: torch.Tensor) -> torch.Tensor:
+def column_sum(dy_TF: Tensor) -> Tensor:
     """`column_sum_reference`; by a kernel for many rows, of which 16384 take aten 55 us (H200). See `remember_sum`."""
     rows, width = dy_TF.shape
     version, sums = getattr(dy_TF, "_hf_vit_accel_sum", (None, None))
-    if version == dy_TF._version and isinstance(sums, torch.Tensor):
+    if version == dy_TF._version and isinstance(sums, Tensor):
         return sums.to(dy_TF.dtype) if sums.ndim == 1 else add_up(sums, dy_TF.dtype)[0]
     if rows < FEW_ROWS:
         return dy_TF.sum(0)  # rows are summed in fp32, whatever their dtype

@@ -5,30 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.patch_embed import READ, reasons_overlapping
-
-Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _reasons_against(conv: Any, context: Context) -> list[str]:
     return context.reasons_replaced(conv, nn.Conv2d) or reasons_overlapping(conv)
 
 
-def _fused(conv: Any, context: Context) -> Rows:
+def _fused(conv: Any, context: Context) -> Apply:
     product, cast = LinearFunction.apply if context.trains_by_kernels else F.linear, context.cast
     for name in READ:
         context.read(conv, name)
 
-    def downsample(x_TE: torch.Tensor) -> torch.Tensor:
+    def downsample(x_TE: Tensor) -> Tensor:
         # Channels last, as the rows lie: a copy of the weight, a hundredth of the product's time.
         weight = cast(conv.weight).permute(0, 2, 3, 1).flatten(1)
         return product(x_TE.reshape(-1, weight.shape[1]).to(weight.dtype), weight, cast(conv.bias))
@@ -36,12 +32,12 @@ def _fused(conv: Any, context: Context) -> Rows:
     return downsample
 
 
-def _plain(conv: Any, context: Context) -> Rows:
+def _plain(conv: Any, context: Context) -> Apply:
     conv = context.called(conv)
 
-    def downsample(x_TE: torch.Tensor) -> torch.Tensor:
+    def downsample(x_TE: Tensor) -> Tensor:
         x_MijE = x_TE.view(-1, *conv.kernel_size, x_TE.shape[-1])
-        return torch.Tensor.flatten(conv(x_MijE.permute(0, 3, 1, 2)), 1)
+        return Tensor.flatten(conv(x_MijE.permute(0, 3, 1, 2)), 1)
 
     return downsample
 

@@ -10,6 +10,7 @@ why they may follow from a sample of the rows, with room for the others.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel.ops.launch import jit, tl
 
@@ -19,7 +20,7 @@ LARGEST = 448.0
 _LOWEST_POWER, _HIGHEST_POWER = -50, 25  # of a scale: products of two, divided by a third, are normal in float32
 
 
-def powers(amax: torch.Tensor) -> torch.Tensor:
+def powers(amax: Tensor) -> Tensor:
     """The largest powers of two, fp32, by which absolute amax fit into e4m3, each by itself."""
     mantissa, exponent = torch.frexp(amax.float())  # mantissa in [0.5, 1); 448 = 0.875 * 2**9
     power = torch.where(mantissa > 0.875, 8 - exponent, 9 - exponent).clamp(_LOWEST_POWER, _HIGHEST_POWER)
@@ -27,7 +28,7 @@ def powers(amax: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(amax, dtype=torch.float32), power)
 
 
-def fit(amax_3H: torch.Tensor) -> torch.Tensor:
+def fit(amax_3H: Tensor) -> Tensor:
     """Scales (..., 3, H), by which absolute amax (..., 3, H) fit into e4m3: x * scale is at most `LARGEST`.
 
     Of v, each head has the largest power of two that fits. Of q and k the product is the same for all heads, since the

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel.ops.launch import jit, tl
 
@@ -26,7 +27,7 @@ ITEM_CHUNK, CHUNK = _STEP * _ITEM_STEPS, _STEP * _STEPS
 _TAIL = _STEPS * _LANES * _VECTOR  # pairs of 32-bit keys, of a strand's words; then come 64-bit ones
 
 
-def draw_keys(device: torch.device) -> torch.Tensor:
+def draw_keys(device: torch.device) -> Tensor:
     """Random 64-bit numbers: keys of a strand's words, of what they and its place make in each lane, and of Philox."""
     numbers = np.frombuffer(bytearray(os.urandom(8 * (_TAIL + 4 * _LANES + 1))), dtype=np.int64)
     with torch.inference_mode(False):
@@ -41,9 +42,9 @@ class Desk:
 
     def __init__(self, device: torch.device) -> None:
         self.keys = draw_keys(device)
-        self._zeros: deque[torch.Tensor] = deque()
+        self._zeros: deque[Tensor] = deque()
 
-    def zeros(self, count: int) -> torch.Tensor:
+    def zeros(self, count: int) -> Tensor:
         """So many zeros of 64 bits, that nobody else has: those of many calls are made at once."""
         device = self.keys.device
         if count > _PIECE:
@@ -60,7 +61,7 @@ _PIECE = 2 + 5 * 32
 """What calls of up to 32 items need."""
 
 
-def hash_chunks_reference(blocks: Sequence[torch.Tensor], place_C: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def hash_chunks_reference(blocks: Sequence[Tensor], place_C: Tensor, keys: Tensor) -> Tensor:
     """128 bits (C, 2) of chunks and their places; what an item's chunks add up to, wrapping, tells it.
 
     blocks: the chunks, some (any number, W) at a time.
@@ -93,7 +94,7 @@ def hash_chunks_reference(blocks: Sequence[torch.Tensor], place_C: torch.Tensor,
     return torch.stack([c0 | c1 << 32, c2 | c3 << 32], 2).sum(1)
 
 
-def _lanes_reference(chunks_CW: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _lanes_reference(chunks_CW: Tensor, keys: Tensor) -> Tensor:
     """Sums of products (L, C, strands)."""
     steps = chunks_CW.shape[1] // _STEP
     pairs = keys[:_TAIL].view(torch.int32).view(_STEPS, 2, _LANES, _VECTOR)[:steps].repeat(1, 1, 1, _STRANDS)
@@ -197,7 +198,7 @@ def _memory_kernel(addresses, counts, keys, out):
     tl.atomic_add(out + 1, high, sem="relaxed")
 
 
-def hash_items_reference(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+def hash_items_reference(pixels_TP: Tensor, grid_N3: Tensor, keys: Tensor, out: Tensor) -> None:
     """Writes (frames, height, width, and 128 bits) of each item of a grid to what starts with zeros: two, then (N, 5).
 
     An item's rows are one run of words, cut into chunks of which the last is filled up with zeros.
@@ -221,7 +222,7 @@ def hash_items_reference(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: t
     out_N5.copy_(torch.cat([grid_N3, sums_N2[:-1]], 1))
 
 
-def hash_items(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+def hash_items(pixels_TP: Tensor, grid_N3: Tensor, keys: Tensor, out: Tensor) -> None:
     """`hash_items_reference` as one kernel."""
     if not _in_words(pixels_TP):
         pixels_TP = words_of(pixels_TP)
@@ -231,7 +232,7 @@ def hash_items(pixels_TP: torch.Tensor, grid_N3: torch.Tensor, keys: torch.Tenso
     _items_kernel[(programs,)](pixels_TP.data_ptr(), grid_N3, keys, out, rows, items, width, num_warps=1)
 
 
-def words_of(pixels_TP: torch.Tensor) -> torch.Tensor:
+def words_of(pixels_TP: Tensor) -> Tensor:
     """The bits of rows as 32-bit words (T, W), the last one filled up with zeros; a view where that is possible."""
     pixels_TP = pixels_TP.detach().contiguous()
     if not _in_words(pixels_TP):
@@ -240,14 +241,12 @@ def words_of(pixels_TP: torch.Tensor) -> torch.Tensor:
     return pixels_TP.view(torch.int32)
 
 
-def _in_words(pixels_TP: torch.Tensor) -> bool:
+def _in_words(pixels_TP: Tensor) -> bool:
     whole = pixels_TP.is_contiguous() and not pixels_TP.shape[1] * pixels_TP.itemsize % 4
     return whole and not pixels_TP.data_ptr() % 4
 
 
-def hash_memory_reference(
-    tensors: list[torch.Tensor], tables: Mapping[str, torch.Tensor], keys: torch.Tensor, out: torch.Tensor
-) -> None:
+def hash_memory_reference(tensors: list[Tensor], tables: Mapping[str, Tensor], keys: Tensor, out: Tensor) -> None:
     """Adds the 128 bits of all that contiguous tensors hold to the first two of what is given.
 
     tables: where chunks begin in memory, "addresses", and how many words each has, "counts".
@@ -258,9 +257,7 @@ def hash_memory_reference(
     out[:2] += hash_chunks_reference([some for each in blocks for some in each.split(8)], place_C, keys).sum(0)
 
 
-def hash_memory(
-    tensors: list[torch.Tensor], tables: Mapping[str, torch.Tensor], keys: torch.Tensor, out: torch.Tensor
-) -> None:
+def hash_memory(tensors: list[Tensor], tables: Mapping[str, Tensor], keys: Tensor, out: Tensor) -> None:
     """`hash_memory_reference` as one kernel."""
     addresses_C = tables["addresses"]
     _memory_kernel[(len(addresses_C),)](addresses_C, tables["counts"], keys, out, num_warps=1)

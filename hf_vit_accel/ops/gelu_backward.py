@@ -11,37 +11,36 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel import env
-from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu
+from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu_to
 from hf_vit_accel.ops.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 
 EACH_SM, STAGES = 16, 3  # of the activations' gradients: programs of a multiprocessor, tiles on their way
-KINDS = ("gelu", "gelu_tanh", "quick_gelu")
-"""Activations of `GeluMlp`: the first, in the error function's form, is that of the mergers."""
 
 
 def gelu_mlp_reference(
-    x_TE: torch.Tensor,
-    weight1_FE: torch.Tensor,
-    bias1_F: torch.Tensor | None,
-    weight2_EF: torch.Tensor,
-    bias2_E: torch.Tensor | None,
+    x_TE: Tensor,
+    weight1_FE: Tensor,
+    bias1_F: Tensor | None,
+    weight2_EF: Tensor,
+    bias2_E: Tensor | None,
     kind: str,
     epilogue: bool = False,
     norm: Norm | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """act(x W1^T + b1) W2^T + b2, (T, E); autograd keeps x, whatever it was made of."""
     z_TF = F.linear(x_TE, weight1_FE, bias1_F)
     return F.linear(ACTIVATIONS[kind](z_TF), weight2_EF, bias2_E)
 
 
-def gelu(z_TF: torch.Tensor, kind: str) -> torch.Tensor:
+def gelu(z_TF: Tensor, kind: str) -> Tensor:
     """What stock makes of the rounded result of the first product."""
-    return quick_gelu(z_TF) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
+    return quick_gelu_to(z_TF, torch.empty_like(z_TF)) if kind == "quick_gelu" else ACTIVATIONS[kind](z_TF)
 
 
 @jit
@@ -96,16 +95,16 @@ def _gelu_backward_kernel(
 
 
 def gelu_gradient(
-    z_TF: torch.Tensor,
-    dh_TF: torch.Tensor,
-    dz_TF: torch.Tensor,
-    h_TF: torch.Tensor,
+    z_TF: Tensor,
+    dh_TF: Tensor,
+    dz_TF: Tensor,
+    h_TF: Tensor,
     kind: str,
     *,
     needs_z: bool = True,
     needs_h: bool = False,
     needs_bias: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Write to dz, which may be dh, the gradient of what is activated, and to h what its activation made.
 
     Each where it is needed. Returns partial sums of dz, (1, P, F): none if they are not.
@@ -145,16 +144,16 @@ class GeluMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TE: torch.Tensor,
-        weight1_FE: torch.Tensor,
-        bias1_F: torch.Tensor | None,
-        weight2_EF: torch.Tensor,
-        bias2_E: torch.Tensor | None,
+        x_TE: Tensor,
+        weight1_FE: Tensor,
+        bias1_F: Tensor | None,
+        weight2_EF: Tensor,
+        bias2_E: Tensor | None,
         kind: str,
         epilogue: bool = False,
         norm: Norm | None = None,
-        stream_TE: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        stream_TE: Tensor | None = None,
+    ) -> Tensor:
         needs_x, needs_weight1, needs_bias1, needs_weight2 = ctx.needs_input_grad[:4]
         ctx.kind = kind
         ctx.needs_z = needs_x or needs_weight1 or needs_bias1
@@ -177,7 +176,7 @@ class GeluMlp(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dy_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight1, needs_bias1, needs_weight2, needs_bias2 = ctx.needs_input_grad[:5]
         z_TF, weight1_FE, weight2_EF, *tensors = ctx.saved_tensors
         dy_TE = dy_TE.contiguous()

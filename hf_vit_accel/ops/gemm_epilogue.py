@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.activation import ACTIVATIONS
@@ -34,24 +35,20 @@ H200, forward and backward of 16 x 512², from CUDA graphs, without and with, ms
 """
 
 
-def activate(z_TZ: torch.Tensor, kind: str) -> torch.Tensor:
+def activate(z_TZ: Tensor, kind: str) -> Tensor:
     """The activation, (T, F), of what the first product made."""
     if kind == "swiglu":
         return F.silu(z_TZ[:, ::2]) * z_TZ[:, 1::2]
     return ACTIVATIONS[kind](z_TZ)
 
 
-def gemm_act_reference(
-    x_TE: torch.Tensor, weight_ZE: torch.Tensor, bias_Z: torch.Tensor | None, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gemm_act_reference(x_TE: Tensor, weight_ZE: Tensor, bias_Z: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     """z = x W^T + b, (T, Z), and its activation, (T, F)."""
     z_TZ = F.linear(x_TE, weight_ZE, bias_Z)
     return z_TZ, activate(z_TZ, kind)
 
 
-def gemm_dact_reference(
-    dy_TE: torch.Tensor, weight_EF: torch.Tensor, z_TZ: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gemm_dact_reference(dy_TE: Tensor, weight_EF: Tensor, z_TZ: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradient of y = h W^T, with h the activation of z: that of z, (T, Z), h itself, and the sum of dz, (Z,).
 
     The sum is in fp32.
@@ -64,12 +61,8 @@ def gemm_dact_reference(
 
 
 def gemm_add_reference(
-    h_TF: torch.Tensor,
-    weight_EF: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    x_TE: torch.Tensor,
-    out_TE: torch.Tensor | None = None,
-) -> torch.Tensor:
+    h_TF: Tensor, weight_EF: Tensor, bias_E: Tensor | None, x_TE: Tensor, out_TE: Tensor | None = None
+) -> Tensor:
     """x + h W^T + b, (T, E), rounded once; out_TE, which may be x, receives it."""
     wide = torch.promote_types(x_TE.dtype, torch.float32)
     made_TE = F.linear(h_TF.to(wide), weight_EF.to(wide), None if bias_E is None else bias_E.to(wide))
@@ -77,7 +70,7 @@ def gemm_add_reference(
     return made_TE if out_TE is None else out_TE.copy_(made_TE)
 
 
-def serves(x_TE: torch.Tensor, kind: str) -> bool:
+def serves(x_TE: Tensor, kind: str) -> bool:
     """Whether it is faster for these rows, and right here."""
     return x_TE.shape[0] >= LEAST_ROWS and why_not(x_TE.device, x_TE.dtype, kind) is None
 
@@ -163,24 +156,19 @@ def _addition() -> Any:
     return gemm_epilogue(ops={"bias": RowVecLoad("bias")})(bias_and_residual)
 
 
-def _run(
-    mod: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **more: Any
-) -> dict[str, torch.Tensor]:
+def _run(mod: Any, kind: str, x: Tensor, weight: Tensor, *rest: Any, **more: Any) -> dict[str, Tensor]:
     """A product x W with its epilogue. How it is launched is kept for each number of rows: of the last some hundred."""
     for held in (mod._plan_cache, mod._call_cache):
         if len(held) > 256:
             held.clear()
-    found: dict[str, torch.Tensor] = mod(x, weight, *rest, config=_config(kind, weight.shape[1]), tuned=False, **more)
-    return found
+    return mod(x, weight, *rest, config=_config(kind, weight.shape[1]), tuned=False, **more)
 
 
 _guarded = partial(env.guarded, env.EPILOGUES)
 
 
 @_guarded
-def gemm_act(
-    x_TE: torch.Tensor, weight_ZE: torch.Tensor, bias_Z: torch.Tensor | None, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gemm_act(x_TE: Tensor, weight_ZE: Tensor, bias_Z: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     """`gemm_act_reference` as one kernel; the activation is that of z before it is rounded."""
     width = len(weight_ZE)
     z_TZ = x_TE.new_empty(len(x_TE), width)
@@ -192,9 +180,7 @@ def gemm_act(
 
 
 @_guarded
-def gemm_dact(
-    dy_TE: torch.Tensor, weight_EF: torch.Tensor, z_TZ: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gemm_dact(dy_TE: Tensor, weight_EF: Tensor, z_TZ: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """`gemm_dact_reference` as one kernel and the sum of what its tiles of rows add up to."""
     dy_TE, weight_EF, z_TZ = map(for_descriptor, (dy_TE, weight_EF, z_TZ))
     dz_TZ, h_TF = torch.empty_like(z_TZ), z_TZ.new_empty(len(z_TZ), weight_EF.shape[1])
@@ -206,12 +192,8 @@ def gemm_dact(
 
 @_guarded
 def gemm_add(
-    h_TF: torch.Tensor,
-    weight_EF: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    x_TE: torch.Tensor,
-    out_TE: torch.Tensor | None = None,
-) -> torch.Tensor:
+    h_TF: Tensor, weight_EF: Tensor, bias_E: Tensor | None, x_TE: Tensor, out_TE: Tensor | None = None
+) -> Tensor:
     """`gemm_add_reference` as one kernel. A tile of x is read by who writes that tile: so both may be the same."""
     out_TE = torch.empty_like(x_TE) if out_TE is None else out_TE
     bias_E = weight_EF.new_zeros(len(weight_EF)) if bias_E is None else for_descriptor(bias_E)
@@ -220,7 +202,7 @@ def gemm_add(
     return out_TE
 
 
-def add_product_(h_TF: torch.Tensor, weight_EF: torch.Tensor, bias_E: torch.Tensor | None, x_TE: torch.Tensor) -> None:
+def add_product_(h_TF: Tensor, weight_EF: Tensor, bias_E: Tensor | None, x_TE: Tensor) -> None:
     """`gemm_add` in place: nothing is left that the next norm would add."""
     gemm_add(h_TF, weight_EF, bias_E, x_TE, x_TE)
 
@@ -253,7 +235,7 @@ def _try_width(device: torch.device, kind: str, inner: int) -> str | None:
     rows, width = 300, 64
     z = inner * (1 + (kind == "swiglu"))
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, torch.bfloat16)
 
     on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

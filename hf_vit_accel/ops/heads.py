@@ -5,24 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
-Rows = Callable[[torch.Tensor], torch.Tensor]
 
-
-def shape_heads_reference(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor
-) -> torch.Tensor:
+def shape_heads_reference(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
     """Queries, keys and values (T, N D) to (T, 3 H D): RMSNorm of each head of q and k, then heads of k and v repeated.
 
     weights: of q's norm and k's; none for no norms. Rounded as stock's modules do: before the weight, and after it.
@@ -34,7 +30,7 @@ def shape_heads_reference(
     return _shaped(qkv_TF, heads, key_heads, norm_by)
 
 
-def _shaped(qkv_TF: torch.Tensor, heads: int, key_heads: int, norm_by: Sequence[Rows]) -> torch.Tensor:
+def _shaped(qkv_TF: Tensor, heads: int, key_heads: int, norm_by: Sequence[Apply]) -> Tensor:
     sizes = heads, key_heads, key_heads
     parts = list(qkv_TF.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=1))
     for index, norm in enumerate(norm_by):
@@ -77,9 +73,7 @@ def _shape_heads_kernel(
     tl.store(out + (t * 3 * HEADS + head) * DIM + d, x.to(dtype), mask=inside)
 
 
-def shape_heads_(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor
-) -> torch.Tensor:
+def shape_heads_(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
     """`shape_heads_reference` as one kernel; in place where no head is repeated."""
     in_place = heads == key_heads and qkv_TF.is_contiguous()
     return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=in_place)
@@ -89,8 +83,8 @@ _BLOCK = 16
 
 
 def _launch(
-    qkv_TF: torch.Tensor, heads: int, key_heads: int, weights_D: tuple[torch.Tensor, ...], eps: float, *, in_place: bool
-) -> torch.Tensor:
+    qkv_TF: Tensor, heads: int, key_heads: int, weights_D: tuple[Tensor, ...], eps: float, *, in_place: bool
+) -> Tensor:
     qkv_TF = qkv_TF.contiguous()
     rows, dim = len(qkv_TF), qkv_TF.shape[1] // (heads + 2 * key_heads)
     visited = (2 if in_place else 3) * heads
@@ -177,9 +171,7 @@ class ShapeHeads(torch.autograd.Function):
     """`shape_heads_reference` as one kernel in each direction, out of place; saved is what norms were given."""
 
     @staticmethod
-    def forward(
-        ctx: Any, qkv_TF: torch.Tensor, heads: int, key_heads: int, eps: float, *weights_D: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
         saved = any(ctx.needs_input_grad) and weights_D
         ctx.save_for_backward(qkv_TF if saved else None, *(weights_D if saved else ()))
         ctx.settings = heads, key_heads, eps, qkv_TF.shape[1] // (heads + 2 * key_heads)
@@ -187,7 +179,7 @@ class ShapeHeads(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
         qkv_TF, *weights_D = ctx.saved_tensors
         heads, key_heads, eps, dim = ctx.settings
         dout_TF, total = dout_TF.contiguous(), heads + 2 * key_heads
@@ -237,20 +229,20 @@ def _reasons_against(block: Block, context: Context) -> list[str]:
     return ["the norms of q and k are no RMSNorms of one epsilon"] if block.head_norms and len(eps) != 1 else []
 
 
-def _fused(block: Block, context: Context) -> Rows:
+def _fused(block: Block, context: Context) -> Apply:
     heads, key_heads, eps = sizes_of(block, context)
     # What another module made is not written to: it might be kept.
     plain = len(block.qkv) > 1 or not context.reasons_replaced(block.qkv[0], nn.Linear)
     kernel: Any = shape_heads_ if plain and not context.grad else ShapeHeads.apply
     function = shape_heads_reference if context.reference else kernel
 
-    def shape(qkv_TF: torch.Tensor) -> torch.Tensor:
+    def shape(qkv_TF: Tensor) -> Tensor:
         return function(qkv_TF, heads, key_heads, eps, *(norm.weight for norm in block.head_norms))
 
     return shape
 
 
-def _plain(block: Block, context: Context) -> Rows:
+def _plain(block: Block, context: Context) -> Apply:
     head_norms = list(map(context.called, block.head_norms))
     heads, key_heads, _ = sizes_of(block, context)
     return lambda qkv_TF: _shaped(qkv_TF, heads, key_heads, head_norms)

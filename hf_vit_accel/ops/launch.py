@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 
@@ -20,18 +21,7 @@ try:
 except ImportError:  # pragma: no cover
     triton = tl = TensorDescriptor = None
 
-__all__ = [
-    "DTYPES",
-    "Kernel",
-    "TensorDescriptor",
-    "for_descriptor",
-    "jit",
-    "kind_of",
-    "next_power_of_2",
-    "tl",
-    "why_not_descriptors",
-    "why_not_triton",
-]
+__all__ = ["TensorDescriptor", "tl"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -75,7 +65,7 @@ class Kernel(object if triton is None else triton.JITFunction):  # type: ignore[
 
 def kind_of(argument: Any) -> Any:
     """What of a kernel's argument decides how Triton compiles it: at least what its own key holds. None is negative."""
-    if isinstance(argument, torch.Tensor):
+    if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if type(argument) is int:
         return argument == 1, argument % 16 == 0, argument.bit_length() // 32
@@ -114,6 +104,6 @@ def why_not_descriptors(device: torch.device) -> str | None:
     return None
 
 
-def for_descriptor(x: torch.Tensor) -> torch.Tensor:
+def for_descriptor(x: Tensor) -> Tensor:
     """x where a descriptor can take it, else a copy: rows one after the other, from a multiple of 16 bytes on."""
     return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.adapter import product
-from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_add
 from hf_vit_accel.ops.lora import lora_of
@@ -22,9 +21,7 @@ from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 from hf_vit_accel.ops.trained import Trained
 
 
-def linear_reference(
-    x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None, norm: Norm | None = None
-) -> torch.Tensor:
+def linear_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, norm: Norm | None = None) -> Tensor:
     """x W^T + b, (T, F); autograd keeps x, whatever it was made of."""
     return F.linear(x_TE, weight_FE, bias_F)
 
@@ -39,12 +36,12 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TE: torch.Tensor,
-        weight_FE: torch.Tensor,
-        bias_F: torch.Tensor | None,
+        x_TE: Tensor,
+        weight_FE: Tensor,
+        bias_F: Tensor | None,
         norm: Norm | None = None,
-        stream_TF: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        stream_TF: Tensor | None = None,
+    ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         tensors, ctx.settings = keep(x_TE, norm) if needs_weight else ((), None)
         ctx.save_for_backward(weight_FE if needs_x else None, *tensors)
@@ -54,7 +51,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dy_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight_FE, *tensors = ctx.saved_tensors
         dy_TF = dy_TF.contiguous()
@@ -66,13 +63,12 @@ class LinearFunction(torch.autograd.Function):
         )
 
 
-def build(module: Any, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+def build(module: Any, context: Context) -> Apply:
     """A projection: where it is trained by kernels a function, else the module itself; with adapters, see `adapter`."""
     if context.reasons_replaced(module, nn.Linear):
         lora = lora_of(module, context)
         return context.called(module) if lora is None else product([lora], context)
     if not context.trains_by_kernels:
-        forward: Callable[[torch.Tensor], torch.Tensor] = module.forward  # not `__call__`: hooks go the stock way
-        return forward
+        return module.forward  # not `__call__`: hooks go the stock way
     weights = context.reader((module, "weight"), (module, "bias"))
     return Trained(function=LinearFunction, weights=weights, takes_norm=True)

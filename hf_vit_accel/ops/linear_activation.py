@@ -10,13 +10,14 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.activation import cut_off, swiglu_reference
 from hf_vit_accel.ops.launch import TensorDescriptor, for_descriptor, jit, next_power_of_2, tl
 
 
-def linear_quick_gelu_reference(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+def linear_quick_gelu_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
     """quick_gelu(x W^T + b), (T, F), rounded once, at the end (stock rounds four times)."""
     wide = torch.promote_types(x_TE.dtype, torch.float32)
     z_TF = F.linear(x_TE.to(wide), weight_FE.to(wide), bias_F.to(wide))
@@ -24,15 +25,15 @@ def linear_quick_gelu_reference(x_TE: torch.Tensor, weight_FE: torch.Tensor, bia
 
 
 def linear_swiglu_reference(
-    x_TE: torch.Tensor,
-    gate_FE: torch.Tensor,
-    up_FE: torch.Tensor,
-    gate_F: torch.Tensor | None,
-    up_F: torch.Tensor | None,
-    down_EF: torch.Tensor,
+    x_TE: Tensor,
+    gate_FE: Tensor,
+    up_FE: Tensor,
+    gate_F: Tensor | None,
+    up_F: Tensor | None,
+    down_EF: Tensor,
     *,
     limit: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """What the last product of a SwiGLU MLP takes: the gated rows (T, G), and its weight (E, G); zeros beyond F.
 
     Rounded once, at the end (stock rounds both products, silu and the result).
@@ -138,13 +139,13 @@ def tile(rows: int, columns: int, multiprocessors: int) -> tuple[int, int]:
 
 
 def _launch(
-    x_TE: torch.Tensor,
-    weights: tuple[torch.Tensor, ...],
-    biases: tuple[torch.Tensor | None, ...],
-    down_EF: torch.Tensor,
-    out_down_EG: torch.Tensor,
+    x_TE: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    down_EF: Tensor,
+    out_down_EG: Tensor,
     limit: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """weights (F, E) and biases (F): one of each, or gate's and up's. out_down_EG: down_EF itself is not copied."""
     (rows, inner), (width, _), gated = x_TE.shape, weights[0].shape, len(weights) == 2
     padded = -(-width // 8) * 8
@@ -183,7 +184,7 @@ def _launch(
     return out_TG
 
 
-def linear_quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+def linear_quick_gelu(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
     """`linear_quick_gelu_reference` as one kernel; E and F must be multiples of 8.
 
     At 16384 rows of Qwen2-VL on an H200: 360 us against 396 for the library's product and `quick_gelu_`.
@@ -192,15 +193,15 @@ def linear_quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch
 
 
 def linear_swiglu(
-    x_TE: torch.Tensor,
-    gate_FE: torch.Tensor,
-    up_FE: torch.Tensor,
-    gate_F: torch.Tensor | None,
-    up_F: torch.Tensor | None,
-    down_EF: torch.Tensor,
+    x_TE: Tensor,
+    gate_FE: Tensor,
+    up_FE: Tensor,
+    gate_F: Tensor | None,
+    up_F: Tensor | None,
+    down_EF: Tensor,
     *,
     limit: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`linear_swiglu_reference` as one kernel; E must be a multiple of 8.
 
     Reads gate and up as they are, whatever F is; `down` is copied, by the same launch, only where F is not aligned. At

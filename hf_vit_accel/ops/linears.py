@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
@@ -23,7 +23,7 @@ from hf_vit_accel.ops import merger as mergers
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops import scaled
-from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.base import Context, filled
 from hf_vit_accel.ops.launch import why_not_triton
 from hf_vit_accel.ops.scaled import MULTIPLE, Quantized, aligned
 
@@ -37,7 +37,7 @@ H200, linears of a layer of Qwen3-VL-8B, bf16 and FP8, us: 233 and 236 (4096 row
 CAPABILITY = 8, 9
 """The lowest compute capability that has them."""
 
-Rows = Callable[[Any], torch.Tensor]
+Rows = Callable[[Any], Tensor]
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, grad: bool) -> str | None:
@@ -67,7 +67,7 @@ def _against(
 def _product(modules: Sequence[Any], dtype: torch.dtype, *, biased: bool = True) -> Rows:
     """Rows in e4m3 to what Linears make of them, side by side, each padded to `aligned(N)`; biased: with biases."""
 
-    def run(x: Quantized) -> torch.Tensor:
+    def run(x: Quantized) -> Tensor:
         sizes = [aligned(len(module.weight)) for module in modules]
         whole = scaled.empty(modules[0].weight, sum(sizes), aligned(modules[0].weight.shape[1]))
         for module, *out in zip(modules, *(tensor.split(sizes) for tensor in whole), strict=True):
@@ -77,18 +77,16 @@ def _product(modules: Sequence[Any], dtype: torch.dtype, *, biased: bool = True)
     return run
 
 
-def _biases(modules: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
-    if all(module.bias is None for module in modules):
-        return None
-    some = [m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules]
-    return (some[0] if len(some) == 1 else torch.cat(some)).to(dtype)
+def _biases(modules: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
+    some = filled([module.weight for module in modules], [module.bias for module in modules])
+    return None if some is None else (some[0] if len(some) == 1 else torch.cat(some)).to(dtype)
 
 
 def _mlp(before: Sequence[Any], kind: str, after: Any, limit: float | None, dtype: torch.dtype) -> Rows:
     """Rows in e4m3 to what two products make of them, with an activation between: its kernel adds the first biases."""
     first, last = _product(before, dtype, biased=False), _product((after,), dtype)
 
-    def run(x: Quantized) -> torch.Tensor:
+    def run(x: Quantized) -> Tensor:
         biases = tuple(module.bias for module in before)
         return last(scaled.activate(first(x), biases, len(before[0].weight), kind, limit))
 
@@ -132,23 +130,17 @@ def layer(block: Block, made: Any, shape: Callable[..., Any] | None, context: Co
 def merger(module: Any, made: Any, context: Context, against: dict[str, str]) -> Any:
     """A merger with its products in FP8; against: receives why it is not."""
     _, rest = mergers.layers_of(module) or (None, [])
-    kind = _activation_of(rest[1], context) if len(rest) == 3 else None
+    kind = mlps.activation_of(rest[1], context) if len(rest) == 3 and not context.reasons_replaced(rest[1]) else None
     why = None if "mergers" in context.fused else "it is not fused"
     why = why or (None if len(rest) == 3 else "it is not two products with an activation between them")
     why = why or _against(rest[:1], context, takes_padded=True, gives_padded=True)
     why = why or _against(rest[2:], context, takes_padded=True)
-    if why is None and kind not in scaled.KINDS[:-1]:
+    if why is None and kind in (None, "silu"):
         why = f"the activation {type(rest[1]).__name__} is not one that the kernel knows"
     if not _fits("mergers", context, against, why):
         return made
     run = _mlp(rest[:1], str(kind), rest[2], None, context.dtype)
     return mergers.fused(module, context, _guarded(lambda x_ME: run(scaled.quantize_rows(x_ME))))
-
-
-def _activation_of(activation: Any, context: Context) -> str | None:
-    if not context.reasons_replaced(activation, nn.GELU) and activation.approximate == "none":
-        return "gelu"
-    return None if context.reasons_replaced(activation) else mlps.activation_of(activation, context)
 
 
 _guarded = partial(env.guarded, env.LINEARS)

@@ -5,24 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
 from hf_vit_accel.ops.gelu_backward import GeluMlp
 from hf_vit_accel.ops.norm_backward import norm_of
 from hf_vit_accel.ops.trained import Trained
-
-Merge = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
@@ -52,7 +48,7 @@ def _reasons_against(merger: Any, context: Context) -> list[str]:
     return norms.reasons_against(layers[0], context)
 
 
-def fused(merger: Any, context: Context, after: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Merge:
+def fused(merger: Any, context: Context, after: Apply | None = None) -> AddNorm:
     """(x, delta) to (x + delta, what the merger makes of it). after: what takes the place of all after its norm."""
     if _gated(merger):
         return _fused_gated(merger, context)
@@ -66,7 +62,7 @@ def fused(merger: Any, context: Context, after: Callable[[torch.Tensor], torch.T
     # Norms that are not fused have been shown x, and may keep it: then nothing is written to it in place.
     in_place = context.reference or "norms" in context.fused
 
-    def merge(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def merge(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TE = x_TE if in_place else x_TE.clone()
         shape = -1, width  # deepstack mergers normalise merged tokens, the others patches
         sum_TE, normed_TE = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
@@ -80,12 +76,12 @@ def fused(merger: Any, context: Context, after: Callable[[torch.Tensor], torch.T
     return merge
 
 
-def _fused_gated(merger: Any, context: Context) -> Merge:
+def _fused_gated(merger: Any, context: Context) -> AddNorm:
     add_norm = guarded(KERNELS, norms.fused(merger.post_projection_norm, context))
     project, activate = linear.build(merger.proj, context), context.called(merger.act1)
     gated = mlps.fused(merger, context)
 
-    def merge(x_ME: torch.Tensor, delta_ME: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def merge(x_ME: Tensor, delta_ME: Tensor | None) -> tuple[Tensor, Tensor]:
         assert delta_ME is None, "rows that were downsampled are no residual stream"
         return x_ME, gated(activate(add_norm(project(x_ME), None)[1]))
 
@@ -97,19 +93,17 @@ def _differentiable(rest: list[Any], context: Context) -> Trained | None:
     kinds = nn.Linear, nn.GELU, nn.Linear
     if len(rest) != 3 or any(map(context.reasons_replaced, rest, kinds)):
         return None
-    (first, gelu, last), cast = rest, context.cast
-    weights: Any = lambda: list(map(cast, (first.weight, first.bias, last.weight, last.bias)))  # noqa: E731
-    kind = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
-    return Trained(function=GeluMlp, weights=weights, settings=(kind, False), takes_norm=True)
+    kind, weights = "gelu_tanh" if rest[1].approximate == "tanh" else "gelu", mlps.places(rest[:1], rest[2])
+    return Trained(function=GeluMlp, weights=context.reader(*weights), settings=(kind, False), takes_norm=True)
 
 
-def _call(merger: nn.Module, x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _call(merger: nn.Module, x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     # The module may keep what it is given or hand it on, and the next norm writes in place.
     return x_TE.clone(), merger(x_TE)
 
 
-def _plain(merger: nn.Module, context: Context) -> Merge:
+def _plain(merger: nn.Module, context: Context) -> AddNorm:
     return partial(_call, context.called(merger))
 
 

@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import adapter
 from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
@@ -24,14 +24,12 @@ from hf_vit_accel.ops.lora import lora_of
 from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Trained
 
-Apply = Callable[[torch.Tensor], torch.Tensor]
-
 KINDS = "gelu_tanh", "quick_gelu", "silu"
 """The activations of layers that there are kernels for."""
 
 
 def activation_of(activation: Any, context: Context) -> str | None:
-    """Which of `KINDS` a module computes, by trying; None for another."""
+    """Which of `ACTIVATIONS` a module computes, by trying; None for another."""
     key = type(activation), activation.extra_repr()
     if key not in context.activations:
         context.activations[key] = _activation_of(activation)
@@ -45,7 +43,7 @@ def _activation_of(activation: Any) -> str | None:
             found = activation.forward(x.clone())
         except Exception:  # whatever a foreign module raises, it is none of them
             return None
-        return next((k for k in KINDS if torch.allclose(found, ACTIVATIONS[k](x), rtol=1e-6, atol=1e-7)), None)
+        return next((k for k in ACTIVATIONS if torch.allclose(found, ACTIVATIONS[k](x), rtol=1e-6, atol=1e-7)), None)
 
 
 def layers_of(mlp: Any) -> tuple[list[Any], Any, Any] | None:
@@ -79,7 +77,7 @@ def reasons_against(mlp: Any, context: Context) -> list[str]:
         reasons.append("a Linear of the MLP has no bias")
     reasons = reasons or context.reasons_replaced(activation)
     kind = None if reasons else activation_of(activation, context)
-    if not reasons and (kind is None or (kind == "silu") != (len(before) == 2)):
+    if not reasons and (kind not in KINDS or (kind == "silu") != (len(before) == 2)):
         reasons.append(f"the activation {type(activation).__name__} is not one that the kernels know for this MLP")
     return reasons
 
@@ -100,15 +98,14 @@ def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> An
     if context.reference or context.grad:
         return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
+    weights = context.reader(*places(before, after))
     if kind == "silu":
-        weights = context.reader(*_places(before, after))
         return partial(_linear_swiglu if in_one else _swiglu, weights, limit, last)
     one = linear_gelu_tanh if kind == "gelu_tanh" else _quick_gelu
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
-    weights = context.reader(*((each, name) for each in (first, after) for name in ("weight", "bias")))
 
-    def run(x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
+    def run(x_TE: Tensor, *stream: Tensor) -> Any:
         weight_FE, bias_F, weight_EF, bias_E = weights()
         return last(one(x_TE, weight_FE, bias_F), weight_EF, bias_E, *stream)
 
@@ -117,7 +114,7 @@ def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> An
 
 def _differentiable(before: list[Any], after: Any, kind: str, limit: float | None, context: Context) -> Apply:
     """With a gradient: by kernels that keep little for it or, as reference, in plain torch."""
-    weights, setting = context.reader(*_places(before, after)), limit if kind == "silu" else kind
+    weights, setting = context.reader(*places(before, after)), limit if kind == "silu" else kind
     if context.reference:
         reference: Any = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
         return lambda x_TE: reference(x_TE, *weights(), setting)
@@ -128,12 +125,13 @@ def _differentiable(before: list[Any], after: Any, kind: str, limit: float | Non
     return Trained(function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
 
 
-def _places(before: list[Any], after: Any) -> list[tuple[Any, str]]:
+def places(before: Sequence[Any], after: Any) -> list[tuple[Any, str]]:
+    """Where the weights of an MLP are, in the order in which functions take them."""
     each = [(linear, name) for name in ("weight", "bias") for linear in before]
     return [*each, (after, "weight"), (after, "bias")]
 
 
-def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+def _quick_gelu(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
     return quick_gelu_(F.linear(x_TE, weight_FE, bias_F))
 
 
@@ -144,13 +142,13 @@ def _quick_gelu(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tenso
 # safetensors, fused optimizers and whoever looks for shared storage take such parameters for something else.)
 
 
-def _linear_swiglu(weights: Any, limit: float | None, last: Any, x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
+def _linear_swiglu(weights: Any, limit: float | None, last: Any, x_TE: Tensor, *stream: Tensor) -> Any:
     *first, down_E = weights()
     h_TG, down_EG = linear_swiglu(x_TE, *first, limit=limit)
     return last(h_TG, down_EG, down_E, *stream)
 
 
-def _swiglu(weights: Any, limit: float | None, last: Any, x_TE: torch.Tensor, *stream: torch.Tensor) -> Any:
+def _swiglu(weights: Any, limit: float | None, last: Any, x_TE: Tensor, *stream: Tensor) -> Any:
     gate_FE, up_FE, gate_F, up_F, down_EF, down_E = weights()
     if gate_FE.shape[0] % 8 == 0:
         gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import AddNorm, Context, Operation
 from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
 
 def add_norm_reference(
-    x_TE: torch.Tensor,
-    delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    x_TE: Tensor,
+    delta_TE: Tensor | None,
+    weight_E: Tensor,
+    bias_E: Tensor | None,
     eps: float,
     rms: bool,
     dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """x + delta and norm(x + delta), both (T, E): LayerNorm, or RMSNorm as Qwen2.5-VL's; nothing is done in place.
 
     The sum is rounded to x's dtype before it is normalised. RMSNorm rounds the normalised row to x's dtype before the
@@ -44,9 +44,7 @@ def add_norm_reference(
     return sum_TE, normed_TE.to(dtype or x_TE.dtype)
 
 
-def add_norm_reference_(
-    x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm_reference_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
     """`add_norm_reference`, which adds delta to x in place. settings: its other arguments."""
     if delta_TE is not None:
         x_TE += delta_TE
@@ -115,24 +113,24 @@ def _add_norm_kernel(
         tl.store(out + row + e2, y2.to(out.dtype.element_ty), mask=in2)
 
 
-def add_norm_(x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
     """`add_norm_reference_` as one kernel: x and delta are read once, x and the result written once."""
     assert x_TE.is_contiguous()
     return x_TE, add_norm_rows(x_TE, x_TE, delta_TE, *settings)
 
 
 def add_norm_rows(
-    x_TE: torch.Tensor,
-    sum_TE: torch.Tensor,
-    delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    x_TE: Tensor,
+    sum_TE: Tensor,
+    delta_TE: Tensor | None,
+    weight_E: Tensor,
+    bias_E: Tensor | None,
     eps: float,
     rms: bool,
     dtype: torch.dtype | None = None,
-    statistics_2T: torch.Tensor | None = None,
-    scales_T1: torch.Tensor | None = None,
-) -> torch.Tensor:
+    statistics_2T: Tensor | None = None,
+    scales_T1: Tensor | None = None,
+) -> Tensor:
     """The normed rows. sum_TE receives x + delta; statistics_2T, if any, one over the deviation, then the mean.
 
     dtype: of the rows, None for x's. scales_T1: for rows in e4m3, whatever dtype says; receives what they are
@@ -171,9 +169,6 @@ def pieces(width: int) -> dict[str, int]:
     return {"WIDTH": width, "MAIN": main, "TAIL": next_power_of_2(max(width - main, 1))}
 
 
-AddNorm = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-
-
 def reasons_against(norm: Any, context: Context) -> list[str]:
     """Why a module is neither a LayerNorm over one dimension nor an RMSNorm as Qwen2.5-VL's."""
     if _is_rms(norm):
@@ -210,7 +205,7 @@ def plain(norm: nn.Module, context: Context, *, rows: bool = True) -> AddNorm:
     """The same by the module itself. rows: in the dtype of rows, not in what autocast makes of it."""
     norm, dtype = context.called(norm), context.rows_dtype if rows else None
 
-    def add_norm(x_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TE = x_TE if delta_TE is None else x_TE + delta_TE
         normed_TE = norm(x_TE)
         return x_TE, normed_TE if dtype is None else normed_TE.to(dtype)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.column_sum import FEW_ROWS, add_up, remember_sum, runs
@@ -25,29 +26,29 @@ class Norm(NamedTuple):
     The sum is kept by the norm anyway. At 16384 rows that saves 38 to 42 MB for each norm and costs about 20 us.
     """
 
-    sum_TE: torch.Tensor
-    weight_E: torch.Tensor
-    bias_E: torch.Tensor | None
+    sum_TE: Tensor
+    weight_E: Tensor
+    bias_E: Tensor | None
     eps: float
     rms: bool
     dtype: torch.dtype | None = None
 
-    def again(self) -> torch.Tensor:
+    def again(self) -> Tensor:
         """The normed rows, (T, E), bit for bit as the norm made them."""
         return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:])
 
 
-def remember(normed_TE: torch.Tensor, norm: Norm) -> None:
+def remember(normed_TE: Tensor, norm: Norm) -> None:
     """Let the product that is given these very rows know what they are made of."""
     normed_TE._hf_vit_accel_norm = norm  # type: ignore[attr-defined]
 
 
-def norm_of(x_TE: torch.Tensor) -> Norm | None:
+def norm_of(x_TE: Tensor) -> Norm | None:
     """What rows are made of, if `remember` was told."""
     return getattr(x_TE, "_hf_vit_accel_norm", None)
 
 
-def keep(x_TE: torch.Tensor, norm: Norm | None) -> tuple[tuple[torch.Tensor | None, ...], tuple[Any, ...] | None]:
+def keep(x_TE: Tensor, norm: Norm | None) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...] | None]:
     """What a product saves for its input's sake: tensors and, with a norm, its settings. See `kept`.
 
     Few rows are kept as they are: making them again would cost a launch, and they cost no memory.
@@ -57,7 +58,7 @@ def keep(x_TE: torch.Tensor, norm: Norm | None) -> tuple[tuple[torch.Tensor | No
     return (norm.sum_TE.detach(), norm.weight_E.detach(), norm.bias_E), norm[3:]
 
 
-def kept(tensors: Sequence[torch.Tensor], settings: tuple[Any, ...] | None, rows: int) -> torch.Tensor:
+def kept(tensors: Sequence[Tensor], settings: tuple[Any, ...] | None, rows: int) -> Tensor:
     """A product's input from what `keep` returned; rows: its own, of which each may hold several normed ones."""
     if settings is None:
         return tensors[0]
@@ -163,14 +164,14 @@ class AddNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TE: torch.Tensor,
-        delta_TE: torch.Tensor | None,
-        weight_E: torch.Tensor,
-        bias_E: torch.Tensor | None,
+        x_TE: Tensor,
+        delta_TE: Tensor | None,
+        weight_E: Tensor,
+        bias_E: Tensor | None,
         eps: float,
         rms: bool,
         dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.rms, ctx.delta_dtype = rms, x_TE.dtype if delta_TE is None else delta_TE.dtype
         sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
@@ -183,7 +184,7 @@ class AddNormFunction(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dsum_TE: torch.Tensor | None, dout_TE: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dsum_TE: Tensor | None, dout_TE: Tensor | None) -> tuple[Any, ...]:
         needs_x, needs_delta, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         if dout_TE is None:
             ddelta_TE = dsum_TE.to(ctx.delta_dtype) if needs_delta and dsum_TE is not None else None

@@ -7,15 +7,14 @@ On an H200 the convolution of 16384 patches takes 3048 us, the product 84. The w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops.base import Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.linear import LinearFunction
 
 READ = "stride", "kernel_size", "groups", "padding", "dilation"
@@ -37,27 +36,27 @@ def reasons_overlapping(conv: Any) -> list[str]:
     return ["patch_embed.proj is not a convolution whose stride is its kernel"]
 
 
-def _fused(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fused(parts: Parts, context: Context) -> Apply:
     convolution, dtype, cast = parts.projection, context.dtype, context.cast
     product = LinearFunction.apply if context.trains_by_kernels else F.linear
     for name in READ:
         context.read(convolution, name)
 
-    def embed(pixels_TP: torch.Tensor) -> torch.Tensor:
+    def embed(pixels_TP: Tensor) -> Tensor:
         return product(pixels_TP.to(dtype), cast(convolution.weight).flatten(1), cast(convolution.bias))
 
     return embed
 
 
-def _plain(parts: Parts, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+def _plain(parts: Parts, context: Context) -> Apply:
     module = context.called(parts.patch_embed)
 
-    def embed(pixels_TP: torch.Tensor) -> torch.Tensor:
+    def embed(pixels_TP: Tensor) -> Tensor:
         if module is parts.projection:  # which is given patches in its own shape and dtype
             weight = module.weight
             pixels_TP = pixels_TP.to(weight.dtype).view(-1, *weight.shape[1:])
         # A copy: the residual stream is written in place, and a module may keep what it made.
-        x_TE: torch.Tensor = module(pixels_TP).flatten(1)
+        x_TE: Tensor = module(pixels_TP).flatten(1)
         return x_TE.clone(memory_format=torch.contiguous_format)
 
     return embed

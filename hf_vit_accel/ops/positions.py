@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.base import Context, Operation
@@ -18,9 +18,7 @@ from hf_vit_accel.ops.launch import jit, tl
 _BLOCK = 256
 
 
-def add_positions_reference(
-    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
-) -> torch.Tensor:
+def add_positions_reference(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
     """(T, E): x plus the weighted sum of four table rows, made in fp32 and rounded to x's dtype before it is added."""
     return x_TE + (table_NE[indices_T4] * weights_T4[:, :, None]).sum(1).to(x_TE.dtype)
 
@@ -42,17 +40,13 @@ def _add_positions_kernel(
     tl.store(out + row * WIDTH + e, (value + total.to(dtype).to(tl.float32)).to(dtype), mask=inside)
 
 
-def add_positions_(
-    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
-) -> torch.Tensor:
+def add_positions_(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
     """`add_positions_reference` as one kernel, in place: nothing of size (T, 4, E) is written."""
     assert x_TE.is_contiguous()
     return _add(x_TE, table_NE, indices_T4, weights_T4, x_TE)
 
 
-def _add(
-    x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor, out_TE: torch.Tensor
-) -> torch.Tensor:
+def _add(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor, out_TE: Tensor) -> Tensor:
     rows, width = x_TE.shape
     assert indices_T4.is_contiguous() and weights_T4.is_contiguous()
     _add_positions_kernel[(rows, -(-width // _BLOCK))](
@@ -81,9 +75,7 @@ def _add_to_table_kernel(dout, indices, weights, dtable, WIDTH: tl.constexpr, TA
         tl.atomic_add(dtable + source * WIDTH + e, value * weight, mask=e < WIDTH, sem="relaxed")
 
 
-def _table_gradient(
-    dout_TE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor, table_rows: int
-) -> torch.Tensor:
+def _table_gradient(dout_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor, table_rows: int) -> Tensor:
     """The gradient of the table, (N, E), in fp32. Atomic additions come in any order: not where order matters."""
     rows, width = dout_TE.shape
     dout_TE, taps = dout_TE.contiguous(), indices_T4.shape[1]
@@ -102,9 +94,7 @@ class AddPositions(torch.autograd.Function):
     """`add_positions_reference` as one kernel; saved are indices and weights. The table's gradient adds in fp32."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TE: torch.Tensor, table_NE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
         ctx.save_for_backward(indices_T4, weights_T4)
         ctx.table = table_NE.shape[0], table_NE.dtype
         x_TE = x_TE.contiguous()
@@ -112,7 +102,7 @@ class AddPositions(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_TE: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_table, _, _ = ctx.needs_input_grad
         table_rows, dtype = ctx.table
         indices_T4, weights_T4 = ctx.saved_tensors
@@ -120,7 +110,7 @@ class AddPositions(torch.autograd.Function):
         return dout_TE if needs_x else None, dtable_NE, None, None
 
 
-Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Add = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _fused(table: nn.Embedding, context: Context) -> Add:
@@ -133,8 +123,8 @@ def _fused(table: nn.Embedding, context: Context) -> Add:
 def _plain(table: nn.Module, context: Context) -> Add:
     table = context.called(table)
 
-    def add(x_TE: torch.Tensor, indices_T4: torch.Tensor, weights_T4: torch.Tensor) -> torch.Tensor:
-        taps_T4E: torch.Tensor = table(indices_T4) * weights_T4[:, :, None]
+    def add(x_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
+        taps_T4E: Tensor = table(indices_T4) * weights_T4[:, :, None]
         return x_TE + taps_T4E.sum(1).to(x_TE.dtype)
 
     return add

@@ -5,25 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import linear
-from hf_vit_accel.ops.base import Context
+from hf_vit_accel.ops.base import Apply, Context, filled
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
 from hf_vit_accel.ops.trained import Frame, Trained
 
-Rows = Callable[[torch.Tensor], torch.Tensor]
 
-
-def build(block: Block, context: Context, shape: Rows | None) -> Rows:
+def build(block: Block, context: Context, shape: Apply | None) -> Apply:
     """Rows (T, E) to packed queries, keys and values: one product, also where there are three Linears, then `shape`.
 
     The weights are put together at each call: they are fewer than the rows' results, and one product is the faster.
@@ -37,7 +34,7 @@ def build(block: Block, context: Context, shape: Rows | None) -> Rows:
         settings = len(modules), None if shape is None else sizes_of(block, context)
         return Trained(function=ProjectFunction, weights=every, settings=settings, takes_norm=True)
     if len(modules) == 1:
-        product: Rows = linear.build(modules[0], context)
+        product: Apply = linear.build(modules[0], context)
     elif replaced:
         called = [linear.build(module, context) for module in modules]
         product = lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)  # noqa: E731
@@ -46,18 +43,16 @@ def build(block: Block, context: Context, shape: Rows | None) -> Rows:
     return product if shape is None else lambda x_TE: shape(product(x_TE))
 
 
-def _joined(weights: list[Any], products: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _joined(weights: list[Any], products: int) -> tuple[Tensor, Tensor | None]:
     """Weight (F, E) and bias (F) of one product that does the work of some; the biases follow the weights."""
     each, biases = weights[:products], weights[products : 2 * products]
     if products == 1:
         return each[0], biases[0]
-    if all(bias is None for bias in biases):
-        return torch.cat(each), None
-    some = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(each, biases, strict=True)]
-    return torch.cat(each), torch.cat(some)
+    some = filled(each, biases)
+    return torch.cat(each), None if some is None else torch.cat(some)
 
 
-def project_reference(x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+def project_reference(x_TE: Tensor, *rest: Any) -> Tensor:
     """`linear_reference` of all products at once, (T, F), then `shape_heads_reference` where there are sizes for it.
 
     rest: weights of the products, their biases, weights of heads' norms; how many products, `Sizes` or None; `Norm`.
@@ -76,7 +71,7 @@ class ProjectFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def forward(ctx: Any, x_TE: Tensor, *rest: Any) -> Tensor:
         *weights, ctx.products, ctx.sizes, norm = rest
         needs_x, *needs = ctx.needs_input_grad[: 1 + len(weights)]
         first, last = ctx.products, 2 * ctx.products
@@ -94,10 +89,10 @@ class ProjectFunction(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_TF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
         products, saved, needs = ctx.products, ctx.saved_tensors, ctx.needs_input_grad
         at = products + ctx.kept
-        dnorms: list[torch.Tensor | None] = []
+        dnorms: list[Tensor | None] = []
         if ctx.sizes is not None:
             ctx.shape.saved_tensors = saved[at:]
             dout_TF, _, _, _, *dnorms = ShapeHeads.backward(ctx.shape, dout_TF)  # type: ignore[assignment]

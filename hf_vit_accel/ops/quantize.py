@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
@@ -23,7 +24,7 @@ _ROWS, _WARPS = 64, 4
 _ROOM = 4.0  # by how much others may be larger; little, as averages of many values are small, and need what is left
 
 
-def sample_reference(qkv_T3HD: torch.Tensor, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_reference(qkv_T3HD: Tensor, used: int) -> tuple[Tensor, Tensor]:
     """Of a sample of the first `used` rows, evenly spread: the mean of v, fp32 (H, D), and amax to expect, (3, H).
 
     No rotation makes a number larger than the two of its pair together. What is not finite counts as zero.
@@ -39,16 +40,16 @@ def sample_reference(qkv_T3HD: torch.Tensor, used: int) -> tuple[torch.Tensor, t
 
 
 def quantize_reference(
-    qkv_T3HD: torch.Tensor,
-    cos_TD: torch.Tensor,
-    sin_TD: torch.Tensor,
+    qkv_T3HD: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
     used: int,
-    center_HD: torch.Tensor,
-    amax_3H: torch.Tensor,
+    center_HD: Tensor,
+    amax_3H: Tensor,
     padded: int,
     *,
     final: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k in fp32, and bring q, k, v to e4m3: (3, T, H, P), the scales (3, H), this call's amax (3, H).
 
     used: rows that count; what stands after them never reaches a maximum. center_HD: is taken off v. amax_3H: what is
@@ -180,15 +181,15 @@ def _quantize_kernel(
 
 
 def quantize(
-    qkv_T3HD: torch.Tensor,
-    cos_TD: torch.Tensor,
-    sin_TD: torch.Tensor,
-    used_1: torch.Tensor,
-    call_43H: torch.Tensor,
+    qkv_T3HD: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    used_1: Tensor,
+    call_43H: Tensor,
     padded: int,
     *,
     final: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`sample_reference` and `quantize_reference` on the GPU: what is quantised (3, T, H, P), the mean of v (H, D).
 
     used_1: int32 rows that count, on the device. call_43H: receives the amax that are expected and those that are
@@ -238,9 +239,7 @@ def quantize(
     return out_3THP, center_HD
 
 
-def dequantize_reference(
-    out_THP: torch.Tensor, scales_H: torch.Tensor, center_HD: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize_reference(out_THP: Tensor, scales_H: Tensor, center_HD: Tensor, dtype: torch.dtype) -> Tensor:
     """What attention made of quantised values, (T, H, P), in their own units, with their mean, unpadded: (T, H, D)."""
     return (out_THP[..., : center_HD.shape[1]].float() / scales_H[:, None] + center_HD).to(dtype)
 
@@ -269,9 +268,7 @@ def _dequantize_kernel(
     tl.store(out + t * width + e, (value / scale + mean).to(out.dtype.element_ty), mask=inside)
 
 
-def dequantize(
-    out_THP: torch.Tensor, scales_H: torch.Tensor, center_HD: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize(out_THP: Tensor, scales_H: Tensor, center_HD: Tensor, dtype: torch.dtype) -> Tensor:
     """`dequantize_reference` as one kernel."""
     (rows, heads, padded), dim = out_THP.shape, center_HD.shape[1]
     out_THD = out_THP.new_empty(rows, heads, dim, dtype=dtype)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_vit_accel import env
 from hf_vit_accel.families.base import Parts
@@ -20,7 +20,7 @@ from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.lora import lora_of
 
 
-def rope_reference(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate q and k in fp32, rounded once, as stock does (x * cos + rotate_half(x) * sin); (T, 3, H, D), new.
 
     cos_TD, sin_TD: both halves of D filled alike.
@@ -62,7 +62,7 @@ def _rope_kernel(
     tl.store(first + half, (x2 * c + x1 * s).to(qkv.dtype.element_ty), mask=inside)
 
 
-def rope_(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """`rope_reference` as one kernel, in place, and bit-equal to it (products are not fused)."""
     rows, _, heads, dim = qkv_T3HD.shape
     block_t, block_p = 8, 128
@@ -142,7 +142,7 @@ def _rope_back_kernel(
         store_sum(partial, v_sum2, f + 2 * width + half, run, 3 * width)
 
 
-def rope_back_(dqkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Gradients of rotated q and k, and of v, rotated back in place; of many rows their sum is remembered."""
     rows, _, heads, dim = dqkv_T3HD.shape
     assert dqkv_T3HD.is_contiguous() and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
@@ -216,9 +216,7 @@ def _rope_gather_kernel(
     tl.store(target + 2 * HEADS * DIM + half, tl.load(dv + source + half, mask=inside, other=0.0), mask=inside)
 
 
-def rope_gather_back(
-    parts_BHLD: tuple[torch.Tensor, ...], cos_TD: torch.Tensor, sin_TD: torch.Tensor, out_T3HD: torch.Tensor
-) -> torch.Tensor:
+def rope_gather_back(parts_BHLD: tuple[Tensor, ...], cos_TD: Tensor, sin_TD: Tensor, out_T3HD: Tensor) -> Tensor:
     """The gradients of rotated q and k, and of v, rotated back and packed: T rows of B segments, L each.
 
     parts: dq, dk, dv as (B, H, L, D), of whatever strides an attention's backward gave them.
@@ -258,26 +256,26 @@ class Rope(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
         return rope_(qkv_T3HD.clone(memory_format=torch.contiguous_format), cos_TD, sin_TD)
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_T3HD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_T3HD: Tensor) -> tuple[Tensor | None, ...]:
         return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
 
 
-def tables(rotary: Any, context: Context) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def tables(rotary: Any, context: Context) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Rows and positions (T, 2) to cos and sin (T, D) by the tower's own module, whatever its frequencies."""
     rotary = context.called(rotary)
     # Until transformers 5.17 the module returned the angles of one half, and the tower did the rest. (Someone else's
     # module in its place may not say what it takes.)
     known = [kind for kind in (type(rotary), *(context.classes or ())) if "RotaryEmbedding" in kind.__name__]
     if any("x" in inspect.signature(kind.forward).parameters for kind in known):
-        return rotary  # type: ignore[no-any-return]
+        return rotary
 
-    def make(x_TE: torch.Tensor, positions_T2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def make(x_TE: Tensor, positions_T2: Tensor) -> tuple[Tensor, Tensor]:
         half_TD = rotary(positions_T2)
         angles_TD = torch.cat((half_TD, half_TD), dim=-1)
         return angles_TD.cos(), angles_TD.sin()
@@ -296,11 +294,10 @@ def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
     return context.reasons_replaced(parts.rotary)
 
 
-def rotate(qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+def rotate(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """`Rope` where a gradient flows, else `rope_`: nobody keeps what a plain Linear has just made."""
     if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
-        out_T3HD: torch.Tensor = Rope.apply(qkv_T3HD, cos_TD, sin_TD)
-        return out_T3HD
+        return Rope.apply(qkv_T3HD, cos_TD, sin_TD)
     return rope_(qkv_T3HD, cos_TD, sin_TD)
 
 

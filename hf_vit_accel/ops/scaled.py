@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel.ops.activation import ACTIVATIONS, cut_off, swiglu_reference
 from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, powers, rounded
@@ -21,16 +22,14 @@ from hf_vit_accel.ops.norm import add_norm_reference_, add_norm_rows, pieces
 
 MULTIPLE = 16
 """What the widths of both matrices must be multiples of."""
-KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
-"""Activations; silu is a SwiGLU's, of the first half of the columns, and multiplied by the second."""
 _TILE = 4096  # numbers of a program that quantises rows
 
 
 class Quantized(NamedTuple):
     """Rows in e4m3 (T, E), and what each is to be multiplied by, fp32 (T, 1)."""
 
-    values_TE: torch.Tensor
-    scales_T1: torch.Tensor
+    values_TE: Tensor
+    scales_T1: Tensor
 
 
 def aligned(width: int) -> int:
@@ -38,12 +37,12 @@ def aligned(width: int) -> int:
     return -(-width // MULTIPLE) * MULTIPLE
 
 
-def empty(like: torch.Tensor, rows: int, width: int) -> Quantized:
+def empty(like: Tensor, rows: int, width: int) -> Quantized:
     """Rows to be written, where a tensor is."""
     return Quantized(like.new_empty(rows, width, dtype=E4M3), like.new_empty(rows, 1, dtype=torch.float32))
 
 
-def product(x: Quantized, weight: Quantized, bias_N: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def product(x: Quantized, weight: Quantized, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x W^T + b, (T, N), summed in fp32 and rounded once, by the library; on a GPU dtype is bf16."""
     return torch._scaled_mm(
         x.values_TE,
@@ -56,7 +55,7 @@ def product(x: Quantized, weight: Quantized, bias_N: torch.Tensor | None, dtype:
     )
 
 
-def quantize_rows_reference(x_TE: torch.Tensor, out: Quantized | None = None) -> Quantized:
+def quantize_rows_reference(x_TE: Tensor, out: Quantized | None = None) -> Quantized:
     """Rows to e4m3, (T, `aligned(E)`), zeros beyond E. What is not finite becomes NaN and is no maximum.
 
     out: to write to, with as many rows at least, which are left as they are.
@@ -71,21 +70,19 @@ def quantize_rows_reference(x_TE: torch.Tensor, out: Quantized | None = None) ->
     return made
 
 
-def quantize_rows(x_TE: torch.Tensor, out: Quantized | None = None) -> Quantized:
+def quantize_rows(x_TE: Tensor, out: Quantized | None = None) -> Quantized:
     """`quantize_rows_reference` by the kernel of `activate`."""
     x_TE = x_TE if x_TE.stride(1) == 1 else x_TE.contiguous()
     return activate(x_TE, (None,), x_TE.shape[1], "none", out=out)
 
 
-def add_norm_e4m3_reference_(
-    x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings: Any
-) -> tuple[torch.Tensor, Quantized]:
+def add_norm_e4m3_reference_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Quantized]:
     """`add_norm_reference_` with normed rows in e4m3, from x's dtype; E as is."""
     sum_TE, normed_TE = add_norm_reference_(x_TE, delta_TE, *settings[:4])
     return sum_TE, quantize_rows_reference(normed_TE)
 
 
-def add_norm_e4m3_(x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings: Any) -> tuple[torch.Tensor, Quantized]:
+def add_norm_e4m3_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Quantized]:
     """`add_norm_e4m3_reference_` as one kernel, that of `add_norm_`."""
     assert x_TE.is_contiguous()
     scales_T1 = x_TE.new_empty(len(x_TE), 1, dtype=torch.float32)
@@ -95,9 +92,9 @@ def add_norm_e4m3_(x_TE: torch.Tensor, delta_TE: torch.Tensor | None, *settings:
 
 
 def activate_reference(
-    z_TN: torch.Tensor, biases_F: tuple[torch.Tensor | None, ...], width: int, kind: str, limit: float | None = None
+    z_TN: Tensor, biases_F: tuple[Tensor | None, ...], width: int, kind: str, limit: float | None = None
 ) -> Quantized:
-    """The activation of z + b as rows in e4m3, (T, G), zeros beyond F = width; rounded once.
+    """The activation of z + b as rows in e4m3, (T, G), zeros beyond F = width; rounded once. kind: of `ACTIVATIONS`.
 
     z: (T, G), or two of that side by side, gate's and up's, where there are two biases; what stands beyond F in any is
     not read. biases: all of them, or none. limit: see `swiglu_reference`.
@@ -167,8 +164,8 @@ def _activate_kernel(
 
 
 def activate(
-    z_TN: torch.Tensor,
-    biases_F: tuple[torch.Tensor | None, ...],
+    z_TN: Tensor,
+    biases_F: tuple[Tensor | None, ...],
     width: int,
     kind: str,
     limit: float | None = None,

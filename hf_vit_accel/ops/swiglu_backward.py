@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference, unpad_swiglu
@@ -20,17 +21,17 @@ from hf_vit_accel.ops.norm_backward import Norm, keep, kept
 
 
 def swiglu_mlp_reference(
-    x_TE: torch.Tensor,
-    gate_FE: torch.Tensor,
-    up_FE: torch.Tensor,
-    gate_F: torch.Tensor | None,
-    up_F: torch.Tensor | None,
-    down_EF: torch.Tensor,
-    down_E: torch.Tensor | None,
+    x_TE: Tensor,
+    gate_FE: Tensor,
+    up_FE: Tensor,
+    gate_F: Tensor | None,
+    up_F: Tensor | None,
+    down_EF: Tensor,
+    down_E: Tensor | None,
     limit: float | None = None,
     epilogue: bool = False,
     norm: Norm | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """(silu(x G^T + g) * (x U^T + u)) D^T + d, (T, E); autograd keeps x, whatever it was made of. limit: see swiglu."""
     h_TF = swiglu_reference(F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F), limit=limit)
     return F.linear(h_TF, down_EF, down_E)
@@ -86,14 +87,14 @@ def _swiglu_backward_kernel(
 
 
 def swiglu_gradient(
-    both_TG: torch.Tensor,
-    dh_TG: torch.Tensor,
-    dboth_TG: torch.Tensor,
+    both_TG: Tensor,
+    dh_TG: Tensor,
+    dboth_TG: Tensor,
     limit: float | None,
     *,
     needs_both: bool = True,
     needs_bias: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Write to dboth the gradients of gate and up, which lie side by side, and over dh what their SwiGLU made.
 
     The gradients where they are needed. Returns partial sums of them, (2, P, G): none if they are not.
@@ -122,13 +123,8 @@ def swiglu_gradient(
 
 
 def aligned(
-    gate_FE: torch.Tensor,
-    up_FE: torch.Tensor,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None] | None,
-    down_EF: torch.Tensor,
-    *,
-    turns: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    gate_FE: Tensor, up_FE: Tensor, biases: tuple[Tensor | None, Tensor | None] | None, down_EF: Tensor, *, turns: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """`pad_swiglu`. Of biases, what is missing is zeros; for none at all none is returned."""
     width = gate_FE.shape[0]
     if biases is None or all(bias_F is None for bias_F in biases):
@@ -151,18 +147,18 @@ class SwigluMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TE: torch.Tensor,
-        gate_FE: torch.Tensor,
-        up_FE: torch.Tensor,
-        gate_F: torch.Tensor | None,
-        up_F: torch.Tensor | None,
-        down_EF: torch.Tensor,
-        down_E: torch.Tensor | None,
+        x_TE: Tensor,
+        gate_FE: Tensor,
+        up_FE: Tensor,
+        gate_F: Tensor | None,
+        up_F: Tensor | None,
+        down_EF: Tensor,
+        down_E: Tensor | None,
         limit: float | None = None,
         epilogue: bool = False,
         norm: Norm | None = None,
-        stream_TE: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        stream_TE: Tensor | None = None,
+    ) -> Tensor:
         _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
         ctx.needs_both, ctx.limit = any(ctx.needs_input_grad[:5]), limit
         ctx.epilogue = epilogue and ctx.needs_both and needs_gate == needs_up and serves(x_TE, "swiglu")
@@ -182,13 +178,13 @@ class SwigluMlp(torch.autograd.Function):
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dy_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_gate, needs_up, needs_gate_bias, needs_up_bias, needs_down, needs_down_bias, *_ = (
             ctx.needs_input_grad
         )
         both_TG, gate_FE, up_FE, down_EF, *tensors = ctx.saved_tensors
         dy_TE = dy_TE.contiguous()
-        gradients: list[torch.Tensor | None] = [None] * 10
+        gradients: list[Tensor | None] = [None] * 10
         gradients[6] = column_sum(dy_TE) if needs_down_bias else None
         if not (ctx.needs_both or needs_down):
             return tuple(gradients)

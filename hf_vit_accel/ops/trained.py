@@ -13,12 +13,13 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.column_sum import flattened
 from hf_vit_accel.ops.norm_backward import Norm, norm_of, remember
 
-Rows = torch.Tensor
+Rows = Tensor
 V = TypeVar("V")
 
 
@@ -86,10 +87,7 @@ class TrainedLayer:
         """The residual stream, (T, E), and what it is still to receive, (T, E) or None. heads: (3, H, D)."""
         weights = [part.weights() for part in self.parts]
         rows = cos_TD, sin_TD, x_TE.contiguous(), delta_TE
-        out: tuple[Rows, Rows | None] = _Layer.apply(
-            self, heads, tuple(map(len, weights)), *rows, *chain.from_iterable(weights)
-        )
-        return out
+        return _Layer.apply(self, heads, tuple(map(len, weights)), *rows, *chain.from_iterable(weights))
 
 
 def layer_of(operations: Any, attend: Any) -> TrainedLayer | None:

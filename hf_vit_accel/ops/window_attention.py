@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel import env
 from hf_vit_accel.ops.base import Operation
@@ -21,7 +22,7 @@ LONGEST = 64
 """Rows of the longest window that one program holds."""
 
 
-def attention_reference(qkv_T3HD: torch.Tensor, lengths_S: Sequence[int], scale: float) -> torch.Tensor:
+def attention_reference(qkv_T3HD: Tensor, lengths_S: Sequence[int], scale: float) -> Tensor:
     """Attention within segments by its definition, softmax(scale * q k^T) v, in the dtype given; returns (T, H, D)."""
     outputs = []
     for segment_L3HD in qkv_T3HD.split(list(lengths_S)):
@@ -31,8 +32,8 @@ def attention_reference(qkv_T3HD: torch.Tensor, lengths_S: Sequence[int], scale:
 
 
 def window_attention_reference(
-    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
-) -> torch.Tensor:
+    qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float
+) -> Tensor:
     """Rotate q and k, then softmax(scale * q k^T) v within each window; (T, H, D). The projection is not changed."""
     wide_T3HD = rope_reference(qkv_T3HD, cos_TD, sin_TD).to(torch.promote_types(qkv_T3HD.dtype, torch.float32))
     return attention_reference(wide_T3HD, cu_seqlens_S1.diff().tolist(), scale).to(qkv_T3HD.dtype)
@@ -101,9 +102,11 @@ def heads_each(windows: int, heads: int, slots: int) -> int:
     return min((each for each in range(1, heads + 1) if heads % each == 0), key=cost)
 
 
-def _forward(
-    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
-) -> torch.Tensor:
+def window_attention(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float) -> Tensor:
+    """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
+
+    cu_seqlens_S1: int32, windows of at most `LONGEST` rows, together all rows; empty ones cost nothing.
+    """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.is_contiguous()
     out_THD = qkv_T3HD.new_empty(rows, heads, dim)
@@ -207,25 +210,23 @@ def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_SUM: tl.constex
 
 
 class WindowAttention(torch.autograd.Function):
-    """`window_attention` as autograd runs it."""
+    """`window_attention` with a gradient that is one kernel, too.
+
+    A window's softmax is made again from the projection, the only thing that is saved.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv_T3HD: torch.Tensor,
-        cos_TD: torch.Tensor,
-        sin_TD: torch.Tensor,
-        cu_seqlens_S1: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
+        ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float
+    ) -> Tensor:
         qkv_T3HD = qkv_T3HD.contiguous()
         ctx.save_for_backward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1)
         ctx.scale = scale
-        return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
+        return window_attention(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
     @staticmethod
     @env.once_differentiable
-    def backward(ctx: Any, dout_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         rows, _, heads, dim = qkv_T3HD.shape
         dqkv_T3HD, windows = torch.empty_like(qkv_T3HD), cu_seqlens_S1.shape[0] - 1
@@ -252,20 +253,6 @@ class WindowAttention(torch.autograd.Function):
         if needs_sum:
             remember_sum(dqkv_T3HD, partial_1PF)
         return dqkv_T3HD, None, None, None, None
-
-
-def window_attention(
-    qkv_T3HD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
-
-    cu_seqlens_S1: int32, windows of at most `LONGEST` rows, together all rows; empty ones cost nothing. The gradient is
-    one kernel, too: a window's softmax is made again from the projection, the only thing that is saved.
-    """
-    if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
-        out_THD: torch.Tensor = WindowAttention.apply(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
-        return out_THD
-    return _forward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
 
 OPERATION = Operation(

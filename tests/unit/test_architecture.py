@@ -28,10 +28,10 @@ IMPORTS = {
     "ranks": "",
     "data_parallel": "env metadata ops passes ranks route split",
     "encoder": "backends families ops route",
-    "graphs": "config encoder env metadata route",
+    "graphs": "config encoder env metadata ops route",
     "upstream": "backends config encoder env families metadata ops route",
     "sharding": "",
-    "guard": "backends env families inputs metadata ops route sharding upstream",
+    "guard": "backends env families inputs ops route sharding upstream",
     "reuse": "config env guard metadata ops route",
     "tower": "backends config data_parallel encoder env families graphs guard inputs metadata ops passes reuse route "
     "scales upstream",

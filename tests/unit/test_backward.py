@@ -25,8 +25,9 @@ from hf_vit_accel.ops import gelu_backward, gemm_epilogue, norm_backward, swiglu
 from hf_vit_accel.ops import linear as linear_module
 from hf_vit_accel.ops import rope as rope_module
 from hf_vit_accel.ops import window_attention as window_attention_module
+from hf_vit_accel.ops.activation import ACTIVATIONS
 from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference, flattened
-from hf_vit_accel.ops.gelu_backward import KINDS, GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.ops.linear import LinearFunction, linear_reference
@@ -36,8 +37,9 @@ from hf_vit_accel.ops.project import ProjectFunction, project_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 from hf_vit_accel.ops.trained import Frame, Trained, layer_of
-from hf_vit_accel.ops.window_attention import WindowAttention, window_attention, window_attention_reference
+from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
+GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
 linear, project, add_norm = LinearFunction.apply, ProjectFunction.apply, AddNormFunction.apply
 gelu_mlp, swiglu_mlp = GeluMlp.apply, SwigluMlp.apply
 
@@ -116,7 +118,7 @@ def window_case(dim: int, lengths: list[int]) -> Callable[[At], Case]:
         rest = cos, sin, offsets, dim**-0.5
         return Case(
             leaves(at, qkv=(sum(repeated), 3, at["heads"], dim)),
-            lambda p: window_attention(p["qkv"], *rest),
+            lambda p: WindowAttention.apply(p["qkv"], *rest),
             lambda p: window_attention_reference(p["qkv"], *rest),
             roundings=1.0,  # a softmax's weights are rounded before the product, in stock's kernels too
         )
@@ -378,7 +380,7 @@ CASES: dict[str, Callable[[At], Case]] = {
     "linear 144": linear_case(144, 432),
     "linear 80, no bias": linear_case(80, 212, bias=False),
     "linear 1152": linear_case(1152, 30),
-    **{f"mlp {kind}": gelu_case(kind, (80, 212), (1152, 4304)) for kind in KINDS},
+    **{f"mlp {kind}": gelu_case(kind, (80, 212), (1152, 4304)) for kind in GELUS},
     "mlp gelu_tanh, no bias": gelu_case("gelu_tanh", (144, 130), (1280, 5120), bias=False),
     "swiglu unaligned": swiglu_case((24, 132), (1280, 3420)),
     "swiglu aligned": swiglu_case((80, 72), (1280, 3456)),
@@ -413,7 +415,7 @@ CASES: dict[str, Callable[[At], Case]] = {
     "positions 4": positions_case(4, 144),
     "positions 16": positions_case(16, 300),
 }
-ALIKE = {f"mlp {kind}" for kind in KINDS if kind != "gelu_tanh"} | {"swiglu, odd", "swiglu, no bias", "swiglu, cut off"}
+ALIKE = {f"mlp {kind}" for kind in GELUS if kind != "gelu_tanh"} | {"swiglu, odd", "swiglu, no bias", "swiglu, cut off"}
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer delta"}
 ALIKE |= {"rope 80", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
 ALIKE |= {"mlp gelu_tanh, closed", "mlp gelu_tanh, closed, epilogue", "mlp quick_gelu, closed, epilogue"}
@@ -799,7 +801,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32",
             dict(WIDTH=4304, KIND=kind, NEED_Z=True, NEED_H=True) | _MLP,
         )
-        for kind in KINDS
+        for kind in GELUS
     },
     "swiglu_mlp": (
         "swiglu_backward",

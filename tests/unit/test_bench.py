@@ -524,7 +524,7 @@ def test_flash_attention_2_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) 
     tower = build(*next(each for each in CLASSES if each[2] == name)).requires_grad_(True).train()
     with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
         expected = gradients(run)
-    with baselines._stock_without_syncs("flash_attention_2", False, tower, GRID) as run:
+    with baselines._stock_without_syncs("flash_attention_2", tower, GRID) as run:
         found = gradients(run)
     assert len(calls) == 2 * len(tower.blocks)  # once to learn the outputs' shapes
     for key, value in expected.items():
@@ -618,7 +618,7 @@ def test_stock_given_its_metadata_is_the_same(name: str) -> None:
     tower = tiny.tower_of(tiny.TINY[name].build())
     pixels = tiny.pixels_for(tower, list(GRID))
     expected = tiny.run_tower(tower, list(GRID))
-    with torch.no_grad(), baselines._stock_without_syncs("sdpa", False, tower, GRID) as run:
+    with torch.no_grad(), baselines._stock_without_syncs("sdpa", tower, GRID) as run:
         tiny.assert_close(tiny.outputs_of(run(pixels)), expected, bound=0)
 
 

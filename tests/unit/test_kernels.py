@@ -15,6 +15,7 @@ from tiny import relative_error
 
 from hf_vit_accel.ops import launch
 from hf_vit_accel.ops.activation import (
+    ACTIVATIONS,
     linear_gelu_tanh,
     pad_swiglu,
     pad_swiglu_reference,
@@ -46,7 +47,6 @@ from hf_vit_accel.ops.quantize import (
 )
 from hf_vit_accel.ops.rope import rope_, rope_reference
 from hf_vit_accel.ops.scaled import (
-    KINDS,
     Quantized,
     activate,
     activate_reference,
@@ -553,7 +553,7 @@ def test_add_norm_e4m3(exact_e4m3: None, at: dict[str, Any], width: int, rms: bo
 @where
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("width", [4304, 3420, 212, 40])
-@pytest.mark.parametrize("kind", [*KINDS, "silu with a limit"])
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, "silu with a limit"])
 def test_activate(exact_e4m3: None, at: dict[str, Any], kind: str, width: int, biased: bool) -> None:
     """What the product makes of the rows that pad its weight is poisoned: it is never read."""
     limit, kind, parts = (2.0 if "limit" in kind else None), kind.split()[0], 1 + kind.startswith("silu")
@@ -650,7 +650,7 @@ COMPILED = {
             dict(KIND=kind, LIMITED=kind == "silu", BIASED=True, WIDTH=width, PADDED=-(-width // 16) * 16)
             | dict(MAIN=next_power_of_2(width + 1) // 2, TAIL=2048 if kind == "silu" else 256, BLOCK_T=1),
         )
-        for kind, width in zip(KINDS, (4608, 4304, 5120, 3420), strict=True)
+        for kind, width in zip(ACTIVATIONS, (4608, 4304, 5120, 3420), strict=True)
     },
     "swiglu": (
         "activation",
