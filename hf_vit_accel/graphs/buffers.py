@@ -59,9 +59,11 @@ def pad(metadata: VisionMetadata, shape: Shape) -> VisionMetadata:
     padded: dict[str, Any] = {}
     for name in (*OF_ROWS, *OF_TOKENS):
         if (array := getattr(metadata, name)) is not None:
-            zeros: Array = np.zeros((shape.rows - len(array), *array.shape[1:]))
-            tail = zeros if name in OF_ROWS else np.arange(len(array), shape.tokens)
-            padded[name] = np.concatenate([array, tail.astype(array.dtype)])
+            count = shape.rows if name in OF_ROWS else shape.tokens
+            padded[name] = np.zeros((count, *array.shape[1:]), array.dtype)
+            padded[name][: len(array)] = array
+            if name in OF_TOKENS:
+                padded[name][len(array) :] = np.arange(len(array), count)
     window = metadata.window
     if window is not None:
         window = pad_segments(window, shape.rows, shape.windows, shape.window_max_seqlen)
