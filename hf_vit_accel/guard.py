@@ -1,7 +1,7 @@
 """The one gate: what a tower holds right now, what a call asks for, and why it cannot be served fast.
 
 The fast path computes what blocks, norms and attention compute without calling them, so whatever hangs on a module
-would be skipped. A `Snapshot` reads the tower once; at every call it is told, in less than a tenth of a millisecond,
+would be skipped. A `Snapshot` reads the tower once; at every call it is told, in 0.1 to 0.2 milliseconds of the host,
 whether anything changed. All reasons are lists of sentences, empty where nothing stands against.
 """
 

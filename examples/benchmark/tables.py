@@ -166,6 +166,16 @@ def hosts() -> str:
     return grid(head, rows) + f"\n{''.join(told)}"
 
 
+def checks() -> str:
+    """What all checks of a steady call take on a host."""
+    document, found = load("checks.json"), {}
+    for row in document["rows"]:
+        found.setdefault(row["model"], []).append(f"{digits(row['median'])} ({digits(row['least'])})")
+    head = ["us, median (fastest tenth)", "without gradients", "frozen, gradients enabled"]
+    table = grid(head, ([title(model), *cells] for model, cells in found.items()))
+    return table + f"\n{conditions(document, 'checks.json')}\n"
+
+
 def _spread(values: Sequence[float]) -> str:
     return f"{digits(statistics.median(values))} ({digits(min(values))} to {digits(max(values))})"
 
@@ -398,6 +408,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fp8_errors": fp8_errors,
     "training_step": training_step,
     "hosts": hosts,
+    "checks": checks,
     "ways": ways,
     "captioning": captioning,
     "captioning_processes": captioning_processes,
