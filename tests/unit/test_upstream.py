@@ -5,6 +5,7 @@ A newer transformers is played by its own source with a few words changed, compi
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import multiprocessing
 import sys
@@ -21,10 +22,10 @@ import pytest
 import torch
 import transformers
 from standins import ONE_TOWER
-from tiny import FAMILIES, GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError, upstream
+from hf_vit_accel import FallbackError, env, upstream
 from hf_vit_accel.families import family_of
 from hf_vit_accel.tower import state_of
 
@@ -338,3 +339,19 @@ def test_a_proof_in_a_forked_child(tower: Any) -> None:
     child.start()
     assert queue.get(timeout=60) == "proven"
     child.join()
+
+
+def test_the_plugin_for_upstreams_suites_leaves_the_towers_of_a_proof_alone(
+    tower: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patching one would ask for that very proof, and never end."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "upstream"))
+    plugin = importlib.import_module("patched")
+    seen = env.apart(lambda: (plugin._call(tower, *_inputs(tower)), state_of(tower))[1])
+    assert seen is None
+    plugin._call(tower, *_inputs(tower))
+    assert state_of(tower) is plugin.STATES.pop()
+
+
+def _inputs(tower: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return pixels_for(tower, GRIDS["image"]), torch.tensor(GRIDS["image"])
