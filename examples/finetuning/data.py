@@ -165,8 +165,8 @@ class Examples(Dataset[Row]):
         if not vision_tokens(self.processor, *image.size):
             raise ValueError(f"the processor refuses a picture of {image.width} x {image.height}")
         prompt = fill(self.prompt, {"kind": "picture", **values})
-        for token in (self.processor.image_token, self.processor.video_token):
-            if token in prompt + text:
+        for name in ("image_token", "video_token"):  # PaddleOCR-VL's processor has no videos
+            if (token := getattr(self.processor, name, None)) and token in prompt + text:
                 raise ValueError(f"{token} in a text stands for a picture that there is not")
         return Row(image, prompt, text.strip())
 

@@ -290,6 +290,9 @@ def test_what_cannot_be_read_is_passed_over(data: Path, tmp_path: Path, capsys: 
     assert told.count("passed over: ") == 5 and "none.png" in told and "no text in text" in told
     assert "<|image_pad|> in a text" in told
 
+    del processor.video_token  # as PaddleOCR-VL's, which takes no videos
+    assert examples[5].text == "a whole picture"
+
 
 def test_the_first_example_may_have_no_text(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "folder", ignore=shutil.ignore_patterns("*.jsonl"))
