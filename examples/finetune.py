@@ -107,6 +107,8 @@ def finetune(
         if output_dir.resolve() == Path(model).resolve():
             raise ValueError(f"{output_dir} is the folder of the model itself: name another --output-dir")
         checkpoint = _checkpoint(output_dir, resume)
+        if checkpoint:
+            _same_adapters(checkpoint, lora_rank, lora_alpha or 2 * lora_rank, freeze_tower)
         arguments = TrainingArguments(
             output_dir=str(output_dir),
             max_steps=max_steps,
@@ -204,6 +206,19 @@ def _checkpoint(folder: Path, resume: bool) -> str | None:
     if not resume:
         raise ValueError(f"{newest} is of an earlier run: --resume goes on from it, another --output-dir starts anew")
     return str(newest)
+
+
+def _same_adapters(checkpoint: str, rank: int, alpha: float, freeze_tower: bool) -> None:
+    """Raises ValueError where a checkpoint's adapters are others than those asked for: their weights would not fit."""
+    file = Path(checkpoint, "adapter_config.json")
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"r": 0}
+    asked = {"r": ("--lora-rank", rank)} | ({"lora_alpha": ("--lora-alpha", alpha)} if rank else {})
+    for name, (option, value) in asked.items():
+        if kept[name] != value:
+            raise ValueError(f"{checkpoint} was trained with {option} {kept[name]}: go on with it, not with {value}")
+    if rank and bool(kept["exclude_modules"]) != freeze_tower:
+        has = "with" if kept["exclude_modules"] else "without"
+        raise ValueError(f"{checkpoint} was trained {has} --freeze-tower: go on {has} it")
 
 
 def _step(checkpoint: str | Path) -> int:

@@ -167,11 +167,38 @@ def test_lora(data: Path, tmp_path: Path, frozen: bool) -> None:
     assert not (tmp_path / "patched" / "model.safetensors").exists()
 
 
-def test_lora_leaves_a_frozen_tower(data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run(data, tmp_path, "qwen3_vl", "--freeze-tower", lora_rank=4, max_steps=1)
-    adapters = load_file(tmp_path / "adapter_model.safetensors")
+def test_lora_leaves_a_frozen_tower(lora: Path) -> None:
+    adapters = load_file(lora / "adapter_model.safetensors")
     assert adapters and not any("visual" in name for name in adapters)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "told"),
+    [
+        (["--freeze-tower"], {"lora_rank": 2}, "was trained with --lora-rank 4: go on with it, not with 2"),
+        (["--freeze-tower"], {}, "was trained with --lora-rank 4: go on with it, not with 0"),
+        (["--freeze-tower"], {"lora_rank": 4, "lora_alpha": 2}, "with --lora-alpha 8: go on with it, not with 2"),
+        ([], {"lora_rank": 4}, "was trained with --freeze-tower: go on with it"),
+        (["--freeze-tower"], {"lora_rank": 4}, None),
+    ],
+)
+def test_resumed_with_other_adapters(
+    data: Path, lora: Path, tmp_path: Path, flags: list[str], settings: dict[str, Any], told: str | None
+) -> None:
+    """Refused in a sentence, before anything is loaded: rank, scale or modules would be others."""
+    shutil.copytree(lora, tmp_path, dirs_exist_ok=True)
+    asked = arguments(data, tmp_path, "qwen3_vl", "--resume", *flags, **settings, max_steps=2)
+    result = RUNNER.invoke(finetune.app, asked)
+    assert result.exit_code == (2 if told else 0)
+    assert (told or "going on from") in words(result)
+
+
+@pytest.fixture(scope="module")
+def lora(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("peft")
+    output = tmp_path_factory.mktemp("lora")
+    run(data, output, "qwen3_vl", "--freeze-tower", lora_rank=4, max_steps=1, save_steps=1)
+    return output
 
 
 def test_lora_without_peft(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
