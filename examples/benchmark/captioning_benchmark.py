@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -133,12 +135,12 @@ def per_second(all_counts: list[Counts]) -> float:
     return sum(counts.items for counts in all_counts) / max(counts.seconds for counts in all_counts)
 
 
-def document(pictures: int, processes: int, rates: dict[str, float]) -> dict[str, Any]:
-    """What `captioning.json` holds: pictures per second, stock and patched, by tokens for each."""
-    rows = [
-        {"tokens": tokens, **{way: rates[f"{way}, {tokens} token{'s' * (tokens > 1)}"] for way in ("stock", "patched")}}
-        for tokens in (1, 32)
-    ]
+def document(pictures: int, processes: int, rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """What `captioning.json` holds: pictures per second, stock and patched, by tokens for each: median and all."""
+    rows: list[dict[str, Any]] = []
+    for tokens in (1, 32):
+        found = {way: rates[f"{way}, {tokens} token{'s' * (tokens > 1)}"] for way in ("stock", "patched")}
+        rows.append({"tokens": tokens, **{way: statistics.median(of) for way, of in found.items()}, "all": found})
     device = env.cuda_device_name() if torch.cuda.is_available() else "cpu"
     told = {"versions": env.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
     return {**told, "machine": bench.machine(), "model": "qwen2.5-vl-7b", "images": pictures, "rows": rows}
@@ -149,6 +151,7 @@ def main(
     pictures: Annotated[int, typer.Option(min=1)] = 640,
     processors: Annotated[bool, typer.Option("--processors", help="Prepare pictures on the CPU and the GPU.")] = False,
     cores: Annotated[str, typer.Option(help="That with so many CPU cores, as 4,14.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each way is run, the ways taking turns.")] = 3,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write stock's and patched rates there.")] = None,
 ) -> None:
     """Caption the same pictures in every way; print what each process did."""
@@ -169,8 +172,10 @@ def main(
         with ProcessPoolExecutor() as pool:
             list(pool.map(partial(draw, drawn), range(pictures), chunksize=16))
     state.wait_for_everyone()
-    rates: dict[str, float] = {}
-    for name, options in (PROCESSORS if processors else RUNS).items():
+    rates: dict[str, list[float]] = {}
+    runs = (PROCESSORS if processors else RUNS).items()
+    measured = [run for run in runs if "to warm up" not in run[0]]
+    for name, options in [*runs, *measured * (rounds - 1)]:
         output = folder / name.replace(", ", "_").replace(" ", "_")
         arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
         shared = [word for pair in OPTIONS.items() for word in pair]
@@ -178,7 +183,7 @@ def main(
         state.wait_for_everyone()
         if state.is_main_process:
             all_counts = read_counts(output / ".progress", state.num_processes)
-            rates[name] = per_second(all_counts)
+            rates.setdefault(name, []).append(per_second(all_counts))
             print(f"### {name}\n{summary(all_counts)}", flush=True)
         state.wait_for_everyone()
     if json_path is not None and state.is_main_process and not processors:

@@ -125,14 +125,14 @@ def test_the_captioning_benchmark(
         monkeypatch.setattr(captioning_benchmark.batch_caption, name, None)  # the benchmark sets its own: put them back
     monkeypatch.setattr(PartialState, "destroy_process_group", None)
     path = tmp_path / "rates.json"
-    captioning_benchmark.main(tmp_path, pictures=3, processors=processors, json_path=path)
+    captioning_benchmark.main(tmp_path, pictures=3, processors=processors, rounds=2, json_path=path)
     assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
     stdout = capsys.readouterr().out
-    assert stdout.count("\n  3 items in") == 2 * len(runs), "each run's own summary, and ours"
+    assert stdout.count("\n  3 items in") == 2 * (len(runs) + 4), "each run's own summary, and ours"
     for run_of in runs:
         (shard,) = (tmp_path / run_of.replace(", ", "_").replace(" ", "_")).glob("captions-*.jsonl")
         records = [json.loads(line) for line in shard.read_text().splitlines()]
-        assert [record["status"] for record in records] == ["ok"] * 3
+        assert [record["status"] for record in records] == ["ok"] * 3 * (1 if "to warm up" in run_of else 2)
     assert ("### 0 captions differ" if processors else "stock") in stdout
     if processors:
         assert not path.exists()
@@ -143,5 +143,7 @@ def test_the_captioning_benchmark(
     printed = stdout.split("### ")
     for row in found["rows"]:
         for way in ("stock", "patched"):
-            (part,) = (each for each in printed if each.startswith(f"{way}, {row['tokens']} token"))
-            assert f": {row[way]:.2f} items/s" in part, "the rate that its summary tells"
+            parts = [each for each in printed if each.startswith(f"{way}, {row['tokens']} token")]
+            for part, rate in zip(parts, row["all"][way], strict=True):
+                assert f": {rate:.2f} items/s" in part, "the rate that its summary tells"
+            assert row[way] == sum(row["all"][way]) / 2
