@@ -216,8 +216,9 @@ def _same_adapters(checkpoint: str, rank: int, alpha: float, freeze_tower: bool)
     for name, (option, value) in asked.items():
         if kept[name] != value:
             raise ValueError(f"{checkpoint} was trained with {option} {kept[name]}: go on with it, not with {value}")
-    if rank and bool(kept["exclude_modules"]) != freeze_tower:
-        has = "with" if kept["exclude_modules"] else "without"
+    frozen = bool(kept.get("exclude_modules"))
+    if rank and frozen != freeze_tower:
+        has = "with" if frozen else "without"
         raise ValueError(f"{checkpoint} was trained {has} --freeze-tower: go on {has} it")
 
 
