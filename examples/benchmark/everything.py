@@ -91,6 +91,13 @@ JOBS = {
         "auto,auto+graph,flash_attention_4,flash_attention_3,flashinfer_cudnn,torch_varlen",
         seconds=200,
     ),
+    "plain": Job(  # a plain install: torch's own attention, and products without epilogues
+        file="plain.json",
+        command="python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel "
+        "bench --rounds 2 --baselines sdpa --backends auto",
+        models=QWEN,
+        seconds=60,
+    ),
     "training": _bench(
         "training.json",
         '--train --rounds 2 --sizes "one 448²,one 1024²,16 x 512²,one page" '

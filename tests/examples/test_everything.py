@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +31,22 @@ def test_commands_are_what_pages_can_tell(everything: Any) -> None:
         assert shlex.split(told)[1:-2] == run[-len(shlex.split(told)) + 1 : -2], name
         script = next((word for word in run if word.endswith(".py")), None)
         assert script is None or (BENCHMARK.parents[1] / script).is_file()
+
+
+def test_what_is_hidden_is_not_installed(tmp_path: Path) -> None:
+    """Neither for `find_spec` nor for an import; all else is, and arguments arrive."""
+    (tmp_path / "seen.py").write_text(
+        "import sys\n"
+        "from importlib.util import find_spec\n"
+        "try:\n"
+        "    import typer.main\n"
+        "except ModuleNotFoundError as error:\n"
+        "    print(error.name, find_spec('typer'), find_spec('numpy').name, sys.argv[1:])\n"
+    )
+    command = [sys.executable, str(BENCHMARK / "without.py"), "typer,flash_attn", "seen", "--rounds", "2"]
+    places = os.environ | {"PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(command, capture_output=True, text=True, env=places, check=True).stdout
+    assert found == "typer None numpy ['--rounds', '2']\n"
 
 
 def test_parts_run_beside_each_other_and_make_one_file(
