@@ -148,7 +148,7 @@ JOBS = {
         file="captioning.json",
         command="accelerate launch --num_processes {gpus} examples/benchmark/captioning_benchmark.py build/captioning "
         "--pictures 160",
-        seconds=200,
+        seconds=400,
         gpus=0,
     ),
     "ways": Job(

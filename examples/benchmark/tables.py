@@ -324,14 +324,8 @@ def fp8_errors() -> str:
 def headline() -> str:
     """What the README leads with: end to end, then the tower beside the fastest that is not ours."""
     tokens = {row["model"]: row["stock"] / row["graphs"] for row in load("first_token.json")["rows"]}
-    captions, trained = load("captioning.json"), load("training_step.json")
-    (last,) = (row for row in captions["rows"] if row["tokens"] == 32)
+    trained = load("training_step.json")
     rows: list[list[str]] = [
-        [
-            f"images captioned per second, 32 tokens each, {captions['gpus']} GPU{'s' * (captions['gpus'] > 1)}",
-            "stock sdpa",
-            *(f"{last['patched'] / last['stock']:.1f}x" if model == captions["model"] else "" for model in MODELS),
-        ],
         [
             "first token of one 1024² image, CUDA graphs",
             "stock sdpa",

@@ -1,6 +1,8 @@
 """Runs a module as if some packages were not installed: a plain install, timed where everything is there.
 
-python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel bench
+    python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel bench
+
+The module's arguments follow its name.
 """
 
 from __future__ import annotations

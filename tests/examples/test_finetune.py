@@ -118,9 +118,7 @@ def test_resumed_equals_undisturbed(data: Path, patched: Path, tmp_path: Path) -
     assert losses(tmp_path) == losses(patched)
     expected, found = weights(patched), weights(tmp_path)
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    for file in tmp_path.glob(
-        "*.*"
-    ):  # as of a run that is killed after its last checkpoint, or while it writes the model
+    for file in tmp_path.glob("*.*"):  # a run that is killed after its last checkpoint, or while it writes the model
         file.unlink() if file.name != "config.json" else file.write_text("{")
     assert "the run is done" in run(data, tmp_path, "qwen3_vl", "--resume")
     found = weights(tmp_path)
