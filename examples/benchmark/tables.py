@@ -112,17 +112,18 @@ def first_token() -> str:
 
 
 def captioning() -> str:
-    """Images a second of the batch captioner."""
+    """Images a second of the batch captioner: of each way the median and all runs."""
     document = load("captioning.json")
     rows = [
-        [str(row["tokens"]), digits(row["stock"]), f"{digits(row['patched'])} ({row['patched'] / row['stock']:.1f}x)"]
+        [
+            str(row["tokens"]),
+            *(f"{digits(row[way])} ({', '.join(map(digits, row['all'][way]))})" for way in ("stock", "patched")),
+            f"{row['patched'] / row['stock']:.1f}x",
+        ]
         for row in document["rows"]
     ]
-    command = "accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py build/captioning"
-    return (
-        grid(["new tokens", "stock, images/s", "patched, images/s"], rows)
-        + f"\n{conditions(document, 'captioning.json', command)}\n"
-    )
+    head = ["new tokens", "stock, images/s, median (each run)", "patched", "times as fast"]
+    return grid(head, rows) + f"\n{conditions(document, 'captioning.json')}\n"
 
 
 def captioning_processes() -> str:
@@ -139,16 +140,16 @@ def captioning_processes() -> str:
     return grid(head, rows) + f"\n{conditions(document, 'captioning_processes.json', command)}\n"
 
 
-def ways() -> str:
+def ways(file: str = "ways.json") -> str:
     """Ways to train a tower: stock, patched, and how many times as fast that is."""
-    document = load("ways.json")
+    document = load(file)
     cells: dict[tuple[str, str], dict[str, list[str]]] = {}
     for stock, ours in zip(document["rows"][::2], document["rows"][1::2], strict=True):
         told = f"{digits(stock['ms'])} / {digits(ours['ms'])} ({stock['ms'] / ours['ms']:.1f}x)"
         cells.setdefault((stock["model"], stock["size"]), {})[stock["way"]] = told
     head = ["ms, stock sdpa / patched", *(f"{title(model)}, {size}" for model, size in cells)]
     rows = [[way, *(found[way] for found in cells.values())] for way in next(iter(cells.values()))]
-    return grid(head, rows) + f"\n{conditions(document, 'ways.json')}\n"
+    return grid(head, rows) + f"\n{conditions(document, file)}\n"
 
 
 def hosts() -> str:
@@ -324,7 +325,7 @@ def fp8_errors() -> str:
 def headline() -> str:
     """What the README leads with: end to end, then the tower beside the fastest that is not ours."""
     tokens = {row["model"]: row["stock"] / row["graphs"] for row in load("first_token.json")["rows"]}
-    trained = load("training_step.json")
+    trained, captions = load("training_step.json"), load("captioning.json")
     rows: list[list[str]] = [
         [
             "first token of one 1024² image, CUDA graphs",
@@ -342,7 +343,17 @@ def headline() -> str:
             ]
             for way, found in steps(trained).items()
         ),
+        *(
+            [
+                f"batch captioning, {row['tokens']} new tokens",
+                "stock sdpa",
+                *(f"{row['patched'] / row['stock']:.1f}x" if model == captions["model"] else "" for model in MODELS),
+            ]
+            for row in captions["rows"]
+            if row["tokens"] > 1
+        ),
         ["tower, forward", "stock with FlashAttention-3", *gains("towers.json", "auto")],
+        ["tower, forward, plain install", "stock sdpa", *gains("plain.json", "auto")],
         [
             "tower, forward, one small image (784 patches), CUDA graph",
             "stock, compiled and in a CUDA graph",
@@ -404,6 +415,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "hosts": hosts,
     "checks": checks,
     "ways": ways,
+    "ways_two": partial(ways, "ways_two.json"),
     "captioning": captioning,
     "captioning_processes": captioning_processes,
     "data_parallel": data_parallel,
@@ -424,6 +436,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
             "flash_attention_3": "`flash_attention_3`",
         },
     ),
+    "plain": Timings(file="plain.json", columns={"stock sdpa": "stock sdpa", "auto": "`auto`"}),
     "backends": Timings(
         file="towers.json",
         columns={

@@ -28,6 +28,7 @@ from hf_vit_accel.cli import app
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "benchmark")]
 
+import chart  # noqa: E402
 import tables  # noqa: E402
 from captioning.captioner import load_processor  # noqa: E402
 
@@ -164,6 +165,22 @@ def test_tables_are_those_of_the_json_files(path: Path) -> None:
     text = path.read_text()
     assert tables.filled(text) == text, "stale: run make tables"
     assert text.count("<!-- table:") == text.count("<!-- end of table -->") == len(tables.PLACE.findall(text))
+
+
+def test_the_chart_is_that_of_the_json_files(tmp_path: Path) -> None:
+    """Its file holds what it shows. Plain and best are each beside stock of their own run."""
+    shown = chart.bars()
+    with Image.open(chart.CHART) as image:
+        assert image.info["Description"] == chart.shown(shown), "stale: run examples/benchmark/chart.py"
+    cell, files = ("qwen3-vl-8b", "one page"), ("plain.json", "towers.json")
+    plain, every = (tables.times(tables.load(file))[cell] for file in files)
+    _, ours, best = shown[cell[0]][cell[1]]
+    assert ours == (plain["auto"]["ms"], plain["stock sdpa"]["ms"] / plain["auto"]["ms"])
+    assert best[1] * best[0] == pytest.approx(every["stock sdpa"]["ms"])
+    pytest.importorskip("matplotlib")
+    chart.draw(tmp_path / "again.png")
+    with Image.open(tmp_path / "again.png") as image:
+        assert image.info["Description"] == chart.shown(shown)
 
 
 def test_the_balance_of_ranks_stands_beside_what_the_split_expects(monkeypatch: pytest.MonkeyPatch) -> None:
