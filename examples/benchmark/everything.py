@@ -141,6 +141,9 @@ JOBS = {
     "fp8_linears": _script("fp8_linears.json", "fp8_linears.py", QWEN, seconds=50),
     "lora": _script("lora.json", "lora.py", QWEN, seconds=40),
     "max_rows": _script("max_rows.json", "max_rows.py", seconds=130),
+    "long_video": Job(
+        file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=100
+    ),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=110),
     "first_token": _script("first_token.json", "first_token.py", seconds=100),
     "training_step": _script("training_step.json", "training_step.py", seconds=100),
