@@ -42,7 +42,7 @@ from hf_vit_accel import bench, env  # noqa: E402
 CHECKPOINT = HERE.parent / "tiny_captioner" / "qwen2_5_vl"
 LONGEST = 4096 * 28**2  # pixels of the largest picture that the model sees
 OPTIONS = {"--prompt": "describe this picture .", "--batch-tokens": "16384", "--batch-size": "32", "--decoders": "14"}
-# The first run of a process with so many tokens takes some 14 s more, so what warms up makes as many as any.
+# Stock's first run with so many tokens took some 14 s more than its next, so what warms up makes as many as any.
 RUNS: dict[str, list[str]] = {
     "stock, to warm up": ["--no-patch", "--max-new-tokens", "32"],
     "patched, to warm up": ["--max-new-tokens", "32"],

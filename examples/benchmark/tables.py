@@ -440,7 +440,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "backends": Timings(
         file="towers.json",
         columns={
-            "torch_varlen": "`torch_varlen` (torch alone)",
+            "torch_varlen": "`torch_varlen`",
             "flashinfer_cudnn": "`flashinfer_cudnn`",
             "flash_attention_4": "`flash_attention_4`",
             "flash_attention_3": "`flash_attention_3` (not from pip)",
