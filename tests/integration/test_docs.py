@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,30 @@ def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.
     assert not [table for table, write in tables.TABLES.items() if write() == before[table]]
 
 
+def test_what_is_not_whole_makes_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range over fewer sizes, or beside another contender than the heading names; a pair that is none."""
+    load = tables.load
+
+    def without(gone: str, file: str) -> dict[str, Any]:
+        document = load(file)
+        rows = document.get("rows", [])
+        document["rows"] = [row for row in rows if row.get("contender") != gone or row["size"] == "16 x 512²"]
+        return document
+
+    for gone in ("auto", "stock flash_attention_3", "stock compile_blocks", "stock compile+graph"):
+        monkeypatch.setattr(tables, "load", partial(without, gone))
+        with pytest.raises(KeyError, match=re.escape(gone)):
+            tables.headline()
+    document = load("ways.json")
+    rows = document["rows"]
+    swapped = [rows[0], rows[3], rows[2], rows[1], *rows[4:]]
+    fell_back = [rows[0], rows[1] | {"calls": {"fast": 0, "stock": 7}}, *rows[2:]]
+    for wrong in (swapped, fell_back):
+        monkeypatch.setattr(tables, "load", lambda file, wrong=wrong: document | {"rows": wrong})
+        with pytest.raises(ValueError, match="not a pair"):
+            tables.ways()
+
+
 def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell for what was timed; none for what was skipped or wrong, also where that is ours."""
 
@@ -244,7 +269,10 @@ def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) |  | 20.0 |  | 10.0 |",
     ]
     assert head.count("|") == cells[0].count("|") and "commit abc1234" in told and torch.__version__ in told
-    assert list(tables.gains("training.json", "auto")) == ["", "1.2x", ""]
+    with pytest.raises(KeyError, match="auto"):  # no range over some of the sizes
+        list(tables.gains("training.json", "auto", ("sdpa",)))
+    written["rows"] = [found for found in written["rows"] if found["size"] == "small"]
+    assert list(tables.gains("training.json", "auto", ("sdpa",))) == ["", "1.2x", ""]
 
 
 @pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent != ROOT / "docs"], ids=name)
