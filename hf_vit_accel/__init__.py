@@ -20,7 +20,7 @@ from hf_vit_accel.ranks import RankError
 from hf_vit_accel.registration import register
 from hf_vit_accel.report import Status, TowerStatus, status
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailableError",
