@@ -26,7 +26,7 @@ from captioning.pictures import read_frames
 from transformers.video_utils import VideoMetadata
 
 import hf_vit_accel
-from hf_vit_accel import env
+from hf_vit_accel import machine
 
 
 def clip_of(processor: Any, arguments: argparse.Namespace, fps: float) -> tuple[Any, Any]:
@@ -139,8 +139,8 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
                 fps, fits = fps / 2, "text" in row
     if arguments.json is not None:
-        name = env.cuda_device_name() if device.type == "cuda" else "CPU"
-        found = {"device": name, "dtype": str(model.dtype)[6:], "versions": env.versions(), "rows": rows}
+        name = machine.cuda_device_name() if device.type == "cuda" else "CPU"
+        found = {"device": name, "dtype": str(model.dtype)[6:], "versions": machine.versions(), "rows": rows}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

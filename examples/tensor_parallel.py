@@ -25,7 +25,7 @@ from benchmark.first_token import build, inputs_for
 from transformers.distributed import DistributedConfig
 
 import hf_vit_accel
-from hf_vit_accel.bench.towers import parse_size
+from hf_vit_accel.tools.bench.towers import parse_size
 
 WAYS: dict[str, dict[str, Any] | None] = {"stock": None, "patched": {}, "shared": {"data_parallel": True}}
 SIZES = "1x32x32*16,64x36x64"

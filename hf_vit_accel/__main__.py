@@ -14,7 +14,7 @@ def run() -> None:
     on standard error. Nothing is lost by not hearing them.
     """
     atexit.register(_be_silent)  # before the libraries register theirs, so it runs after them
-    from hf_vit_accel.cli import app
+    from hf_vit_accel.tools.cli import app
 
     app()
 

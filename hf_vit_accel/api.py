@@ -1,4 +1,4 @@
-"""What users call: `patch`, `unpatch`, `patched`, `warmup`; `status` is in `report`."""
+"""What users call: `patch`, `unpatch`, `patched`, `warmup`; `status` is in `status`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_vit_accel import guard
 from hf_vit_accel.backends import backend_named, require
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings
-from hf_vit_accel.env import refuse
 from hf_vit_accel.families import Family
-from hf_vit_accel.install import former_of, install, uninstall
-from hf_vit_accel.metadata import Grid, rows_of
+from hf_vit_accel.layout import Grid, rows_of
+from hf_vit_accel.machine import refuse
 from hf_vit_accel.ops import PARTS
-from hf_vit_accel.ranks import ranks_of
-from hf_vit_accel.registration import name_for, restore_name
-from hf_vit_accel.report import Status, beyond_attention, reasons_now, status, towers_of
-from hf_vit_accel.scales import Amax
-from hf_vit_accel.tower import TowerState, state_of
+from hf_vit_accel.ops.fp8.scales import Amax
+from hf_vit_accel.sharing.ranks import ranks_of
+from hf_vit_accel.status import Status, beyond_attention, reasons_now, status, towers_of
+from hf_vit_accel.tower import snapshot as guard
+from hf_vit_accel.tower.install import former_of, install, uninstall
+from hf_vit_accel.tower.loading import name_for, restore_name
+from hf_vit_accel.tower.state import TowerState, state_of
 
 Model = TypeVar("Model", bound=nn.Module)
 C = TypeVar("C", GraphConfig, Fp8Config, ReuseConfig)

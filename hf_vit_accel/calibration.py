@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from hf_vit_accel.api import patched, silent_layers
 from hf_vit_accel.backends import FP8
 from hf_vit_accel.config import Fp8Config
-from hf_vit_accel.report import towers_of
-from hf_vit_accel.scales import Amax
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.ops.fp8.scales import Amax
+from hf_vit_accel.status import towers_of
+from hf_vit_accel.tower.state import state_of
 
 _PIXELS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 

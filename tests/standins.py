@@ -20,13 +20,15 @@ from tiny import FAMILIES, TINY
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import GraphConfig, backends, ops, route
-from hf_vit_accel import tower as tower_module
+from hf_vit_accel import GraphConfig, backends, ops
 from hf_vit_accel.backends import ORDER, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.engine import route
 from hf_vit_accel.graphs import held
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import activation, mlp
+from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower import state as state_module
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Read when kernels are defined, so whatever is interpreted runs in a process of its own: test_interpreted.py's."""
@@ -71,9 +73,9 @@ def _static(value: Any) -> bool:
 
 @cache
 def _modules() -> list[ModuleType]:
-    names = [found.name for found in pkgutil.iter_modules(ops.__path__, "hf_vit_accel.ops.")]
+    names = [found.name for found in pkgutil.walk_packages(ops.__path__, "hf_vit_accel.ops.") if not found.ispkg]
     # Of FP8, and of what is reused: tests/unit/test_fp8.py, tests/unit/test_linears.py, tests/unit/test_reuse.py.
-    others = "quantize", "e4m3", "scaled", "fingerprint"
+    others = "quantize", "e4m3", "scaled", "scales"
     return [importlib.import_module(name) for name in names if not name.endswith(others)]
 
 
@@ -125,7 +127,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(name: str, function: Any) -> Any:
         return lambda *args, **kwargs: called.append(name) or function(*args, **kwargs)
 
-    monkeypatch.setattr(tower_module, "why_not_triton", lambda device, dtype: None)
+    monkeypatch.setattr(state_module, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     for name, kernel in KERNELS.items():
         put(monkeypatch, kernel.function, kernel.stand_in(counted(name, kernel.reference)))

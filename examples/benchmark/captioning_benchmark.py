@@ -37,7 +37,8 @@ from first_token import build  # noqa: E402
 from tiny_captioner import scenes  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
-from hf_vit_accel import bench, env  # noqa: E402
+from hf_vit_accel import machine  # noqa: E402
+from hf_vit_accel.tools import bench  # noqa: E402
 
 CHECKPOINT = HERE.parent / "tiny_captioner" / "qwen2_5_vl"
 LONGEST = 4096 * 28**2  # pixels of the largest picture that the model sees
@@ -142,9 +143,9 @@ def document(pictures: int, processes: int, rates: Mapping[str, Sequence[float]]
     for tokens in (1, 32):
         found = {way: rates[f"{way}, {tokens} token{'s' * (tokens > 1)}"] for way in ("stock", "patched")}
         rows.append({"tokens": tokens, **{way: statistics.median(of) for way, of in found.items()}, "all": found})
-    device = env.cuda_device_name() if torch.cuda.is_available() else "cpu"
-    told = {"versions": env.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
-    return {**told, "machine": bench.machine(), "model": "qwen2.5-vl-7b", "images": pictures, "rows": rows}
+    device = machine.cuda_device_name() if torch.cuda.is_available() else "cpu"
+    told = {"versions": machine.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
+    return {**told, "machine": bench.host(), "model": "qwen2.5-vl-7b", "images": pictures, "rows": rows}
 
 
 def main(

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 
 import hf_vit_accel
-from hf_vit_accel import bench, env, guard, inputs
-from hf_vit_accel.bench.towers import build_tower, weight_of
-from hf_vit_accel.tower import state_of
+from hf_vit_accel import machine
+from hf_vit_accel.engine import inputs
+from hf_vit_accel.tools import bench
+from hf_vit_accel.tools.bench.towers import build_tower, weight_of
+from hf_vit_accel.tower import snapshot as guard
+from hf_vit_accel.tower.state import state_of
 
 CALLS = 1000
 GRID = [(1, 28, 28)]
@@ -68,7 +71,13 @@ def main() -> None:
             rows.append({"model": model, "grad": grad, **measure(tower, grad=grad)})
             print(rows[-1], flush=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    found = {"device": name, "dtype": "bfloat16", "versions": env.versions(), "machine": bench.machine(), "rows": rows}
+    found = {
+        "device": name,
+        "dtype": "bfloat16",
+        "versions": machine.versions(),
+        "machine": bench.host(),
+        "rows": rows,
+    }
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 
 import hf_vit_accel
-from hf_vit_accel import data_parallel, env
-from hf_vit_accel.bench import require_matplotlib
-from hf_vit_accel.bench.towers import build_tower, family_of_tower
-from hf_vit_accel.data_parallel import checksum
-from hf_vit_accel.split import Places, loads, split
-from hf_vit_accel.tower import state_of
+from hf_vit_accel import machine
+from hf_vit_accel.sharing import data_parallel
+from hf_vit_accel.sharing.data_parallel import checksum
+from hf_vit_accel.sharing.split import Places, loads, split
+from hf_vit_accel.tools.bench import require_matplotlib
+from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower
+from hf_vit_accel.tower.state import state_of
 
 SIZES = {
     "16 x 512²": [(1, 32, 32)] * 16,
@@ -210,7 +211,7 @@ def random_calls(tower: Any, calls: int) -> dict[str, Any]:
 
 def exchanges(rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of bringing so many megabytes a rank, of which the first has a third more, to all ranks."""
-    from hf_vit_accel.ranks import ranks_of
+    from hf_vit_accel.sharing.ranks import ranks_of
 
     ranks, size, rank, found = ranks_of(True), dist.get_world_size(), dist.get_rank(), []
     assert ranks is not None
@@ -288,7 +289,7 @@ def main() -> None:
     size = dist.get_world_size()
     groups = {count: dist.new_group(list(range(count))) for count in (2, 4, 8) if count <= size}
     runs = {count: {"ranks": count, "gpu": name_of_gpu, "towers": []} for count in groups}
-    results: dict[str, Any] = {"device": name_of_gpu, "dtype": "bfloat16", "versions": env.versions()}
+    results: dict[str, Any] = {"device": name_of_gpu, "dtype": "bfloat16", "versions": machine.versions()}
     results |= {"runs": list(runs.values()), "pays": {}}
 
     def tell(row: dict[str, Any]) -> None:

@@ -27,7 +27,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from hf_vit_accel import bench, env
+from hf_vit_accel import machine
+from hf_vit_accel.tools import bench
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -168,8 +169,8 @@ JOBS = {
 
 def put_together(job: Job, documents: list[dict[str, Any]], commit: str | None) -> dict[str, Any]:
     """One document of those of a job's parts, with what each was measured on."""
-    machines = [found.get("machine") for found in documents if found.get("machine")] or [bench.machine()]
-    common = {"versions": env.versions(), "dtype": "bfloat16"}
+    machines = [found.get("machine") for found in documents if found.get("machine")] or [bench.host()]
+    common = {"versions": machine.versions(), "dtype": "bfloat16"}
     whole = {**common, **documents[0], "command": job.told(), "commit": commit, "machine": machines[0]}
     whole["machines"] = [machine for index, machine in enumerate(machines) if machine not in machines[:index]]
     if len(documents) > 1:

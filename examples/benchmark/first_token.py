@@ -14,8 +14,8 @@ import transformers
 import typer
 
 import hf_vit_accel
-from hf_vit_accel import env
-from hf_vit_accel.bench.towers import SHAPES
+from hf_vit_accel import machine
+from hf_vit_accel.tools.bench.towers import SHAPES
 
 IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653
 TEXT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,7 +119,12 @@ def main(
             print(f"{name}  {way:8} {medians[way]:6.1f} ms ({min(found):.1f} - {max(found):.1f}), {saved:.0f}% less")
         rows.append({"model": name, "size": "one 1024²", **medians})
         if json_path is not None:
-            result = {"versions": env.versions(), "device": env.cuda_device_name(), "dtype": "bfloat16", "rows": rows}
+            result = {
+                "versions": machine.versions(),
+                "device": machine.cuda_device_name(),
+                "dtype": "bfloat16",
+                "rows": rows,
+            }
             json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         del model
         torch.cuda.empty_cache()

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from hf_vit_accel.backends import FP8, ORDER, Request, plan_alone
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
+from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.rope import rope_
-from hf_vit_accel.scales import Scales
 
 HEADS, ROUNDS, REPLAYS = 16, 7, 5
 BF16 = ("flashinfer_cudnn", "flash_attention_3")

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 import typer
 
 import hf_vit_accel
-from hf_vit_accel import Fp8Config, env
-from hf_vit_accel.bench.towers import SIZES, build_tower, family_of_tower, weight_of
-from hf_vit_accel.bench.work import milliseconds
-from hf_vit_accel.metadata import rows_of
+from hf_vit_accel import Fp8Config, machine
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.tools.bench.towers import SIZES, build_tower, family_of_tower, weight_of
+from hf_vit_accel.tools.bench.work import milliseconds
 
 ALL = Fp8Config(linears=True, min_rows=0)
 WAYS: dict[str, dict[str, Any]] = {
@@ -76,7 +76,11 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure and write what was found."""
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "versions": env.versions()}
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "dtype": "bfloat16",
+        "versions": machine.versions(),
+    }
     result["rows"] = []
     with torch.no_grad():
         for model in models.split(","):

@@ -21,11 +21,12 @@ import torch
 import typer
 
 import hf_vit_accel
-from hf_vit_accel import bench, env
-from hf_vit_accel.bench.baselines import BASELINES
-from hf_vit_accel.bench.towers import build_tower, family_of_tower, parse_size, weight_of
-from hf_vit_accel.bench.work import milliseconds
-from hf_vit_accel.metadata import rows_of
+from hf_vit_accel import machine
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.tools import bench
+from hf_vit_accel.tools.bench.baselines import BASELINES
+from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
+from hf_vit_accel.tools.bench.work import milliseconds
 
 
 def adapted(model: str, device: torch.device, rank: int) -> Any:
@@ -115,8 +116,8 @@ def main(
     """Measure and write what was found."""
     at = torch.device(device)
     name = torch.cuda.get_device_name() if at.type == "cuda" else device
-    result: dict[str, Any] = {"device": name, "dtype": "bfloat16", "versions": env.versions(), "rows": []}
-    result["machine"] = bench.machine()
+    result: dict[str, Any] = {"device": name, "dtype": "bfloat16", "versions": machine.versions(), "rows": []}
+    result["machine"] = bench.host()
     for model in models.split(","):
         result["rows"] += measure(model, size, rank, rounds, at)
         if json_path is not None:

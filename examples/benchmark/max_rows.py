@@ -19,10 +19,10 @@ import torch
 import typer
 
 import hf_vit_accel
-from hf_vit_accel import env
-from hf_vit_accel.bench.towers import build_tower, family_of_tower, weight_of
-from hf_vit_accel.bench.work import milliseconds
-from hf_vit_accel.passes import FREE, cut
+from hf_vit_accel import machine
+from hf_vit_accel.engine.passes import FREE, cut
+from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, weight_of
+from hf_vit_accel.tools.bench.work import milliseconds
 
 SIZES = (None, 16384, 28672, FREE, 50688, 65536)
 HEIGHT, WIDTH = 36, 64
@@ -132,7 +132,7 @@ def main(
     """Measure and write what was found."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
-    result |= {"dtype": "bfloat16", "versions": env.versions(), "rows_of_call": frames * HEIGHT * WIDTH, "rows": []}
+    result |= {"dtype": "bfloat16", "versions": machine.versions(), "rows_of_call": frames * HEIGHT * WIDTH, "rows": []}
     names = models.split(",")
     if million:
         result["million"] = many(names[0], million, device)

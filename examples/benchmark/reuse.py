@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from hf_vit_accel import ReuseConfig, patch, status
-from hf_vit_accel.bench.towers import build_tower, weight_of
-from hf_vit_accel.bench.work import milliseconds, outputs_of
+from hf_vit_accel.tools.bench.towers import build_tower, weight_of
+from hf_vit_accel.tools.bench.work import milliseconds, outputs_of
 
 PICTURES, COPIES, OLD, QUESTIONS = 8, 8, 10, 16
 SIDE, LARGE = 32, 64

@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import hf_vit_accel
-from hf_vit_accel import env
+from hf_vit_accel import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from first_token import END, IMAGE, START, build
@@ -134,7 +134,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Time the steps of both ways."""
-    result: dict[str, Any] = {"model": model, "images": images, "patches": side * side, "versions": env.versions()}
+    result: dict[str, Any] = {"model": model, "images": images, "patches": side * side, "versions": machine.versions()}
     result["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     for way in WAYS:
         set_seed(0)

@@ -26,10 +26,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_vit_accel
-from hf_vit_accel import bench, env
-from hf_vit_accel.bench.towers import build_tower, family_of_tower, parse_size, weight_of
-from hf_vit_accel.bench.work import milliseconds
-from hf_vit_accel.metadata import rows_of
+from hf_vit_accel import machine
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.tools import bench
+from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
+from hf_vit_accel.tools.bench.work import milliseconds
 
 DEVICE = (
     torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
@@ -181,8 +182,8 @@ def main(
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-    result: dict[str, Any] = {"device": name, "dtype": "bfloat16", "versions": env.versions(), "rows": []}
-    result |= {"machine": bench.machine(), "gpus": dist.get_world_size()}
+    result: dict[str, Any] = {"device": name, "dtype": "bfloat16", "versions": machine.versions(), "rows": []}
+    result |= {"machine": bench.host(), "gpus": dist.get_world_size()}
     for model in models.split(","):
         for size in sizes.split(","):
             for way in ways.split(";"):

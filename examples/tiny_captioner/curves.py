@@ -29,7 +29,7 @@ import typer
 from accelerate import Accelerator
 
 import hf_vit_accel
-from hf_vit_accel import env
+from hf_vit_accel import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -193,8 +193,8 @@ def main(
         if plots is not None:
             plot(found[-1], plots)
     if json_path is not None:
-        device = env.cuda_device_name() if torch.cuda.is_available() else "cpu"
-        result = {"versions": env.versions(), "device": device} | settings
+        device = machine.cuda_device_name() if torch.cuda.is_available() else "cpu"
+        result = {"versions": machine.versions(), "device": device} | settings
         result["families"] = [asdict(each) for each in found]
         json_path.write_text(json.dumps(result, indent=1) + "\n")
     if any(each.problems for each in found):

@@ -30,7 +30,7 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.config import Fp8Config
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import linears
 
 __all__ = ["Attend", "Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod", "plan_alone"]

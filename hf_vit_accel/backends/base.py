@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
-from hf_vit_accel.metadata import Segments, to_device
+from hf_vit_accel import machine
+from hf_vit_accel.layout import Segments, to_device
+from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.window_attention import attention_reference
-from hf_vit_accel.scales import Scales
 
 Kind = Literal["full", "window"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -70,7 +70,7 @@ class Needs:
     and head_dim_max bound D. differentiable: whether gradients flow through it. score_mods: whether it applies one.
     """
 
-    packages: tuple[env.Package, ...] = ()
+    packages: tuple[machine.Package, ...] = ()
     cuda: bool = True
     capability: tuple[tuple[int, int], tuple[int, int]] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -109,7 +109,7 @@ class Plan:
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """Attention within segments: softmax(scale * q k^T) v, (T, H, D) each, any strides; returns (T, H, D)."""
-        return env.guarded(self.backend.name, self.backend.attend)(q_THD, k_THD, v_THD, self)
+        return machine.guarded(self.backend.name, self.backend.attend)(q_THD, k_THD, v_THD, self)
 
 
 class Backend(ABC):
@@ -198,19 +198,19 @@ class Backend(ABC):
         return [attend] * layers
 
 
-@env.probe
+@machine.probe
 def _imported(backend: Backend) -> tuple[str, ...]:
     try:
         return tuple(backend.lacks())
     except Exception as error:
         remedy = "".join(f" ({package.install})" for package in backend.needs.packages[:1])
-        return (f"importing what {backend.name} needs failed: {env.one_line(error)}{remedy}",)
+        return (f"importing what {backend.name} needs failed: {machine.one_line(error)}{remedy}",)
 
 
 def against_machine(needs: Needs) -> list[str]:
     """Why a machine has not what is needed."""
-    reasons = [why for package in needs.packages if (why := env.why_missing(package))]
-    if needs.cuda and not env.has_cuda():
+    reasons = [why for package in needs.packages if (why := machine.why_missing(package))]
+    if needs.cuda and not machine.has_cuda():
         return [*reasons, "torch finds no CUDA device (install a CUDA build of torch on a machine with a GPU)"]
     return reasons + _against_capability(needs, None) if needs.cuda else reasons
 
@@ -220,7 +220,7 @@ def _against_capability(needs: Needs, index: int | None) -> list[str]:
         return []
     low, above = needs.capability
     try:
-        found = env.cuda_capability(index)
+        found = machine.cuda_capability(index)
     except RuntimeError as error:  # the GPU is full, or another process has it to itself
         return [f"the GPU cannot be used: {' '.join(str(error).split())}"]
     if low <= found < above:
@@ -288,7 +288,7 @@ def reasons_tried(
                 return max(float((one.float() - exact).norm() / exact.norm()) for one, exact in pairs)
 
     try:
-        worst = env.apart(run)
+        worst = machine.apart(run)
     except Exception as error:
-        return (f"{what} fail here: {env.one_line(error)[:220]}",)
+        return (f"{what} fail here: {machine.one_line(error)[:220]}",)
     return () if worst < 0.03 else (f"{what} are wrong here: relative error {worst:.1e}",)

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.backends.base import Attend, Plan, Request
 from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, FlashinferCudnn, graph_for
-from hf_vit_accel.metadata import Segments
-from hf_vit_accel.ops.e4m3 import E4M3
+from hf_vit_accel.layout import Segments
+from hf_vit_accel.ops.fp8.e4m3 import E4M3
+from hf_vit_accel.ops.fp8.quantize import dequantize, quantize
+from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.launch import why_not_triton
-from hf_vit_accel.ops.quantize import dequantize, quantize
-from hf_vit_accel.scales import Scales
 
 MIN_SEQLEN = 5120
 """Rows of the segment that a row is in, on average, from which FP8 is faster than the best of the others (H200: a tower
@@ -113,7 +113,7 @@ def _padded(head_dim: int) -> int:
 
 def _written(request: Request) -> torch.dtype:
     """The dtype of the output: Hopper writes e4m3 alone."""
-    return request.dtype if env.cuda_capability(request.device.index)[0] >= 10 else E4M3
+    return request.dtype if machine.cuda_capability(request.device.index)[0] >= 10 else E4M3
 
 
 def _graph(plan: Plan, q_THP: Tensor, k_THP: Tensor, v_THP: Tensor) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Backend, Plan, attention_op
 
-PACKAGE = env.Package(
+PACKAGE = machine.Package(
     module="flash_attn_interface",
     distribution="flash_attn_3",
     install="build FlashAttention-3: https://github.com/Dao-AILab/flash-attention, folder hopper",

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_tried
 from hf_vit_accel.ops.rope import rope_, rope_back_, rotate
-from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.ops.training.trained import Trained
 
-PACKAGE = env.Package(
+PACKAGE = machine.Package(
     module="flash_attn.cute", distribution="flash-attn-4", install="pip install --pre flash-attn-4 (Hopper, Blackwell)"
 )
-_rotate_ = env.guarded(env.KERNELS, rope_)
+_rotate_ = machine.guarded(machine.KERNELS, rope_)
 
 
 class FlashAttention4(Backend):
@@ -117,7 +117,7 @@ class _Attention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)
@@ -171,12 +171,12 @@ def _against(
         return reasons_tried(attend, _LENGTHS, device, dtype, head_dim, grad=make is not None)
 
 
-@env.probe
+@machine.probe
 def _against_results(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
     return _against(device, dtype, head_dim, None)
 
 
-@env.probe
+@machine.probe
 def _backward(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Callable[..., Any] | None, tuple[str, ...]]:

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Backend, Plan, Request, attention_op
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
 
 Tensors = tuple[Tensor, ...]
 
 _REMEDY = 'pip install "hf-vit-accel[cuda]"'
-FLASHINFER = env.Package(module="flashinfer", distribution="flashinfer-python", install=_REMEDY)
-CUDNN_FRONTEND = env.Package(module="cudnn", distribution="nvidia-cudnn-frontend", install=_REMEDY)
+FLASHINFER = machine.Package(module="flashinfer", distribution="flashinfer-python", install=_REMEDY)
+CUDNN_FRONTEND = machine.Package(module="cudnn", distribution="nvidia-cudnn-frontend", install=_REMEDY)
 
 _OLDEST_CUDNN = 91900  # the oldest release that this backend was run with
 INT32_END = 2**31
@@ -119,7 +119,7 @@ def _sequences(plan: Plan, packed: tuple[bool, ...]) -> Tensors:
     return plan.tensors["lengths"], *(offsets[layout] for layout in packed), offsets[False]
 
 
-@env.probe
+@machine.probe
 def _prefill_module() -> Any:
     import flashinfer.cudnn.prefill as prefill  # 3 to 4 s, so only when used
 
@@ -189,7 +189,7 @@ class Graph:
         self._graph.execute(tensors, tensor_uids=self._uids, workspace=workspace, handle=handle)
 
 
-GRAPHS: env.LRU[Graph] = env.LRU(entries=256, cost=256)
+GRAPHS: machine.LRU[Graph] = machine.LRU(entries=256, cost=256)
 """The cuDNN plans built so far; `GRAPHS.misses` counts builds."""
 
 

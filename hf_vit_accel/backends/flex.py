@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Backend, Needs, Plan, Request, ScoreMod
-from hf_vit_accel.metadata import Array, Segments
+from hf_vit_accel.layout import Array, Segments
 
 BLOCK = 128
 """Rows of a block of queries, and of keys: FlexAttention's own default, a multiple of every tile of its kernels."""
@@ -30,7 +30,7 @@ FEWEST = 2 * BLOCK
 """Rows below which a call is padded. torch.compile takes a size of 1 for a constant, which one block would be, and
 FlexAttention has another kernel for fewer than 128 rows: each would be compiled on its own."""
 
-TRITON = env.Package(module="triton", distribution="triton", install="it comes with a CUDA build of torch")
+TRITON = machine.Package(module="triton", distribution="triton", install="it comes with a CUDA build of torch")
 
 
 class Flex(Backend):

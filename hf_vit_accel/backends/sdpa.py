@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_vit_accel.backends.base import Backend, Needs, Plan, Request
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
 
 
 class Sdpa(Backend):

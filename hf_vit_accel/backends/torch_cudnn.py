@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, reasons_tried
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.rope import rope_, rope_gather_back
 from hf_vit_accel.ops.rope import rotate as rotation
-from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.ops.training.trained import Trained
 
 Groups = Sequence[tuple[int, int]]
 
-_rotate_ = env.guarded(env.KERNELS, rope_)
+_rotate_ = machine.guarded(machine.KERNELS, rope_)
 _sdpa = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _sdpa_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
@@ -145,7 +145,7 @@ class _Attention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Any, ...]:
         rotated_T3HD, out_THD, cos_TD, sin_TD, *tensors = ctx.saved_tensors
         dout_THD, dqkv_T3HD, start = dout_THD.contiguous(), torch.empty_like(rotated_T3HD), 0
@@ -179,7 +179,7 @@ class _Attention(torch.autograd.Function):
         return dqkv_T3HD, None, None, None, None
 
 
-@env.probe
+@machine.probe
 def _against_gradients(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
     """Why its gradients are not used here: they are tried once, against attention by its definition."""
     groups, scale = ((2, 96), (3, 1), (1, 200)), head_dim**-0.5

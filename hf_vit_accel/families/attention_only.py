@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_vit_accel.families.base import Family
-from hf_vit_accel.metadata import Geometry
+from hf_vit_accel.layout import Geometry
 
 
 def _frames(tower: Any) -> Geometry:

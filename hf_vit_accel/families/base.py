@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_vit_accel.metadata import Geometry
+from hf_vit_accel.layout import Geometry
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

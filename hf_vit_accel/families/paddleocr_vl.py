@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from hf_vit_accel.families.base import Family, Parts, block_of
-from hf_vit_accel.metadata import Geometry
+from hf_vit_accel.layout import Geometry
 
 
 def _geometry(tower: Any) -> Geometry:

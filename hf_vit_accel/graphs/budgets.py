@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_vit_accel.metadata import Grid
+from hf_vit_accel.layout import Grid
 
 FRAMES = 256
 """Most frames in one replay: every declared segment costs time, even an empty one."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_vit_accel.metadata import Segments, VisionMetadata
+from hf_vit_accel.layout import Segments, VisionMetadata
 
 
 @dataclass(frozen=True, kw_only=True)

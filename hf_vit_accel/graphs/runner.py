@@ -18,15 +18,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.encoder import encode
+from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.buffers import Shape, pad
 from hf_vit_accel.graphs.held import CaptureError, Eager, GraphStatus, Held
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.metadata import pack, send
-from hf_vit_accel.route import Route, Routes, Spec
+from hf_vit_accel.layout import pack, send
 
 
 class _Signature:
@@ -96,7 +96,7 @@ class Runner(Held):
         route: of the call in its own shape. memory: equal while weights and buffers lie where they did; with the
         route's spec that is all that a graph bakes in beside its layout, so another makes every graph stale.
         """
-        identity = route.spec, memory, pixels_TP.shape[1], env.numerics()
+        identity = route.spec, memory, pixels_TP.shape[1], machine.numerics()
         with self._lock:
             if against := self._begin(identity, route.spec.request.device):
                 return against

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.encoder import encode
+from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.held import CaptureError, Eager, Held
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.ops.base import Slots, replaced
-from hf_vit_accel.route import Route
 
 Tensors = list[Tensor]
 
@@ -98,7 +98,7 @@ class TrainingRunner(Held):
         if pixels_TP.is_inference():  # which cannot be saved; stock's frozen embedding saves none
             pixels_TP = pixels_TP.clone()
         wants = [pixels_TP.requires_grad, *map(_WANTS_GRADIENT, parameters)]
-        identity = route.spec, memory, pixels_TP.shape[1], wants, env.numerics()
+        identity = route.spec, memory, pixels_TP.shape[1], wants, machine.numerics()
         with self._lock:
             if against := self._begin(identity, route.spec.request.device):
                 return against
@@ -250,7 +250,7 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         pixels_TP, *parameters = ctx.saved_tensors
         step = ctx.call.step

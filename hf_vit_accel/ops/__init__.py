@@ -1,7 +1,7 @@
 """The operations of a tower, each in a file of its own, and the table from which they are chosen.
 
 A new operation is one file and its line in `TABLE`; `fuse`, status and tests pick it up. A reference in plain torch
-says what each computes: kernels are held to it, and `upstream` holds it to transformers.
+says what each computes: kernels are held to it, and `tower.proof` holds it to transformers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Block, Parts
+from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.ops import (
     downsample,
     heads,
@@ -32,7 +32,7 @@ from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
 from hf_vit_accel.ops.gemm_epilogue import add_product_
 from hf_vit_accel.ops.launch import why_not_triton
-from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.ops.training.trained import Trained
 
 __all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "linears", "why_not_triton"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.families.base import Parts
 
 Apply = Callable[[Tensor], Tensor]
@@ -49,7 +49,7 @@ def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[s
         return [f"a {name} stands where a plain {kind.__name__} was"]
     if own_forward(module) is not None:
         return [f"a {name} has a forward of its own"]
-    if not env.is_upstream(type(module).forward):
+    if not machine.is_upstream(type(module).forward):
         home = type(module).__module__
         if home.startswith(("torch.", "transformers.")):
             return [f"the forward of {name} was replaced by another"]
@@ -260,7 +260,9 @@ class Operation:
         if why is None:
             context.fused.add(self.name)
             made = [self.fused(subject, context) for subject in subjects]
-            return [env.guarded(env.KERNELS, one) for one in made] if self.triton and not self.guards else made, None
+            return [
+                machine.guarded(machine.KERNELS, one) for one in made
+            ] if self.triton and not self.guards else made, None
         return [self.plain(subject, context) for subject in subjects], why
 
     def _reasons(self, subjects: list[Any], context: Context, wanted: bool) -> Iterator[str]:

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import ACTIVATIONS
 from hf_vit_accel.ops.launch import for_descriptor
 
-PACKAGE = env.Package(
+PACKAGE = machine.Package(
     module="quack", distribution="quack-kernels", install="pip install --pre flash-attn-4 brings it (Hopper)"
 )
 KINDS = "gelu_tanh", "quick_gelu", "swiglu", "residual"
@@ -164,7 +164,7 @@ def _run(mod: Any, kind: str, x: Tensor, weight: Tensor, *rest: Any, **more: Any
     return mod(x, weight, *rest, config=_config(kind, weight.shape[1]), tuned=False, **more)
 
 
-_guarded = partial(env.guarded, env.EPILOGUES)
+_guarded = partial(machine.guarded, machine.EPILOGUES)
 
 
 @_guarded
@@ -213,14 +213,14 @@ def why_not(device: torch.device, dtype: torch.dtype, kind: str) -> str | None:
         return f"the tensors are on {device.type}, QuACK needs CUDA"
     if dtype != torch.bfloat16:  # its sigmoid is as exact as that
         return f"the dtype is {str(dtype).removeprefix('torch.')}, epilogues are for bfloat16"
-    if (found := env.cuda_capability(device.index)) != (9, 0):
+    if (found := machine.cuda_capability(device.index)) != (9, 0):
         return f"the GPU's compute capability is {found[0]}.{found[1]}, epilogues are measured on 9.0"
-    return env.why_missing(PACKAGE) or _tried(device, kind)
+    return machine.why_missing(PACKAGE) or _tried(device, kind)
 
 
-@env.probe
+@machine.probe
 def _tried(device: torch.device, kind: str) -> str | None:
-    return env.apart(_try, device, kind)
+    return machine.apart(_try, device, kind)
 
 
 def _try(device: torch.device, kind: str) -> str | None:
@@ -255,7 +255,7 @@ def _try_width(device: torch.device, kind: str, inner: int) -> str | None:
                 found += gemm_dact(dy, down, found[0], kind)
                 exact = [*gemm_act_reference(x.double(), weight.double(), bias.double(), kind)]
                 exact += gemm_dact_reference(dy.double(), down.double(), found[0].double(), kind)
-        except env.Fault as fault:
+        except machine.Fault as fault:
             return f"QuACK's products {fault.why}"
         pairs = zip(found, exact, strict=True)
         worst = max(float((one.double() - other).norm() / other.norm()) for one, other in pairs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import Apply, Context, Operation
@@ -178,7 +178,7 @@ class ShapeHeads(torch.autograd.Function):
         return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=False)
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
         qkv_TF, *weights_D = ctx.saved_tensors
         heads, key_heads, eps, dim = ctx.settings

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 
 try:
     import triton
@@ -99,7 +99,7 @@ def why_not_descriptors(device: torch.device) -> str | None:
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if device.type != "cuda" or env.cuda_capability(device.index)[0] != 9:
+    if device.type != "cuda" or machine.cuda_capability(device.index)[0] != 9:
         return "the kernel was measured on GPUs of compute capability 9 only"
     return None
 

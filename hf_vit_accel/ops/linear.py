@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_vit_accel import env
-from hf_vit_accel.ops.adapter import product
+from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Apply, Context
-from hf_vit_accel.ops.column_sum import column_sum
 from hf_vit_accel.ops.gemm_epilogue import gemm_add
-from hf_vit_accel.ops.lora import lora_of
-from hf_vit_accel.ops.norm_backward import Norm, keep, kept
-from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.ops.lora.adapter import product
+from hf_vit_accel.ops.lora.modules import lora_of
+from hf_vit_accel.ops.training.column_sum import column_sum
+from hf_vit_accel.ops.training.norm_backward import Norm, keep, kept
+from hf_vit_accel.ops.training.trained import Trained
 
 
 def linear_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, norm: Norm | None = None) -> Tensor:
@@ -50,7 +50,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x_TE, weight_FE, bias_F)
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight_FE, *tensors = ctx.saved_tensors

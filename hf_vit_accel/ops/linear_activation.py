@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import cut_off, swiglu_reference
 from hf_vit_accel.ops.launch import TensorDescriptor, for_descriptor, jit, next_power_of_2, tl
 
@@ -151,7 +151,7 @@ def _launch(
     padded = -(-width // 8) * 8
     out_TG = x_TE.new_empty(rows, padded)
     block_f, block_e, group, copy_rows = 64 if gated else 128, 64, 16 if gated else 4, 4
-    block_t, stages = tile(rows, -(-padded // block_f), env.multiprocessors(x_TE.device))
+    block_t, stages = tile(rows, -(-padded // block_f), machine.multiprocessors(x_TE.device))
     tiles = -(-rows // block_t) * -(-padded // block_f)
     copies = 0 if out_down_EG is down_EF else -(-down_EF.shape[0] // copy_rows)
     first, last = (TensorDescriptor.from_tensor(for_descriptor(weights[at]), [block_f, block_e]) for at in (0, -1))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import merger as mergers
 from hf_vit_accel.ops import mlp as mlps
@@ -44,7 +44,7 @@ def why_not(device: torch.device, dtype: torch.dtype, *, grad: bool) -> str | No
     """Why no product of rows in a dtype can be in FP8; None if they can."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}, products in FP8 need CUDA"
-    if (found := env.cuda_capability(device.index)) < CAPABILITY:
+    if (found := machine.cuda_capability(device.index)) < CAPABILITY:
         return f"the GPU's compute capability is {found[0]}.{found[1]}, products in FP8 need at least 8.9"
     if dtype != torch.bfloat16:
         return f"the dtype is {str(dtype).removeprefix('torch.')}, products in FP8 write bfloat16"
@@ -143,4 +143,4 @@ def merger(module: Any, made: Any, context: Context, against: dict[str, str]) ->
     return mergers.fused(module, context, _guarded(lambda x_ME: run(scaled.quantize_rows(x_ME))))
 
 
-_guarded = partial(env.guarded, env.LINEARS)
+_guarded = partial(machine.guarded, machine.LINEARS)

@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_vit_accel.env import KERNELS, guarded
 from hf_vit_accel.families.base import Parts
+from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
-from hf_vit_accel.ops.gelu_backward import GeluMlp
-from hf_vit_accel.ops.norm_backward import norm_of
-from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.ops.training.gelu_backward import GeluMlp
+from hf_vit_accel.ops.training.norm_backward import norm_of
+from hf_vit_accel.ops.training.trained import Trained
 
 
 def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
-from hf_vit_accel.ops import adapter
 from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
 from hf_vit_accel.ops.base import Apply, Context, Operation
-from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
-from hf_vit_accel.ops.lora import lora_of
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
-from hf_vit_accel.ops.trained import Trained
+from hf_vit_accel.ops.lora import adapter
+from hf_vit_accel.ops.lora.modules import lora_of
+from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
+from hf_vit_accel.ops.training.trained import Trained
 
 KINDS = "gelu_tanh", "quick_gelu", "silu"
 """The activations of layers that there are kernels for."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import AddNorm, Context, Operation
-from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, rounded
+from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit_one, largest, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
 
@@ -189,8 +189,8 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
     weights = context.reader(*[(norm, "weight"), (norm, "bias")][: 2 - rms], cast=False)
     settings = *(None,) * rms, eps, rms, context.rows_dtype
     if context.grad and not context.reference:
-        from hf_vit_accel.ops.norm_backward import AddNormFunction
-        from hf_vit_accel.ops.trained import TrainedNorm
+        from hf_vit_accel.ops.training.norm_backward import AddNormFunction
+        from hf_vit_accel.ops.training.trained import TrainedNorm
 
         return TrainedNorm(function=AddNormFunction, weights=weights, settings=settings)
     run = run or (add_norm_reference if context.reference else add_norm_)

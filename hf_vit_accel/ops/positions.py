@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, tl
 
@@ -101,7 +101,7 @@ class AddPositions(torch.autograd.Function):
         return _add(x_TE, table_NE, indices_T4, weights_T4, torch.empty_like(x_TE))
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, dout_TE: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_table, _, _ = ctx.needs_input_grad
         table_rows, dtype = ctx.table

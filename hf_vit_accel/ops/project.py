@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import linear
 from hf_vit_accel.ops.base import Apply, Context, filled
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
-from hf_vit_accel.ops.trained import Frame, Trained
+from hf_vit_accel.ops.training.trained import Frame, Trained
 
 
 def build(block: Block, context: Context, shape: Apply | None) -> Apply:
@@ -88,7 +88,7 @@ class ProjectFunction(torch.autograd.Function):
         return out_TF
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
         products, saved, needs = ctx.products, ctx.saved_tensors, ctx.needs_input_grad
         at = products + ctx.kept

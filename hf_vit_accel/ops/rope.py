@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
-from hf_vit_accel.ops.column_sum import FEW_ROWS, remember_sum, runs, store_sum
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
-from hf_vit_accel.ops.lora import lora_of
+from hf_vit_accel.ops.lora.modules import lora_of
+from hf_vit_accel.ops.training.column_sum import FEW_ROWS, remember_sum, runs, store_sum
 
 
 def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class Rope(torch.autograd.Function):
         return rope_(qkv_T3HD.clone(memory_format=torch.contiguous_format), cos_TD, sin_TD)
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, dout_T3HD: Tensor) -> tuple[Tensor | None, ...]:
         return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
 

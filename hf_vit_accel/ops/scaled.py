@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_vit_accel.ops.activation import ACTIVATIONS, cut_off, swiglu_reference
-from hf_vit_accel.ops.e4m3 import E4M3, fit_one, largest, powers, rounded
+from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit_one, largest, powers, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.norm import add_norm_reference_, add_norm_rows, pieces
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Operation
-from hf_vit_accel.ops.column_sum import FEW_ROWS, remember_sum
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
+from hf_vit_accel.ops.training.column_sum import FEW_ROWS, remember_sum
 
 LONGEST = 64
 """Rows of the longest window that one program holds."""
@@ -112,7 +112,7 @@ def window_attention(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlen
     out_THD = qkv_T3HD.new_empty(rows, heads, dim)
     windows = cu_seqlens_S1.shape[0] - 1
     # Of the windows some may be empty, in a CUDA graph most: as many as full ones hold the rows is the better guess.
-    each = heads_each(min(windows, -(-rows // LONGEST)), heads, 2 * env.multiprocessors(qkv_T3HD.device))
+    each = heads_each(min(windows, -(-rows // LONGEST)), heads, 2 * machine.multiprocessors(qkv_T3HD.device))
     _window_attention_kernel[(windows, heads // each)](
         qkv_T3HD,
         cos_TD,
@@ -225,7 +225,7 @@ class WindowAttention(torch.autograd.Function):
         return window_attention(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1, scale)
 
     @staticmethod
-    @env.once_differentiable
+    @machine.once_differentiable
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         rows, _, heads, dim = qkv_T3HD.shape

@@ -20,7 +20,7 @@ from tiny import TINY, relative_error, tower_of
 from torch.distributed.tensor import DTensor
 
 import hf_vit_accel
-from hf_vit_accel import tower as tower_module
+from hf_vit_accel.tower import forward as tower_module
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES)]

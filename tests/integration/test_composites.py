@@ -12,7 +12,7 @@ from tiny import TINY, assert_close
 
 import hf_vit_accel
 from hf_vit_accel.families import FAMILIES, find_towers
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
 

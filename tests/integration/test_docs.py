@@ -22,9 +22,9 @@ import typer
 from PIL import Image
 
 import hf_vit_accel
-from hf_vit_accel.bench.measure import Row
-from hf_vit_accel.bench.report import document
-from hf_vit_accel.cli import app
+from hf_vit_accel.tools.bench.measure import Row
+from hf_vit_accel.tools.bench.report import document
+from hf_vit_accel.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "benchmark")]

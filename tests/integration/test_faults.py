@@ -27,14 +27,15 @@ from torch import nn
 from torch._C import DispatchKey, DispatchKeySet
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, env, route
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, machine
 from hf_vit_accel.backends import ORDER, backend_named
 from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.backends.base import Needs
+from hf_vit_accel.engine import route
 from hf_vit_accel.ops import linear_activation, mlp, norm
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 PREFILL = "flashinfer.cudnn.prefill"
@@ -59,7 +60,7 @@ def afresh(built: Any) -> Iterator[None]:
 
 
 def _forget() -> None:
-    env.reset()
+    machine.reset()
     cudnn_backend.GRAPHS.clear()
     cudnn_backend.WORKSPACES.close()
     flex_backend.compiled.cache_clear()
@@ -272,7 +273,7 @@ def test_a_fault_of_cudnn(flashinfer: Any, built: Any, monkeypatch: Any, name: s
     tower = tower_of(model)
     with monkeypatch.context() as broken:
         fault.arrange(flashinfer, broken)
-        env.reset()
+        machine.reset()
         if fault.early and attention != "auto":
             with pytest.raises(BackendUnavailableError) as unavailable:
                 hf_vit_accel.patch(model, attention=attention)
@@ -304,7 +305,7 @@ def test_a_fault_of_cudnn(flashinfer: Any, built: Any, monkeypatch: Any, name: s
         hf_vit_accel.patch(model, attention=attention)
         run_tower(tower, GRID)
     # It is not forgotten while the tower stays as it is, and tried anew once it is patched anew.
-    env.reset()
+    machine.reset()
     assert_close(run_tower(tower, GRID), expected)
     assert status_of(model).backends["full"] == "sdpa"
     hf_vit_accel.patch(model, attention=attention, strict=True)
@@ -444,9 +445,9 @@ def test_errors_of_a_score_mod_reach_its_author(built: Any) -> None:
 
 def test_a_gpu_that_cannot_be_asked_does_not_stop_a_cpu_tower(built: Any, monkeypatch: Any) -> None:
     model, expected = built["qwen2_vl"]
-    monkeypatch.setattr(env, "has_cuda", lambda: True)
-    monkeypatch.setattr(env, "why_missing", lambda package: None)
-    monkeypatch.setattr(env, "cuda_capability", raises(RuntimeError("CUDA error: all devices are busy")))
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "why_missing", lambda package: None)
+    monkeypatch.setattr(machine, "cuda_capability", raises(RuntimeError("CUDA error: all devices are busy")))
     hf_vit_accel.patch(model)
     assert_close(run_tower(tower_of(model), GRID), expected)
     (first, *_) = status_of(model).rejected["full"]["torch_varlen"]
@@ -590,7 +591,7 @@ def test_kernels_and_the_backend_may_both_fail(
     hf_vit_accel.patch(model)
     for _ in range(2):
         assert_close(run_tower(tower_of(model), GRID), expected)
-    assert faults_of(model) == {env.KERNELS, "flashinfer_cudnn"}
+    assert faults_of(model) == {machine.KERNELS, "flashinfer_cudnn"}
     assert sorted(status_of(model).fallbacks.values()) == [2, 2] and status_of(model).calls == 2
 
 
@@ -634,7 +635,7 @@ def test_two_threads_meet_a_fault_at_once(kernels: Any, built: Any, monkeypatch:
     threads = [threading.Thread(target=work) for _ in range(3)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert not wrong and launches.tried == 3 and faults_of(model) == {env.KERNELS}
+    assert not wrong and launches.tried == 3 and faults_of(model) == {machine.KERNELS}
 
 
 class Failing(nn.Module):

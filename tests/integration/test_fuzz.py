@@ -25,14 +25,14 @@ from test_graphs import draw_grid
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError, GraphConfig, env
+from hf_vit_accel import FallbackError, GraphConfig, machine
 from hf_vit_accel.backends import ORDER, Request
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
+from hf_vit_accel.engine.route import Routes, Spec
 from hf_vit_accel.graphs import held as held_module
 from hf_vit_accel.graphs import runner as runner_module
-from hf_vit_accel.metadata import Geometry, build, to_device
-from hf_vit_accel.route import Routes, Spec
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.layout import Geometry, build, to_device
+from hf_vit_accel.tower.state import state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -429,7 +429,7 @@ def test_a_tower_does_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fam
 
 def test_every_cache_declares_its_bound() -> None:
     """No `functools.cache` of inputs; and what a module holds that grows is a bounded LRU, or named here."""
-    probes = {id(probe) for probe in env.PROBES}  # of packages and devices: as many as the machine has
+    probes = {id(probe) for probe in machine.PROBES}  # of packages and devices: as many as the machine has
     held = {
         "PROBES": "as many as there are probes",
         "WORKSPACES": "one per device and stream",
@@ -440,7 +440,7 @@ def test_every_cache_declares_its_bound() -> None:
         for name, value in vars(module).items():
             if hasattr(value, "cache_parameters") and id(value) not in probes:
                 assert value.cache_parameters()["maxsize"] is not None, f"{found.name}.{name} is cached without a bound"
-            if isinstance(value, env.LRU):
+            if isinstance(value, machine.LRU):
                 assert value.entries <= 256
             elif isinstance(value, list | cudnn_backend.Workspaces) and name != "__all__":
                 assert name in held or name == "__path__", f"{found.name}.{name} might grow"

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel.families import find_towers
-from hf_vit_accel.tower import AcceleratedForward, state_of
+from hf_vit_accel.tower.forward import AcceleratedForward
+from hf_vit_accel.tower.state import state_of
 
 
 def cells() -> Iterator[Any]:

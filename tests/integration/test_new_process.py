@@ -72,7 +72,7 @@ assert not torch.cuda.is_initialized()
 heavy = {"flashinfer", "cudnn", "flash_attn_interface", "torchvision"} - before
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert not any("modeling_qwen" in name for name in sys.modules)
-import hf_vit_accel.cli
+import hf_vit_accel.tools.cli
 assert not torch.cuda.is_initialized() and not heavy & set(sys.modules)
 models = [TINY[name].build() for name in ("qwen2_5_vl", "qwen3_vl")]
 for model in models:

@@ -17,7 +17,7 @@ from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 

@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 import hf_vit_accel
 from hf_vit_accel.families import find_towers
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
 PAGES = [[(1, 4, 6)], [(1, 12, 8)], [(1, 8, 8)]]

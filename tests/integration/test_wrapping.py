@@ -34,7 +34,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
-from hf_vit_accel.tower import AcceleratedForward, state_of
+from hf_vit_accel.tower.forward import AcceleratedForward
+from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
 WAYS = ["patch", "name"]

@@ -17,9 +17,10 @@ from tiny import GRIDS, TINY, checkpoint_layers, pixels_for, relative_error, tow
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import env
-from hf_vit_accel.ops import lora, mlp
-from hf_vit_accel.ops.adapter import (
+from hf_vit_accel import machine
+from hf_vit_accel.ops import mlp
+from hf_vit_accel.ops.lora import modules as lora
+from hf_vit_accel.ops.lora.adapter import (
     Activated,
     AdaptedFunction,
     AdaptedMlp,
@@ -28,8 +29,8 @@ from hf_vit_accel.ops.adapter import (
     adapted_mlp_reference,
     adapted_reference,
 )
-from hf_vit_accel.ops.trained import Trained
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.ops.training.trained import Trained
+from hf_vit_accel.tower.state import state_of
 
 peft = pytest.importorskip("peft")
 
@@ -301,9 +302,9 @@ def test_the_proof_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "forward", lambda self, x: before(self, x) + 1e-3)
     assert not lora._try(kind.forward)
     monkeypatch.setattr(peft, "LoraConfig", lambda **kwargs: 1 / 0)
-    env.reset()
+    machine.reset()
     assert not lora._known(before)
-    env.reset()
+    machine.reset()
     assert torch.equal(torch.get_rng_state(), state)
 
 

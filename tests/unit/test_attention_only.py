@@ -15,12 +15,13 @@ import torch
 from tiny import assert_close, randomise, relative_error
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError, FlexConfig, registration
+from hf_vit_accel import FallbackError, FlexConfig
 from hf_vit_accel.config import Settings
+from hf_vit_accel.engine.route import Routes
 from hf_vit_accel.families import FAMILIES, Family
-from hf_vit_accel.metadata import Geometry
-from hf_vit_accel.route import Routes
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.layout import Geometry
+from hf_vit_accel.tower import loading as registration
+from hf_vit_accel.tower.state import state_of
 
 GRID = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (2, 8, 8)]
 _SIGLIP = dict(num_hidden_layers=4, hidden_size=32, num_attention_heads=2, intermediate_size=40, patch_size=2)

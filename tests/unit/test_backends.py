@@ -17,7 +17,7 @@ from standins import alike
 from tiny import relative_error
 from torch import nn
 
-from hf_vit_accel import backends, env
+from hf_vit_accel import backends, machine
 from hf_vit_accel.backends import (
     FP8,
     ORDER,
@@ -34,7 +34,7 @@ from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_max_seqlen, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
 
 LAYOUTS = {
     "one segment": [784],
@@ -234,7 +234,7 @@ def test_needs_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     class Picky(Sdpa):
         name = "picky"
         needs = Needs(
-            packages=(env.Package(module="no_such_module", distribution="no-such", install="pip install no-such"),),
+            packages=(machine.Package(module="no_such_module", distribution="no-such", install="pip install no-such"),),
             cuda=False,
             dtypes=(torch.bfloat16,),
             head_dim_multiple=32,
@@ -256,9 +256,9 @@ def test_needs_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0)])
 def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """Where all is installed, what a capability alone stands against: FlashAttention-3's kernels are Hopper's."""
-    monkeypatch.setattr(env, "has_cuda", lambda: True)
-    monkeypatch.setattr(env, "why_missing", lambda package: None)
-    monkeypatch.setattr(env, "cuda_capability", lambda index=None: capability)
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "why_missing", lambda package: None)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: capability)
     needs = {backend.name: backend.needs_on(torch.device("cuda")) for backend in (*ORDER, FP8)}
     needs["linears"] = backends.LINEARS_NEED
     refused = {name: why for name, need in needs.items() if (why := against_machine(need))}
@@ -270,19 +270,19 @@ def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
 
 @pytest.mark.parametrize("backend", [b for b in ORDER if b.needs.cuda], ids=lambda b: b.name)
 def test_capability_and_cuda_are_checked(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "why_missing", lambda package: None)
-    monkeypatch.setattr(env, "has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "why_missing", lambda package: None)
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
     assert any("no CUDA device" in why for why in backend.reasons_against_machine())
-    monkeypatch.setattr(env, "has_cuda", lambda: True)
-    monkeypatch.setattr(env, "cuda_capability", lambda index=None: (7, 5))
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: (7, 5))
     assert any("compute capability is 7.5" in why for why in backend.reasons_against_machine())
 
 
 def fake_machine(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = ()) -> None:
     """A Hopper machine with every package but the missing ones, and a torch without cuDNN."""
-    monkeypatch.setattr(env, "has_cuda", lambda: True)
-    monkeypatch.setattr(env, "cuda_capability", lambda index=None: (9, 0))
-    monkeypatch.setattr(env, "why_missing", lambda package: "missing" if package.module in missing else None)
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(machine, "why_missing", lambda package: "missing" if package.module in missing else None)
     for backend in (FlashinferCudnn, FlashAttention3):
         monkeypatch.setattr(backend, "probe", lambda self: [])
     monkeypatch.setattr(TorchCudnn, "lacks", lambda self: ("this torch has no cuDNN",))

@@ -20,23 +20,24 @@ from test_kernels import compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel.ops import column_sum as column_sum_module
-from hf_vit_accel.ops import gelu_backward, gemm_epilogue, norm_backward, swiglu_backward
+from hf_vit_accel.ops import gemm_epilogue
 from hf_vit_accel.ops import linear as linear_module
 from hf_vit_accel.ops import rope as rope_module
 from hf_vit_accel.ops import window_attention as window_attention_module
 from hf_vit_accel.ops.activation import ACTIVATIONS
-from hf_vit_accel.ops.column_sum import column_sum, column_sum_reference, flattened
-from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference
 from hf_vit_accel.ops.launch import triton
 from hf_vit_accel.ops.linear import LinearFunction, linear_reference
-from hf_vit_accel.ops.norm_backward import AddNormFunction, Norm, add_norm_reference
 from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
 from hf_vit_accel.ops.project import ProjectFunction, project_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
-from hf_vit_accel.ops.trained import Frame, Trained, layer_of
+from hf_vit_accel.ops.training import column_sum as column_sum_module
+from hf_vit_accel.ops.training import gelu_backward, norm_backward, swiglu_backward
+from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference, flattened
+from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.training.norm_backward import AddNormFunction, Norm, add_norm_reference
+from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
+from hf_vit_accel.ops.training.trained import Frame, Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
 GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
@@ -748,14 +749,14 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(at: At) -> None:
 _MLP = dict(NEED_BIAS=True, BLOCK_T=32, BLOCK_F=128, STAGES=3)
 COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "column_sum": (
-        "column_sum",
+        "ops.training.column_sum",
         "_column_sum_kernel",
         "x:*bf16 partial:*fp32 rows:i32 length:i32 row_stride:i32",
         dict(WIDTH=1152, BLOCK_T=32, BLOCK_F=128),
     ),
     **{
         f"norm {width}": (
-            "norm_backward",
+            "ops.training.norm_backward",
             "_add_norm_backward_kernel",
             "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 ddelta:*bf16 "
             "partial:*fp32 rows:i32 length:i32",
@@ -765,7 +766,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for width, main, tail in ((1152, 1024, 128), (1280, 1024, 256), (4608, 4096, 512))
     },
     "norm of fp32": (
-        "norm_backward",
+        "ops.training.norm_backward",
         "_add_norm_backward_kernel",
         "dsum:*fp32 dout:*bf16 total:*fp32 weight:*fp32 statistics:*fp32 dx:*fp32 ddelta:*bf16 partial:*fp32 rows:i32 "
         "length:i32",
@@ -773,14 +774,14 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         | dict(NEED_WEIGHT=True, NEED_BIAS=False, NEED_SUM=True),
     ),
     "norm, forward": (
-        "norm",
+        "ops.norm",
         "_add_norm_kernel",
         "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
         dict(WIDTH=1152, MAIN=1024, TAIL=128, HAS_DELTA=True, RMS=False, SAVE=True, QUANTIZE=False),
     ),
     **{
         f"rope_back_ {dim}": (
-            "rope",
+            "ops.rope",
             "_rope_back_kernel",
             "dqkv:*bf16 cos:*fp32 sin:*fp32 partial:*fp32 rows:i32 length:i32 table_stride:i32",
             dict(HEADS=16, DIM=dim, NEED_SUM=True, BLOCK_T=2, BLOCK_P=1024),
@@ -788,7 +789,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for dim in (72, 80)
     },
     "rope_gather_back": (
-        "rope",
+        "ops.rope",
         "_rope_gather_kernel",
         "dq:*bf16 dk:*bf16 dv:*bf16 cos:*fp32 sin:*fp32 out:*bf16 rows:i32 length:i32 stride_b:i32 stride_h:i32 "
         "stride_l:i32 table_stride:i32",
@@ -796,7 +797,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     **{
         f"gelu_mlp {kind}": (
-            "gelu_backward",
+            "ops.training.gelu_backward",
             "_gelu_backward_kernel",
             "z:*bf16 dh:*bf16 dz:*bf16 h:*bf16 partial:*fp32 rows:i32 length:i32",
             dict(WIDTH=4304, KIND=kind, NEED_Z=True, NEED_H=True) | _MLP,
@@ -804,25 +805,25 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for kind in GELUS
     },
     "swiglu_mlp": (
-        "swiglu_backward",
+        "ops.training.swiglu_backward",
         "_swiglu_backward_kernel",
         "both:*bf16 dh:*bf16 dboth:*bf16 partial:*fp32 rows:i32 length:i32 limit:fp32",
         dict(LIMITED=True, WIDTH=3424, NEED_BOTH=True) | _MLP,
     ),
     "positions": (
-        "positions",
+        "ops.positions",
         "_add_to_table_kernel",
         "dout:*bf16 indices:*i32 weights:*fp32 dtable:*fp32",
         dict(WIDTH=1152, TAPS=4, BLOCK=256),
     ),
     "shape_heads": (
-        "heads",
+        "ops.heads",
         "_shape_heads_backward_kernel",
         "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 dout:*bf16 dqkv:*bf16 partial:*fp32 count:i32 length:i32 eps:fp32",
         dict(HEADS=16, KEY_HEADS=8, DIM=80, NORM=True, BLOCK=16, BLOCK_D=128),
     ),
     "window_attention": (
-        "window_attention",
+        "ops.window_attention",
         "_window_attention_backward_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 dout:*bf16 dqkv:*bf16 partial:*fp32 scale:fp32 table_stride:i32",
         dict(HEADS=16, DIM=80, NEED_SUM=True, BLOCK_T=64, BLOCK_D=64),

@@ -24,14 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from hf_vit_accel import backends, bench, cli, env
+from hf_vit_accel import backends, machine
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.bench import baselines, contenders, towers
-from hf_vit_accel.bench.measure import _time
-from hf_vit_accel.bench.profile import part_of
-from hf_vit_accel.bench.work import Errors, draw_batch, outputs_of, results
 from hf_vit_accel.families import FAMILIES
+from hf_vit_accel.tools import bench, cli
+from hf_vit_accel.tools.bench import baselines, contenders, towers
+from hf_vit_accel.tools.bench.measure import _time
+from hf_vit_accel.tools.bench.profile import part_of
+from hf_vit_accel.tools.bench.work import Errors, draw_batch, outputs_of, results
 
 GRID = ((1, 4, 6), (3, 8, 4))
 SIZE = "1x4x6+3x8x4"
@@ -42,7 +43,7 @@ MEASURED = Path(__file__).parents[2] / "examples" / "benchmark" / "towers.json"
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a CUDA device, whatever this one has."""
-    monkeypatch.setattr(env, "has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["device"], report["dtype"], report["peak_tflops"]) == ("cpu", "float32", None)
-    assert report["versions"] == env.versions()
+    assert report["versions"] == machine.versions()
     rows = report["rows"]
     assert [(row["size"], row["contender"]) for row in rows] == [
         (size, contender) for size in (SIZE, "1x2x2") for contender in ("stock sdpa", "auto", "flex", "sdpa")
@@ -201,9 +202,9 @@ def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_floor_is_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     assert towers.peak_of(torch.device("cpu"), torch.bfloat16) is None
-    monkeypatch.setattr(env, "cuda_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(machine, "cuda_device_name", lambda: "NVIDIA H200")
     assert towers.peak_of(cuda, torch.bfloat16) == bench.PEAK
-    monkeypatch.setattr(env, "cuda_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(machine, "cuda_device_name", lambda: "NVIDIA GeForce RTX 4090")
     monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.zeros(1, 1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert towers.peak_of(cuda, torch.bfloat16) not in (None, bench.PEAK)
@@ -375,7 +376,7 @@ def test_an_error_near_its_bound_is_measured_in_more_batches(
     monkeypatch: pytest.MonkeyPatch, settles: int, batches: int, status: str
 ) -> None:
     """A gradient of few numbers is not called wrong by chance, and not called right before it is."""
-    module = sys.modules["hf_vit_accel.bench.measure"]
+    module = sys.modules["hf_vit_accel.tools.bench.measure"]
     judge, seen = module._judge, []
 
     def judged(contender: Any, errors: Any, own: Any, tower: Any) -> Any:
@@ -418,7 +419,7 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_checkpointing(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_path: Path) -> None:
     """Of stock and patched."""
-    module, again = sys.modules["hf_vit_accel.bench.measure"], []
+    module, again = sys.modules["hf_vit_accel.tools.bench.measure"], []
     timed = module._time
 
     def counted(steps: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -719,7 +720,7 @@ def test_every_family_is_verified_and_counted(family: Any) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(env, "has_cuda", torch.cuda.is_available)
+    monkeypatch.setattr(machine, "has_cuda", torch.cuda.is_available)
     options = ("--model", "qwen2.5-vl-3b,qwen3-vl-2b", "--sizes", "1x16x16+2x8x12", "--rounds", 1, "--profile")
     result = command(*options, "--baselines", "sdpa,graph", "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
@@ -730,7 +731,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_training_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(env, "has_cuda", torch.cuda.is_available)
+    monkeypatch.setattr(machine, "has_cuda", torch.cuda.is_available)
     options = ("--train", "--model", "qwen2.5-vl-3b,qwen3-vl-2b", "--sizes", "1x16x16+2x8x12", "--rounds", 1)
     baselines = "sdpa,flash_attention_2,compile_blocks"
     result = command(*options, "--baselines", baselines, "--json", tmp_path / "r.json")
@@ -788,7 +789,7 @@ def test_of_a_machine_what_nvidia_smi_tells(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(bench.report.subprocess, "run", smi)
-    found = bench.machine()
+    found = bench.host()
     assert found["driver"] == "580.1" and (found["clock"], found["largest_clock"], found["power"]) == (
         1980,
         1985,
@@ -796,7 +797,7 @@ def test_of_a_machine_what_nvidia_smi_tells(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert asked[0][asked[0].index("-i") + 1] == "3"
     monkeypatch.setattr(bench.report.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="[N/A]\n"))
-    assert bench.machine().keys() == {"cpu", "cores"}
+    assert bench.host().keys() == {"cpu", "cores"}
 
 
 def test_towers_that_could_attend_in_fp8_are_timed_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import hf_vit_accel
-from hf_vit_accel import backends, cli, env
-from hf_vit_accel import doctor as doctor_logic
+from hf_vit_accel import backends, machine
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.ops.gemm_epilogue import KINDS
 from hf_vit_accel.ops.window_attention import attention_reference
+from hf_vit_accel.tools import cli
+from hf_vit_accel.tools import doctor as doctor_logic
 
 RUNNER = CliRunner()
 Spoil = Callable[[torch.Tensor], Any]
@@ -47,7 +48,7 @@ def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a CUDA device, whatever this one has."""
-    monkeypatch.setattr(env, "has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, name: str = "spoiled", **needs: Any) -> None:
@@ -94,7 +95,7 @@ def test_json_agrees(no_gpu: None) -> None:
     report, text = read(result), doctor().stdout
     assert set(report) == set(doctor_logic.Report.__dataclass_fields__)
     assert report["ok"] is True and report["gpus"] == [] and report["gpu_problem"] is None
-    assert report["versions"] == {**env.versions(), "hf-vit-accel": hf_vit_accel.__version__}
+    assert report["versions"] == {**machine.versions(), "hf-vit-accel": hf_vit_accel.__version__}
     assert report["devices"] == {"cpu": ["float32", "bfloat16"]}
     assert report["auto"]["layers"] == {"full": "sdpa", "window": "sdpa"}
     assert set(report["epilogues"]) == set(KINDS) and all(
@@ -206,10 +207,10 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(index: int | None = None) -> Any:
         raise RuntimeError("CUDA error: all devices are busy")
 
-    monkeypatch.setattr(env, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(env, "cuda_device_name", busy)
-    monkeypatch.setattr(env, "cuda_capability", busy)
+    monkeypatch.setattr(machine, "cuda_device_name", busy)
+    monkeypatch.setattr(machine, "cuda_capability", busy)
     result = doctor()
     assert result.exit_code == 1
     assert "  not usable: RuntimeError: CUDA error: all devices are busy" in result.stdout.splitlines()

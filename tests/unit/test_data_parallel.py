@@ -32,15 +32,16 @@ from torch.multiprocessing.spawn import start_processes
 from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError, RankError, data_parallel, env
-from hf_vit_accel import ranks as ranks_module
-from hf_vit_accel import tower as tower_module
-from hf_vit_accel.bench.towers import SIZES
+from hf_vit_accel import FallbackError, RankError, machine
 from hf_vit_accel.config import Settings
-from hf_vit_accel.data_parallel import checksum
-from hf_vit_accel.metadata import rows_of
-from hf_vit_accel.split import Piece, Places, cost, loads, split
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.sharing import data_parallel
+from hf_vit_accel.sharing import ranks as ranks_module
+from hf_vit_accel.sharing.data_parallel import checksum
+from hf_vit_accel.sharing.split import Piece, Places, cost, loads, split
+from hf_vit_accel.tools.bench.towers import SIZES
+from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower.state import state_of
 
 Grid = list[tuple[int, int, int]]
 MIXED: Grid = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (1, 8, 8)]
@@ -430,7 +431,7 @@ def _errors(rank: int) -> None:
 
         def once(*args: Any) -> Any:
             tower_module.encode = encode
-            raise env.Fault("kernels", Raised("no compiler")) from Raised("no compiler")
+            raise machine.Fault("kernels", Raised("no compiler")) from Raised("no compiler")
 
         tower_module.encode = once
         assert name

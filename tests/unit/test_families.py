@@ -18,15 +18,17 @@ from torch.nn import Linear, Module, ModuleList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
-from hf_vit_accel import ops, registration, upstream
-from hf_vit_accel import route as route_module
+from hf_vit_accel import ops
+from hf_vit_accel.engine import route as route_module
+from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families import FAMILIES, Block, Family, Parts, family_of
-from hf_vit_accel.metadata import Geometry
+from hf_vit_accel.layout import Geometry
 from hf_vit_accel.ops import TABLE, Context, heads, mlp
-from hf_vit_accel.ops.trained import Trained, layer_of
+from hf_vit_accel.ops.training.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention
-from hf_vit_accel.route import Route
-from hf_vit_accel.upstream import prove
+from hf_vit_accel.tower import loading as registration
+from hf_vit_accel.tower import proof as upstream
+from hf_vit_accel.tower.proof import prove
 
 Grid = list[tuple[int, int, int]]
 GRIDS: list[Grid] = [[(1, 4, 6)], [(1, 4, 6), (2, 6, 2), (1, 2, 12), (1, 8, 4)]]

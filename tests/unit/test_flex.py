@@ -26,14 +26,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import AttentionInterface
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, GraphConfig, backends, env
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, GraphConfig, backends, machine
 from hf_vit_accel.backends import ORDER, backend_named, plan_alone, resolve
 from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.backends.flex import Flex, block_mask
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import PARTS
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower.state import state_of
 
 KINDS = ("partial", "full")
 
@@ -356,12 +356,12 @@ def test_only_flex_applies_a_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
         against = [why for why in backend.reasons_against(wanted) if "score_mod" in why]
         assert len(against) == (backend.name != "flex")
     assert resolve("flex", wanted).backend.name == "flex"
-    monkeypatch.setattr(env, "has_cuda", lambda: True)
-    monkeypatch.setattr(env, "cuda_capability", lambda index=None: (7, 5))
-    monkeypatch.setattr(env, "why_missing", lambda package: None)
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: (7, 5))
+    monkeypatch.setattr(machine, "why_missing", lambda package: None)
     with pytest.raises(BackendUnavailableError, match=r"flex: .*compute capability is 7\.5.*sdpa: a score_mod"):
         resolve("flex", request("cuda", torch.bfloat16, score_mod=near))
-    monkeypatch.setattr(env, "cuda_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(machine, "cuda_capability", lambda index=None: (9, 0))
     with pytest.raises(BackendUnavailableError, match="flex: the dtype is float64"):
         resolve("flex", request("cuda", torch.float64, score_mod=near))
     assert backend_named("flex").reasons_against(request("cuda", torch.float32, grad=True)) == []

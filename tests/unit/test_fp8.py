@@ -26,18 +26,19 @@ from test_graphs import draw_grid, patch
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig, backends, passes
-from hf_vit_accel import scales as scales_module
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig, backends
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
+from hf_vit_accel.engine import passes
+from hf_vit_accel.engine.passes import Passes
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.ops import linears
-from hf_vit_accel.ops import quantize as quantize_module
-from hf_vit_accel.ops.e4m3 import E4M3, fit
-from hf_vit_accel.ops.quantize import dequantize_reference, quantize_reference, sample_reference
-from hf_vit_accel.passes import Passes
-from hf_vit_accel.scales import Amax, Scales
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.ops.fp8 import quantize as quantize_module
+from hf_vit_accel.ops.fp8 import scales as scales_module
+from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
+from hf_vit_accel.ops.fp8.quantize import dequantize_reference, quantize_reference, sample_reference
+from hf_vit_accel.ops.fp8.scales import Amax, Scales
+from hf_vit_accel.tower.state import state_of
 
 ALWAYS = Fp8Config(linears=False, min_seqlen=0)
 REAL = {
@@ -685,7 +686,7 @@ def test_calibrate_refuses_what_fp8_did_not_attend_to(
 def test_newer_gpus_write_the_towers_dtype(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(cudnn_fp8.env, "cuda_capability", lambda index: capability)
+    monkeypatch.setattr(cudnn_fp8.machine, "cuda_capability", lambda index: capability)
     assert cudnn_fp8._written(request("cpu", torch.bfloat16, 80, packed=True)) == dtype
 
 

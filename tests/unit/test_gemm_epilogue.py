@@ -19,12 +19,13 @@ from tiny import GRIDS, TINY, outputs_of, pixels_for, relative_error, tower_of
 from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
-from hf_vit_accel import env
-from hf_vit_accel.ops import gelu_backward, gemm_epilogue, mlp, swiglu_backward
+from hf_vit_accel import machine
+from hf_vit_accel.ops import gemm_epilogue, mlp
 from hf_vit_accel.ops.base import Context
-from hf_vit_accel.ops.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.gemm_epilogue import KINDS, gemm_act_reference, gemm_add_reference, gemm_dact_reference
-from hf_vit_accel.ops.swiglu_backward import SwigluMlp, swiglu_mlp_reference
+from hf_vit_accel.ops.training import gelu_backward, swiglu_backward
+from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
+from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 ACTIVATIONS = KINDS[:-1]
@@ -34,8 +35,8 @@ ACTIVATIONS = KINDS[:-1]
 def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A machine that has all; tried: what is found there, by kind, and what was tried."""
     found: dict[str, Any] = {"tried": [], "why": None}
-    monkeypatch.setattr(env, "cuda_capability", lambda index: (9, 0))
-    monkeypatch.setattr(env, "why_missing", lambda package: None)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index: (9, 0))
+    monkeypatch.setattr(machine, "why_missing", lambda package: None)
     monkeypatch.setattr(gemm_epilogue, "_tried", lambda device, kind: found["tried"].append(kind) or found["why"])
     return found
 
@@ -48,9 +49,9 @@ def test_what_stands_against_it(hopper: dict[str, Any], monkeypatch: pytest.Monk
     hopper["tried"].clear()
     assert "the tensors are on cpu" in gemm_epilogue.why_not(torch.device("cpu"), BF16, kind)
     assert "the dtype is float16" in gemm_epilogue.why_not(CUDA, torch.float16, kind)
-    monkeypatch.setattr(env, "why_missing", lambda package: f"no {package.distribution}")
+    monkeypatch.setattr(machine, "why_missing", lambda package: f"no {package.distribution}")
     assert gemm_epilogue.why_not(CUDA, BF16, kind) == "no quack-kernels"
-    monkeypatch.setattr(env, "cuda_capability", lambda index: (10, 0))
+    monkeypatch.setattr(machine, "cuda_capability", lambda index: (10, 0))
     assert "compute capability is 10.0" in gemm_epilogue.why_not(CUDA, BF16, kind)
     assert not hopper["tried"], "nothing is compiled where something else stands against it"
 
@@ -98,7 +99,7 @@ def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch, kind: st
     def broken(*args: Any) -> Any:
         raise RuntimeError("no such\n tile")
 
-    monkeypatch.setattr(gemm_epilogue, "gemm_dact", env.guarded(env.EPILOGUES, broken))
+    monkeypatch.setattr(gemm_epilogue, "gemm_dact", machine.guarded(machine.EPILOGUES, broken))
     assert tried(torch.device("cpu"), kind) == "QuACK's products failed when it ran: RuntimeError: no such tile"
 
 
@@ -209,7 +210,7 @@ def test_a_trial_is_no_part_of_what_is_checkpointed(monkeypatch: pytest.MonkeyPa
     """The first rows that it might serve come within a layer, which runs again."""
     monkeypatch.setattr(gemm_epilogue, "gemm_act", gemm_act_reference)
     monkeypatch.setattr(gemm_epilogue, "gemm_dact", gemm_dact_reference)
-    env.reset()
+    machine.reset()
     weight = torch.randn(4, 4, requires_grad=True)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -221,7 +222,7 @@ def test_a_trial_is_no_part_of_what_is_checkpointed(monkeypatch: pytest.MonkeyPa
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.save_on_cpu():
         checkpoint(layer, x, use_reentrant=False).backward()
     assert weight.grad is not None
-    env.reset()
+    machine.reset()
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -312,7 +313,7 @@ def test_a_tower_is_trained_by_them_and_without_them_once_they_fail(
         raise RuntimeError("no such tile")
 
     for module in (gelu_backward, swiglu_backward):
-        monkeypatch.setattr(module, "gemm_act", env.guarded(env.EPILOGUES, broken))
+        monkeypatch.setattr(module, "gemm_act", machine.guarded(machine.EPILOGUES, broken))
     compare([])
     assert "not fused  gemm_epilogues: failed when it ran: RuntimeError: no such tile" in str(
         hf_vit_accel.status(model)

@@ -25,12 +25,12 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
-from hf_vit_accel import tower as tower_module
 from hf_vit_accel.backends import ORDER
 from hf_vit_accel.graphs import budgets, held, runner
 from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
-from hf_vit_accel.metadata import Geometry, Segments, build
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.layout import Geometry, Segments, build
+from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower.state import state_of
 
 Grid = list[tuple[int, int, int]]
 

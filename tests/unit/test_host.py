@@ -13,9 +13,9 @@ from tiny import TINY, outputs_of, pixels_for, tower_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
-from hf_vit_accel import tower as tower_module
 from hf_vit_accel.backends import torch_cudnn
 from hf_vit_accel.ops import mlp
+from hf_vit_accel.tower import state as state_module
 
 GRID = [(1, 4, 4)]
 SHALLOW, DEEP = 3, 7
@@ -54,7 +54,7 @@ def launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in _modules():
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Nothing())
-    monkeypatch.setattr(tower_module, "why_not_triton", lambda device, dtype: None)
+    monkeypatch.setattr(state_module, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     monkeypatch.setattr(torch_cudnn.TorchCudnn, "reasons_against", lambda backend, request: [])
     monkeypatch.setattr(torch_cudnn, "_sdpa", attend)

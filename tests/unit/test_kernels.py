@@ -26,7 +26,14 @@ from hf_vit_accel.ops.activation import (
     unpad_swiglu,
     unpad_swiglu_reference,
 )
-from hf_vit_accel.ops.e4m3 import E4M3, LARGEST, fit
+from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit
+from hf_vit_accel.ops.fp8.quantize import (
+    dequantize,
+    dequantize_reference,
+    quantize,
+    quantize_reference,
+    sample_reference,
+)
 from hf_vit_accel.ops.heads import shape_heads_, shape_heads_reference
 from hf_vit_accel.ops.launch import next_power_of_2, triton, why_not_descriptors, why_not_triton
 from hf_vit_accel.ops.linear_activation import (
@@ -38,13 +45,6 @@ from hf_vit_accel.ops.linear_activation import (
 )
 from hf_vit_accel.ops.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference
-from hf_vit_accel.ops.quantize import (
-    dequantize,
-    dequantize_reference,
-    quantize,
-    quantize_reference,
-    sample_reference,
-)
 from hf_vit_accel.ops.rope import rope_, rope_reference
 from hf_vit_accel.ops.scaled import (
     Quantized,
@@ -352,7 +352,7 @@ def test_reasons_against_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert why_not_descriptors(torch.device("cpu"))
     for capability, fits in (((8, 0), False), ((9, 0), True), ((10, 0), False)):
-        monkeypatch.setattr("hf_vit_accel.env.cuda_capability", lambda index, found=capability: found)
+        monkeypatch.setattr("hf_vit_accel.machine.cuda_capability", lambda index, found=capability: found)
         assert (why_not_descriptors(torch.device("cuda", 0)) is None) == fits
 
 
@@ -589,13 +589,13 @@ def test_product(exact_e4m3: None, at: dict[str, Any]) -> None:
 
 COMPILED = {
     "rope": (
-        "rope",
+        "ops.rope",
         "_rope_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 rows:i32 row_stride:i32 table_stride:i32",
         dict(HEADS=16, DIM=72, BLOCK_T=8, BLOCK_P=128),
     ),
     "linear_quick_gelu": (
-        "linear_activation",
+        "ops.linear_activation",
         "_linear_activation_kernel",
         "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[128,64]> up:tensordesc<bf16[128,64]> bias:*bf16 "
         "up_bias:*bf16 out:tensordesc<bf16[128,128]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
@@ -603,7 +603,7 @@ COMPILED = {
         | dict(BLOCK_T=128, BLOCK_F=128, BLOCK_E=64, STAGES=3, GROUP=4, COPY_ROWS=4, COPY_BLOCK=8192),
     ),
     "linear_swiglu, small": (
-        "linear_activation",
+        "ops.linear_activation",
         "_linear_activation_kernel",
         "x:tensordesc<bf16[64,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
         "up_bias:*bf16 out:tensordesc<bf16[64,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
@@ -611,7 +611,7 @@ COMPILED = {
         | dict(BLOCK_T=64, BLOCK_F=64, BLOCK_E=64, STAGES=2, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "linear_swiglu": (
-        "linear_activation",
+        "ops.linear_activation",
         "_linear_activation_kernel",
         "x:tensordesc<bf16[128,64]> weight:tensordesc<bf16[64,64]> up:tensordesc<bf16[64,64]> bias:*bf16 "
         "up_bias:*bf16 out:tensordesc<bf16[128,64]> down:*bf16 out_down:*bf16 rows:i32 limit:fp32",
@@ -619,32 +619,32 @@ COMPILED = {
         | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=3, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "norm": (
-        "norm",
+        "ops.norm",
         "_add_norm_kernel",
         "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
         dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False, SAVE=False, QUANTIZE=False),
     ),
     "norm, of fp32": (
-        "norm",
+        "ops.norm",
         "_add_norm_kernel",
         "x:*fp32 delta:*bf16 weight:*fp32 bias:*fp32 total:*fp32 out:*bf16 statistics:*fp32 eps:fp32",
         dict(WIDTH=1536, MAIN=1024, TAIL=512, HAS_DELTA=True, RMS=True, SAVE=True, QUANTIZE=False),
     ),
     "norm, quantized": (
-        "norm",
+        "ops.norm",
         "_add_norm_kernel",
         "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*fp8e4nv statistics:*fp32 eps:fp32",
         dict(WIDTH=1152, MAIN=1024, TAIL=128, HAS_DELTA=True, RMS=True, SAVE=False, QUANTIZE=True),
     ),
     "quantize_rows": (
-        "scaled",
+        "ops.scaled",
         "_activate_kernel",
         "z:*bf16 bias:*bf16 up_bias:*bf16 out:*fp8e4nv scales:*fp32 rows:i32 row_stride:i32 limit:fp32",
         dict(KIND="none", LIMITED=False, BIASED=False, WIDTH=1152, PADDED=1152, MAIN=1024, TAIL=128, BLOCK_T=2),
     ),
     **{
         f"activate, {kind}": (
-            "scaled",
+            "ops.scaled",
             "_activate_kernel",
             "z:*bf16 bias:*bf16 up_bias:*bf16 out:*fp8e4nv scales:*fp32 rows:i32 row_stride:i32 limit:fp32",
             dict(KIND=kind, LIMITED=kind == "silu", BIASED=True, WIDTH=width, PADDED=-(-width // 16) * 16)
@@ -653,14 +653,14 @@ COMPILED = {
         for kind, width in zip(ACTIVATIONS, (4608, 4304, 5120, 3420), strict=True)
     },
     "swiglu": (
-        "activation",
+        "ops.activation",
         "_swiglu_kernel",
         "gate:*bf16 up:*bf16 out:*bf16 gate_stride:i32 up_stride:i32 limit:fp32",
         dict(LIMITED=True, WIDTH=3424, BLOCK=1024),
     ),
     **{
         f"shape_heads {heads} of {key_heads}": (
-            "heads",
+            "ops.heads",
             "_shape_heads_kernel",
             "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 out:*bf16 count:i32 eps:fp32",
             dict(HEADS=heads, KEY_HEADS=key_heads, DIM=80, VISITED=visited * heads, NORM=True, BLOCK=16, BLOCK_D=128),
@@ -668,20 +668,20 @@ COMPILED = {
         for heads, key_heads, visited in ((16, 16, 2), (16, 8, 3))
     },
     "pad_swiglu": (
-        "activation",
+        "ops.activation",
         "_pad_swiglu_kernel",
         "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 out_down:*bf16",
         dict(INNER=1280, OUTER=1280, WIDTH=3420, PADDED=3424, TURNS=True, PIECES=4280, BLOCK=2048),
     ),
     "unpad_swiglu": (
-        "activation",
+        "ops.activation",
         "_unpad_swiglu_kernel",
         "weight:*bf16 down:*bf16 out_gate:*bf16 out_up:*bf16 out_down:*bf16 first:i32",
         dict(INNER=1280, WIDTH=3420, PADDED=3424, BLOCK=2048),
     ),
     **{
         f"quantize, {'again' if again else 'first'}": (
-            "quantize",
+            "ops.fp8.quantize",
             "_quantize_kernel",
             "qkv:*bf16 cos:*fp32 sin:*fp32 center:*fp32 used_rows:*i32 call:*fp32 out:*fp8e4nv rows:i32 row_stride:i32",
             dict(HEADS=16, DIM=72, PADDED=128, AGAIN=again) | dict(ROWS=32, BLOCK_T=4, BLOCK_H=16),
@@ -689,26 +689,26 @@ COMPILED = {
         for again in (False, True)
     },
     "sample": (
-        "quantize",
+        "ops.fp8.quantize",
         "_sample_kernel",
         "qkv:*bf16 used_rows:*i32 call:*fp32 center:*fp32 row_stride:i32",
         dict(HEADS=16, DIM=72, SAMPLES=256, FINAL=False, BLOCK_J=64),
     ),
     "dequantize": (
-        "quantize",
+        "ops.fp8.quantize",
         "_dequantize_kernel",
         "x:*fp8e4nv scales:*fp32 center:*fp32 out:*bf16 rows:i32",
         dict(DIM=72, PADDED=128, HEADS=16, BLOCK_T=8, BLOCK_E=256),
     ),
-    "quick_gelu": ("activation", "_quick_gelu_kernel", "x:*bf16 out:*bf16 total:i32", dict(BLOCK=4096)),
+    "quick_gelu": ("ops.activation", "_quick_gelu_kernel", "x:*bf16 out:*bf16 total:i32", dict(BLOCK=4096)),
     "positions": (
-        "positions",
+        "ops.positions",
         "_add_positions_kernel",
         "x:*bf16 table:*bf16 indices:*i32 weights:*fp32 out:*bf16",
         dict(WIDTH=1152, TAPS=4, BLOCK=256),
     ),
     "window_attention": (
-        "window_attention",
+        "ops.window_attention",
         "_window_attention_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 out:*bf16 scale_log2:fp32 table_stride:i32",
         dict(HEADS=16, HEADS_EACH=4, DIM=80, BLOCK_T=64, BLOCK_D=64),
@@ -813,7 +813,7 @@ def compile_for_hopper(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(f"hf_vit_accel.ops.{module}"), kernel)
+    function = getattr(importlib.import_module(f"hf_vit_accel.{module}"), kernel)
     types = dict(argument.split(":") for argument in arguments.split()) | dict.fromkeys(constants, "constexpr")
     assert list(types) == list(function.arg_names)
     values = {(list(types).index(constant),): value for constant, value in constants.items()}

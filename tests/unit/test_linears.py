@@ -20,11 +20,11 @@ from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, relative_error
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, Fp8Config, backends, env
+from hf_vit_accel import BackendUnavailableError, FallbackError, Fp8Config, backends, machine
 from hf_vit_accel.backends import Needs
 from hf_vit_accel.config import LINEARS
 from hf_vit_accel.ops import linears, scaled
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower.state import state_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "tiny_captioner"))
 
@@ -274,7 +274,7 @@ def test_what_fails_goes_on_without(called: Any, model: Any, monkeypatch: Any, k
     for _ in range(2):
         assert_close(run_tower(tower_of(model), GRID), expected)
     status = status_of(model)
-    assert state_of(tower_of(model)).faults.keys() == {env.LINEARS} and len(tried) == 1
+    assert state_of(tower_of(model)).faults.keys() == {machine.LINEARS} and len(tried) == 1
     assert {"norms", "mlp"} <= set(status.fused) and status.calls == 2
     assert [count for why, count in status.fallbacks.items() if "NOT_SUPPORTED" in why] == [2]
     assert "linears are not: failed when it ran" in str(status.fp8)
@@ -415,7 +415,7 @@ def test_it_is_refused_with_reasons_where_it_cannot_run() -> None:
     ],
 )
 def test_where_it_can_run(monkeypatch: Any, at: str, capability: Any, dtype: Any, grad: bool, why: Any) -> None:
-    monkeypatch.setattr(env, "cuda_capability", lambda index: capability)
+    monkeypatch.setattr(machine, "cuda_capability", lambda index: capability)
     found = linears.why_not(torch.device(at), dtype, grad=grad)
     assert (found is None) if why is None else (why in str(found))
 

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import vision_utils
 
-from hf_vit_accel.env import LRU
-from hf_vit_accel.metadata import Geometry, Segments, build, to_device
+from hf_vit_accel.layout import Geometry, Segments, build, to_device
+from hf_vit_accel.machine import LRU
 
 MERGE = 2
 SIZES = st.one_of(st.integers(1, 12), st.integers(1, 60), st.sampled_from([1, 4, 8, 16, 100]))

@@ -17,7 +17,7 @@ from hf_vit_accel import FallbackError
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.families import family_of
 from hf_vit_accel.ops import PARTS, TABLE, Context, mlp, norm
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 

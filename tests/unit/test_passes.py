@@ -24,12 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
-from hf_vit_accel import passes, route
-from hf_vit_accel import tower as tower_module
-from hf_vit_accel.bench.towers import weight_of
-from hf_vit_accel.metadata import rows_of
-from hf_vit_accel.passes import FREE, NEVER, Passes, cut
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.engine import passes, route
+from hf_vit_accel.engine.passes import FREE, NEVER, Passes, cut
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.tools.bench.towers import weight_of
+from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower.state import state_of
 
 Grid = list[tuple[int, int, int]]
 VIDEO: Grid = [(1, 4, 6), (7, 4, 4), (1, 2, 18)]

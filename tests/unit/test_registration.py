@@ -12,9 +12,10 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, backends, env, registration
-from hf_vit_accel.route import PLANS
-from hf_vit_accel.tower import state_of
+from hf_vit_accel import BackendUnavailableError, backends, machine
+from hf_vit_accel.engine.route import PLANS
+from hf_vit_accel.tower import loading as registration
+from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
 
@@ -112,7 +113,7 @@ def test_another_attention_of_the_text_leaves_the_tower_as_it_is(saved: Any, loa
 )
 def test_a_named_backend_that_cannot_run_here_raises_at_load_time(saved: Any, spelling: Any, monkeypatch: Any) -> None:
     path, _ = saved
-    monkeypatch.setattr(env, "has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
     with pytest.raises(BackendUnavailableError, match="no CUDA device"):
         AutoModelForImageTextToText.from_pretrained(path, attn_implementation=spelling)
     model = AutoModelForImageTextToText.from_pretrained(path)

@@ -27,12 +27,12 @@ from tiny import (
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError, Fp8Config, env
-from hf_vit_accel import tower as tower_module
+from hf_vit_accel import FallbackError, Fp8Config, machine
+from hf_vit_accel.engine.route import Routes
 from hf_vit_accel.ops import gemm_epilogue, linears, mlp
 from hf_vit_accel.ops.gemm_epilogue import gemm_add_reference
-from hf_vit_accel.route import Routes
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 ROWS = sum(t * h * w for t, h, w in GRID)
@@ -241,11 +241,11 @@ def test_what_fails_goes_on_without(references: list[str], added: list[bool], mo
             return gemm_add_reference(h, weight, bias, x, out)
         raise RuntimeError("no such tile")
 
-    monkeypatch.setattr(gemm_epilogue, "gemm_add", env.guarded(env.EPILOGUES, broken))
+    monkeypatch.setattr(gemm_epilogue, "gemm_add", machine.guarded(machine.EPILOGUES, broken))
     hf_vit_accel.patch(model)
     for _ in range(2):
         assert_close(run_tower(tower, GRID), expected)
-    assert len(tried) == 3 and state_of(tower).faults.keys() == {env.EPILOGUES}
+    assert len(tried) == 3 and state_of(tower).faults.keys() == {machine.EPILOGUES}
     assert "not fused  gemm_epilogues: failed when it ran: RuntimeError: no such tile" in str(
         hf_vit_accel.status(model)
     )

@@ -25,16 +25,16 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig, ReuseConfig
-from hf_vit_accel import reuse as reuse_module
-from hf_vit_accel import tower as tower_module
 from hf_vit_accel.config import Settings
-from hf_vit_accel.env import KERNELS, LRU, guarded
 from hf_vit_accel.families import FAMILIES, family_of
-from hf_vit_accel.ops import fingerprint
+from hf_vit_accel.machine import KERNELS, LRU, guarded
 from hf_vit_accel.ops.launch import triton
-from hf_vit_accel.report import beyond_attention
-from hf_vit_accel.reuse import Memory, _HandOut
-from hf_vit_accel.tower import TowerState, state_of
+from hf_vit_accel.sharing import fingerprint
+from hf_vit_accel.sharing import reuse as reuse_module
+from hf_vit_accel.sharing.reuse import Memory, _HandOut
+from hf_vit_accel.status import beyond_attention
+from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower.state import TowerState, state_of
 
 ACROSS = ReuseConfig(across_calls=True)
 Item = tuple[torch.Tensor, tuple[int, int, int]]
@@ -238,7 +238,7 @@ def test_grids_that_do_not_fit_do_no_harm(device: str, grid: Any) -> None:
 )
 def test_kernels_wait_for_nothing_but_memory(kernel: str, arguments: str, unroll: int) -> None:
     """Compiled for a GPU, no warp waits for another, none has memory of its own, and words come 16 bytes at a time."""
-    assembly = compile_for_hopper("fingerprint", kernel, arguments, {}, dict(num_warps=1)).asm["ptx"]
+    assembly = compile_for_hopper("sharing.fingerprint", kernel, arguments, {}, dict(num_warps=1)).asm["ptx"]
     assert not any(what in assembly for what in ("bar.sync", ".local", "st.shared"))
     wide = [line for line in assembly.splitlines() if "ld.global" in line and ".v4." in line]
     assert sum("@" in line for line in wide) == 2 * unroll, "words of all steps of a turn, where there are as many"

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.spawn import start_processes
 
 import hf_vit_accel
-from hf_vit_accel import sharding
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower import fsdp as sharding
+from hf_vit_accel.tower.state import state_of
 
 GRIDS = [[(1, 4, 6), (1, 2, 10)], [(2, 4, 4)]]
 

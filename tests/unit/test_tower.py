@@ -32,10 +32,10 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError
-from hf_vit_accel import tower as tower_module
 from hf_vit_accel.backends import ORDER
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower import state as state_module
+from hf_vit_accel.tower.state import state_of
 
 
 @pytest.fixture(scope="module", params=list(TINY))
@@ -736,7 +736,7 @@ def test_the_name_that_models_are_loaded_with_is_explained() -> None:
 def test_status_tells_of_the_weights_as_they_are(references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of a call before they were cast."""
     only = lambda device, dtype: None if dtype == torch.bfloat16 else "not for this dtype"  # noqa: E731
-    monkeypatch.setattr(tower_module, "why_not_triton", only)
+    monkeypatch.setattr(state_module, "why_not_triton", only)
     tower = tower_of(TINY["qwen2_vl"].build())
     hf_vit_accel.patch(tower)
     run_tower(tower, [(1, 4, 4)])

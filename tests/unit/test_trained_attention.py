@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiny import relative_error
 
-from hf_vit_accel import env
+from hf_vit_accel import machine
 from hf_vit_accel.backends import Request, backend_named, flash_attention_4, plan_alone, torch_cudnn
 from hf_vit_accel.backends.base import attention_op, reasons_tried
-from hf_vit_accel.metadata import Segments
+from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import rope
 
 LENGTHS, HEADS, DIM = (5, 1, 12), 2, 8
@@ -94,9 +94,9 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interface]:
     for name, module in (("flash_attn", ModuleType("flash_attn")), (cute.__name__, cute), (made.__name__, made)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    env.reset()
+    machine.reset()
     yield made
-    env.reset()
+    machine.reset()
 
 
 def gradients_of(made: Any, dim: int = DIM) -> Any:
@@ -228,7 +228,7 @@ def test_it_is_tried_before_it_is_used(interface: Interface) -> None:
     at = torch.device("cpu"), torch.float32, DIM
     assert flash_attention_4._against_results(*at) == () == flash_attention_4._backward(*at)[1]
     interface.kernel = 7
-    env.reset()
+    machine.reset()
     assert flash_attention_4._against_results(*at) == ()
     none, [why] = flash_attention_4._backward(*at)
     assert none is None and why.startswith("its gradients are wrong here: relative error")

@@ -28,7 +28,7 @@ from hf_vit_accel import FallbackError, GraphConfig
 from hf_vit_accel.graphs import held
 from hf_vit_accel.graphs import training as training_module
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower.state import state_of
 
 Grid = list[tuple[int, int, int]]
 CONFIG = GraphConfig(max_tokens=128, exact_after=1)

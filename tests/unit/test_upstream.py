@@ -25,9 +25,10 @@ from standins import ONE_TOWER
 from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
-from hf_vit_accel import FallbackError, env, upstream
+from hf_vit_accel import FallbackError, machine
 from hf_vit_accel.families import family_of
-from hf_vit_accel.tower import state_of
+from hf_vit_accel.tower import proof as upstream
+from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
 QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
@@ -347,7 +348,7 @@ def test_the_plugin_for_upstreams_suites_leaves_the_towers_of_a_proof_alone(
     """Patching one would ask for that very proof, and never end."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "upstream"))
     plugin = importlib.import_module("patched")
-    seen = env.apart(lambda: (plugin._call(tower, *_inputs(tower)), state_of(tower))[1])
+    seen = machine.apart(lambda: (plugin._call(tower, *_inputs(tower)), state_of(tower))[1])
     assert seen is None
     plugin._call(tower, *_inputs(tower))
     assert state_of(tower) is plugin.STATES.pop()

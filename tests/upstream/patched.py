@@ -16,7 +16,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.families import FAMILIES
-from hf_vit_accel.tower import TowerState, state_of
+from hf_vit_accel.tower.state import TowerState, state_of
 
 STATES: list[TowerState] = []
 

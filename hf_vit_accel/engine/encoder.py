@@ -1,0 +1,152 @@
+"""The fast path: pixels to features, through operations and attention that were decided before.
+
+`T` packed patch rows, `M` merged tokens, `P` pixels of a patch, `E` width, `H` heads, `D` head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_vit_accel.backends import Attend
+from hf_vit_accel.engine.route import Route
+from hf_vit_accel.families.base import Parts
+from hf_vit_accel.ops import LayerOps
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What transformers runs a layer under, so that it runs again in the backward pass instead of keeping anything.
+
+    function: (function, rows) to the function of the rows.
+    """
+
+    function: Callable[..., Tensor]
+    block: nn.Module
+
+    @property
+    def reentrant(self) -> bool:
+        """Whether it makes a gradient only where the rows require one."""
+        return bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
+
+    def needed(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
+        """Whether the layer has a gradient at all: frozen after frozen ones, it keeps nothing."""
+        given = x_TE.requires_grad or (delta_TE is not None and delta_TE.requires_grad)
+        return given or any(parameter.requires_grad for parameter in self.block.parameters())
+
+
+def checkpoints_of(parts: Parts) -> list[Checkpoint | None]:
+    """By layer; None for one that transformers does not run again."""
+    blocks = [block.module for block in parts.blocks]
+    asked = [block.training and getattr(block, "gradient_checkpointing", False) for block in blocks]
+    pairs = zip(blocks, asked, strict=True)
+    return [Checkpoint(block._gradient_checkpointing_func, block) if one else None for block, one in pairs]
+
+
+def encode(
+    route: Route,
+    pixels_TP: Tensor,
+    checkpoints: Sequence[Checkpoint | None] = (),
+    through: Mapping[int, nn.Module] = MappingProxyType({}),
+    into: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """The last rows, (T, E) or what they are downsampled to, the merged features (M, width of the text), if the tower
+    merges them, and those of deepstack layers.
+
+    What is returned belongs to the caller. The layers only compute: all decisions are in the route, which was made for
+    gradients where they are required. checkpoints: by layer, None for a layer that keeps what its gradient needs.
+    through: blocks, by layer, that a layer is run through, so that what hangs on them brings its weights. into: where
+    the outputs of a pass will lie; features of deepstack layers go there at once.
+
+    Without gradients nothing is held longer than it is needed, for that decides how many rows fit.
+    """
+    ops, tensors, request = route.ops, route.tensors, route.spec.request
+    assert ops is not None
+    x_TE = ops.embed(pixels_TP)
+    if ops.add_positions is not None:
+        x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
+    positions_T2, window_index_M = tensors["position_ids"], tensors.get("window_index")
+    if window_index_M is not None:  # whole merge blocks of rows go to the order of the windows
+        merges = len(window_index_M), -1
+        x_TE = x_TE.unflatten(0, merges)[window_index_M].flatten(0, 1)
+        positions_T2 = positions_T2.unflatten(0, merges)[window_index_M].flatten(0, 1)
+    cos_TD, sin_TD = (table_TD.contiguous() for table_TD in ops.tables(x_TE, positions_T2))
+
+    heads = 3, request.heads, request.head_dim
+    merged_by_layer: list[Tensor] = []
+    places = iter(into[-len(ops.deepstack) :])
+    delta_TE: Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
+    for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
+        if not request.grad and index not in through:
+            held, delta_TE = [delta_TE], None  # handed over: nobody but the layer holds it
+            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, held)
+        else:
+            run = node or partial(_layer_of_rows, layer, attend)
+            if index in through:
+                run = partial(_through, through[index], run)
+            checkpoint = checkpoints[index] if checkpoints else None
+            if checkpoint is not None and checkpoint.needed(x_TE, delta_TE):
+                run = partial(run, heads, cos_TD, sin_TD)
+                x_TE, delta_TE = _checkpointed(checkpoint, run, x_TE, delta_TE)
+            else:
+                x_TE, delta_TE = run(heads, cos_TD, sin_TD, x_TE, delta_TE)
+        if index in ops.deepstack:
+            x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
+            merged_by_layer.append(next(places).copy_(merged) if into else merged)
+            del merged
+            delta_TE = None
+    outputs = list(ops.finish(x_TE, delta_TE))
+    if window_index_M is not None:
+        outputs[-1] = outputs[-1][tensors["inverse_index"]]
+    return outputs + merged_by_layer
+
+
+def _layer(
+    layer: LayerOps,
+    attend: Attend,
+    heads: tuple[int, ...],
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    x_TE: Tensor,
+    held: list[Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """held: a list with delta, (T, E), emptied here: after torch.compile ran, callers' frames hold their arguments."""
+    x_TE, normed_TE = layer.norm1(x_TE, held.pop())
+    stream = (x_TE,) if layer.adds else ()
+    delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1), *stream)
+    x_TE, normed_TE = layer.norm2(x_TE, delta_TE)
+    del delta_TE
+    return x_TE, layer.mlp(normed_TE, *stream)
+
+
+def _layer_of_rows(
+    layer: LayerOps, attend: Attend, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any
+) -> tuple[Tensor, Tensor | None]:
+    return _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, [delta_TE])
+
+
+def _through(block: nn.Module, run: Any, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any) -> Any:
+    """As the block's own forward, also when it runs again for a gradient."""
+    vars(block)["forward"] = partial(run, heads, cos_TD, sin_TD)
+    try:
+        return nn.Module.__call__(block, x_TE, delta_TE)
+    finally:
+        del vars(block)["forward"]
+
+
+def _checkpointed(checkpoint: Checkpoint, run: Any, x_TE: Tensor, delta_TE: Any) -> tuple[Tensor, None]:
+    """As a layer of stock: one tensor goes in, one comes out."""
+    x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+    if checkpoint.reentrant and not x_TE.requires_grad:
+        x_TE = x_TE.detach().requires_grad_()
+
+    def one(x_TE: Tensor) -> Tensor:
+        x_TE, delta_TE = run(x_TE, None)
+        return x_TE if delta_TE is None else x_TE + delta_TE
+
+    return checkpoint.function(one, x_TE), None

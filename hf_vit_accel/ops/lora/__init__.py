@@ -1,0 +1,1 @@
+"""Linears with LoRA adapters, computed together with the operation that they belong to."""

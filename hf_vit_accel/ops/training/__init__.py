@@ -1,0 +1,1 @@
+"""The backward of each operation, and the autograd nodes that train them."""

@@ -1,0 +1,232 @@
+"""The gradients of residual addition and normalisation, in one pass over the rows.
+
+`T` rows, `E` width, `P` partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_vit_accel import machine
+from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.norm import add_norm_reference as add_norm_reference
+from hf_vit_accel.ops.norm import add_norm_rows, pieces
+from hf_vit_accel.ops.training.column_sum import FEW_ROWS, add_up, remember_sum, runs
+
+_EACH_SM = 4  # programs of a multiprocessor: a warp each, which needs no barriers, and their next rows on their way
+
+
+class Norm(NamedTuple):
+    """What normed rows are made of: a product that keeps this instead of them makes them again for its gradient.
+
+    The sum is kept by the norm anyway. At 16384 rows that saves 38 to 42 MB for each norm and costs about 20 us.
+    """
+
+    sum_TE: Tensor
+    weight_E: Tensor
+    bias_E: Tensor | None
+    eps: float
+    rms: bool
+    dtype: torch.dtype | None = None
+
+    def again(self) -> Tensor:
+        """The normed rows, (T, E), bit for bit as the norm made them."""
+        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:])
+
+
+def remember(normed_TE: Tensor, norm: Norm) -> None:
+    """Let the product that is given these very rows know what they are made of."""
+    normed_TE._hf_vit_accel_norm = norm  # type: ignore[attr-defined]
+
+
+def norm_of(x_TE: Tensor) -> Norm | None:
+    """What rows are made of, if `remember` was told."""
+    return getattr(x_TE, "_hf_vit_accel_norm", None)
+
+
+def keep(x_TE: Tensor, norm: Norm | None) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...] | None]:
+    """What a product saves for its input's sake: tensors and, with a norm, its settings. See `kept`.
+
+    Few rows are kept as they are: making them again would cost a launch, and they cost no memory.
+    """
+    if norm is None or x_TE.shape[0] < FEW_ROWS:
+        return (x_TE,), None
+    return (norm.sum_TE.detach(), norm.weight_E.detach(), norm.bias_E), norm[3:]
+
+
+def kept(tensors: Sequence[Tensor], settings: tuple[Any, ...] | None, rows: int) -> Tensor:
+    """A product's input from what `keep` returned; rows: its own, of which each may hold several normed ones."""
+    if settings is None:
+        return tensors[0]
+    sum_TE, weight_E, bias_E = tensors
+    return Norm(sum_TE, weight_E, bias_E, *settings).again().view(rows, -1)
+
+
+@jit
+def _add_norm_backward_kernel(
+    dsum,
+    dout,
+    total,
+    weight,
+    statistics,
+    dx,
+    ddelta,
+    partial,
+    rows,
+    length,
+    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    RMS: tl.constexpr,
+    HAS_DSUM: tl.constexpr,
+    NEED_X: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    NEED_SUM: tl.constexpr,
+):
+    # A run of rows, BLOCK_T at a time so that their reductions share the barriers. Pieces as in `_add_norm_kernel`.
+    e1, e2 = tl.arange(0, MAIN)[None, :], (MAIN + tl.arange(0, TAIL))[None, :]
+    w1 = tl.load(weight + e1).to(tl.float32)
+    w2 = tl.load(weight + e2, mask=e2 < WIDTH, other=0.0).to(tl.float32)
+    dw1, dw2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
+    db1, db2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
+    dx1, dx2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
+    for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
+        t = tl.program_id(0) * length + at + tl.arange(0, BLOCK_T)
+        scale = tl.load(statistics + t, mask=t < rows, other=0.0)[:, None]
+        row, in1 = t.to(tl.int64)[:, None] * WIDTH, (t < rows)[:, None] & (e1 < WIDTH)
+        in2 = (t < rows)[:, None] & (e2 < WIDTH)
+        x1 = tl.load(total + row + e1, mask=in1, other=0.0).to(tl.float32)
+        x2 = tl.load(total + row + e2, mask=in2, other=0.0).to(tl.float32)
+        y1 = tl.load(dout + row + e1, mask=in1, other=0.0).to(tl.float32)
+        y2 = tl.load(dout + row + e2, mask=in2, other=0.0).to(tl.float32)
+        if NEED_X and HAS_DSUM:  # on its way before the reductions' barriers
+            z1 = tl.load(dsum + row + e1, mask=in1, other=0.0)
+            z2 = tl.load(dsum + row + e2, mask=in2, other=0.0)
+        if not RMS:
+            mean = tl.load(statistics + rows + t, mask=t < rows, other=0.0)[:, None]
+            x1 -= mean
+            x2 = tl.where(in2, x2 - mean, 0.0)
+        x1, x2 = x1 * scale, x2 * scale
+        if NEED_WEIGHT:
+            dw1 += tl.sum(y1 * x1, 0)[None, :]
+            dw2 += tl.sum(y2 * x2, 0)[None, :]
+        if NEED_BIAS:
+            db1 += tl.sum(y1, 0)[None, :]
+            db2 += tl.sum(y2, 0)[None, :]
+        if NEED_X:
+            y1, y2 = y1 * w1, y2 * w2
+            along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / WIDTH)[:, None]
+            y1, y2 = y1 - x1 * along, y2 - x2 * along
+            if not RMS:
+                # The mean of y - x * along is that of y, since the mean of x is zero.
+                level = ((tl.sum(y1, 1) + tl.sum(y2, 1)) / WIDTH)[:, None]
+                y1, y2 = y1 - level, y2 - level
+            y1, y2 = y1 * scale, y2 * scale
+            if HAS_DSUM:
+                y1, y2 = y1 + z1.to(tl.float32), y2 + z2.to(tl.float32)
+            tl.store(dx + row + e1, y1.to(dx.dtype.element_ty), mask=in1)
+            tl.store(dx + row + e2, y2.to(dx.dtype.element_ty), mask=in2)
+            if SPLIT:  # a gradient of the same numbers in the dtype of what was added
+                tl.store(ddelta + row + e1, y1.to(ddelta.dtype.element_ty), mask=in1)
+                tl.store(ddelta + row + e2, y2.to(ddelta.dtype.element_ty), mask=in2)
+            if NEED_SUM:
+                dx1 += tl.sum(y1, 0)[None, :]
+                dx2 += tl.sum(y2, 0)[None, :]
+    run = tl.program_id(0) * WIDTH
+    if NEED_WEIGHT:
+        tl.store(partial + run + e1, dw1)
+        tl.store(partial + run + e2, dw2, mask=e2 < WIDTH)
+        run += tl.num_programs(0) * WIDTH
+    if NEED_BIAS:
+        tl.store(partial + run + e1, db1)
+        tl.store(partial + run + e2, db2, mask=e2 < WIDTH)
+        run += tl.num_programs(0) * WIDTH
+    if NEED_SUM:
+        tl.store(partial + run + e1, dx1)
+        tl.store(partial + run + e2, dx2, mask=e2 < WIDTH)
+
+
+class AddNormFunction(torch.autograd.Function):
+    """`add_norm_reference` as one kernel, with a gradient that is one kernel, too, and a small one for the parameters.
+
+    x is contiguous. Without delta the sum is x itself, and its gradient is added within the kernel all the same. Saved
+    are the sum and the rows' statistics; x and delta share one gradient where they are of one dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TE: Tensor,
+        delta_TE: Tensor | None,
+        weight_E: Tensor,
+        bias_E: Tensor | None,
+        eps: float,
+        rms: bool,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.rms, ctx.delta_dtype = rms, x_TE.dtype if delta_TE is None else delta_TE.dtype
+        sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
+        statistics_2T = torch.empty(1 if rms else 2, x_TE.shape[0], dtype=torch.float32, device=x_TE.device)
+        out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, dtype, statistics_2T)
+        ctx.save_for_backward(sum_TE, weight_E, statistics_2T)
+        if not any(ctx.needs_input_grad[:2]):  # the norm's weights alone are trained: the sum does not know them
+            ctx.mark_non_differentiable(sum_TE)
+        return sum_TE, out_TE
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: Any, dsum_TE: Tensor | None, dout_TE: Tensor | None) -> tuple[Any, ...]:
+        needs_x, needs_delta, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        if dout_TE is None:
+            ddelta_TE = dsum_TE.to(ctx.delta_dtype) if needs_delta and dsum_TE is not None else None
+            return dsum_TE if needs_x else None, ddelta_TE, None, None, None, None, None
+        sum_TE, weight_E, statistics_2T = ctx.saved_tensors
+        dout_TE, weight_E = dout_TE.contiguous(), weight_E.contiguous()
+        rows, width = sum_TE.shape
+        sizes = pieces(width)
+        warps = max(1, sizes["MAIN"] // 1024)  # a wide row, as mergers have, would spill
+        length, count = runs(rows, 1, sum_TE.device, block_t=1, each_sm=_EACH_SM)
+        dx_TE = torch.empty_like(sum_TE) if needs_x or needs_delta else None
+        ddelta_TE = dx_TE
+        if dx_TE is not None and needs_delta and ctx.delta_dtype != dx_TE.dtype:
+            ddelta_TE = torch.empty_like(dx_TE, dtype=ctx.delta_dtype)
+        needs_sum = needs_delta  # of what is added to the stream, its product's bias may want it
+        sets = needs_weight + needs_bias + needs_sum
+        partial_NPE = torch.empty(sets, count, width, dtype=torch.float32, device=sum_TE.device)
+        _add_norm_backward_kernel[(count,)](
+            dout_TE if dsum_TE is None else dsum_TE.contiguous(),
+            dout_TE,
+            sum_TE,
+            weight_E,
+            statistics_2T,
+            dout_TE if dx_TE is None else dx_TE,
+            dout_TE if ddelta_TE is None else ddelta_TE,
+            partial_NPE,
+            rows,
+            length,
+            **sizes,
+            BLOCK_T=1,
+            STAGES=4 if warps == 1 else 2,
+            RMS=ctx.rms,
+            HAS_DSUM=dsum_TE is not None,
+            NEED_X=dx_TE is not None,
+            SPLIT=ddelta_TE is not dx_TE,
+            NEED_WEIGHT=needs_weight,
+            NEED_BIAS=needs_bias,
+            NEED_SUM=needs_sum,
+            num_warps=warps,
+        )
+        sums = list(add_up(partial_NPE, weight_E.dtype)) if sets else []
+        if ddelta_TE is not None and needs_sum:
+            remember_sum(ddelta_TE, sums.pop())
+        dbias_E, dweight_E = sums.pop() if needs_bias else None, sums.pop() if needs_weight else None
+        return dx_TE if needs_x else None, ddelta_TE if needs_delta else None, dweight_E, dbias_E, None, None, None

@@ -1,0 +1,223 @@
+"""A SwiGLU MLP to be trained; what is kept and what is made again as in `gelu_backward`.
+
+`T` rows, `E` width, `F` width of the MLP, `G` that width rounded up to a multiple of 8, `P` partial sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_vit_accel import machine
+from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference, unpad_swiglu
+from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
+from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.training.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
+from hf_vit_accel.ops.training.gelu_backward import EACH_SM, STAGES
+from hf_vit_accel.ops.training.norm_backward import Norm, keep, kept
+
+
+def swiglu_mlp_reference(
+    x_TE: Tensor,
+    gate_FE: Tensor,
+    up_FE: Tensor,
+    gate_F: Tensor | None,
+    up_F: Tensor | None,
+    down_EF: Tensor,
+    down_E: Tensor | None,
+    limit: float | None = None,
+    epilogue: bool = False,
+    norm: Norm | None = None,
+) -> Tensor:
+    """(silu(x G^T + g) * (x U^T + u)) D^T + d, (T, E); autograd keeps x, whatever it was made of. limit: see swiglu."""
+    h_TF = swiglu_reference(F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F), limit=limit)
+    return F.linear(h_TF, down_EF, down_E)
+
+
+@jit
+def _swiglu_backward_kernel(
+    both,
+    dh,
+    dboth,
+    partial,
+    rows,
+    length,
+    limit,
+    LIMITED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NEED_BOTH: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # both: gate and up, side by side, (T, 2 WIDTH), as their gradients. dh is overwritten by h.
+    f = (tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
+    dtype: tl.constexpr = both.dtype.element_ty
+    total_gate = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
+    total_up = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
+    for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
+        t = (tl.program_id(1) * length + at + tl.arange(0, BLOCK_T))[:, None]
+        inside = (t < rows) & (f < WIDTH)
+        cell = t.to(tl.int64) * (2 * WIDTH) + f
+        x = tl.load(both + cell, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(both + cell + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        if LIMITED:
+            x_flows, y_flows = x <= limit, (y <= limit) & (y >= -limit)
+            x, y = cut_off(x, y, limit)
+        gate = 1.0 / (1.0 + tl.exp(-x))
+        h = dh + t.to(tl.int64) * WIDTH + f
+        if NEED_BOTH:
+            dz = tl.load(h, mask=inside, other=0.0).to(tl.float32)
+            dx, dy = dz * y * (gate + x * gate * (1.0 - gate)), dz * (x * gate)
+            if LIMITED:
+                dx, dy = tl.where(x_flows, dx, 0.0), tl.where(y_flows, dy, 0.0)
+            tl.store(dboth + cell, dx.to(dtype), mask=inside)
+            tl.store(dboth + cell + WIDTH, dy.to(dtype), mask=inside)
+            if NEED_BIAS:
+                total_gate += dx
+                total_up += dy
+        tl.store(h, ((x * gate).to(dtype).to(tl.float32) * y).to(dtype), mask=inside)
+    if NEED_BIAS:
+        store_sum(partial, total_gate, f, tl.program_id(1), WIDTH)
+        store_sum(partial, total_up, f, tl.num_programs(1) + tl.program_id(1), WIDTH)
+
+
+def swiglu_gradient(
+    both_TG: Tensor,
+    dh_TG: Tensor,
+    dboth_TG: Tensor,
+    limit: float | None,
+    *,
+    needs_both: bool = True,
+    needs_bias: bool = False,
+) -> Tensor:
+    """Write to dboth the gradients of gate and up, which lie side by side, and over dh what their SwiGLU made.
+
+    The gradients where they are needed. Returns partial sums of them, (2, P, G): none if they are not.
+    """
+    (rows, padded), columns = dh_TG.shape, -(-dh_TG.shape[1] // BLOCK_F)
+    length, count = runs(rows, columns, both_TG.device, each_sm=EACH_SM)
+    partial_2PG = torch.empty(2, count * needs_bias, padded, dtype=torch.float32, device=both_TG.device)
+    _swiglu_backward_kernel[(columns, count)](
+        both_TG,
+        dh_TG,
+        dboth_TG,
+        partial_2PG,
+        rows,
+        length,
+        limit or 0.0,
+        LIMITED=limit is not None,
+        WIDTH=padded,
+        NEED_BOTH=needs_both,
+        NEED_BIAS=needs_bias,
+        BLOCK_T=BLOCK_T,
+        BLOCK_F=BLOCK_F,
+        STAGES=STAGES,
+        num_warps=4,
+    )
+    return partial_2PG
+
+
+def aligned(
+    gate_FE: Tensor, up_FE: Tensor, biases: tuple[Tensor | None, Tensor | None] | None, down_EF: Tensor, *, turns: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`pad_swiglu`. Of biases, what is missing is zeros; for none at all none is returned."""
+    width = gate_FE.shape[0]
+    if biases is None or all(bias_F is None for bias_F in biases):
+        some_F = gate_FE.flatten()[:width]  # the kernel wants to copy some
+        weight, _, down_EG = pad_swiglu(gate_FE, up_FE, some_F, some_F, down_EF, turns=turns)
+        return weight, None, down_EG
+    gate_F, up_F = (gate_FE.new_zeros(width) if bias_F is None else bias_F for bias_F in biases)
+    return pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF, turns=turns)
+
+
+class SwigluMlp(torch.autograd.Function):
+    """`swiglu_mlp_reference` that saves x and the results of its first two products; all of one dtype.
+
+    All products have widths that are multiples of 8, forward and backward: cuBLAS takes three times as long for others.
+    Weights are padded for each call (26 MB at 1280 x 3420, about 25 us on an H200), and nothing of that is kept.
+    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
+    by a norm, saved in its place. stream: what the result is added to.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TE: Tensor,
+        gate_FE: Tensor,
+        up_FE: Tensor,
+        gate_F: Tensor | None,
+        up_F: Tensor | None,
+        down_EF: Tensor,
+        down_E: Tensor | None,
+        limit: float | None = None,
+        epilogue: bool = False,
+        norm: Norm | None = None,
+        stream_TE: Tensor | None = None,
+    ) -> Tensor:
+        _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
+        ctx.needs_both, ctx.limit = any(ctx.needs_input_grad[:5]), limit
+        ctx.epilogue = epilogue and ctx.needs_both and needs_gate == needs_up and serves(x_TE, "swiglu")
+        weight, bias, down_EG = aligned(gate_FE, up_FE, (gate_F, up_F), down_EF, turns=ctx.epilogue)
+        if ctx.epilogue:
+            both_TG, h_TG = gemm_act(x_TE, weight, bias, "swiglu")
+        else:
+            both_TG = F.linear(x_TE, weight, bias)
+            h_TG = swiglu(*both_TG.chunk(2, dim=-1), limit=limit)
+        del weight
+        tensors, ctx.settings = keep(x_TE, norm) if needs_gate or needs_up else ((), None)
+        saved = (both_TG, gate_FE, up_FE, down_EF) if ctx.needs_both or needs_down else (None,) * 4
+        ctx.save_for_backward(*saved, *tensors)
+        if stream_TE is not None:
+            return gemm_add(h_TG, down_EG, down_E, stream_TE)
+        return F.linear(h_TG, down_EG, down_E)
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_gate, needs_up, needs_gate_bias, needs_up_bias, needs_down, needs_down_bias, *_ = (
+            ctx.needs_input_grad
+        )
+        both_TG, gate_FE, up_FE, down_EF, *tensors = ctx.saved_tensors
+        dy_TE = dy_TE.contiguous()
+        gradients: list[Tensor | None] = [None] * 10
+        gradients[6] = column_sum(dy_TE) if needs_down_bias else None
+        if not (ctx.needs_both or needs_down):
+            return tuple(gradients)
+        width, rows, padded = gate_FE.shape[0], both_TG.shape[0], both_TG.shape[1] // 2
+        weight, _, down_EG = aligned(gate_FE, up_FE, None, down_EF, turns=ctx.epilogue)
+        needs_bias = needs_gate_bias or needs_up_bias
+        if ctx.epilogue:
+            dboth_TG, h_TG, sum_G = gemm_dact(dy_TE, down_EG, both_TG, "swiglu")
+            sums = sum_G.to(both_TG.dtype).view(-1, 2)[:width].t().contiguous().unbind(0)
+        else:
+            h_TG = dy_TE @ down_EG if ctx.needs_both else both_TG.new_empty(rows, padded)
+            dboth_TG = torch.empty_like(both_TG) if ctx.needs_both else both_TG
+            needs: Any = dict(needs_both=ctx.needs_both, needs_bias=needs_bias)
+            partial_2PG = swiglu_gradient(both_TG, h_TG, dboth_TG, ctx.limit, **needs)
+            sums = add_up(partial_2PG, both_TG.dtype, width) if needs_bias else ()
+        del down_EG
+        ddown_EG = dy_TE.t() @ h_TG if needs_down else None
+        del h_TG
+        if needs_bias:
+            dgate_F, dup_F = sums
+            gradients[3], gradients[4] = dgate_F if needs_gate_bias else None, dup_F if needs_up_bias else None
+        dweight = None
+        if needs_gate or needs_up:
+            # Of one only, where the other is frozen.
+            first, last = 0 if needs_gate else padded, 2 * padded if needs_up else padded
+            dweight = dboth_TG[:, first:last].t() @ kept(tensors, ctx.settings, rows)
+        if ctx.epilogue:
+            gradients[1], gradients[2], ddown_EF = unpad_swiglu(dweight, ddown_EG if width < padded else None, width)
+            gradients[5] = ddown_EF if width < padded else ddown_EG
+        else:
+            gradients[1] = dweight[:width] if dweight is not None and needs_gate else None
+            gradients[2] = dweight[-padded:][:width] if dweight is not None and needs_up else None
+            gradients[5] = None if ddown_EG is None else ddown_EG[:, :width].contiguous()
+        if needs_x:
+            gradients[0] = dboth_TG @ weight
+        return tuple(gradients)

@@ -1,0 +1,1 @@
+"""The command line: `hf-vit-accel doctor` and `hf-vit-accel bench`."""

@@ -1,0 +1,38 @@
+"""Verify, then time whole vision towers: this machine, real shapes, every backend, stock transformers for comparison.
+
+`towers` (what is timed: shapes, sizes, matrix FLOPs), `contenders` (who runs), `baselines` (stock's best set-ups),
+`work` (a forward, or forward and backward), `measure` (verify, time), `profile` (where the time goes), `report` (table,
+JSON, figure). The command line is `hf-vit-accel bench`.
+"""
+
+from hf_vit_accel.tools.bench.baselines import BASELINES
+from hf_vit_accel.tools.bench.contenders import choose
+from hf_vit_accel.tools.bench.measure import DTYPES, Row, bench, default_dtype, device_of_choice, measure
+from hf_vit_accel.tools.bench.profile import Part
+from hf_vit_accel.tools.bench.report import document, host, lines, plot, require_matplotlib, slower
+from hf_vit_accel.tools.bench.towers import PEAK, SHAPES, SIZES, build_tower, matrix_flops, parse_size, peak_of
+
+__all__ = [
+    "BASELINES",
+    "DTYPES",
+    "PEAK",
+    "SHAPES",
+    "SIZES",
+    "Part",
+    "Row",
+    "bench",
+    "build_tower",
+    "choose",
+    "default_dtype",
+    "device_of_choice",
+    "document",
+    "host",
+    "lines",
+    "matrix_flops",
+    "measure",
+    "parse_size",
+    "peak_of",
+    "plot",
+    "require_matplotlib",
+    "slower",
+]

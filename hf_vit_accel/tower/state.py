@@ -1,0 +1,175 @@
+"""What a patched tower keeps between calls: its settings, counts, routes, graphs and the reading of its modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_vit_accel.backends import Request
+from hf_vit_accel.config import Settings
+from hf_vit_accel.engine.passes import Passes
+from hf_vit_accel.engine.route import Route, Routes, Spec
+from hf_vit_accel.families import Family
+from hf_vit_accel.graphs.runner import Runner
+from hf_vit_accel.graphs.training import TrainingRunner
+from hf_vit_accel.machine import EPILOGUES, KERNELS, LINEARS, refuse
+from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
+from hf_vit_accel.ops.fp8.scales import Scales
+from hf_vit_accel.sharing.data_parallel import Sharing
+from hf_vit_accel.sharing.reuse import Reuse
+from hf_vit_accel.tower import proof as upstream
+from hf_vit_accel.tower import snapshot as guard
+from hf_vit_accel.tower.snapshot import Snapshot, Weights
+
+STATE = "_hf_vit_accel"
+
+
+class TowerState:
+    """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
+
+    former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: of the
+    instance, if any. faults: what failed, and is unused until it is patched anew. last: the route of the last call.
+    warming: the thread that gets ready for later calls. served: backends where attention alone is ours.
+    """
+
+    def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
+        self.family, self.settings, self.former_name = family, settings, former_name
+        self.former_forward: Callable[..., Any] | None = None
+        self.calls = self.stock_calls = 0
+        self.fallbacks: Counter[str] = Counter()
+        self.last: Route | None = None
+        self.warming: int | None = None
+        self.served: dict[str, str] = {}
+        self.faults: dict[str, str] = {}
+        self.routes, self.passes = Routes(), Passes(settings.max_rows)
+        graphs, ranks = (None, None) if family.attention_only else (settings.graphs, settings.ranks)
+        self.sharing = None if ranks is None else Sharing(ranks, graphs=graphs is not None)
+        self.runner = None if graphs is None else Runner(graphs, self.routes)
+        self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
+        self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)
+        self._snapshot: Snapshot | None = None
+        self._scales: Scales | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("family", "settings", "former_name", "former_forward")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        former_forward = state.pop("former_forward")
+        self.__init__(state.pop("family"), state.pop("settings"), **state)  # type: ignore[misc]
+        self.former_forward = former_forward
+
+    def snapshot(self, tower: nn.Module) -> Snapshot:
+        """The tower as it is now, read again if it changed: then all goes that was made of modules it had before."""
+        snapshot = self._snapshot
+        if snapshot is None or not snapshot.current():
+            self.close()
+            self._snapshot = snapshot = Snapshot(tower, self.family)
+            upstream.warn_of(tower, snapshot.proof)
+        return snapshot
+
+    def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
+        """The operations for weights and rows of these dtypes on this device."""
+        wanted = self.settings.fuse
+        if self.settings.score_mod is not None:  # the fused kernel for windows is an attention without it
+            wanted = frozenset(PARTS if wanted is None else wanted) - {"window_attention"}
+        against, at, dtype = self.faults, request.device, request.dtype
+        context = Context(
+            device=at,
+            dtype=dtype,
+            weights=weights.dtype,
+            no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
+            linears=frozenset() if self.settings.fp8 is None else self.settings.fp8.parts,
+            no_epilogues=against.get(EPILOGUES),
+            no_linears=against.get(KERNELS) or against.get(LINEARS) or linears.why_not(at, dtype, grad=request.grad),
+            classes=snapshot.proof.classes,
+            reads=snapshot.reads,
+            grad=request.grad,
+        )
+        ops = build(snapshot.parts, context, wanted)
+        snapshot.reads.seal()
+        self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
+        return ops
+
+    def scales(self, snapshot: Snapshot, device: torch.device) -> Scales:
+        """What FP8 attention on a device knows of earlier calls."""
+        fp8, held = self.settings.fp8, self._scales
+        assert fp8 is not None
+        layers, heads = len(snapshot.parts.blocks), snapshot.heads
+        if held is None or (held.device, held.layers, held.heads) != (device, layers, heads):
+            if held is not None:
+                if self.runner is not None:
+                    self.runner.close()  # its graphs write to the memory that goes
+                held.close()
+            self._scales = held = Scales(
+                device=device, layers=layers, heads=heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
+            )
+        return held
+
+    def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
+        """What decides the routes of calls like this one; the same object while nothing of it changes."""
+        settings, autocast = self.settings, guard.autocast_dtype(device, weights.dtype)
+        scales = self.scales(snapshot, device) if settings.fp8 is not None and settings.fp8.attention else None
+        key = device, autocast, fast, grad, weights.dtype, *weights.kinds, scales, len(self.passes.fewer)
+        spec = snapshot.specs.get(key)
+        if spec is None:
+            graphs, replayed = self.runner is not None and not grad, self.training is not None and grad
+            wants: Any = dict(grad=grad, graphs=graphs, replayed=replayed, score_mod=settings.score_mod)
+            dtype = autocast or (weights.dtype if snapshot.brought else None)  # FSDP2's shards may have another
+            request = snapshot.request(device, dtype, packed=fast, fp8=scales, **wants)
+            snapshot.specs[key] = spec = Spec(
+                geometry=snapshot.geometry,
+                request=request,
+                ops=self._build(snapshot, weights, request) if fast else None,
+                full_layers=snapshot.full_layers,
+                faults=tuple(self.faults.items()),
+                max_rows=self.passes.most(device, grad=grad, whole=bool(snapshot.sharded or snapshot.mixing)),
+                settings=settings,
+            )
+            own = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
+            if own and request.dtype == weights.dtype:  # autocast to it is the same, too
+                snapshot.specs |= {(device, same, *key[2:]): spec for same in (None, weights.dtype)}
+        return spec
+
+    def saturated(self) -> list[int]:
+        """Layers in which FP8 attention cut numbers off."""
+        return [] if self._scales is None else self._scales.saturated()
+
+    def refuse_stock(self, reasons: list[str]) -> None:
+        """Raise FallbackError for a call that would go the stock way, under `strict` or with a score_mod."""
+        if self.settings.score_mod is not None:
+            refuse(reasons, wanted="a score_mod was given")
+        if self.settings.strict:
+            refuse(reasons)
+
+    def count_stock(self, output: Any, unmet: list[str]) -> Any:
+        """The output of a call that ran the stock way, once it is over: one that failed on its way is not counted."""
+        self.stock_calls += 1
+        self.fallbacks.update(unmet)
+        return output
+
+    def go_without(self, faults: dict[str, str]) -> None:
+        """Choose everything anew, without what failed."""
+        self.faults = faults
+        self.close()
+
+    def close(self) -> None:
+        """Drop everything that was cached, device memory included."""
+        for held in (self.runner, self.training, self.reuse, self._scales):
+            if held is not None:
+                held.close()
+        self.routes.cache.clear()
+        self._snapshot = self._scales = self.last = None
+
+
+_INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
+"""Operations that call no module which autocast to the dtype of the weights would change, unless it is foreign."""
+
+
+def state_of(tower: nn.Module) -> TowerState | None:
+    """The state of a patched tower; None for a stock one."""
+    return vars(tower).get(STATE)
