@@ -21,7 +21,7 @@ from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of
 from hf_vit_accel.status import Status, beyond_attention, reasons_now, status, towers_of
-from hf_vit_accel.tower import snapshot as guard
+from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower.install import former_of, install, uninstall
 from hf_vit_accel.tower.loading import name_for, restore_name
 from hf_vit_accel.tower.state import TowerState, state_of

@@ -18,8 +18,8 @@ from hf_vit_accel.machine import EPILOGUES
 from hf_vit_accel.ops import PARTS, Ops
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
+from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower import fsdp as sharding
-from hf_vit_accel.tower import snapshot as guard
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
 from hf_vit_accel.tower.state import TowerState, state_of
 

@@ -20,7 +20,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.tools import bench
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
-from hf_vit_accel.tower import snapshot as guard
+from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower.state import state_of
 
 CALLS = 1000

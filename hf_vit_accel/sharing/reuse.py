@@ -34,7 +34,7 @@ from hf_vit_accel.sharing.fingerprint import (
     hash_memory,
     hash_memory_reference,
 )
-from hf_vit_accel.tower import snapshot as guard
+from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
 
 _BY_TORCH: tuple[Any, Any] = hash_items_reference, hash_memory_reference

@@ -32,8 +32,8 @@ from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import EPILOGUES, KERNELS, LINEARS, Fault, refuse
+from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower import proof as upstream
-from hf_vit_accel.tower import snapshot as guard
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
 from hf_vit_accel.tower.state import STATE, TowerState
 

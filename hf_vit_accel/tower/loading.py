@@ -28,9 +28,9 @@ from hf_vit_accel.engine.route import OFFSETS, PLANS, Offsets
 from hf_vit_accel.families import FAMILIES, family_of, find_towers
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError
+from hf_vit_accel.tower.checks import reasons_untraceable
 from hf_vit_accel.tower.install import install, uninstall
 from hf_vit_accel.tower.proof import NAMES, wrap
-from hf_vit_accel.tower.snapshot import reasons_untraceable
 from hf_vit_accel.tower.state import TowerState, state_of
 
 

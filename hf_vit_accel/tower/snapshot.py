@@ -1,4 +1,4 @@
-"""The one gate: what a tower holds right now, what a call asks for, and why it cannot be served fast.
+"""What a tower holds right now, and why it cannot be served fast; `checks` says what of a call stands against it.
 
 The fast path computes what blocks, norms and attention compute without calling them, so whatever hangs on a module
 would be skipped. A `Snapshot` reads the tower once; at every call it is told, in 0.1 to 0.2 milliseconds of the host,
@@ -7,23 +7,19 @@ whether anything changed. All reasons are lists of sentences, empty where nothin
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
-from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.engine.inputs import Expected
-from hf_vit_accel.engine.route import POPPED, Spec
+from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_mixing, reasons_replaced
@@ -308,79 +304,3 @@ def _inert(hook: Callable[..., Any]) -> bool:
 def _marks(hook: Callable[..., Any]) -> bool:
     known = "transformers.modeling_utils", "make_inputs_require_grads"
     return (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) == known
-
-
-def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | None:
-    """What autocast computes in on a device; None where it is off, and for fp64, which it leaves alone."""
-    kind, known = device.type, weights != torch.float64
-    on = known and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
-
-
-def reasons_stock(
-    tower: Any, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, Any]
-) -> list[str]:
-    """Why a call must reach the stock forward as it is. name: of the attention that it runs under."""
-    reasons = list(snapshot.stock)
-    # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
-    if former_forward is not None and getattr(former_forward, "__func__", None) is not type(tower).forward:
-        reasons.append("the tower has a forward of its own")
-    if any(popped in kwargs for popped in POPPED):
-        reasons.append("the caller supplies sequence metadata")
-    if name not in upstream.NAMES:
-        reasons += reasons_own_attention(tower, name)
-    if is_tracing():  # it records no tensors that numpy makes
-        reasons.append("torch.jit.trace is at work")
-    return reasons
-
-
-def reasons_own_segments(tower: Any, named: Mapping[str, Any], pixels: str) -> list[str]:
-    """Why a tower that is served attention only must compute its segments itself. named: the arguments of a call."""
-    name = tower.config._attn_implementation
-    if name not in upstream.NAMES:
-        return reasons_own_attention(tower, name) or [f"its attention is {name!r}"]
-    if any(popped in named for popped in POPPED):
-        return ["the caller supplies sequence metadata"]
-    grid, given = named.get("grid_thw"), named.get(pixels)
-    known = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
-    if not known or not isinstance(given, Tensor) or is_tracing():
-        return ["the arguments are not those that are known, or torch.jit.trace is at work"]
-    return []
-
-
-def reasons_untraceable() -> list[str]:
-    """What kernels and backends do not know: transforms of torch.func, forward-mode gradients, torch.jit.trace."""
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
-        return ["a transform of torch.func or forward-mode differentiation is at work"]
-    return ["torch.jit.trace is at work"] if is_tracing() else []
-
-
-def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
-    """Why a tower's attention of that name may compute anything: it is a function of the user's.
-
-    Those of transformers and, by a name with a slash, from the Hub compute attention; so do ours.
-    """
-    if name == "eager":  # which is not registered, but a function beside the tower
-        function: Any = getattr(sys.modules.get(type(tower).forward.__module__), "eager_attention_forward", None)
-    else:
-        function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
-    if function is None or "/" in str(name) or str(function.__module__).startswith("hf_vit_accel."):
-        return []
-    if is_upstream(function):
-        return []
-    return [f"the attention {name!r} is a function of your own; patch(attention=...) with a backend's name replaces it"]
-
-
-def reasons_slow(
-    tower: Any, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any], *, grad: bool
-) -> list[str]:
-    """Why a call's blocks must be called one by one. grad: gradients may be required of it."""
-    reasons = [*snapshot.slow, *weights.reasons, *snapshot.reasons_hooked(grad=grad)]
-    if snapshot.sharded:
-        reasons += sharding.reasons_against(snapshot.sharded.values(), weights.dtype)
-    for name in ("output_hidden_states", "output_attentions"):
-        if options.get(name, getattr(tower.config, name, False)):
-            reasons.append(f"{name} is requested")
-    if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
-        reasons.append("attention weights are dropped out")
-    return reasons + reasons_untraceable()

@@ -21,8 +21,8 @@ from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.reuse import Reuse
+from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower import proof as upstream
-from hf_vit_accel.tower import snapshot as guard
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
 
 STATE = "_hf_vit_accel"

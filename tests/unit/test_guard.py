@@ -90,7 +90,7 @@ def test_a_steady_call_enters_few_functions_of_few_files(tower: Any, mode: Any) 
     listing = "\n".join(map(str, sorted(found)))
     found.pop(next((key for key in found if key[1] == "make"), None), None)  # of `tables`, until transformers 5.17
     assert len(found) <= 30, listing
-    assert len(files) <= 10, listing
+    assert len(files) <= 11, listing  # those of the rooms in the design, `tower/checks.py` among them
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -103,7 +103,8 @@ def test_the_benchmark_of_checks_asks_what_a_call_asks(tower: Any, grad: bool, m
     with torch.set_grad_enabled(grad):
         asked = [entered(lambda: tower(pixels, grid_thw=grid)), entered(lambda: checks.checked(tower, pixels, grid))]
     of_a_call, of_checks = (
-        {key for key in each if key[0] in ("/tower/snapshot.py", "/engine/inputs.py")} for each in asked
+        {key for key in each if key[0] in ("/tower/checks.py", "/tower/snapshot.py", "/engine/inputs.py")}
+        for each in asked
     )
     others = {"autocast_dtype", "marks_outputs", "request"}  # what is done with a call that is served
     assert {key for key in of_a_call if key[1] not in others} == of_checks
