@@ -24,8 +24,8 @@ from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
 from hf_vit_accel.graphs.buffers import Shape, pad
-from hf_vit_accel.graphs.held import CaptureError, Eager, GraphStatus, Held
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStatus, GraphStore
 from hf_vit_accel.layout import pack, send
 
 
@@ -57,7 +57,7 @@ class _Graph:
     replays: int = 0
 
 
-class Runner(Held):
+class Runner(GraphStore):
     """The graphs of one tower: which there are, which serves a call, and the one place where they are replayed."""
 
     def __init__(self, config: GraphConfig, routes: Routes) -> None:

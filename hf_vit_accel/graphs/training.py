@@ -25,8 +25,8 @@ from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route
-from hf_vit_accel.graphs.held import CaptureError, Eager, Held
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore
 from hf_vit_accel.ops.base import Slots, replaced
 
 Tensors = list[Tensor]
@@ -72,7 +72,7 @@ class _Call:
         self.outputs, self.parameters = Tensors(), parameters
 
 
-class TrainingRunner(Held):
+class TrainingRunner(GraphStore):
     """The graphs of forward and backward of one tower."""
 
     def __init__(self, config: GraphConfig) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel.backends import ORDER
-from hf_vit_accel.graphs import budgets, held, runner
+from hf_vit_accel.graphs import budgets, runner, store
 from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
 from hf_vit_accel.layout import Geometry, Segments, build
 from hf_vit_accel.tower import forward as tower_module
@@ -39,14 +39,14 @@ def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
     """Patch with graphs, and poison all their buffers before every use."""
     hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
     graphs = state_of(tower_of(model)).runner
-    make = held.CudaRecorder
+    make = store.CudaRecorder
 
     def recorder(device: torch.device) -> Any:
         made = make(device)
         made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
         return made
 
-    held.CudaRecorder = recorder  # put back by the fixture
+    store.CudaRecorder = recorder  # put back by the fixture
     return graphs
 
 
@@ -376,7 +376,7 @@ def test_weights_that_change_at_every_call_are_not_captured_for_ever(on_cpu: Any
         _move_data(model)
         run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).captures <= 5
-    assert status_of(model).eager == {held._CHANGED: 8}
+    assert status_of(model).eager == {store._CHANGED: 8}
     for _ in range(12):
         run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).replays >= 8
@@ -511,7 +511,7 @@ def test_a_failed_capture_leaves_the_model_working(on_cpu: Any, model: Any) -> N
 
 def test_backends_that_cannot_be_captured_say_so(monkeypatch: Any, model: Any) -> None:
     monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
-    monkeypatch.setattr(held, "CudaRecorder", Recorder)
+    monkeypatch.setattr(store, "CudaRecorder", Recorder)
     hf_vit_accel.patch(model, cuda_graphs=True)
     run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).eager == {"sdpa cannot be captured: its launches depend on the layout": 1}

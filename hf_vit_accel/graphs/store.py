@@ -62,7 +62,7 @@ class CaptureError(RuntimeError):
     by_choice = False
 
 
-class Held:
+class GraphStore:
     """The graphs of one kind of one tower: they are stale together, and share one memory pool.
 
     Of each: label, what it serves; nbytes, device memory that it took; replays.
