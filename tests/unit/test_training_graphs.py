@@ -130,7 +130,7 @@ def test_steps_of_several_layouts(pair: Any) -> None:
     told = hf_vit_accel.status(tower).towers[0].training
     # The first step told which outputs gradients are given for; from then on they are all replayed.
     assert told.replays == 9 and not told.eager and told.captures == 4
-    assert runner._given[0] is False and all(runner._given[1:])
+    assert runner._used[0] is False and all(runner._used[1:])
     assert "training" in str(hf_vit_accel.status(tower))
 
 
