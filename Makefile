@@ -46,7 +46,7 @@ matrix: $(VENV)/.installed-test,matrix
 	$(BIN)/nox
 
 support: $(VENV)/.installed-test
-	$(BIN)/python tests/support.py
+	$(BIN)/python tests/support_table.py
 
 tables: $(VENV)/.installed-test
 	$(BIN)/python examples/benchmark/tables.py

@@ -13,7 +13,7 @@ from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import LINEARS, Fp8Config, Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, Family, find_towers
-from hf_vit_accel.graphs.held import GraphStatus
+from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.machine import EPILOGUES
 from hf_vit_accel.ops import PARTS, Ops
 from hf_vit_accel.ops.window_attention import LONGEST

@@ -24,7 +24,7 @@ from hf_vit_accel import GraphConfig, backends, ops
 from hf_vit_accel.backends import ORDER, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.engine import route
-from hf_vit_accel.graphs import held
+from hf_vit_accel.graphs import store
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import activation, mlp
 from hf_vit_accel.tower import forward as tower_module
@@ -302,7 +302,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
         pass
 
     masked = Masked()
-    monkeypatch.setattr(held, "CudaRecorder", Fresh)
+    monkeypatch.setattr(store, "CudaRecorder", Fresh)
     monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
     return Fresh

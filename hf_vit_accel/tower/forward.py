@@ -26,9 +26,9 @@ from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import checkpoints_of, encode
 from hf_vit_accel.engine.passes import reasons_whole
 from hf_vit_accel.engine.route import Route, Spec
-from hf_vit_accel.graphs.held import Eager
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.runner import Runner
+from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import EPILOGUES, KERNELS, LINEARS, Fault, refuse

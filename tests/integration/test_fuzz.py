@@ -29,8 +29,8 @@ from hf_vit_accel import FallbackError, GraphConfig, machine
 from hf_vit_accel.backends import ORDER, Request
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.engine.route import Routes, Spec
-from hf_vit_accel.graphs import held as held_module
 from hf_vit_accel.graphs import runner as runner_module
+from hf_vit_accel.graphs import store
 from hf_vit_accel.layout import Geometry, build, to_device
 from hf_vit_accel.tower.state import state_of
 
@@ -347,13 +347,13 @@ def test_graphs_do_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fails:
     routes.cache.entries = ENTRIES
     runner = runner_module.Runner(GraphConfig(max_tokens=128, exact_after=1, max_graphs=8), routes)
     monkeypatch.setattr(runner_module, "encode", lambda route, pixels_TP: [pixels_TP, pixels_TP[::4]])
-    monkeypatch.setattr(held_module, "REMEMBERED", 128)  # reached before the first half is over
+    monkeypatch.setattr(store, "REMEMBERED", 128)  # reached before the first half is over
     on_cpu.fail = RuntimeError("no capture") if fails else None
 
     def call(grid: Any) -> None:
         rows = sum(t * h * w for t, h, w in grid)
         result = runner.run(routes.get(grid, spec), torch.zeros(rows, 1), [1])
-        assert isinstance(result, held_module.Eager) == fails
+        assert isinstance(result, store.Eager) == fails
 
     grown = growth_of(call)
     status = runner.status()
@@ -406,7 +406,7 @@ def resident() -> int:
 )
 def test_a_tower_does_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, family: str, graphs: Any) -> None:
     """Many calls of new shapes, a tenth of them after one that was refused."""
-    monkeypatch.setattr(held_module, "REMEMBERED", 24)  # reached before the first third is over
+    monkeypatch.setattr(store, "REMEMBERED", 24)  # reached before the first third is over
     tower, rng = tower_of(TINY[family].build()), np.random.default_rng(0)
     hf_vit_accel.patch(tower, cuda_graphs=graphs)
     state, held, blocks = state_of(tower), [], []

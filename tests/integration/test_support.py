@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support import PAGE, page
+from support_table import PAGE, page
 
 
 def test_the_page_is_what_is_declared() -> None:

@@ -26,7 +26,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
 from hf_vit_accel.backends import ORDER
-from hf_vit_accel.graphs import budgets, held, runner
+from hf_vit_accel.graphs import budgets, runner, store
 from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
 from hf_vit_accel.layout import Geometry, Segments, build
 from hf_vit_accel.tower import forward as tower_module
@@ -39,14 +39,14 @@ def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
     """Patch with graphs, and poison all their buffers before every use."""
     hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
     graphs = state_of(tower_of(model)).runner
-    make = held.CudaRecorder
+    make = store.CudaRecorder
 
     def recorder(device: torch.device) -> Any:
         made = make(device)
         made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
         return made
 
-    held.CudaRecorder = recorder  # put back by the fixture
+    store.CudaRecorder = recorder  # put back by the fixture
     return graphs
 
 
@@ -309,17 +309,18 @@ def _other_layers(model: Any) -> None:
         del tower.blocks[-1]
 
 
+MOVED, OTHER_SPEC = store.STALE_REASONS["memory"], store.STALE_REASONS["spec"]
 CHANGES = {
-    "assign": _assign,
-    "move": _move_data,
-    "frequencies": _replace_frequencies,
-    "layers": _other_layers,
-    "double": lambda model: model.double(),
+    "assign": (_assign, {MOVED: 1}),
+    "move": (_move_data, {MOVED: 1}),
+    "frequencies": (_replace_frequencies, {MOVED: 1}),
+    "layers": (_other_layers, {}),  # the tower notices, and closes its graphs
+    "double": (lambda model: model.double(), {OTHER_SPEC: 1}),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: Any) -> None:
+@pytest.mark.parametrize(("change", "reasons"), CHANGES.values(), ids=CHANGES)
+def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: Any, reasons: dict[str, int]) -> None:
     """(Numbers and switches of modules: tests/unit/test_ops.py.)"""
     patch(model)
     grid: Grid = [(1, 6, 8), (1, 12, 12)]
@@ -327,6 +328,8 @@ def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: A
     change(model)
     found = run_tower(tower_of(model), grid)
     assert status_of(model).captures == 2 and len(status_of(model).graphs) == 1
+    assert status_of(model).stale == reasons
+    assert all(f"stale      1 x {why}" in str(hf_vit_accel.status(model)) for why in reasons)
     hf_vit_accel.unpatch(model)
     assert_close(found, run_tower(tower_of(model), grid))
     different = max(relative_error(f, b) for f, b in zip(found, before, strict=True))
@@ -376,7 +379,7 @@ def test_weights_that_change_at_every_call_are_not_captured_for_ever(on_cpu: Any
         _move_data(model)
         run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).captures <= 5
-    assert status_of(model).eager == {held._CHANGED: 8}
+    assert status_of(model).eager == {store._CHANGED: 8}
     for _ in range(12):
         run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).replays >= 8
@@ -511,7 +514,7 @@ def test_a_failed_capture_leaves_the_model_working(on_cpu: Any, model: Any) -> N
 
 def test_backends_that_cannot_be_captured_say_so(monkeypatch: Any, model: Any) -> None:
     monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
-    monkeypatch.setattr(held, "CudaRecorder", Recorder)
+    monkeypatch.setattr(store, "CudaRecorder", Recorder)
     hf_vit_accel.patch(model, cuda_graphs=True)
     run_tower(tower_of(model), [(1, 6, 8)])
     assert status_of(model).eager == {"sdpa cannot be captured: its launches depend on the layout": 1}

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig
-from hf_vit_accel.graphs import held
+from hf_vit_accel.graphs import store
 from hf_vit_accel.graphs import training as training_module
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.tower.state import state_of
@@ -39,7 +39,7 @@ LAYOUTS: list[Grid] = [SMALL, LARGE, VIDEO]
 def patch(tower: Any, config: GraphConfig = CONFIG, **kwargs: Any) -> Any:
     """Patch with graphs; before each use what it must write is spoilt. Returns the runner."""
     hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
-    runner, make = state_of(tower).training, held.CudaRecorder
+    runner, make = state_of(tower).training, store.CudaRecorder
 
     def poisoned() -> list[torch.Tensor]:
         last = runner._last and runner._last()
@@ -53,7 +53,7 @@ def patch(tower: Any, config: GraphConfig = CONFIG, **kwargs: Any) -> Any:
         made.poisoned = poisoned
         return made
 
-    held.CudaRecorder = recorder  # type: ignore[misc,assignment]  # put back by the fixture
+    store.CudaRecorder = recorder  # type: ignore[misc,assignment]  # put back by the fixture
     return runner
 
 
@@ -130,7 +130,7 @@ def test_steps_of_several_layouts(pair: Any) -> None:
     told = hf_vit_accel.status(tower).towers[0].training
     # The first step told which outputs gradients are given for; from then on they are all replayed.
     assert told.replays == 9 and not told.eager and told.captures == 4
-    assert runner._given[0] is False and all(runner._given[1:])
+    assert runner._used[0] is False and all(runner._used[1:])
     assert "training" in str(hf_vit_accel.status(tower))
 
 

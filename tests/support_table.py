@@ -1,6 +1,6 @@
 """Writes SUPPORT.md from what is declared: families, backends' needs, versions, and the matrix of ways to wrap a model.
 
-python tests/support.py
+python tests/support_table.py
 """
 
 from __future__ import annotations
