@@ -30,7 +30,7 @@ from hf_vit_accel.engine.passes import Serve
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.ops.base import Slots, replaced
-from hf_vit_accel.sharing.fingerprint import words_of
+from hf_vit_accel.sharing.checksum import words_of
 from hf_vit_accel.sharing.ranks import RankError, Ranks
 from hf_vit_accel.sharing.split import Places, loads, split
 

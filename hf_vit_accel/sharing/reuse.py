@@ -26,7 +26,7 @@ from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.layout import Grid, settle, to_device
 from hf_vit_accel.machine import KERNELS, LRU, guarded
 from hf_vit_accel.ops import why_not_triton
-from hf_vit_accel.sharing.fingerprint import (
+from hf_vit_accel.sharing.checksum import (
     CHUNK,
     Desk,
     hash_items,

@@ -29,7 +29,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.families import FAMILIES, family_of
 from hf_vit_accel.machine import KERNELS, LRU, guarded
 from hf_vit_accel.ops.launch import triton
-from hf_vit_accel.sharing import fingerprint
+from hf_vit_accel.sharing import checksum as fingerprint
 from hf_vit_accel.sharing import reuse as reuse_module
 from hf_vit_accel.sharing.reuse import Memory, _HandOut
 from hf_vit_accel.status import beyond_attention
@@ -238,7 +238,7 @@ def test_grids_that_do_not_fit_do_no_harm(device: str, grid: Any) -> None:
 )
 def test_kernels_wait_for_nothing_but_memory(kernel: str, arguments: str, unroll: int) -> None:
     """Compiled for a GPU, no warp waits for another, none has memory of its own, and words come 16 bytes at a time."""
-    assembly = compile_for_hopper("sharing.fingerprint", kernel, arguments, {}, dict(num_warps=1)).asm["ptx"]
+    assembly = compile_for_hopper("sharing.checksum", kernel, arguments, {}, dict(num_warps=1)).asm["ptx"]
     assert not any(what in assembly for what in ("bar.sync", ".local", "st.shared"))
     wide = [line for line in assembly.splitlines() if "ld.global" in line and ".v4." in line]
     assert sum("@" in line for line in wide) == 2 * unroll, "words of all steps of a turn, where there are as many"
@@ -433,7 +433,7 @@ def test_without_reuse_none_of_it_is_entered(tower: Any) -> None:
     hf_vit_accel.patch(tower)
     run_tower(tower, [(1, 4, 6)] * 2)
     found = {file for file, _, _ in entered(lambda: run_tower(tower, [(1, 4, 6)] * 2))}
-    assert not {file for file in found if "reuse" in file or "fingerprint" in file}
+    assert not {file for file in found if "reuse" in file or "checksum" in file}
 
 
 def test_the_host_waits_once(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
