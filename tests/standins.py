@@ -21,7 +21,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig, backends, ops
-from hf_vit_accel.backends import ORDER, Plan, Request
+from hf_vit_accel.backends import BACKENDS, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.engine import route
 from hf_vit_accel.graphs import store
@@ -304,7 +304,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     masked = Masked()
     monkeypatch.setattr(store, "CudaRecorder", Fresh)
     monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
-    monkeypatch.setattr(backends, "ORDER", tuple(masked if b.name == "sdpa" else b for b in ORDER))
+    monkeypatch.setattr(backends, "BACKENDS", tuple(masked if b.name == "sdpa" else b for b in BACKENDS))
     return Fresh
 
 

@@ -62,7 +62,7 @@ def page() -> str:
         "",
         *_table(
             ("backend", "runs on", "packages", "dtypes", "head dim", "gradients", "score_mod", "CUDA graphs"),
-            map(_backend, (*backends.ORDER, backends.FP8)),
+            map(_backend, (*backends.BACKENDS, backends.FP8)),
         ),
         "",
         f"`{backends.FP8.name}` is what `patch(fp8=True)` adds, and is not exact; it cannot be named.",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_vit_accel.backends import FP8, ORDER, Request, plan_alone
+from hf_vit_accel.backends import BACKENDS, FP8, Request, plan_alone
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.rope import rope_
@@ -41,7 +41,7 @@ def contenders(qkv: torch.Tensor, tables: Any, lengths: list[int]) -> dict[str, 
         return plan.attend(*rope_(own, *tables).unbind(1))  # type: ignore[no-any-return]
 
     found: dict[str, Callable[[], torch.Tensor]] = {}
-    for backend in ORDER:
+    for backend in BACKENDS:
         if backend.name in BF16 and not backend.reasons_against(request):
             plan, own = plan_alone(backend, segments, request), qkv.clone()
             found[backend.name] = lambda plan=plan, own=own: plain(plan, own)

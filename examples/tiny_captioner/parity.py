@@ -27,7 +27,7 @@ import typer
 
 import hf_vit_accel
 from hf_vit_accel import Fp8Config, GraphConfig, Status
-from hf_vit_accel.backends import FP8, ORDER
+from hf_vit_accel.backends import BACKENDS, FP8
 from hf_vit_accel.ops import linears
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -132,7 +132,7 @@ def score(found: list[str], batches: Sequence[Batch]) -> int:
 def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Every way to patch that a device offers in a dtype, by name: the arguments of `hf_vit_accel.patch`."""
     on_cuda = torch.device(device).type == "cuda"
-    usable = [b for b in ORDER if (on_cuda or not b.needs.cuda) and not b.reasons_against_machine()]
+    usable = [b for b in BACKENDS if (on_cuda or not b.needs.cuda) and not b.reasons_against_machine()]
     found: dict[str, dict[str, Any]] = {"auto": {}, "auto, nothing fused": {"fuse": False}}
     if on_cuda and any(backend.capturable for backend in usable):
         found["auto, graphs by default"] = {"cuda_graphs": True}

@@ -1,6 +1,6 @@
-"""The attention backends in their order of preference, and the choice among them.
+"""All attention backends, and the choice among them: `AUTO` ranks them by measurement.
 
-A new backend is one file here and its place in `ORDER`; tests, doctor, status and bench pick it up.
+A new backend is one file here and its line in `BACKENDS`. Tests, doctor, status and bench then pick it up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hf_vit_accel.ops import linears
 
 __all__ = ["Attend", "Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod", "plan_alone"]
 
-ORDER: tuple[Backend, ...] = (
+BACKENDS: tuple[Backend, ...] = (
     FlashAttention3(),
     FlashAttention4(),
     FlashinferCudnn(),
@@ -53,7 +53,7 @@ LINEARS_NEED = Needs(capability=(linears.CAPABILITY, (13, 0)))
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Where a measurement says that another order than ORDER is faster: the first rule that matches is taken.
+    """The order in which "auto" tries backends for some requests. The first rule of `AUTO` that matches applies.
 
     What is left out (flex, which compiles for seconds before its first result) runs only where it is named.
     longest, rows: from how many rows of the longest segment, and of all of them, on it matches. replayed: only where
@@ -149,10 +149,10 @@ class Choice:
 
 def backend_named(name: str) -> Backend:
     """The backend of that name; ValueError with the possible names for another."""
-    for backend in ORDER:
+    for backend in BACKENDS:
         if backend.name == name:
             return backend
-    known = ", ".join(repr(known) for known in ("auto", *(backend.name for backend in ORDER)))
+    known = ", ".join(repr(known) for known in ("auto", *(backend.name for backend in BACKENDS)))
     hint = f"; {name} is what models are loaded with, here it is 'auto'" if name == "flash_vit_auto" else ""
     raise ValueError(f"expected attention to be one of {known}, got {name!r}{hint}")
 
@@ -175,7 +175,7 @@ def require(name: str, *, fp8: Fp8Config | None = None) -> None:
     reasons = backend_named(name).reasons_against_machine()
     if not reasons:
         return
-    others = {backend.name: backend.reasons_against_machine() for backend in ORDER if backend.name != name}
+    others = {backend.name: backend.reasons_against_machine() for backend in BACKENDS if backend.name != name}
     told = [f"  {other}: {'; '.join(against) or 'usable'}" for other, against in others.items()]
     raise BackendUnavailableError(
         f"attention backend {name!r} cannot run on this machine:\n  - "

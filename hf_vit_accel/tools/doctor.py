@@ -111,11 +111,11 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def examine() -> Report:
-    """Ask the machine, run every backend of `backends.ORDER` that is usable on it, and resolve "auto"."""
+    """Ask the machine, run every backend of `backends.BACKENDS` that is usable on it, and resolve "auto"."""
     gpus, gpu_problem, best = _gpus()
     devices = [torch.device("cpu")] + ([best] if best.type == "cuda" else [])
     lost: dict[torch.device, str] = {}
-    verdicts = tuple(_examine_backend(backend, devices, lost) for backend in backends.ORDER)
+    verdicts = tuple(_examine_backend(backend, devices, lost) for backend in backends.BACKENDS)
     return Report(
         ok=gpu_problem is None and all(verdict.status != "wrong" for verdict in verdicts),
         versions={**machine.versions(), "hf-vit-accel": hf_vit_accel.__version__},

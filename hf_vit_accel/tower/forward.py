@@ -21,7 +21,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_vit_accel.backends import ORDER
+from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import checkpoints_of, encode
 from hf_vit_accel.engine.passes import reasons_whole
@@ -93,7 +93,7 @@ def _go_without(state: TowerState, before: dict[str, str], tried: dict[str, str]
         return  # another thread met the same at once
     error = fault.__cause__ or fault
     bound = state.settings.score_mod is not None and fault.name not in (KERNELS, LINEARS, EPILOGUES)  # to its backend
-    if bound or fault.name in tried or fault.name == ORDER[-1].name:
+    if bound or fault.name in tried or fault.name == BACKENDS[-1].name:
         if state.faults is not before:
             error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, state.faults.items()))}.")
             state.go_without(before)

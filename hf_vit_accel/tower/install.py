@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_vit_accel.backends import ORDER
+from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.tower.forward import AcceleratedForward
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
@@ -50,7 +50,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
             else:  # accelerate's hook calls what it holds: give it the class's forward, as it would have found
                 vars(tower)[slot] = type(tower).forward.__get__(tower)
     state.close()
-    for backend in ORDER:
+    for backend in BACKENDS:
         backend.close()
     return state
 

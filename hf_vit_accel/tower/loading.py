@@ -22,7 +22,7 @@ from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_vit_accel.backends import ORDER, Plan, Request, ScoreMod, plan_alone, require, resolve
+from hf_vit_accel.backends import BACKENDS, Plan, Request, ScoreMod, plan_alone, require, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import OFFSETS, PLANS, Offsets
 from hf_vit_accel.families import FAMILIES, family_of, find_towers
@@ -293,4 +293,4 @@ def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: Tensor)
     return plan_alone(resolve(name, request, segments).backend, segments, request)
 
 
-assert set(NAMES.values()) - {"auto"} <= {backend.name for backend in ORDER}
+assert set(NAMES.values()) - {"auto"} <= {backend.name for backend in BACKENDS}

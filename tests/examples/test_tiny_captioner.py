@@ -25,7 +25,7 @@ from tiny import assert_close
 
 import hf_vit_accel
 from hf_vit_accel import Status
-from hf_vit_accel.backends import FP8, ORDER
+from hf_vit_accel.backends import BACKENDS, FP8
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "tiny_captioner")]
@@ -251,7 +251,7 @@ def test_parity_on_a_cpu(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     parity.main(scenes=4, json_path=tmp_path / "sub" / "rows.json")
     table = capsys.readouterr().out
-    ways = ["stock", "auto", "auto, nothing fused", *(backend.name for backend in ORDER if not backend.needs.cuda)]
+    ways = ["stock", "auto", "auto, nothing fused", *(backend.name for backend in BACKENDS if not backend.needs.cuda)]
     assert table.count("| +0.0 | 0 |") == len(ways) * len(train.FAMILIES) and "0 rows failed" in table
     rows = json.loads((tmp_path / "sub" / "rows.json").read_text())["rows"]
     assert [row["way"] for row in rows[: len(ways)]] == ways and "sdpa" in ways

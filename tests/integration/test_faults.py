@@ -28,7 +28,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, machine
-from hf_vit_accel.backends import ORDER, backend_named
+from hf_vit_accel.backends import BACKENDS, backend_named
 from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends import flex as flex_backend
@@ -731,10 +731,10 @@ def once(monkeypatch: Any, owner: Any, name: str, error: Exception, after: int =
 
 PLACES: dict[str, tuple[Any, str, int]] = {  # whose function, its name, which of its calls; the first three only once
     "metadata": (route, "build", 0),
-    "the host's plan": (type(ORDER[-1]), "plan", 0),
+    "the host's plan": (type(BACKENDS[-1]), "plan", 0),
     "the copy to the device": (route, "send", 0),
     "a product of the second layer": (nn.functional, "linear", 6),
-    "attention in the second such layer": (type(ORDER[-1]), "attend", 1),
+    "attention in the second such layer": (type(BACKENDS[-1]), "attend", 1),
     "a kernel": (norm, "add_norm_reference", 3),  # what stands in for it calls that
 }
 

@@ -26,7 +26,7 @@ from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, t
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, machine
-from hf_vit_accel.backends import ORDER, Request
+from hf_vit_accel.backends import BACKENDS, Request
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.engine.route import Routes, Spec
 from hf_vit_accel.graphs import runner as runner_module
@@ -380,7 +380,7 @@ def test_cudnn_plans_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         cudnn_backend.GRAPHS.clear()
 
 
-@pytest.mark.parametrize("backend", ORDER, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_a_plan_is_as_long_as_its_layout(backend: Any) -> None:
     """Bytes that a plan sends: a few times the rows and segments, whatever the layout."""
     request = request_of(tower_of(TINY["qwen2_vl"].build()))

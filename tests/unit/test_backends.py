@@ -19,8 +19,8 @@ from torch import nn
 
 from hf_vit_accel import backends, machine
 from hf_vit_accel.backends import (
+    BACKENDS,
     FP8,
-    ORDER,
     Backend,
     BackendUnavailableError,
     Request,
@@ -102,7 +102,7 @@ def check(backend: Backend, lengths: list[int], head_dim: int, dtype: torch.dtyp
     ("dtype", "layout"),
     [*((torch.float32, layout) for layout in LAYOUTS), *alike(*((torch.bfloat16, layout) for layout in LAYOUTS))],
 )
-@pytest.mark.parametrize("backend", [b for b in ORDER if not b.needs.cuda], ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if not b.needs.cuda], ids=lambda b: b.name)
 def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str) -> None:
     """Every layout both packed and not, each in one of the dtypes."""
     packed = (list(LAYOUTS).index(layout) + (dtype == torch.float32)) % 2 == 0
@@ -113,7 +113,7 @@ def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str)
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ORDER, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 def test_gpu_backend_is_exact(backend: Backend, layout: str, dtype: torch.dtype, head_dim: int) -> None:
     if reasons := backend.reasons_against_machine():
         pytest.skip("; ".join(reasons))
@@ -122,7 +122,7 @@ def test_gpu_backend_is_exact(backend: Backend, layout: str, dtype: torch.dtype,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [b for b in ORDER if b.needs.differentiable], ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.needs.differentiable], ids=lambda b: b.name)
 def test_gpu_gradients(backend: Backend) -> None:
     lengths, dtype = LAYOUTS["ragged"], torch.bfloat16
     wanted = request("cuda", dtype, 72, grad=True)
@@ -259,7 +259,7 @@ def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "why_missing", lambda package: None)
     monkeypatch.setattr(machine, "cuda_capability", lambda index=None: capability)
-    needs = {backend.name: backend.needs_on(torch.device("cuda")) for backend in (*ORDER, FP8)}
+    needs = {backend.name: backend.needs_on(torch.device("cuda")) for backend in (*BACKENDS, FP8)}
     needs["linears"] = backends.LINEARS_NEED
     refused = {name: why for name, need in needs.items() if (why := against_machine(need))}
     major, minor = capability
@@ -268,7 +268,7 @@ def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
     }
 
 
-@pytest.mark.parametrize("backend", [b for b in ORDER if b.needs.cuda], ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.needs.cuda], ids=lambda b: b.name)
 def test_capability_and_cuda_are_checked(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "why_missing", lambda package: None)
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
@@ -325,11 +325,11 @@ def test_nothing_heavy_is_imported_for_what_cannot_be_served(monkeypatch: pytest
 
 def test_rules_of_auto_name_backends_and_cite_a_measurement() -> None:
     for rule in backends.AUTO:
-        assert set(rule.order) <= {backend.name for backend in ORDER} - {"flex"}, "flex runs by name only"
+        assert set(rule.order) <= {backend.name for backend in BACKENDS} - {"flex"}, "flex runs by name only"
         assert len(set(rule.order)) == len(rule.order) and rule.order.count("sdpa") == 1, "which serves everything"
         assert any(char.isdigit() for char in rule.measured)
     assert {rule.kind for rule in backends.AUTO} == {"full", "window"}
-    assert {name for rule in backends.AUTO for name in rule.order} == {backend.name for backend in ORDER} - {"flex"}
+    assert {name for rule in backends.AUTO for name in rule.order} == {backend.name for backend in BACKENDS} - {"flex"}
 
 
 FA3, FA4, CUDNN, VARLEN = "flash_attention_3", "flash_attention_4", "torch_cudnn", "torch_varlen"
@@ -369,7 +369,7 @@ def test_auto_takes_what_was_measured_fastest(
             return ["not here"]
         return ["no graph"] if asked.graphs and self.name == CUDNN else []
 
-    for backend in ORDER:
+    for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "reasons_against", reasons)
     assert resolve("auto", wanted, segments_of(lengths)).backend.name == best
     missing.add(FA3)

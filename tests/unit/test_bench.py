@@ -69,7 +69,7 @@ def in_words(result: Result) -> str:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Put a backend in front of ORDER that is sdpa, its results changed."""
+    """Put a backend in front of `BACKENDS` that is sdpa, its results changed."""
 
     class Spoiled(Sdpa):
         name = "spoiled"
@@ -78,7 +78,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         def attend(self, *arguments: Any) -> Any:
             return change(super().attend(*arguments))
 
-    monkeypatch.setattr(backends, "ORDER", (Spoiled(), *backends.ORDER))
+    monkeypatch.setattr(backends, "BACKENDS", (Spoiled(), *backends.BACKENDS))
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, name: str = "spoiled", **needs: Any) -> None:
-    """Put a backend in front of ORDER that is sdpa, its results spoiled."""
+    """Put a backend in front of `BACKENDS` that is sdpa, its results spoiled."""
 
     class Spoiled(Sdpa):
         def attend(self, *arguments: Any) -> Any:
             return spoil(super().attend(*arguments))
 
     Spoiled.name, Spoiled.needs = name, Needs(cuda=False, **needs)
-    monkeypatch.setattr(backends, "ORDER", (Spoiled(), *(b for b in backends.ORDER if b.name != name)))
+    monkeypatch.setattr(backends, "BACKENDS", (Spoiled(), *(b for b in backends.BACKENDS if b.name != name)))
 
 
 def test_version_and_help() -> None:
@@ -77,7 +77,7 @@ def test_without_a_gpu(no_gpu: None) -> None:
     assert "  none (torch finds no CUDA device)" in lines
     assert any(line.split() == ["torch", torch.__version__] for line in lines)
     assert any(line.split() == ["sdpa", "usable"] for line in lines)
-    for backend in backends.ORDER:
+    for backend in backends.BACKENDS:
         if backend.needs.cuda:
             start = next(index for index, line in enumerate(lines) if line.split() == [backend.name, "unusable"])
             reasons = [f"    - {reason}" for reason in backend.reasons_against_machine()]
@@ -101,8 +101,8 @@ def test_json_agrees(no_gpu: None) -> None:
     assert set(report["epilogues"]) == set(KINDS) and all(
         "QuACK needs CUDA" in why for why in report["epilogues"].values()
     )
-    assert [entry["name"] for entry in report["backends"]] == [backend.name for backend in backends.ORDER]
-    for backend in backends.ORDER:
+    assert [entry["name"] for entry in report["backends"]] == [backend.name for backend in backends.BACKENDS]
+    for backend in backends.BACKENDS:
         entry = by_name(report)[backend.name]
         assert entry["reasons"] == backend.reasons_against_machine()
         assert all(f"- {reason}\n" in text for reason in entry["reasons"])
@@ -259,7 +259,7 @@ def test_on_a_gpu() -> None:
     assert set(report["devices"]) == {"cpu", "cuda:0"}
     checks = by_name(report)["sdpa"]["checks"]
     assert {check["dtype"] for check in checks if check["device"] == "cuda:0"} == {"bfloat16", "float16", "float32"}
-    for backend in backends.ORDER:
+    for backend in backends.BACKENDS:
         assert by_name(report)[backend.name]["status"] == (
             "unusable" if backend.reasons_against_machine() else "usable"
         )

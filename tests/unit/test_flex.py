@@ -27,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, GraphConfig, backends, machine
-from hf_vit_accel.backends import ORDER, backend_named, plan_alone, resolve
+from hf_vit_accel.backends import BACKENDS, backend_named, plan_alone, resolve
 from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.backends.flex import Flex, block_mask
 from hf_vit_accel.graphs.buffers import pad_segments
@@ -352,7 +352,7 @@ def test_rows_that_a_score_mod_leaves_nothing_are_zero() -> None:
 
 def test_only_flex_applies_a_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = request(score_mod=near)
-    for backend in ORDER:
+    for backend in BACKENDS:
         against = [why for why in backend.reasons_against(wanted) if "score_mod" in why]
         assert len(against) == (backend.name != "flex")
     assert resolve("flex", wanted).backend.name == "flex"

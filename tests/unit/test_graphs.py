@@ -25,7 +25,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, backends
-from hf_vit_accel.backends import ORDER
+from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import budgets, runner, store
 from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
 from hf_vit_accel.layout import Geometry, Segments, build
@@ -773,7 +773,7 @@ def test_warmup_wants_graphs_or_sizes() -> None:
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
-CAPTURABLE = [backend.name for backend in ORDER if backend.capturable]
+CAPTURABLE = [backend.name for backend in BACKENDS if backend.capturable]
 
 
 def usable(attention: str) -> str:

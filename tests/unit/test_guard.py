@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import hf_vit_accel
-from hf_vit_accel.backends import ORDER
+from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.ops import TABLE
 from hf_vit_accel.tower.state import state_of
@@ -40,7 +40,7 @@ MEDIUM = [(1, 10, 6), (3, 4, 2), (1, 2, 10)]
 FEW = [(1, 10, 6), (2, 4, 4)]
 OWN_FILES = {
     Path(sys.modules[getattr(each, "__module__", "")].__file__ or "").as_posix().removeprefix(PACKAGE)
-    for each in (*map(type, ORDER), *(operation.fused for operation in TABLE))
+    for each in (*map(type, BACKENDS), *(operation.fused for operation in TABLE))
 }
 """Those of the operations and backends that compute, one each."""
 COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")

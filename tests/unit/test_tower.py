@@ -32,7 +32,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError
-from hf_vit_accel.backends import ORDER
+from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.tower import state as state_module
 from hf_vit_accel.tower.state import state_of
@@ -563,13 +563,13 @@ def test_odd_input_that_stock_takes_is_taken(shared: Any, case: str, fuse: Any) 
 
 
 def usable(names: list[str]) -> list[str]:
-    return [backend.name for backend in ORDER if backend.name in names and not backend.reasons_against_machine()]
+    return [backend.name for backend in BACKENDS if backend.name in names and not backend.reasons_against_machine()]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gpu_towers_are_as_exact_as_stock(shared: Any, dtype: torch.dtype) -> None:
-    check_error_bound(shared, dtype, "cuda", ["auto", *usable([backend.name for backend in ORDER])])
+    check_error_bound(shared, dtype, "cuda", ["auto", *usable([backend.name for backend in BACKENDS])])
 
 
 @pytest.mark.gpu
@@ -595,7 +595,7 @@ def syncs_of(run: Any) -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", [backend.name for backend in ORDER])
+@pytest.mark.parametrize("attention", [backend.name for backend in BACKENDS])
 def test_gpu_one_host_sync_per_forward(shared: Any, attention: str) -> None:
     if attention not in usable([attention]):
         pytest.skip(f"{attention} is not usable here")

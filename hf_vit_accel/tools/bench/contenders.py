@@ -50,7 +50,7 @@ def choose(
     """
     check_names(attentions or (), baselines)
     request = request_of(tower, device)
-    against = {backend.name: tuple(backend.reasons_against(request)) for backend in backends.ORDER}
+    against = {backend.name: tuple(backend.reasons_against(request)) for backend in backends.BACKENDS}
     if attentions is None:
         graphed = [f"auto{_GRAPH}"] if request.device.type == "cuda" else []
         attentions = ["auto", *graphed, *(name for name, reasons in against.items() if not reasons)]
