@@ -137,8 +137,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
 
     sizes: the calls to come, each the (frames, height, width) in patches of its images. With `cuda_graphs` they are
     captured in their exact shapes, by default every budget once. Without, each runs once, under the autocast of this
-    moment: backends and kernels are compiled, and from 12288 patches on those that take seconds to import, which only
-    pays where many calls follow. progress: show a bar, and print what each graph holds.
+    moment: backends and kernels are compiled. progress: show a bar, and print what each graph holds.
 
     Raises ValueError for a model without a patched tower that has more than its attention served, for one without
     `cuda_graphs` where no sizes are given, and for sizes that are no grids.
@@ -158,10 +157,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
         assert isinstance(weight, Tensor)
         grids = calls or []
-        if runner is None:
-            state.routes.warmed = True
-            state.routes.cache.clear()  # those that were laid out before
-        elif calls is None:
+        if runner is not None and calls is None:
             # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
             counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
             grids = [((1, merge, merge * tokens),) for tokens in reversed(counts)]

@@ -99,7 +99,7 @@ def versions() -> dict[str, str | None]:
     """Versions of everything that decides what runs here; None for what is not installed."""
     found: dict[str, str | None] = {"python": sys.version.split()[0], "torch": torch.__version__}
     names = "hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"
-    for name in (*names, "flash-attn-4", "quack-kernels"):
+    for name in (*names, "flash-attn-4"):
         found[name] = None
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -137,10 +137,6 @@ a cache folder that cannot be written, a GPU that Triton does not know) keeps al
 
 LINEARS = "fp8_linears"
 """The name under which kernels and products of linears in FP8 fail together; those of the dtype may run then."""
-
-
-EPILOGUES = "gemm_epilogues"
-"""The name under which products with what follows them in their epilogues fail; kernels of their own may run then."""
 
 
 class FallbackError(RuntimeError):
@@ -190,7 +186,7 @@ def once_differentiable(backward: Function) -> Function:
     return run  # type: ignore[return-value]
 
 
-_LIBRARIES = {"cudnn", "cutlass", "flash_attn", "flash_attn_interface", "flashinfer", "quack", "triton", "tvm_ffi"}
+_LIBRARIES = {"cudnn", "cutlass", "flash_attn", "flash_attn_interface", "flashinfer", "triton", "tvm_ffi"}
 """They assert what they ask of their arguments, and of the machine."""
 
 

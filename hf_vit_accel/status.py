@@ -14,7 +14,6 @@ from hf_vit_accel.config import LINEARS, Fp8Config, Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, Family, find_towers
 from hf_vit_accel.graphs.store import GraphStatus
-from hf_vit_accel.machine import EPILOGUES
 from hf_vit_accel.ops import PARTS, Ops
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
@@ -140,13 +139,12 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
         if "window" not in (last.choices if last else ()) and (last or side**2 <= LONGEST):
             backends["window"] = "fused kernel"
-    failed = {name: why for name, why in state.faults.items() if name == EPILOGUES}
     return TowerStatus(
         **told,
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
-        unfused={**ops.unfused, **failed} if ops is not None else {},
+        unfused={} if ops is None else ops.unfused,
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
         training=None if state.training is None or not state.training.used else state.training.status(),

@@ -92,7 +92,7 @@ JOBS = {
         "auto,auto+graph,flash_attention_4,flash_attention_3,flashinfer_cudnn,torch_varlen",
         seconds=200,
     ),
-    "plain": Job(  # a plain install: torch's own attention, and products without epilogues
+    "plain": Job(  # a plain install: torch's own attention
         file="plain.json",
         command="python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel "
         "bench --rounds 2 --baselines sdpa --backends auto",

@@ -117,11 +117,10 @@ def _layer(
 ) -> tuple[Tensor, Tensor | None]:
     """held: a list with delta, (T, E), emptied here: after torch.compile ran, callers' frames hold their arguments."""
     x_TE, normed_TE = layer.norm1(x_TE, held.pop())
-    stream = (x_TE,) if layer.adds else ()
-    delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1), *stream)
+    delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1))
     x_TE, normed_TE = layer.norm2(x_TE, delta_TE)
     del delta_TE
-    return x_TE, layer.mlp(normed_TE, *stream)
+    return x_TE, layer.mlp(normed_TE)
 
 
 def _layer_of_rows(

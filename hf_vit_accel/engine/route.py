@@ -18,7 +18,7 @@ from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, reso
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded
-from hf_vit_accel.ops import Ops, gemm_epilogue, linears
+from hf_vit_accel.ops import Ops, linears
 from hf_vit_accel.ops.training.trained import Trained, TrainedLayer, layer_of
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
@@ -133,11 +133,8 @@ class Route:
         return kwargs
 
 
-def lay_out(layout: Grid | VisionMetadata, spec: Spec, *, warmed: bool = False) -> Route:
-    """Decide everything about a layout on the host. Window layers need no plan where a kernel of ours attends them.
-
-    warmed: whether what takes seconds to import may be used for calls that are neither trained nor replayed.
-    """
+def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
+    """Decide everything about a layout on the host. Window layers need no plan where a kernel of ours attends them."""
     metadata = layout if isinstance(layout, VisionMetadata) else build(layout, spec.geometry)
     arrays, plans, choices, faults = metadata.arrays(), {}, {}, dict(spec.faults)
     if KERNELS in faults:
@@ -158,10 +155,6 @@ def lay_out(layout: Grid | VisionMetadata, spec: Spec, *, warmed: bool = False) 
             ops = ops.fp8
         else:
             few_rows = f"{metadata.rows} rows, they are used from {least} on (where a CUDA graph pads to that, too)"
-    at, many = (spec.request.device, spec.request.dtype), metadata.rows >= gemm_epilogue.LEAST_ROWS
-    many = many and (warmed or spec.request.grad or spec.request.graphs)  # the import takes 5 s, a call gains 1 to 2 ms
-    if ops is not None and ops is spec.ops and ops.adding != ops.layers and many:
-        ops = ops if gemm_epilogue.why_not(*at, "residual") else replace(ops, layers=ops.adding)
     return Route(spec=spec, metadata=metadata, ops=ops, few_rows=few_rows, **made)
 
 
@@ -206,9 +199,7 @@ _SEGMENTS = "cu_seqlens", "window_index", "cu_window_seqlens"
 
 
 class Routes:
-    """The routes of one tower that were taken before; the least recently used go first. warmed: see `lay_out`."""
-
-    warmed = False
+    """The routes of one tower that were taken before; the least recently used go first."""
 
     def __init__(self) -> None:
         self.cache: LRU[Any] = LRU(entries=1024, cost=1 << 20)  # cost: bytes; raised to 2% of the weights
@@ -224,7 +215,7 @@ class Routes:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
         def make() -> tuple[Route, int]:
-            route = lay_out(grid if layout is None else layout(), spec, warmed=self.warmed)
+            route = lay_out(grid if layout is None else layout(), spec)
             return route, sum(array.nbytes for array in route.arrays.values())
 
         return self.cache.get((grid, spec, budget, stream), make)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_vit_accel.families.base import Block, Parts
-from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.ops import (
     downsample,
     heads,
@@ -30,9 +28,7 @@ from hf_vit_accel.ops import (
 )
 from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
-from hf_vit_accel.ops.gemm_epilogue import add_product_
 from hf_vit_accel.ops.launch import why_not_triton
-from hf_vit_accel.ops.training.trained import Trained
 
 __all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "linears", "why_not_triton"]
 
@@ -58,16 +54,14 @@ Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
 class LayerOps:
     """One layer. norm1, norm2: (x, delta) -> (x + delta, norm of it), x possibly in place. mlp: rows to their delta.
 
-    qkv: rows to packed queries, keys and values, (T, 3 * heads * head dim). adds: whether proj and mlp are given x as
-    well, add to it in place, and return None; never where gradients flow.
+    qkv: rows to packed queries, keys and values, (T, 3 * heads * head dim).
     """
 
     norm1: AddNorm
     qkv: Apply
-    proj: Callable[..., Any]
+    proj: Apply
     norm2: AddNorm
-    mlp: Callable[..., Any]
-    adds: bool = False
+    mlp: Apply
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,8 +71,7 @@ class Ops:
     tables: rows and positions (T, 2) to cos and sin (T, D). rotate: see `ops.rope`. deepstack: (x, delta) ->
     (x + delta, what the merger makes of it), x possibly in place. finish: the same of the last layer to the rows that
     the tower returns, and to features where it has a merger. attend_window: see `ops.window_attention`. fp8: the same
-    with linears in FP8, where they are asked for and any can be; not_fp8: parts whose linears cannot, and why. adding:
-    the layers for many rows, whose products add to the residual stream in their epilogues, where they can.
+    with linears in FP8, where they are asked for and any can be; not_fp8: parts whose linears cannot, and why.
     """
 
     embed: Apply
@@ -87,7 +80,6 @@ class Ops:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     attend_window: Callable[..., Tensor] | None
     layers: tuple[LayerOps, ...]
-    adding: tuple[LayerOps, ...]
     finish: Finish
     deepstack: Mapping[int, AddNorm]
     fused: frozenset[str]
@@ -108,8 +100,9 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
     shapes = [next(each["heads"]) if block.shaped else None for block in parts.blocks]
     layers = tuple(_layer(block, shape, each, context) for block, shape in zip(parts.blocks, shapes, strict=True))
     (embed,), embed_norm = made["patch_embed"], None if parts.embed_norm is None else next(each["norms"])
-    wide = embed_norm is not None and context.casts
-    if wide:  # the residual stream starts with, and keeps, what a norm by weights of another dtype makes: fp32
+    if (
+        embed_norm is not None and context.casts
+    ):  # the residual stream starts with, and keeps, what a norm by weights of another dtype makes: fp32
         embed_norm = norm.plain(parts.embed_norm, context, rows=False)
     final_norm = None if parts.final_norm is None else next(each["norms"])
     if parts.final_norm is not None and context.rows_dtype is not None:
@@ -129,7 +122,6 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         rotate=made["rope"][0],
         attend_window=next(each["window_attention"], None),
         layers=layers,
-        adding=layers if wide else tuple(map(_adding, parts.blocks, layers, repeat(context))),
         **ends(made["mergers"]),
         fused=frozenset(context.fused),
         unfused=unfused,
@@ -157,28 +149,6 @@ def _layer(block: Block, shape: Any, each: Mapping[str, Iterator[Any]], context:
         norm2=norm2,
         mlp=context.called(block.mlp) if routed else next(each["mlp"]),
     )
-
-
-def _adding(block: Block, made: LayerOps, context: Context) -> LayerOps:
-    """A layer whose proj and MLP add to the residual stream; as it is where they are no products that QuACK takes."""
-    fused = {"norms", "mlp"} <= context.fused and not context.reference and context.no_epilogues is None
-    known = mlp.layers_of(block.mlp)
-    if not fused or mlp.routed(block.mlp) or known is None:
-        return made
-    proj, cast = block.proj, context.cast
-    if any(context.reasons_replaced(each, nn.Linear) for each in (proj, *known[0], known[2])):  # they have adapters
-        return made
-    widths = *proj.weight.shape, *(() if len(known[0]) == 2 else known[2].weight.shape)  # a SwiGLU's is padded
-    if any(width % 8 for width in widths):
-        return made
-    if context.grad:
-        assert isinstance(made.proj, Trained)
-        return replace(made, proj=replace(made.proj, adds=True))
-
-    def add_proj_(rows_TE: Rows, x_TE: Rows) -> None:
-        add_product_(rows_TE, cast(proj.weight), cast(proj.bias), x_TE)
-
-    return replace(made, adds=True, proj=add_proj_, mlp=guarded(KERNELS, mlp.fused(block.mlp, context, add_product_)))
 
 
 def _finish(norm: AddNorm | None, downsample: Apply | None, merge: AddNorm | None, *, grad: bool) -> Finish:

@@ -120,16 +120,12 @@ def swiglu(gate_TF: Tensor, up_TF: Tensor, *, limit: float | None = None) -> Ten
 
 
 def pad_swiglu_reference(
-    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor, up_F: Tensor, down_EF: Tensor, *, turns: bool = False
+    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor, up_F: Tensor, down_EF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights and biases of a SwiGLU MLP with F padded by zeros to `G`, a multiple of 8: (2G, E), (2G,), (E, G).
-
-    turns: rows of gate and up take turns, instead of all of gate coming first.
-    """
+    """Weights and biases of a SwiGLU MLP with F padded by zeros to `G`, a multiple of 8: (2G, E), (2G,), (E, G)."""
     spare = -gate_FE.shape[0] % 8
-    join = (lambda pair: torch.stack(pair, dim=1).flatten(0, 1)) if turns else torch.cat
-    weight = join([F.pad(weight_FE, (0, 0, 0, spare)) for weight_FE in (gate_FE, up_FE)])
-    return weight, join([F.pad(bias_F, (0, spare)) for bias_F in (gate_F, up_F)]), F.pad(down_EF, (0, spare))
+    weight = torch.cat([F.pad(weight_FE, (0, 0, 0, spare)) for weight_FE in (gate_FE, up_FE)])
+    return weight, torch.cat([F.pad(bias_F, (0, spare)) for bias_F in (gate_F, up_F)]), F.pad(down_EF, (0, spare))
 
 
 @jit
@@ -146,7 +142,6 @@ def _pad_swiglu_kernel(
     OUTER: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
-    TURNS: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -155,13 +150,13 @@ def _pad_swiglu_kernel(
     if program < PIECES:
         at = program * BLOCK + lane
         row, e = at // INNER, at % INNER
-        source, is_gate = _origin(row, PADDED, TURNS)
+        source, is_gate = _origin(row, PADDED)
         real, cell = source < WIDTH, source * INNER + e
         x = tl.load(gate + cell, mask=real & is_gate, other=0.0)
         y = tl.load(up + cell, mask=real & (is_gate == 0), other=0.0)
         tl.store(out_weight + at, tl.where(is_gate, x, y), mask=row < 2 * PADDED)
         if program * BLOCK < 2 * PADDED:
-            source, is_gate = _origin(at, PADDED, TURNS)
+            source, is_gate = _origin(at, PADDED)
             x = tl.load(gate_bias + source, mask=(source < WIDTH) & is_gate, other=0.0)
             y = tl.load(up_bias + source, mask=(source < WIDTH) & (is_gate == 0), other=0.0)
             tl.store(out_bias + at, tl.where(is_gate, x, y), mask=at < 2 * PADDED)
@@ -173,16 +168,14 @@ def _pad_swiglu_kernel(
 
 
 @jit
-def _origin(row, PADDED: tl.constexpr, TURNS: tl.constexpr):
+def _origin(row, PADDED: tl.constexpr):
     """Which row of gate's or up's weight a row of both is, and whether it is gate's; beyond both, none."""
-    if TURNS:
-        return row // 2, row % 2 == 0
     is_gate = row < PADDED
     return tl.where(is_gate, row, row - PADDED), is_gate
 
 
 def pad_swiglu(
-    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor, up_F: Tensor, down_EF: Tensor, *, turns: bool = False
+    gate_FE: Tensor, up_FE: Tensor, gate_F: Tensor, up_F: Tensor, down_EF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pad_swiglu_reference` as one kernel; a weight of the last product that needs no padding is taken as it is."""
     given = gate_FE, up_FE, gate_F, up_F, down_EF = [x.contiguous() for x in (gate_FE, up_FE, gate_F, up_F, down_EF)]
@@ -192,64 +185,6 @@ def pad_swiglu(
     down = down_EF if padded == width else gate_FE.new_empty(outer, padded)
     assert weight.numel() < 2**31
     pieces, more = -(-weight.numel() // _COPY), 0 if down is down_EF else -(-down.numel() // _COPY)
-    shape = dict(INNER=inner, OUTER=outer, WIDTH=width, PADDED=padded, TURNS=turns)
+    shape = dict(INNER=inner, OUTER=outer, WIDTH=width, PADDED=padded)
     _pad_swiglu_kernel[(pieces + more,)](*given, weight, bias, down, **shape, PIECES=pieces, BLOCK=_COPY, num_warps=4)
     return weight, bias, down
-
-
-def unpad_swiglu_reference(weight_2GE: Tensor | None, down_EG: Tensor | None, width: int) -> tuple[Tensor | None, ...]:
-    """From gradients of what `pad_swiglu` made, with turns: those of gate and up, (F, E), and of down, (E, F).
-
-    width: F. None of what is None.
-    """
-    gate_FE, up_FE = (None, None) if weight_2GE is None else weight_2GE.unflatten(0, (-1, 2))[:width].unbind(1)
-    found = gate_FE, up_FE, None if down_EG is None else down_EG[:, :width]
-    return tuple(each if each is None else each.contiguous() for each in found)
-
-
-@jit
-def _unpad_swiglu_kernel(
-    weight,
-    down,
-    out_gate,
-    out_up,
-    out_down,
-    first,
-    INNER: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    # Gate's, up's and down's have as many numbers each; first: which of them is written by the first programs.
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    which, inside = tl.program_id(1) + first, at < WIDTH * INNER
-    if which == 2:
-        x = tl.load(down + at // WIDTH * PADDED + at % WIDTH, mask=inside, other=0.0)
-        tl.store(out_down + at, x, mask=inside)
-    else:
-        x = tl.load(weight + (at // INNER * 2 + which) * INNER + at % INNER, mask=inside, other=0.0)
-        if which == 0:
-            tl.store(out_gate + at, x, mask=inside)
-        else:
-            tl.store(out_up + at, x, mask=inside)
-
-
-def unpad_swiglu(weight_2GE: Tensor | None, down_EG: Tensor | None, width: int) -> tuple[Tensor | None, ...]:
-    """`unpad_swiglu_reference` as one kernel."""
-    some = down_EG if weight_2GE is None else weight_2GE
-    if some is None:
-        return None, None, None
-    has = (weight_2GE is not None,) * 2 + (down_EG is not None,)
-    inner = len(some) if weight_2GE is None else some.shape[1]
-    shapes = (width, inner), (width, inner), (inner, width)
-    out = [some.new_empty(shape) if wanted else None for shape, wanted in zip(shapes, has, strict=True)]
-    _unpad_swiglu_kernel[(-(-width * inner // _COPY), sum(has))](
-        *(some if each is None else each for each in (weight_2GE, down_EG, *out)),
-        has.index(True),
-        INNER=inner,
-        WIDTH=width,
-        PADDED=-(-width // 8) * 8,
-        BLOCK=_COPY,
-        num_warps=4,
-    )
-    return tuple(out)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Apply, Context
-from hf_vit_accel.ops.gemm_epilogue import gemm_add
 from hf_vit_accel.ops.lora.adapter import product
 from hf_vit_accel.ops.lora.modules import lora_of
 from hf_vit_accel.ops.training.column_sum import column_sum
@@ -30,7 +29,7 @@ class LinearFunction(torch.autograd.Function):
     """`linear_reference`, with `column_sum` for the bias gradient; all of one dtype.
 
     norm: what x was made of by a norm, saved in its place. Saved besides: the weight where x needs a gradient, and x
-    only where the weight does. stream: what the result is added to.
+    only where the weight does.
     """
 
     @staticmethod
@@ -40,13 +39,10 @@ class LinearFunction(torch.autograd.Function):
         weight_FE: Tensor,
         bias_F: Tensor | None,
         norm: Norm | None = None,
-        stream_TF: Tensor | None = None,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         tensors, ctx.settings = keep(x_TE, norm) if needs_weight else ((), None)
         ctx.save_for_backward(weight_FE if needs_x else None, *tensors)
-        if stream_TF is not None:
-            return gemm_add(x_TE, weight_FE, bias_F, stream_TF)
         return F.linear(x_TE, weight_FE, bias_F)
 
     @staticmethod

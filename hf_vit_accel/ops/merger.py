@@ -94,7 +94,7 @@ def _differentiable(rest: list[Any], context: Context) -> Trained | None:
     if len(rest) != 3 or any(map(context.reasons_replaced, rest, kinds)):
         return None
     kind, weights = "gelu_tanh" if rest[1].approximate == "tanh" else "gelu", mlps.places(rest[:1], rest[2])
-    return Trained(function=GeluMlp, weights=context.reader(*weights), settings=(kind, False), takes_norm=True)
+    return Trained(function=GeluMlp, weights=context.reader(*weights), settings=(kind,), takes_norm=True)
 
 
 def _call(merger: nn.Module, x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:

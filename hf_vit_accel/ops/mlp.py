@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -82,11 +82,8 @@ def reasons_against(mlp: Any, context: Context) -> list[str]:
     return reasons
 
 
-def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> Any:
-    """Rows to what the MLP makes of them; the activation in a kernel.
-
-    last: its last product, where no gradient is required; it is given what follows the rows, too.
-    """
+def fused(mlp: Any, context: Context) -> Apply:
+    """Rows to what the MLP makes of them; the activation in a kernel."""
     before, activation, after = layers_of(mlp) or ([], None, None)
     assert activation is not None and after is not None
     context.reads.all_of(activation)
@@ -94,20 +91,21 @@ def fused(mlp: Any, context: Context, last: Callable[..., Any] = F.linear) -> An
     loras = [lora_of(each, context) for each in (*before, after)]
     if any(lora is not None and lora.owner is not None for lora in loras):
         *those, lora = filter(None, loras)
-        return adapter.mlp(those, lora, str(kind), limit, context)
+        adapted: Apply = adapter.mlp(those, lora, str(kind), limit, context)
+        return adapted
     if context.reference or context.grad:
         return _differentiable(before, after, str(kind), limit, context)
     in_one = why_not_descriptors(context.device) is None and first.weight.shape[1] % 8 == 0
     weights = context.reader(*places(before, after))
     if kind == "silu":
-        return partial(_linear_swiglu if in_one else _swiglu, weights, limit, last)
+        return partial(_linear_swiglu if in_one else _swiglu, weights, limit)
     one = linear_gelu_tanh if kind == "gelu_tanh" else _quick_gelu
     if kind == "quick_gelu" and in_one and first.weight.shape[0] % 8 == 0:
         one = linear_quick_gelu
 
-    def run(x_TE: Tensor, *stream: Tensor) -> Any:
+    def run(x_TE: Tensor) -> Tensor:
         weight_FE, bias_F, weight_EF, bias_E = weights()
-        return last(one(x_TE, weight_FE, bias_F), weight_EF, bias_E, *stream)
+        return F.linear(one(x_TE, weight_FE, bias_F), weight_EF, bias_E)
 
     return run
 
@@ -118,11 +116,8 @@ def _differentiable(before: list[Any], after: Any, kind: str, limit: float | Non
     if context.reference:
         reference: Any = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
         return lambda x_TE: reference(x_TE, *weights(), setting)
-    widths = {before[0].weight.shape[1], len(after.weight)}
-    widths |= set() if kind == "silu" else {len(before[0].weight)}  # a SwiGLU's is padded
-    epilogue = context.no_epilogues is None and limit is None and not any(width % 8 for width in widths)
     function = SwigluMlp if kind == "silu" else GeluMlp
-    return Trained(function=function, weights=weights, settings=(setting, epilogue), takes_norm=True)
+    return Trained(function=function, weights=weights, settings=(setting,), takes_norm=True)
 
 
 def places(before: Sequence[Any], after: Any) -> list[tuple[Any, str]]:
@@ -142,22 +137,22 @@ def _quick_gelu(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
 # safetensors, fused optimizers and whoever looks for shared storage take such parameters for something else.)
 
 
-def _linear_swiglu(weights: Any, limit: float | None, last: Any, x_TE: Tensor, *stream: Tensor) -> Any:
+def _linear_swiglu(weights: Any, limit: float | None, x_TE: Tensor) -> Tensor:
     *first, down_E = weights()
     h_TG, down_EG = linear_swiglu(x_TE, *first, limit=limit)
-    return last(h_TG, down_EG, down_E, *stream)
+    return F.linear(h_TG, down_EG, down_E)
 
 
-def _swiglu(weights: Any, limit: float | None, last: Any, x_TE: Tensor, *stream: Tensor) -> Any:
+def _swiglu(weights: Any, limit: float | None, x_TE: Tensor) -> Tensor:
     gate_FE, up_FE, gate_F, up_F, down_EF, down_E = weights()
     if gate_FE.shape[0] % 8 == 0:
         gate_TF, up_TF = F.linear(x_TE, gate_FE, gate_F), F.linear(x_TE, up_FE, up_F)
-        return last(swiglu(gate_TF, up_TF, limit=limit), down_EF, down_E, *stream)
+        return F.linear(swiglu(gate_TF, up_TF, limit=limit), down_EF, down_E)
     some_F = gate_FE.flatten()[: len(gate_FE)]  # the kernel wants to copy some
     biases = (some_F, some_F) if gate_F is None else (gate_F, up_F)
     weight, bias, down_EG = pad_swiglu(gate_FE, up_FE, *biases, down_EF)
     h_TG = swiglu(*F.linear(x_TE, weight, None if gate_F is None else bias).chunk(2, dim=-1), limit=limit)
-    return last(h_TG, down_EG, down_E, *stream)
+    return F.linear(h_TG, down_EG, down_E)
 
 
 def routed(mlp: nn.Module) -> bool:

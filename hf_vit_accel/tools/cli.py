@@ -62,8 +62,6 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
       status: "usable"; "unusable" (reasons say why); "wrong"; "unchecked" (nothing against it but nothing was run).
       checks: list of {device, dtype, head_dim, packed (q, k, v as views of one projection), bound, error, problem}.
     - auto: {device, dtype, head_dim, layers ({"full": name, "window": name}), problem}.
-    - epilogues: activations of MLPs (in training) and the residual stream to why they are not in products' epilogues,
-      or null.
     """
     with redirect_stdout(sys.stderr):  # libraries may print when they are first used
         report = examination.examine()

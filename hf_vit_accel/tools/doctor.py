@@ -19,7 +19,6 @@ import hf_vit_accel
 from hf_vit_accel import backends, machine
 from hf_vit_accel.backends import Backend, Kind, Request
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.ops import gemm_epilogue
 from hf_vit_accel.ops.window_attention import attention_reference
 
 LENGTHS = (1, 64, 64, 37, 200)
@@ -83,10 +82,7 @@ class Auto:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that doctor found; its fields are the keys of `doctor --json`.
-
-    epilogues: activations of MLPs that are trained, and the residual stream: why not in products' epilogues, or None.
-    """
+    """Everything that doctor found; its fields are the keys of `doctor --json`."""
 
     ok: bool
     versions: Mapping[str, str | None]
@@ -95,7 +91,6 @@ class Report:
     devices: Mapping[str, tuple[str, ...]]
     backends: tuple[Verdict, ...]
     auto: Auto
-    epilogues: Mapping[str, str | None]
 
 
 @contextmanager
@@ -124,7 +119,6 @@ def examine() -> Report:
         devices={str(device): tuple(_name(dtype) for dtype in DTYPES[device.type]) for device in devices},
         backends=verdicts,
         auto=_resolve_auto(best),
-        epilogues={kind: gemm_epilogue.why_not(best, torch.bfloat16, kind) for kind in gemm_epilogue.KINDS},
     )
 
 
@@ -288,10 +282,6 @@ def lines(report: Report) -> Iterator[str]:
         yield f"  unknown: {auto.problem}"
     for kind, name in auto.layers.items():
         yield f"  {kind + ' layers':13}  {name}{' (WRONG here, name another)' if name in wrong else ''}"
-
-    yield "Epilogues of products: activations in training, the residual stream (QuACK)"
-    for kind, why in report.epilogues.items():
-        yield f"  {kind:10}  {'usable' if why is None else why}"
 
     yield "Result"
     if wrong:

@@ -16,7 +16,7 @@ from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
-from hf_vit_accel.machine import EPILOGUES, KERNELS, LINEARS, refuse
+from hf_vit_accel.machine import KERNELS, LINEARS, refuse
 from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
@@ -84,7 +84,6 @@ class TowerState:
             weights=weights.dtype,
             no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
             linears=frozenset() if self.settings.fp8 is None else self.settings.fp8.parts,
-            no_epilogues=against.get(EPILOGUES),
             no_linears=against.get(KERNELS) or against.get(LINEARS) or linears.why_not(at, dtype, grad=request.grad),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,

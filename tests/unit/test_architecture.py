@@ -24,7 +24,7 @@ IMPORTS = {
     "graphs": "config engine layout machine ops",
     "sharing": "config engine layout machine ops tower",
     "tower": "backends config engine families graphs layout machine ops sharing",
-    "status": "backends config engine families graphs machine ops sharing tower",
+    "status": "backends config engine families graphs ops sharing tower",
     "api": "backends config families layout machine ops sharing status tower",
     "calibration": "api backends config ops status tower",
     "__init__": "api backends calibration config machine sharing status tower",

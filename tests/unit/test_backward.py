@@ -20,8 +20,6 @@ from test_kernels import compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
-from hf_vit_accel.ops import gemm_epilogue
-from hf_vit_accel.ops import linear as linear_module
 from hf_vit_accel.ops import rope as rope_module
 from hf_vit_accel.ops import window_attention as window_attention_module
 from hf_vit_accel.ops.activation import ACTIVATIONS
@@ -32,7 +30,7 @@ from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
 from hf_vit_accel.ops.project import ProjectFunction, project_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.training import column_sum as column_sum_module
-from hf_vit_accel.ops.training import gelu_backward, norm_backward, swiglu_backward
+from hf_vit_accel.ops.training import norm_backward
 from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference, flattened
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction, Norm, add_norm_reference
@@ -139,12 +137,6 @@ def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[At], 
     return make
 
 
-def needs_epilogues(at: At, kind: str) -> None:
-    """On CPU, what QuACK's products compute stands in for them."""
-    if at["device"] == "cuda" and (why := gemm_epilogue.why_not(torch.device("cuda"), at["dtype"], kind)):
-        pytest.skip(why)
-
-
 def gelu_case(
     kind: str,
     sizes: tuple[int, int],
@@ -152,13 +144,10 @@ def gelu_case(
     *,
     bias: bool = True,
     shift: float = 0.0,
-    epilogue: bool = False,
 ) -> Callable[[At], Case]:
     """shift: of the first product's results; where most are far below zero, formulas of the activation cancel."""
 
     def make(at: At) -> Case:
-        if epilogue:
-            needs_epilogues(at, kind)
         inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
         drawn = leaves(at, x=(at["rows"], inner), w1=(width, inner), w2=(inner, width))
         drawn["w1"] = 2 * drawn["w1"]
@@ -166,7 +155,7 @@ def gelu_case(
         drawn |= {"b1": drawn["b1"] + shift} if shift else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(p["x"], p["w1"], p.get("b1"), p["w2"], p.get("b2"), kind, epilogue)
+            return lambda p: function(p["x"], p["w1"], p.get("b1"), p["w2"], p.get("b2"), kind)
 
         return Case(drawn, call(gelu_mlp), call(gelu_mlp_reference))
 
@@ -182,17 +171,14 @@ def swiglu_case(
     *,
     biases: str = "bg bu bd",
     limit: float | None = None,
-    epilogue: bool = False,
 ) -> Callable[[At], Case]:
     def make(at: At) -> Case:
-        if epilogue:
-            needs_epilogues(at, "swiglu")
         inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
         drawn = leaves(at, x=(at["rows"], inner), wg=(width, inner), wu=(width, inner), wd=(inner, width))
         drawn |= leaves(at, **{name: (inner if name == "bd" else width,) for name in biases.split()})
 
         def call(function: Any) -> Callable[[Tensors], Any]:
-            return lambda p: function(*(p.get(name) for name in SWIGLU), limit, epilogue)
+            return lambda p: function(*(p.get(name) for name in SWIGLU), limit)
 
         return Case(drawn, call(swiglu_mlp), call(swiglu_mlp_reference))
 
@@ -216,8 +202,8 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
                 if kind == "linear":
                     return total, functions[kind](x, p["w"], p["b"], norm)
                 if kind == "swiglu":
-                    return total, functions[kind](x, p["wg"], p["w"], None, p["b"], p["w2"], None, None, False, norm)
-                return total, functions[kind](x, p["w"], p["b"], p["w2"], None, "gelu_tanh", False, norm)
+                    return total, functions[kind](x, p["wg"], p["w"], None, p["b"], p["w2"], None, None, norm)
+                return total, functions[kind](x, p["w"], p["b"], p["w2"], None, "gelu_tanh", norm)
 
             return run
 
@@ -230,22 +216,12 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
     return make
 
 
-def layer_case(
-    kind: str, *, rms: bool, delta: bool, epilogue: bool = False, adds: bool = False
-) -> Callable[[At], Case]:
-    """A whole layer as one node, with the attention that runs anywhere.
-
-    adds: its products add to the residual stream; then twice, as what one adds to is the other's norm's.
-    """
+def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Callable[[At], Case]:
+    """A whole layer as one node, with the attention that runs anywhere; twice: two of them, with the same weights."""
 
     def make(at: At) -> Case:
-        if epilogue:
-            needs_epilogues(at, kind)
-        if adds:
-            needs_epilogues(at, "residual")
         heads, dim, lengths = at["heads"], 40, [8, 1, 0, 12][: at.get("segments")] * sized(at, 1, 90)
-        aligned = adds and kind != "swiglu"  # whose width is padded
-        rows, width, inner = sum(lengths), heads * dim, sized(at, *((40, 3424) if aligned else (36, 3420)))
+        rows, width, inner = sum(lengths), heads * dim, sized(at, 36, 3420)
         cos, sin = tables(rows, dim, at)
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
         shapes = dict(x=(rows, width), delta=(rows, width), scale1=(width,), bias1=(width,), wq=(3 * width, width))
@@ -255,7 +231,7 @@ def layer_case(
         without = (set() if delta else {"delta"}) | ({"bias1", "bias2"} if rms else set())
         drawn = leaves(at, **{name: shape for name, shape in shapes.items() if name not in without})
         mlp = ("w1", "wu", "b1", "bu", "w2", "b2") if kind == "swiglu" else ("w1", "b1", "w2", "b2")
-        settings = (None if kind == "swiglu" else kind), epilogue
+        settings = (None if kind == "swiglu" else kind,)
 
         def found(p: Tensors) -> Any:
             def part(function: Any, *names: str, **options: Any) -> Any:
@@ -265,7 +241,7 @@ def layer_case(
             layer = SimpleNamespace(
                 norm1=part(norm_backward.AddNormFunction, "scale1", "bias1", **norm),
                 qkv=part(LinearFunction, "wq", "bq", takes_norm=True),
-                proj=part(LinearFunction, "wp", "bp", takes_norm=True, adds=adds),
+                proj=part(LinearFunction, "wp", "bp", takes_norm=True),
                 norm2=part(norm_backward.AddNormFunction, "scale2", "bias2", **norm),
                 mlp=part(SwigluMlp if kind == "swiglu" else GeluMlp, *mlp, settings=settings, takes_norm=True),
             )
@@ -273,16 +249,12 @@ def layer_case(
             trained = layer_of(layer, attend)
             assert trained is not None
             rest = (3, heads, dim), cos, sin
-            if not adds:
-                return trained(*rest, p["x"], p.get("delta"))
-            again, left = trained(*rest, *trained(*rest, p["x"], p.get("delta")))
-            assert left is None
-            return again
+            rows = trained(*rest, p["x"], p.get("delta"))
+            return trained(*rest, *rows) if twice else rows
 
         def reference(p: Tensors) -> Any:
-            if adds:
-                return sum(once(p, *once(p, p["x"], p.get("delta"))))
-            return once(p, p["x"], p.get("delta"))
+            rows = once(p, p["x"], p.get("delta"))
+            return once(p, *rows) if twice else rows
 
         def once(p: Tensors, x: torch.Tensor, delta: torch.Tensor | None) -> Any:
             total, normed = add_norm_reference(x, delta, p["scale1"], p.get("bias1"), 1e-6, rms=rms)
@@ -389,17 +361,9 @@ CASES: dict[str, Callable[[At], Case]] = {
     "swiglu, no bias": swiglu_case((80, 36), (1280, 3420), biases=""),
     "swiglu, cut off": swiglu_case((80, 61), (1280, 3419), limit=0.75),
     "swiglu, one bias": swiglu_case((80, 36), (1280, 3420), biases="bu"),
-    "mlp gelu_tanh, epilogue": gelu_case("gelu_tanh", (80, 208), (1152, 4304), epilogue=True),
     "mlp gelu_tanh, closed": gelu_case("gelu_tanh", (80, 208), (1152, 4304), shift=-4.0),
-    "mlp gelu_tanh, closed, epilogue": gelu_case("gelu_tanh", (80, 208), (1152, 4304), shift=-4.0, epilogue=True),
-    "mlp quick_gelu, closed, epilogue": gelu_case("quick_gelu", (80, 208), (1280, 5120), shift=-4.0, epilogue=True),
-    "mlp quick_gelu, no bias, epilogue": gelu_case("quick_gelu", (80, 136), (1280, 5120), bias=False, epilogue=True),
-    "swiglu unaligned, epilogue": swiglu_case((24, 132), (1280, 3420), epilogue=True),
-    "swiglu, one bias, epilogue": swiglu_case((80, 40), (1280, 3456), biases="bu", epilogue=True),
-    "swiglu, no bias, epilogue": swiglu_case((80, 36), (1280, 3420), biases="", epilogue=True),
-    "layer swiglu, epilogue": layer_case("swiglu", rms=True, delta=True, epilogue=True),
-    "layer gelu, adding": layer_case("gelu_tanh", rms=False, delta=True, adds=True),
-    "layer swiglu, adding, the first": layer_case("swiglu", rms=True, delta=False, adds=True),
+    "layer swiglu": layer_case("swiglu", rms=True, delta=True),
+    "layer gelu, twice": layer_case("gelu_tanh", rms=False, delta=True, twice=True),
     "norm + gelu, merged": half_layer_case("gelu", rms=False, merge=4),
     "norm + swiglu": half_layer_case("swiglu", rms=True),
     "layer gelu": layer_case("gelu_tanh", rms=False, delta=True),
@@ -419,18 +383,12 @@ CASES: dict[str, Callable[[At], Case]] = {
 ALIKE = {f"mlp {kind}" for kind in GELUS if kind != "gelu_tanh"} | {"swiglu, odd", "swiglu, no bias", "swiglu, cut off"}
 ALIKE |= {"norm 80 layer", "norm 80 rms delta", "norm 144 layer delta"}
 ALIKE |= {"rope 80", "window 80", "linear 1152", "heads 64 1 normed", "heads 80 2"}
-ALIKE |= {"mlp gelu_tanh, closed", "mlp gelu_tanh, closed, epilogue", "mlp quick_gelu, closed, epilogue"}
-ALIKE |= {
-    "mlp quick_gelu, no bias, epilogue",
-    "swiglu, no bias, epilogue",
-    "swiglu, one bias, epilogue",
-}
-ALIKE |= {"project 3", "project 1 grouped, no bias", "layer gelu, adding", "norm + swiglu"}
+ALIKE |= {"mlp gelu_tanh, closed", "project 3", "project 1 grouped, no bias", "layer gelu", "norm + swiglu"}
 """Those that differ from another case in sizes, in what is left out, or in a part that has a case of its own.
 
 They are interpreted in fp16, each trained whole; in fp32 and with parts frozen in the matrix. On a GPU all are.
 """
-LONG = {"layer gelu", "layer swiglu, the first", "layer swiglu, adding, the first", "positions 16"}
+LONG = {"layer gelu, twice", "layer swiglu, the first", "positions 16"}
 LONG |= {"norm 1152 layer delta", "norm 1280 rms delta"}
 """Alike, too, and long to interpret: in the matrix alone."""
 assert CASES.keys() >= ALIKE | LONG
@@ -475,14 +433,6 @@ def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
     for module in (column_sum_module, norm_backward, rope_module, window_attention_module):
         monkeypatch.setattr(module, "FEW_ROWS", 0)
-    for module in (linear_module, gelu_backward, swiglu_backward):
-        if INTERPRETED:
-            monkeypatch.setattr(module, "gemm_add", gemm_epilogue.gemm_add_reference)
-    for module in (gelu_backward, swiglu_backward):
-        monkeypatch.setattr(module, "serves", lambda x_TE, kind: True)
-        if INTERPRETED:
-            monkeypatch.setattr(module, "gemm_act", gemm_epilogue.gemm_act_reference)
-            monkeypatch.setattr(module, "gemm_dact", gemm_epilogue.gemm_dact_reference)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul
     before = products.allow_fp16_reduced_precision_reduction
@@ -707,10 +657,10 @@ def test_gradient_of_the_table_in_order(at: At, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("at", DTYPES[:1])
 def test_biases_take_the_sums_that_norms_and_attention_make(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two layers whose products add: all but that of the last one's MLP."""
+    """Of two layers: all but that of the last one's MLP."""
     summed, runs = [], column_sum_module.runs
     monkeypatch.setattr(column_sum_module, "runs", lambda *args, **more: summed.append(args) or runs(*args, **more))
-    case = CASES["layer gelu, adding"](at)
+    case = CASES["layer gelu, twice"](at)
     run(case, fresh(case.leaves))
     assert len(summed) == 1
 
@@ -736,9 +686,8 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(at: At) -> None:
 
     def layer(p: Tensors) -> Any:
         total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, True)
-        return swiglu_mlp(
-            x, p["wg"], p["wg"], None, None, p["w2"], None, None, False, Norm(total, p["scale"], None, 1e-6, True)
-        )
+        norm = Norm(total, p["scale"], None, 1e-6, True)
+        return swiglu_mlp(x, p["wg"], p["wg"], None, None, p["w2"], None, None, norm)
 
     assert saved(layer, set(p)) == rows * (width + 1 + 2 * 40)  # the sum, its statistics, gate and up
     assert saved(lambda p: linear(p["x"], p["wg"], None), {"wg"}) == 0

@@ -17,7 +17,6 @@ import hf_vit_accel
 from hf_vit_accel import backends, machine
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.ops.gemm_epilogue import KINDS
 from hf_vit_accel.ops.window_attention import attention_reference
 from hf_vit_accel.tools import cli
 from hf_vit_accel.tools import doctor as doctor_logic
@@ -98,9 +97,6 @@ def test_json_agrees(no_gpu: None) -> None:
     assert report["versions"] == {**machine.versions(), "hf-vit-accel": hf_vit_accel.__version__}
     assert report["devices"] == {"cpu": ["float32", "bfloat16"]}
     assert report["auto"]["layers"] == {"full": "sdpa", "window": "sdpa"}
-    assert set(report["epilogues"]) == set(KINDS) and all(
-        "QuACK needs CUDA" in why for why in report["epilogues"].values()
-    )
     assert [entry["name"] for entry in report["backends"]] == [backend.name for backend in backends.BACKENDS]
     for backend in backends.BACKENDS:
         entry = by_name(report)[backend.name]

@@ -23,8 +23,6 @@ from hf_vit_accel.ops.activation import (
     quick_gelu_reference,
     swiglu,
     swiglu_reference,
-    unpad_swiglu,
-    unpad_swiglu_reference,
 )
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit
 from hf_vit_accel.ops.fp8.quantize import (
@@ -234,9 +232,8 @@ SWIGLUS = pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280
 
 
 @where
-@pytest.mark.parametrize("turns", [False, True])
 @SWIGLUS
-def test_pad_swiglu(at: dict[str, Any], width: int, inner: int, turns: bool) -> None:
+def test_pad_swiglu(at: dict[str, Any], width: int, inner: int) -> None:
     outer = inner
     if at["device"] == "cpu":  # some programs
         width, inner, outer = {3420: (420, 16, 24), 3424: (424, 16, 16)}.get(width, (width, min(inner, 16), inner))
@@ -246,32 +243,8 @@ def test_pad_swiglu(at: dict[str, Any], width: int, inner: int, turns: bool) -> 
     strided = draw(outer, 2 * width, at=at)[:, ::2]
     for last in (down, strided):
         given = *weights, *biases, last
-        for found, expected in zip(
-            pad_swiglu(*given, turns=turns), pad_swiglu_reference(*given, turns=turns), strict=True
-        ):
+        for found, expected in zip(pad_swiglu(*given), pad_swiglu_reference(*given), strict=True):
             assert torch.equal(found, expected) and found.is_contiguous()
-
-
-@where
-@pytest.mark.parametrize("missing", [(), (0,), (1,)])
-@SWIGLUS
-def test_unpad_swiglu(at: dict[str, Any], width: int, inner: int, missing: tuple[int, ...]) -> None:
-    """Also where some of them have no gradient."""
-    if at["device"] == "cpu":
-        width, inner = min(width, 420), min(inner, 16)
-    padded = -(-width // 8) * 8
-    given: list[Any] = [draw(2 * padded, inner, at=at), draw(inner, padded, at=at)]
-    given = [None if place in missing else each for place, each in enumerate(given)]
-    found, expected = unpad_swiglu(*given, width), unpad_swiglu_reference(*given, width)
-    assert [each is None for each in expected] == [0 in missing, 0 in missing, 1 in missing]
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None and other is None) or (torch.equal(one, other) and one.is_contiguous())
-    if not missing:  # back to what was padded
-        weight, _, down = pad_swiglu_reference(*found[:2], *given[0][:2, :1].expand(2, width), found[2], turns=True)
-        assert torch.equal(weight[: 2 * width], given[0][: 2 * width]) and torch.equal(
-            down[:, :width], given[1][:, :width]
-        )
-    assert unpad_swiglu(None, None, width) == (None, None, None)
 
 
 @where
@@ -671,13 +644,7 @@ COMPILED = {
         "ops.activation",
         "_pad_swiglu_kernel",
         "gate:*bf16 up:*bf16 gate_bias:*bf16 up_bias:*bf16 down:*bf16 out_weight:*bf16 out_bias:*bf16 out_down:*bf16",
-        dict(INNER=1280, OUTER=1280, WIDTH=3420, PADDED=3424, TURNS=True, PIECES=4280, BLOCK=2048),
-    ),
-    "unpad_swiglu": (
-        "ops.activation",
-        "_unpad_swiglu_kernel",
-        "weight:*bf16 down:*bf16 out_gate:*bf16 out_up:*bf16 out_down:*bf16 first:i32",
-        dict(INNER=1280, WIDTH=3420, PADDED=3424, BLOCK=2048),
+        dict(INNER=1280, OUTER=1280, WIDTH=3420, PADDED=3424, PIECES=4280, BLOCK=2048),
     ),
     **{
         f"quantize, {'again' if again else 'first'}": (

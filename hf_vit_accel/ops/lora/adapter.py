@@ -329,7 +329,7 @@ class AdaptedMlp(torch.autograd.Function):
 
 def _join(ctx: Any, gate_FE: Any, up_FE: Any, biases: Any, down_EF: Any, down_E: Any) -> None:
     """The weights of a SwiGLU's products, each with its bias, for the two that follow."""
-    weight, bias, down_EG = aligned(gate_FE, up_FE, biases, down_EF, turns=False)
+    weight, bias, down_EG = aligned(gate_FE, up_FE, biases, down_EF)
     ctx.first.joined, ctx.last.joined = (weight, bias), (down_EG, down_E)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu_to
-from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.training.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.training.norm_backward import Norm, keep, kept
@@ -30,7 +29,6 @@ def gelu_mlp_reference(
     weight2_EF: Tensor,
     bias2_E: Tensor | None,
     kind: str,
-    epilogue: bool = False,
     norm: Norm | None = None,
 ) -> Tensor:
     """act(x W1^T + b1) W2^T + b2, (T, E); autograd keeps x, whatever it was made of."""
@@ -136,9 +134,8 @@ def gelu_gradient(
 class GeluMlp(torch.autograd.Function):
     """`gelu_mlp_reference` that saves x and the first product's result; all of one dtype.
 
-    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
-    by a norm, saved in its place. stream: what the result is added to. What only a frozen weight's gradient would need
-    is neither saved nor made.
+    norm: what x was made of by a norm, saved in its place. What only a frozen weight's gradient would need is neither
+    saved nor made.
     """
 
     @staticmethod
@@ -150,19 +147,13 @@ class GeluMlp(torch.autograd.Function):
         weight2_EF: Tensor,
         bias2_E: Tensor | None,
         kind: str,
-        epilogue: bool = False,
         norm: Norm | None = None,
-        stream_TE: Tensor | None = None,
     ) -> Tensor:
         needs_x, needs_weight1, needs_bias1, needs_weight2 = ctx.needs_input_grad[:4]
         ctx.kind = kind
         ctx.needs_z = needs_x or needs_weight1 or needs_bias1
-        ctx.epilogue = epilogue and ctx.needs_z and needs_weight2 and serves(x_TE, kind)
-        if ctx.epilogue:
-            z_TF, h_TF = gemm_act(x_TE, weight1_FE, bias1_F, kind)
-        else:
-            z_TF = F.linear(x_TE, weight1_FE, bias1_F)
-            h_TF = gelu(z_TF, kind)
+        z_TF = F.linear(x_TE, weight1_FE, bias1_F)
+        h_TF = gelu(z_TF, kind)
         tensors, ctx.settings = keep(x_TE, norm) if needs_weight1 else ((), None)
         ctx.save_for_backward(
             z_TF if ctx.needs_z or needs_weight2 else None,
@@ -170,8 +161,6 @@ class GeluMlp(torch.autograd.Function):
             weight2_EF if ctx.needs_z else None,
             *tensors,
         )
-        if stream_TE is not None:
-            return gemm_add(h_TF, weight2_EF, bias2_E, stream_TE)
         return F.linear(h_TF, weight2_EF, bias2_E)
 
     @staticmethod
@@ -181,12 +170,7 @@ class GeluMlp(torch.autograd.Function):
         z_TF, weight1_FE, weight2_EF, *tensors = ctx.saved_tensors
         dy_TE = dy_TE.contiguous()
         dx_TE = dweight1_FE = dbias1_F = dweight2_EF = dz_TF = None
-        if ctx.epilogue:
-            dz_TF, h_TF, sum_F = gemm_dact(dy_TE, weight2_EF, z_TF, ctx.kind)
-            dbias1_F = sum_F.to(z_TF.dtype) if needs_bias1 else None
-            dweight2_EF = dy_TE.t() @ h_TF
-            del h_TF
-        elif ctx.needs_z or needs_weight2:
+        if ctx.needs_z or needs_weight2:
             dz_TF = dy_TE @ weight2_EF if ctx.needs_z else z_TF
             h_TF = torch.empty_like(z_TF) if needs_weight2 else z_TF
             needs: Any = dict(needs_z=ctx.needs_z, needs_h=needs_weight2, needs_bias=needs_bias1)
@@ -199,4 +183,4 @@ class GeluMlp(torch.autograd.Function):
         if needs_x:
             dx_TE = dz_TF @ weight1_FE
         dbias2_E = column_sum(dy_TE) if needs_bias2 else None
-        return dx_TE, dweight1_FE, dbias1_F, dweight2_EF, dbias2_E, None, None, None
+        return dx_TE, dweight1_FE, dbias1_F, dweight2_EF, dbias2_E, None, None

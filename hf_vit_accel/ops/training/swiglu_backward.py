@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference, unpad_swiglu
-from hf_vit_accel.ops.gemm_epilogue import gemm_act, gemm_add, gemm_dact, serves
+from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.training.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
 from hf_vit_accel.ops.training.gelu_backward import EACH_SM, STAGES
@@ -29,7 +28,6 @@ def swiglu_mlp_reference(
     down_EF: Tensor,
     down_E: Tensor | None,
     limit: float | None = None,
-    epilogue: bool = False,
     norm: Norm | None = None,
 ) -> Tensor:
     """(silu(x G^T + g) * (x U^T + u)) D^T + d, (T, E); autograd keeps x, whatever it was made of. limit: see swiglu."""
@@ -123,16 +121,16 @@ def swiglu_gradient(
 
 
 def aligned(
-    gate_FE: Tensor, up_FE: Tensor, biases: tuple[Tensor | None, Tensor | None] | None, down_EF: Tensor, *, turns: bool
+    gate_FE: Tensor, up_FE: Tensor, biases: tuple[Tensor | None, Tensor | None] | None, down_EF: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`pad_swiglu`. Of biases, what is missing is zeros; for none at all none is returned."""
     width = gate_FE.shape[0]
     if biases is None or all(bias_F is None for bias_F in biases):
         some_F = gate_FE.flatten()[:width]  # the kernel wants to copy some
-        weight, _, down_EG = pad_swiglu(gate_FE, up_FE, some_F, some_F, down_EF, turns=turns)
+        weight, _, down_EG = pad_swiglu(gate_FE, up_FE, some_F, some_F, down_EF)
         return weight, None, down_EG
     gate_F, up_F = (gate_FE.new_zeros(width) if bias_F is None else bias_F for bias_F in biases)
-    return pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF, turns=turns)
+    return pad_swiglu(gate_FE, up_FE, gate_F, up_F, down_EF)
 
 
 class SwigluMlp(torch.autograd.Function):
@@ -140,8 +138,7 @@ class SwigluMlp(torch.autograd.Function):
 
     All products have widths that are multiples of 8, forward and backward: cuBLAS takes three times as long for others.
     Weights are padded for each call (26 MB at 1280 x 3420, about 25 us on an H200), and nothing of that is kept.
-    epilogue: whether many rows' activation is in the products' epilogues, see `gemm_epilogue`. norm: what x was made of
-    by a norm, saved in its place. stream: what the result is added to.
+    norm: what x was made of by a norm, saved in its place.
     """
 
     @staticmethod
@@ -155,25 +152,17 @@ class SwigluMlp(torch.autograd.Function):
         down_EF: Tensor,
         down_E: Tensor | None,
         limit: float | None = None,
-        epilogue: bool = False,
         norm: Norm | None = None,
-        stream_TE: Tensor | None = None,
     ) -> Tensor:
         _, needs_gate, needs_up, _, _, needs_down, *_ = ctx.needs_input_grad
         ctx.needs_both, ctx.limit = any(ctx.needs_input_grad[:5]), limit
-        ctx.epilogue = epilogue and ctx.needs_both and needs_gate == needs_up and serves(x_TE, "swiglu")
-        weight, bias, down_EG = aligned(gate_FE, up_FE, (gate_F, up_F), down_EF, turns=ctx.epilogue)
-        if ctx.epilogue:
-            both_TG, h_TG = gemm_act(x_TE, weight, bias, "swiglu")
-        else:
-            both_TG = F.linear(x_TE, weight, bias)
-            h_TG = swiglu(*both_TG.chunk(2, dim=-1), limit=limit)
+        weight, bias, down_EG = aligned(gate_FE, up_FE, (gate_F, up_F), down_EF)
+        both_TG = F.linear(x_TE, weight, bias)
+        h_TG = swiglu(*both_TG.chunk(2, dim=-1), limit=limit)
         del weight
         tensors, ctx.settings = keep(x_TE, norm) if needs_gate or needs_up else ((), None)
         saved = (both_TG, gate_FE, up_FE, down_EF) if ctx.needs_both or needs_down else (None,) * 4
         ctx.save_for_backward(*saved, *tensors)
-        if stream_TE is not None:
-            return gemm_add(h_TG, down_EG, down_E, stream_TE)
         return F.linear(h_TG, down_EG, down_E)
 
     @staticmethod
@@ -184,40 +173,31 @@ class SwigluMlp(torch.autograd.Function):
         )
         both_TG, gate_FE, up_FE, down_EF, *tensors = ctx.saved_tensors
         dy_TE = dy_TE.contiguous()
-        gradients: list[Tensor | None] = [None] * 10
+        gradients: list[Tensor | None] = [None] * 9
         gradients[6] = column_sum(dy_TE) if needs_down_bias else None
         if not (ctx.needs_both or needs_down):
             return tuple(gradients)
         width, rows, padded = gate_FE.shape[0], both_TG.shape[0], both_TG.shape[1] // 2
-        weight, _, down_EG = aligned(gate_FE, up_FE, None, down_EF, turns=ctx.epilogue)
+        weight, _, down_EG = aligned(gate_FE, up_FE, None, down_EF)
         needs_bias = needs_gate_bias or needs_up_bias
-        if ctx.epilogue:
-            dboth_TG, h_TG, sum_G = gemm_dact(dy_TE, down_EG, both_TG, "swiglu")
-            sums = sum_G.to(both_TG.dtype).view(-1, 2)[:width].t().contiguous().unbind(0)
-        else:
-            h_TG = dy_TE @ down_EG if ctx.needs_both else both_TG.new_empty(rows, padded)
-            dboth_TG = torch.empty_like(both_TG) if ctx.needs_both else both_TG
-            needs: Any = dict(needs_both=ctx.needs_both, needs_bias=needs_bias)
-            partial_2PG = swiglu_gradient(both_TG, h_TG, dboth_TG, ctx.limit, **needs)
-            sums = add_up(partial_2PG, both_TG.dtype, width) if needs_bias else ()
+        h_TG = dy_TE @ down_EG if ctx.needs_both else both_TG.new_empty(rows, padded)
+        dboth_TG = torch.empty_like(both_TG) if ctx.needs_both else both_TG
+        needs: Any = dict(needs_both=ctx.needs_both, needs_bias=needs_bias)
+        partial_2PG = swiglu_gradient(both_TG, h_TG, dboth_TG, ctx.limit, **needs)
         del down_EG
         ddown_EG = dy_TE.t() @ h_TG if needs_down else None
         del h_TG
         if needs_bias:
-            dgate_F, dup_F = sums
+            dgate_F, dup_F = add_up(partial_2PG, both_TG.dtype, width)
             gradients[3], gradients[4] = dgate_F if needs_gate_bias else None, dup_F if needs_up_bias else None
         dweight = None
         if needs_gate or needs_up:
             # Of one only, where the other is frozen.
             first, last = 0 if needs_gate else padded, 2 * padded if needs_up else padded
             dweight = dboth_TG[:, first:last].t() @ kept(tensors, ctx.settings, rows)
-        if ctx.epilogue:
-            gradients[1], gradients[2], ddown_EF = unpad_swiglu(dweight, ddown_EG if width < padded else None, width)
-            gradients[5] = ddown_EF if width < padded else ddown_EG
-        else:
-            gradients[1] = dweight[:width] if dweight is not None and needs_gate else None
-            gradients[2] = dweight[-padded:][:width] if dweight is not None and needs_up else None
-            gradients[5] = None if ddown_EG is None else ddown_EG[:, :width].contiguous()
+        gradients[1] = dweight[:width] if dweight is not None and needs_gate else None
+        gradients[2] = dweight[-padded:][:width] if dweight is not None and needs_up else None
+        gradients[5] = None if ddown_EG is None else ddown_EG[:, :width].contiguous()
         if needs_x:
             gradients[0] = dboth_TG @ weight
         return tuple(gradients)

@@ -28,16 +28,14 @@ class Trained:
     """An operation with a gradient of its own, which takes rows, weights and settings in this order.
 
     function: the autograd function that runs it. weights: as they are now, in the dtype of the rows.
-    takes_norm: whether its last argument is what its rows were made of by a norm. adds, of a layer's proj: whether it
-    and the MLP add to the residual stream, which they take after that. fault: the name of what failed, if its forward
-    does.
+    takes_norm: whether its last argument is what its rows were made of by a norm. fault: the name of what failed, if
+    its forward does.
     """
 
     function: Any
     weights: Callable[[], Sequence[Any]] = tuple
     settings: tuple[Any, ...] = ()
     takes_norm: bool = False
-    adds: bool = False
     fault: str = machine.KERNELS
 
     def __call__(self, *rows: Any, norm: Norm | None = None) -> Any:
@@ -116,17 +114,11 @@ class Frame:
 
 
 @lru_cache(maxsize=1024)
-def _needs(
-    given: tuple[bool, ...], counts: tuple[int, ...], unneeded: tuple[int, ...], *, sums: bool
-) -> tuple[tuple[bool, ...], ...]:
-    """Which arguments of each part need a gradient. given: of x, of delta, of all weights; counts: of each part's.
-
-    sums: whether the first norm, though it adds nothing, is told that it does: then it sums up the gradient, for the
-    bias of what was added.
-    """
+def _needs(given: tuple[bool, ...], counts: tuple[int, ...], unneeded: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
+    """Which arguments of each part need a gradient. given: of x, of delta, of all weights; counts: of each part's."""
     needs_x, needs_delta, *of_weights = given
     after = [(*needs, *(False,) * rest) for needs, rest in zip(_split(of_weights, counts), unneeded, strict=True)]
-    norm1 = needs_x, needs_x if sums else needs_delta, *after[0]
+    norm1 = needs_x, needs_delta, *after[0]
     qkv = any(norm1), *after[1]
     attend = any(qkv), False, False, *after[2]
     proj = any(attend), *after[3]
@@ -151,28 +143,25 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[Rows, Rows | None]:
         ctx.set_materialize_grads(False)
         norm1, qkv, attend, proj, norm2, mlp = layer.parts
-        adds = proj.adds
-        needs = _needs(ctx.needs_input_grad[5:], counts, layer.unneeded, sums=adds and delta_TE is None)
+        needs = _needs(ctx.needs_input_grad[5:], counts, layer.unneeded)
         of_norm1, of_qkv, of_attend, of_proj, of_norm2, of_mlp = frames = list(map(Frame, needs))
         in_norm1, in_qkv, _, in_proj, in_norm2, in_mlp = _split(flat, counts)
-        # What adds to the residual stream is given it last; its gradient is the result's.
         sum_TE, normed_TE = norm1.forward(of_norm1, x_TE, delta_TE, *in_norm1, *norm1.settings)
         norm = Norm(sum_TE, *in_norm1, *norm1.settings)
         qkv_TF = qkv.forward(of_qkv, normed_TE, *in_qkv, *qkv.settings, norm)
         rows = qkv_TF.view(qkv_TF.shape[0], *heads), cos_TD, sin_TD  # Python's unflatten takes 8 us
         attended_TF = attend.forward(of_attend, *rows, *attend.settings).flatten(1)
-        made_TE = proj.forward(of_proj, attended_TF, *in_proj, *proj.settings, None, *[sum_TE] * adds)
-        pair = (made_TE, None) if adds else (sum_TE, made_TE)
-        sum_TE, normed_TE = norm2.forward(of_norm2, *pair, *in_norm2, *norm2.settings)
+        made_TE = proj.forward(of_proj, attended_TF, *in_proj, *proj.settings, None)
+        sum_TE, normed_TE = norm2.forward(of_norm2, sum_TE, made_TE, *in_norm2, *norm2.settings)
         norm = Norm(sum_TE, *in_norm2, *norm2.settings)
-        made_TE = mlp.forward(of_mlp, normed_TE, *in_mlp, *mlp.settings, norm, *[sum_TE] * adds)
+        made_TE = mlp.forward(of_mlp, normed_TE, *in_mlp, *mlp.settings, norm)
         # All by autograd's own means: hooks see them, and a result that is kept makes no cycle.
         saved = [frame.saved_tensors for frame in frames]
         ctx.save_for_backward(*chain.from_iterable(saved))
         for frame in frames:
             frame.saved_tensors = ()
         ctx.layer, ctx.heads, ctx.counts, ctx.frames, ctx.saved = layer, heads, counts, frames, list(map(len, saved))
-        return (made_TE, None) if adds else (sum_TE, made_TE)
+        return sum_TE, made_TE
 
     @staticmethod
     @machine.once_differentiable
@@ -192,7 +181,7 @@ class _Layer(torch.autograd.Function):
             gradients[at] = found[rows : rows + counts[at]]
             return found[:rows]
 
-        (dnormed_TE,) = back(5, 1, dsum_TE if parts[3].adds else ddelta_TE)
+        (dnormed_TE,) = back(5, 1, ddelta_TE)
         dsum_TE, dproj_TE = back(4, 2, dsum_TE, dnormed_TE)
         (dattended,) = back(3, 1, dproj_TE)
         dqkv_T3HD, _, _ = back(2, 3, None if dattended is None else dattended.view(-1, *ctx.heads[1:]))
