@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.machine import EPILOGUES, KERNELS, LINEARS, Fault, refuse
+from hf_vit_accel.sharing.reuse import Facts, Looked
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower import snapshot as guard
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
@@ -115,8 +116,14 @@ def _forward(
         parameters, weights = snapshot.weights()
         reuse = None if state.warming == threading.get_ident() else state.reuse
         slow: Any = partial(guard.reasons_slow, tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
-        slow = slow if reuse is None else cache(slow)  # asked while the host would wait
-        look: Any = reuse and partial(reuse.look, snapshot, parameters, weights, state.faults.get(KERNELS), slow)
+        look: Any = None
+        if reuse is not None:
+
+            def look(pixels_TP: Tensor, grid_N3: Tensor) -> tuple[list[list[int]], Looked]:
+                facts = _facts_for_reuse(state, snapshot, parameters, weights, pixels_TP.device)
+                looked = reuse.look(pixels_TP, grid_N3, facts)
+                return looked.rows, looked
+
         call = inputs.read(snapshot.expected, look, *args, **kwargs)
         reasons = [] if call else ["arguments, or pixel values, are in a shape of their own"]
     if call is None:
@@ -152,12 +159,15 @@ def _forward(
         unmet += reasons_whole(snapshot, checkpoints)
     if sharing is not None and shared:
         serve = partial(sharing.serve, serve, spec, tower)
+    grid, pixels_TP = call.grid, call.pixels
     if reuse is not None:
         unmet += call.marks.unmet
-        serve = partial(reuse.serve, serve, spec, call.marks)
+        grid, pixels_TP = reuse.select(call.marks, call.grid, call.pixels)
     marked = trains and not grad and snapshot.marks_outputs()
     with torch.no_grad() if marked else nullcontext():
-        outputs = serve(call.grid, call.pixels)
+        outputs = serve(grid, pixels_TP) if grid else []
+        if reuse is not None:
+            outputs = reuse.collect(call.marks, call.grid, outputs)
     if sharing is not None and sharing.unmet:
         unmet += sharing.unmet
         if settings.strict:
@@ -170,6 +180,38 @@ def _forward(
     state.calls += 1  # now that it is over: one that failed on its way is not counted
     state.fallbacks.update(unmet)
     return output
+
+
+def _facts_for_reuse(
+    state: TowerState, snapshot: Snapshot, parameters: list[nn.Parameter], weights: Weights, device: torch.device
+) -> Facts:
+    """Collect the facts that decide what of a call is reused."""
+    settings, trains = state.settings, torch.is_grad_enabled()
+    assert settings.reuse is not None
+    reasons = list(snapshot.mixing)
+    if snapshot.foreign and snapshot.training() and not reasons:
+        reasons.append(f"{snapshot.foreign}, and may be random in training")
+    against: list[str] = []
+    watched: list[Tensor] = []
+    if settings.reuse.across_calls and not (trains and (snapshot.foreign or snapshot.trained(parameters))):
+        if snapshot.foreign:
+            against.append(f"{snapshot.foreign}, and might act otherwise at a later call")
+        if settings.score_mod is not None:
+            against.append("a score_mod may read what changes between calls")
+        if snapshot.sharded or snapshot.offloaded or weights.pointers is None:
+            against.append("weights are sharded, offloaded or of a class of their own, and cannot be told from others")
+        if not against and snapshot.loose():
+            against.append("a module holds a tensor that is neither parameter nor buffer")
+        if not against:
+            watched = [*parameters, *snapshot.buffers()]
+    return Facts(
+        applies=not guard.reasons_untraceable(),
+        reasons=reasons,
+        reasons_against_keeping=against,
+        watched=watched,
+        context=guard.autocast_dtype(device, weights.dtype),
+        no_kernels=state.faults.get(KERNELS),
+    )
 
 
 def _attend_only(

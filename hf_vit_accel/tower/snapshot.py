@@ -59,6 +59,7 @@ class Weights:
         self.pointers, self.dtype = pointers, parameters[0].dtype if parameters else torch.float32
         self.contiguous = all(map(Tensor.is_contiguous, parameters))
         self.count, self.nbytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
+        self.loose: bool | None = None  # of `Snapshot.loose`, asked once for these
         self.reasons: list[str] = []
         own = len(parameters) - adapters  # an adapter's dtype is its own business: PEFT casts what it takes and gives
         dtypes, self.kinds = set(map(_DTYPE, parameters[:own])), (self.count, *map(_DTYPE, parameters[own:]))
@@ -251,9 +252,12 @@ class Snapshot:
         return [buffer for named in self._buffers for buffer in named.values() if buffer is not None]
 
     def loose(self) -> bool:
-        """Whether a tensor is the attribute of a module, neither parameter nor buffer."""
-        modules = [*self._below, vars(self._tower())]
-        return any(isinstance(value, Tensor) for own in modules for value in own.values())
+        """Return whether a module holds a tensor as an attribute that is neither parameter nor buffer."""
+        weights = self._weights
+        if weights.loose is None:
+            modules = [*self._below, vars(self._tower())]
+            weights.loose = any(isinstance(value, Tensor) for own in modules for value in own.values())
+        return weights.loose
 
     def training(self) -> bool:
         """Whether a module inside is in training mode."""

@@ -50,7 +50,7 @@ class TowerState:
         self.sharing = None if ranks is None else Sharing(ranks, graphs=graphs is not None)
         self.runner = None if graphs is None else Runner(graphs, self.routes)
         self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
-        self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)
+        self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings.reuse)
         self._snapshot: Snapshot | None = None
         self._scales: Scales | None = None
 
