@@ -11,9 +11,9 @@ import importlib.util
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 V = TypeVar("V")
@@ -45,6 +46,14 @@ def apart(function: Callable[..., V], *arguments: Any) -> V:
     """
     with ThreadPoolExecutor(1, "hf_vit_accel") as pool:
         return pool.submit(function, *arguments).result()
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Make tensors that later calls use, too: no inference tensors, none that a dispatch mode of this call has seen."""
+    # torch's own context imports for half a second, so it is only entered where a mode is active.
+    with torch.inference_mode(False), _disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from hf_vit_accel.engine import route
 from hf_vit_accel.graphs import store
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import activation, mlp
-from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower import decide as decide_module
 from hf_vit_accel.tower import state as state_module
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -303,7 +303,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 
     masked = Masked()
     monkeypatch.setattr(store, "CudaRecorder", Fresh)
-    monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
+    monkeypatch.setattr(decide_module, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(backends, "BACKENDS", tuple(masked if b.name == "sdpa" else b for b in BACKENDS))
     return Fresh
 

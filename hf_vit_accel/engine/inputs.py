@@ -1,6 +1,6 @@
 """The two inputs of a tower, checked once against each other and against the tower.
 
-`T` packed patch rows, `P` pixels of a patch.
+`T` packed patch rows, `P` pixels of a patch, `N` images and videos.
 """
 
 from __future__ import annotations
@@ -10,15 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel.layout import Grid
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a tower takes. merge: patches per merged token along one side. width: P, None where a quantiser packed the
-    weight. device: of the weights; None where inputs are moved there. names, dims: `Family.arguments`, `pixel_dims`."""
+    """The inputs that a tower takes.
+
+    Attributes:
+        merge: Patches per merged token along one side.
+        width: P; None where a quantiser packed the weight that embeds patches.
+        device: Of the weights; None where inputs are moved there.
+        names: The parameters of its forward: pixels and grid.
+        dims: Dimensions of the pixels as its processor returns them.
+    """
 
     merge: int
     width: int | None
@@ -28,51 +37,74 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call. pixels: (T, P), a view of what was given. options: what else came. marks: what `look` found."""
+class Inputs:
+    """The inputs of one call.
+
+    Attributes:
+        pixels: (T, P), a view of the caller's tensor.
+        grid: Frames, height and width of each image and video, in patches, on the host.
+        options: The other keyword arguments.
+        looked: What `look` read in the same sync.
+    """
 
     pixels: Tensor
     grid: Grid
     options: Mapping[str, Any]
-    marks: Any = None
+    looked: Any = None
 
 
 Look = Callable[[Tensor, Tensor], tuple[list[list[int]], Any]]
-"""(pixels (T, P), grid) to the grid on the host and whatever else is read in the same sync."""
+"""Maps pixels (T, P) and the grid (N, 3) to the grid on the host and to whatever is read in the same sync."""
 
 
-def read(expected: Expected, look: Look | None, /, *args: Any, **options: Any) -> Call | None:
-    """The arguments of a tower's forward, the grid on the host (the one sync; by `look`, if given).
+def read(expected: Expected, look: Look | None, /, *args: Any, **options: Any) -> Inputs | None:
+    """Return the inputs of a tower's forward, with the grid on the host: the one sync of a call.
 
-    None for pixels in a shape of their own, and for arguments that are missing, too many or given twice. Raises
-    ValueError for a wrong dtype or layout, an empty batch, sizes that are not positive or not a multiple of the merge
-    size, and pixels that are not as many, as wide or on the device that they should be.
+    Args:
+        expected: The inputs that the tower takes.
+        look: Reads the grid and more; None for the grid alone.
+        *args: Positional arguments of the call.
+        **options: Keyword arguments of the call.
+
+    Returns:
+        None for a call that the stock forward must take as it is: arguments are missing, too many or given twice, or
+        pixels have dimensions or a class of their own.
+
+    Raises:
+        ValueError: A dtype or layout is wrong, the batch is empty, sizes are not positive or no multiple of the merge
+            size, or pixels do not fit the grid or the tower.
     """
     names = expected.names
-    named = dict(zip(names, args))  # noqa: B905
-    if len(args) > len(names) or named.keys() & options.keys() or not {names[0], "grid_thw"} <= named.keys() | options:
-        return None  # stock has its own complaint
-    options = named | options
-    pixels, grid_thw = options.pop(names[0]), options.pop("grid_thw")
-    dense = isinstance(pixels, Tensor) and pixels.layout == torch.strided and not pixels.is_nested
-    if not dense or pixels.is_complex():
+    positional = dict(zip(names, args))  # noqa: B905
+    is_repeated = positional.keys() & options.keys()
+    options = positional | options
+    if len(args) > len(names) or is_repeated or names[0] not in options or "grid_thw" not in options:
+        return None
+    pixels = options.pop(names[0])
+    grid_thw = options.pop("grid_thw")
+    if not isinstance(pixels, Tensor) or pixels.layout != torch.strided or pixels.is_nested or pixels.is_complex():
         raise ValueError(
             "expected the pixel values as a tensor of real numbers of shape (patches, channels * temporal * patch * "
             f"patch), got {_describe(pixels)}; pass what the processor returns, images packed along dim 0"
         )
-    if pixels.dim() != expected.dims:
+    if pixels.dim() != expected.dims or type(pixels) not in _PLAIN:
+        return None
+    if isinstance(grid_thw, Tensor) and type(grid_thw) not in _PLAIN:
         return None
     pixels = pixels if pixels.dim() == 2 else pixels.flatten(0, 1).flatten(1)
-    grid, marks = _read_grid(grid_thw, pixels, expected.merge, look)
-    rows = sum(t * h * w for t, h, w in grid)
+    grid, looked = _read_grid(grid_thw, pixels, expected.merge, look)
+    rows = sum([t * h * w for t, h, w in grid])
+    width = expected.width
+    if width is not None and pixels.numel() == rows * width and pixels.is_contiguous():
+        pixels = pixels.view(rows, width)  # as the stock embedding does, whatever their shape
     if rows != pixels.shape[0]:
         raise ValueError(
             f"expected {rows} rows of pixel values for this grid_thw (the sum of t*h*w), got {pixels.shape[0]}; "
             "pass the pixel values and the grid of the same images"
         )
-    if expected.width not in (None, pixels.shape[1]):
+    if width not in (None, pixels.shape[1]):
         raise ValueError(
-            f"expected {expected.width} values per patch (channels * temporal * patch * patch), got {pixels.shape[1]}; "
+            f"expected {width} values per patch (channels * temporal * patch * patch), got {pixels.shape[1]}; "
             "use the processor of this very model"
         )
     if expected.device not in (None, pixels.device):
@@ -80,14 +112,19 @@ def read(expected: Expected, look: Look | None, /, *args: Any, **options: Any) -
             f"expected the pixel values on the tower's device {expected.device}, got them on {pixels.device}; "
             f"move them with .to({str(expected.device)!r})"
         )
-    return Call(pixels=pixels, grid=grid, options=options, marks=marks)
+    return Inputs(pixels=pixels, grid=grid, options=options, looked=looked)
 
 
 def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, look: Look | None) -> tuple[Grid, Any]:
-    """(images and videos, 3) in patches, on the host; rows of no frames, which pad a batch, are left out."""
+    """Return the grid on the host, without the rows of no frames that pad a batch, and what `look` read.
+
+    Raises:
+        ValueError: The grid is no integer tensor (N, 3) on the CPU or beside the pixels, is empty, or has sizes that
+            are not positive or no multiple of the merge size.
+    """
     device = pixels_TP.device
-    dense = isinstance(grid_thw, Tensor) and grid_thw.layout == torch.strided and not grid_thw.is_nested
-    if not dense or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+    is_dense = isinstance(grid_thw, Tensor) and grid_thw.layout == torch.strided and not grid_thw.is_nested
+    if not is_dense or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(
             f"expected grid_thw of shape (images and videos, 3), got {_describe(grid_thw)}; each row is "
             "(frames, height, width) in patches, as the processor returns it"
@@ -99,7 +136,7 @@ def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, look: Look | None) 
             f"expected grid_thw on the CPU or with the pixel values on {device}, got it on {grid_thw.device}; "
             "move both to the model's device"
         )
-    rows, marks = (grid_thw.tolist(), None) if look is None else look(pixels_TP, grid_thw)
+    rows, looked = (grid_thw.tolist(), None) if look is None else look(pixels_TP, grid_thw)
     grid: Grid = tuple([(t, h, w) for t, h, w in rows if t or h < 0 or w < 0])
     for t, h, w in grid:
         if t < 1 or h < 1 or w < 1:
@@ -111,10 +148,11 @@ def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, look: Look | None) 
             )
     if not grid:
         raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
-    return grid, marks
+    return grid, looked
 
 
 def _describe(value: object) -> str:
+    """Return the class of a value, with dtype and shape of a tensor."""
     if not isinstance(value, Tensor):
         return f"{type(value).__name__}"
     if value.is_nested or value.layout != torch.strided:

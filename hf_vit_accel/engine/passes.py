@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import torch
@@ -23,10 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.layout import Grid, rows_of
-
-Serve = Callable[..., list[Tensor]]
-"""(grid, pixels (T, P)) of whole images and videos, or of some of their frames, to the outputs of a tower; a pass also
-says where they will lie."""
 
 FREE = 36864
 """Rows of a pass under `max_rows="auto"` on CUDA, so that a forward takes at most 0.8 GB beyond weights and outputs.
@@ -69,13 +65,13 @@ def cut(grid: Grid, most: int, *, clips: bool) -> tuple[Grid, ...]:
     return tuple(passes)
 
 
-def reasons_whole(snapshot: Any, checkpoints: Sequence[Any]) -> list[str]:
+def reasons_whole(facts: Any, checkpoints: Sequence[Any]) -> list[str]:
     """Why no call of a tower may be cut. checkpoints: of its layers, in a call with gradients."""
     # All ranks, each with its pictures, would have to make as many passes.
-    reasons = ["FSDP2 brings weights at each pass"] if snapshot.sharded else []
+    reasons = ["FSDP2 brings weights at each pass"] if facts.sharded_layers else []
     if any(each is not None and each.reentrant for each in checkpoints):
         reasons.append("reentrant checkpoints bring gradients to weights at each pass")
-    return [f"not cut by max_rows: {why}" for why in (*reasons, *snapshot.mixing)]
+    return [f"not cut by max_rows: {why}" for why in (*reasons, *facts.mixing)]
 
 
 class Passes:
@@ -112,40 +108,6 @@ class Passes:
         self.fewer[grad] = fewer
         return True
 
-    def serve(self, serve: Serve, spec: Spec, snapshot: Any, grid: Grid, pixels_TP: Tensor) -> list[Tensor]:
-        """The outputs of a call, pass after pass. With gradients, each pass runs again in the backward pass."""
-        grad, clips = spec.request.grad, spec.geometry.clips
-        most = self.fewer.get(grad, spec.max_rows)
-        todo = (grid,) if most is None or len(pixels_TP) <= most else cut(grid, most, clips=clips)
-        total, start, count = len(pixels_TP), 0, 0
-        outputs: list[Tensor] = []
-        by_pass: list[list[Tensor]] = []
-        while todo:
-            rows, run = rows_of(todo[0]), serve
-            found: list[Tensor] | None = None
-            if grad and rows < total:
-                run = partial(checkpoint, serve, use_reentrant=False, context_fn=partial(_contexts, snapshot))
-            into = [each[start * len(each) // total : (start + rows) * len(each) // total] for each in outputs]
-            try:
-                found = run(todo[0], pixels_TP[start : start + rows], into)
-            except torch.OutOfMemoryError:
-                if not self.halve(todo[0], spec):
-                    raise
-            if found is None:  # and nothing holds what the failed pass had made
-                todo = cut(tuple(chain.from_iterable(todo)), self.fewer[grad], clips=clips)
-                continue
-            if rows == total:
-                return found
-            if grad:
-                by_pass.append(found)
-            else:
-                outputs = outputs or [each.new_empty(len(each) * total // rows, *each.shape[1:]) for each in found]
-                _put(found, into or [output[: len(each)] for output, each in zip(outputs, found, strict=True)])
-            todo, start, count = todo[1:], start + rows, count + 1
-            del found  # before the next pass begins
-        self.calls, self.count = self.calls + 1, self.count + count
-        return [torch.cat(each) for each in zip(*by_pass, strict=True)] if grad else outputs
-
     def __str__(self) -> str:
         told = [f"{self.calls} calls in {self.count} passes"] if self.calls else []
         told += [
@@ -155,11 +117,16 @@ class Passes:
         return ", ".join(told)
 
 
-def _contexts(snapshot: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def checkpointed(facts: Any, encode: Callable[..., list[Tensor]], *args: Any) -> list[Tensor]:
+    """Return the outputs of a pass that keeps nothing for its gradients: it runs again in the backward pass."""
+    return checkpoint(encode, *args, use_reentrant=False, context_fn=partial(_contexts, facts))
+
+
+def _contexts(facts: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """In which a pass runs first, and again."""
-    parts = snapshot.parts
-    roots = [*(block.module for block in parts.blocks), *parts.mergers()] if snapshot.foreign else []
-    return nullcontext(), _Again(snapshot.places, roots)
+    parts = facts.parts
+    roots = [*(block.module for block in parts.blocks), *parts.mergers()] if facts.third_party else []
+    return nullcontext(), _Again(facts.parameter_homes, roots)
 
 
 class _Again(AbstractContextManager[None]):

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
-from hf_vit_accel.machine import KERNELS, LRU, guarded
+from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops, linears
 from hf_vit_accel.ops.training.trained import Trained, TrainedLayer, layer_of
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
@@ -76,8 +76,7 @@ class Route:
     def packed(self) -> Tensor:
         """The arrays' bytes on the device, sent once."""
         if self._packed is None:
-            # Kept for later calls, which may record gradients: no inference tensors.
-            with torch.inference_mode(False):
+            with outside_modes():
                 self._packed = send(pack(self.arrays), self.spec.request.device)
         return self._packed
 
@@ -89,7 +88,7 @@ class Route:
 
     def bind(self, packed: Tensor) -> Route:
         """This route with its arrays in packed bytes; what must exist before the first call is built."""
-        with torch.inference_mode(False):
+        with outside_modes():
             tensors = unpack(packed, self.arrays)
             plans = {
                 kind: guarded(plan.backend.name, plan.bind)({name: tensors[f"{kind}/{name}"] for name in plan.arrays})
@@ -229,7 +228,9 @@ class Routes:
         def make() -> tuple[dict[str, Any], int]:
             metadata, (settings, faults, served) = build(grid, geometry), of_tower
             arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
-            tensors, given = to_device(arrays, at), dict(settings=settings, faults=faults, served=served)
+            with outside_modes():
+                tensors = to_device(arrays, at)
+            given = dict(settings=settings, faults=faults, served=served)
             for name, (kind, segments) in zip(_SEGMENTS[::2], metadata.segments().items(), strict=False):
                 setattr(tensors[name], OFFSETS, Offsets(kind=kind, segments=segments, **given))
             return {**tensors, "max_seqlen": metadata.full.max_seqlen}, 8 * len(grid)

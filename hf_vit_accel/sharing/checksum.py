@@ -1,14 +1,13 @@
-"""Fingerprints of 128 bits: of each image or video among packed patches, and of all that lies in a tower's memory.
+"""Sum up the bits of images and weights to find candidates, and compare images bit for bit to decide.
 
-`T` packed patch rows, `P` pixels of a patch, `W` 32-bit words of a row or a chunk, `N` items, `C` chunks of words, each
-of `S` strands, `L` lanes of the hash.
+A checksum adds up 32-bit words, in any order. `_mix` turns a word and its place into 64 bits by steps that can be
+undone. So one changed word always changes the checksum, and other changes go unseen with a probability near 2**-64.
+
+`T` packed patch rows, `W` 32-bit words of a row, `N` items (images or videos), `C` chunks of weights, `I` any words.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,248 +15,161 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_vit_accel.layout import to_device
 from hf_vit_accel.ops.launch import jit, tl
 
-_LANES, _STRANDS, _VECTOR = 4, 32, 4
-_STEP = 2 * _STRANDS * _VECTOR
-"""Words that a warp takes at a time: each of its threads loads four neighbours for its strand, and four more."""
-_ITEM_STEPS, _STEPS = 16, 64
-ITEM_CHUNK, CHUNK = _STEP * _ITEM_STEPS, _STEP * _STEPS
-"""Words that a warp hashes, of an item and of memory."""
-_TAIL = _STEPS * _LANES * _VECTOR  # pairs of 32-bit keys, of a strand's words; then come 64-bit ones
+CHUNK = 16384
+"""Words of one chunk of weights, which one program adds up. Every weight starts with a chunk of its own."""
 
-
-def draw_keys(device: torch.device) -> Tensor:
-    """Random 64-bit numbers: keys of a strand's words, of what they and its place make in each lane, and of Philox."""
-    numbers = np.frombuffer(bytearray(os.urandom(8 * (_TAIL + 4 * _LANES + 1))), dtype=np.int64)
-    with torch.inference_mode(False):
-        return torch.from_numpy(numbers).to(device)
-
-
-class Desk:
-    """What fingerprints on one device are made with: keys, drawn once, and zeros to add up in.
-
-    Both are there for every stream: the host waits for what it sends.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.keys = draw_keys(device)
-        self._zeros: deque[Tensor] = deque()
-
-    def zeros(self, count: int) -> Tensor:
-        """So many zeros of 64 bits, that nobody else has: those of many calls are made at once."""
-        device = self.keys.device
-        if count > _PIECE:
-            return torch.zeros(count, dtype=torch.int64, device=device)
-        try:
-            return self._zeros.popleft()[:count]
-        except IndexError:
-            with torch.inference_mode(False):
-                self._zeros.extend(torch.zeros(256, _PIECE, dtype=torch.int64, device="cpu").to(device).unbind())
-            return self.zeros(count)
-
-
-_PIECE = 2 + 5 * 32
-"""What calls of up to 32 items need."""
-
-
-def hash_chunks_reference(blocks: Sequence[Tensor], place_C: Tensor, keys: Tensor) -> Tensor:
-    """128 bits (C, 2) of chunks and their places; what an item's chunks add up to, wrapping, tells it.
-
-    blocks: the chunks, some (any number, W) at a time.
-
-    A chunk is 32 strands of pairs of words. In each of four lanes, the words of a pair are added to random 32-bit keys,
-    and their products are added up to 64 bits: NH (Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC: fast and secure
-    message authentication", 1999). Where two strands differ in one word, the key of its partner makes their sums equal
-    by one of its 2**32 values at most, whatever the other keys are. The sum and the strand's place become 32 bits by
-    multilinear hashing, whose upper half is kept (Lemire and Kaser, "Strongly universal string hashing is fast", 2014):
-    again different ones agree with 2**-32. So strands of one place agree in all four lanes with a probability of at
-    most (2 * 2**-32)**4 = 2**-124, strands of different places with 2**-128. Philox-4x32-10 (Salmon et al., "Parallel
-    random numbers: as easy as 1, 2, 3", 2011) makes 128 bits of the four numbers, that are added up in any order.
-
-    So two items that differ in d strands get one fingerprint with a probability of about (d**2 + 8 * d) * 2**-127:
-    below 2**-88 for videos of 100,000 patches in bf16, and below 2**-49 that any two of a million such items do. This
-    rests on the keys, drawn by each process from the system's source of randomness and unknown to whoever makes the
-    pixels, and on sums of Philox's numbers being as evenly spread as they are known to be.
-    """
-    sums_LCS = torch.cat([_lanes_reference(chunks_CW, keys) for chunks_CW in blocks], 1)
-    place_CS = place_C[:, None] * _STRANDS + torch.arange(_STRANDS, device=place_C.device)
-    fours = []
-    for sums, (low, high, at, more) in zip(sums_LCS, keys[_TAIL:-1].view(_LANES, 4), strict=True):
-        fours.append((sums & _LOW) * low + (sums >> 32 & _LOW) * high + place_CS * at + more >> 32 & _LOW)
-    c0, c1, c2, c3 = fours
-    k0, k1 = keys[-1] & _LOW, keys[-1] >> 32 & _LOW
-    for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = b >> 32 & _LOW ^ c1 ^ k0, b & _LOW, a >> 32 & _LOW ^ c3 ^ k1, a & _LOW
-        k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
-    return torch.stack([c0 | c1 << 32, c2 | c3 << 32], 2).sum(1)
-
-
-def _lanes_reference(chunks_CW: Tensor, keys: Tensor) -> Tensor:
-    """Sums of products (L, C, strands)."""
-    steps = chunks_CW.shape[1] // _STEP
-    pairs = keys[:_TAIL].view(torch.int32).view(_STEPS, 2, _LANES, _VECTOR)[:steps].repeat(1, 1, 1, _STRANDS)
-    halves, sums = chunks_CW.view(-1, steps, 2, _STRANDS * _VECTOR), []
-    for lane in range(_LANES):
-        x, y = (halves + pairs[:, :, lane]).long().bitwise_and_(_LOW).unbind(2)
-        sums.append((x * y).sum(1).view(-1, _STRANDS, _VECTOR).sum(2))
-    return torch.stack(sums)
-
-
+_FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, below 2**63
 _LOW = 0xFFFFFFFF
+_PROGRAM = 16 * 1024  # words that a program should have at least
+_ROWS = 4096  # rows that the reference mixes together
 
 
-@jit
-def _hash_chunk(address, count, place, keys, STEPS: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):
-    """`hash_chunks_reference` of so many words from an address on; others are zeros. By one warp."""
-    count = tl.minimum(tl.maximum(count, 0), STEPS * 256).to(tl.int32)
-    if (address % 16 == 0) & (count % 4 == 0):
-        a0, a1, a2, a3 = _lanes(address, count, keys, STEPS, UNROLL, 4)
-    else:
-        a0, a1, a2, a3 = _lanes(address, count, keys, STEPS, 1, 1)
-    strand = place * 32 + tl.arange(0, 32)
-    tail = keys + TAIL
-    c0, c1 = _upper(a0, strand, tail), _upper(a1, strand, tail + 4)
-    c2, c3 = _upper(a2, strand, tail + 8), _upper(a3, strand, tail + 12)
-    c0, c1, c2, c3 = tl.philox(tl.load(tail + 16), c0, c1, c2, c3)
-    low, high = c0.to(tl.int64) | (c1.to(tl.int64) << 32), c2.to(tl.int64) | (c3.to(tl.int64) << 32)
-    return tl.sum(low, 0), tl.sum(high, 0)
+def words_of(rows_TP: Tensor) -> Tensor:
+    """Return the bits of rows as 32-bit words (T, W), zeros at the end of odd rows; a view where that is possible."""
+    rows_TP = rows_TP.detach().contiguous()
+    odd_width = rows_TP.shape[1] * rows_TP.itemsize % 4
+    if odd_width or rows_TP.data_ptr() % 4 or rows_TP.storage_offset() * rows_TP.itemsize % 4:
+        bytes_TB = rows_TP.view(torch.uint8)
+        rows_TP = F.pad(bytes_TB, (0, -bytes_TB.shape[1] % 4)).clone()
+    return rows_TP.view(torch.int32)
 
 
-@jit
-def _lanes(address, count, keys, STEPS: tl.constexpr, UNROLL: tl.constexpr, ALIGNED: tl.constexpr):
-    """Sums of products in four lanes; of words that lie, and end, at a multiple of so many of them."""
-    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 4 * ALIGNED)
-    column = tl.broadcast_to(tl.arange(0, 4)[None, :], (32, 4))
-    w = tl.arange(0, 32)[:, None] * 4 + column
-    count = count // ALIGNED * ALIGNED
-    # Every thread loads the same: no exchange, and one access.
-    pairs = tl.multiple_of(keys.to(tl.pointer_type(tl.uint32)), 16) + column
-    a0 = tl.zeros((32, 4), tl.uint64)
-    a1, a2, a3 = a0, a0, a0
-    for step in tl.range(0, STEPS, UNROLL):
-        for more in tl.static_range(UNROLL):
-            at = (step + more) * 256 + w
-            x = tl.load(words + at, mask=at < count, other=0).to(tl.uint32, bitcast=True)
-            y = tl.load(words + at + 128, mask=at + 128 < count, other=0).to(tl.uint32, bitcast=True)
-            key = pairs + (step + more) * 32
-            a0 += (x + tl.load(key)).to(tl.uint64) * (y + tl.load(key + 16)).to(tl.uint64)
-            a1 += (x + tl.load(key + 4)).to(tl.uint64) * (y + tl.load(key + 20)).to(tl.uint64)
-            a2 += (x + tl.load(key + 8)).to(tl.uint64) * (y + tl.load(key + 24)).to(tl.uint64)
-            a3 += (x + tl.load(key + 12)).to(tl.uint64) * (y + tl.load(key + 28)).to(tl.uint64)
-    return a0, a1, a2, a3
+def _mix(words_I: Tensor, places_I: Tensor) -> Tensor:
+    """Mix words with their places: twice multiply by an odd number and fold the upper half into the lower one."""
+    mixed_I = (words_I.long() & _LOW) | (places_I << 32)
+    for factor in _FACTORS:
+        mixed_I = mixed_I * factor
+        mixed_I = mixed_I ^ ((mixed_I >> 32) & _LOW)
+    return mixed_I
 
 
-@jit
-def _upper(sums, strand, keys):
-    total = tl.sum(sums, 1).to(tl.int64)
-    total = (total & 0xFFFFFFFF) * tl.load(keys) + ((total >> 32) & 0xFFFFFFFF) * tl.load(keys + 1)
-    return ((total + strand * tl.load(keys + 2) + tl.load(keys + 3)) >> 32).to(tl.int32)
+# --- references in plain torch ----------------------------------------------------------------------------------------
 
 
-@partial(jit, do_not_specialize=range(7))
-def _items_kernel(address: tl.int64, grid, keys, out, rows, items, width):
-    """A program hashes one chunk, of an item that it finds by adding up the chunks of all."""
-    CHUNK: tl.constexpr = 16 * 256
-    at = tl.program_id(0)
-    item, chunk, begin, done = 0, at, 0, 0
-    for start in tl.range(0, items, 64):
-        n = start + tl.arange(0, 64)
-        inside = n < items
-        frames = tl.load(grid + 3 * n, mask=inside, other=0)
-        height = tl.load(grid + 3 * n + 1, mask=inside, other=0)
-        columns = tl.load(grid + 3 * n + 2, mask=inside, other=0)
-        if at == 0:
-            tl.store(out + 5 * n + 2, frames, mask=inside)
-            tl.store(out + 5 * n + 3, height, mask=inside)
-            tl.store(out + 5 * n + 4, columns, mask=inside)
-        # A grid that does not fit is refused once it was read: until then nothing but the rows may be touched.
-        count = tl.minimum(tl.maximum(frames * height * columns, 0), rows).to(tl.int32)
-        chunks = tl.cdiv(count.to(tl.int64) * width, CHUNK).to(tl.int32)
-        past = inside & (done + tl.cumsum(chunks, 0) <= at)
-        item += tl.sum(past.to(tl.int32), 0)
-        chunk -= tl.sum(tl.where(past, chunks, 0), 0)
-        begin += tl.sum(tl.where(past, count, 0), 0)
-        done += tl.sum(chunks, 0)
-    if (item < items) & (begin >= 0) & (chunk >= 0):
-        size = tl.load(grid + 3 * item) * tl.load(grid + 3 * item + 1) * tl.load(grid + 3 * item + 2)
-        offset = tl.cast(begin, tl.int64) * width + tl.cast(chunk, tl.int64) * CHUNK
-        end = tl.minimum(begin + tl.minimum(tl.maximum(size, 0), rows), rows)
-        left = tl.cast(end, tl.int64) * width - offset
-        low, high = _hash_chunk(address + 4 * offset, left, chunk, keys, 16, 4, 1024)
-        tl.atomic_add(out + 5 * item + 5, low, sem="relaxed")
-        tl.atomic_add(out + 5 * item + 6, high, sem="relaxed")
-
-
-@partial(jit, do_not_specialize=range(4))
-def _memory_kernel(addresses, counts, keys, out):
-    at = tl.program_id(0)
-    low, high = _hash_chunk(tl.load(addresses + at), tl.load(counts + at), at, keys, 64, 2, 1024)
-    tl.atomic_add(out, low, sem="relaxed")
-    tl.atomic_add(out + 1, high, sem="relaxed")
-
-
-def hash_items_reference(pixels_TP: Tensor, grid_N3: Tensor, keys: Tensor, out: Tensor) -> None:
-    """Writes (frames, height, width, and 128 bits) of each item of a grid to what starts with zeros: two, then (N, 5).
-
-    An item's rows are one run of words, cut into chunks of which the last is filled up with zeros.
-    """
-    words_TW, device = words_of(pixels_TP), pixels_TP.device
-    rows, words = words_TW.shape
-    out_N5 = out[2 : 2 + 5 * len(grid_N3)].view(-1, 5)
+def sum_items_reference(words_TW: Tensor, grid_N3: Tensor, out: Tensor) -> None:
+    """Write the grid row and the checksum of every item to `out[1:]`, as rows of four. No host sync."""
+    rows, width = words_TW.shape
     count_N = grid_N3.prod(1).clamp(0, rows)
-    chunks_N = (count_N * words + ITEM_CHUNK - 1) // ITEM_CHUNK
-    ends_N, upto_N = count_N.cumsum(0), chunks_N.cumsum(0)
-    row_T = torch.arange(rows, device=device)
-    item_T = torch.searchsorted(ends_N, row_T, right=True).clamp(max=len(grid_N3) - 1)
-    to_T = (upto_N - chunks_N)[item_T] * ITEM_CHUNK + (row_T - (ends_N - count_N)[item_T]) * words
-    chunks_CW = words_TW.new_zeros(-(-rows * words // ITEM_CHUNK) + len(grid_N3), ITEM_CHUNK)
-    chunks_CW.view(-1)[to_T[:, None] + torch.arange(words, device=device)] = words_TW
-    at_C = torch.arange(len(chunks_CW), device=device)
-    item_C = torch.searchsorted(upto_N, at_C, right=True)
-    place_C = at_C - F.pad(upto_N, (1, 0))[item_C]
-    sums_N2 = out_N5.new_zeros(len(grid_N3) + 1, 2)
-    sums_N2.index_add_(0, item_C, hash_chunks_reference(chunks_CW.split(32), place_C, keys))
-    out_N5.copy_(torch.cat([grid_N3, sums_N2[:-1]], 1))
+    end_N = count_N.cumsum(0)
+    column_W = torch.arange(width, device=words_TW.device)
+    sum_N = torch.zeros_like(end_N)
+    for row_T in torch.arange(rows, device=words_TW.device).split(_ROWS):
+        item_T = torch.searchsorted(end_N, row_T, right=True).clamp(max=len(grid_N3) - 1)
+        row_of_item_T = row_T - (end_N - count_N)[item_T]
+        mixed_TW = _mix(words_TW[row_T], row_of_item_T[:, None] * width + column_W)
+        sum_N.index_add_(0, item_T, mixed_TW.sum(1))
+    out[1:] = torch.cat([grid_N3, sum_N[:, None]], 1).flatten()
 
 
-def hash_items(pixels_TP: Tensor, grid_N3: Tensor, keys: Tensor, out: Tensor) -> None:
-    """`hash_items_reference` as one kernel."""
-    if not _in_words(pixels_TP):
-        pixels_TP = words_of(pixels_TP)
-    (rows, width), items = pixels_TP.shape, grid_N3.shape[0]
-    width = width * pixels_TP.itemsize // 4
-    programs = -(-rows * width // ITEM_CHUNK) + items  # at most one chunk of an item is not full
-    _items_kernel[(programs,)](pixels_TP.data_ptr(), grid_N3, keys, out, rows, items, width, num_warps=1)
+def sum_weights_reference(tensors: list[Tensor], table_2C: Tensor, out: Tensor) -> None:
+    """Add the checksum of contiguous tensors to `out[0]`. The kernel reads the table of addresses instead."""
+    place_I = torch.arange(CHUNK, device=out.device)
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        for words_I in words_of(tensor.reshape(1, -1))[0].split(CHUNK):
+            out[0] += _mix(words_I, place_I[: len(words_I)]).sum()
+            place_I = place_I + CHUNK
 
 
-def words_of(pixels_TP: Tensor) -> Tensor:
-    """The bits of rows as 32-bit words (T, W), the last one filled up with zeros; a view where that is possible."""
-    pixels_TP = pixels_TP.detach().contiguous()
-    if not _in_words(pixels_TP):
-        bytes_TB = pixels_TP.view(torch.uint8)
-        pixels_TP = F.pad(bytes_TB, (0, -bytes_TB.shape[1] % 4)).clone()
-    return pixels_TP.view(torch.int32)
+def equal_pairs_reference(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Return for every pair of word tensors of one size whether all words are equal."""
+    return [torch.equal(first, second) for first, second in pairs]
 
 
-def _in_words(pixels_TP: Tensor) -> bool:
-    whole = pixels_TP.is_contiguous() and not pixels_TP.shape[1] * pixels_TP.itemsize % 4
-    return whole and not pixels_TP.data_ptr() % 4
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def hash_memory_reference(tensors: list[Tensor], tables: Mapping[str, Tensor], keys: Tensor, out: Tensor) -> None:
-    """Adds the 128 bits of all that contiguous tensors hold to the first two of what is given.
+@jit
+def _sum_words(words, count, place, start, step):
+    """Return the sum of mixed words: blocks of 1024, from `start` on, every `step` words."""
+    BLOCK: tl.constexpr = 1024
+    sums = tl.zeros((BLOCK,), tl.int64)
+    for first in range(start, count, step):
+        index = first + tl.arange(0, BLOCK)
+        inside = index < count
+        word = tl.load(words + index, mask=inside, other=0).to(tl.uint32, bitcast=True)
+        mixed = (word.to(tl.int64) | ((place + index).to(tl.int64) << 32)) * 0x1E3779B97F4A7C15
+        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * 0x3F58476D1CE4E5B9
+        mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+        sums += tl.where(inside, mixed, 0)
+    return tl.sum(sums, 0)
 
-    tables: where chunks begin in memory, "addresses", and how many words each has, "counts".
-    """
-    words = [tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors if tensor.numel()]
-    blocks = [(F.pad(each, (0, -len(each) % CHUNK)) if len(each) % CHUNK else each).view(-1, CHUNK) for each in words]
-    place_C = torch.arange(sum(map(len, blocks)), device=out.device)
-    out[:2] += hash_chunks_reference([some for each in blocks for some in each.split(8)], place_C, keys).sum(0)
+
+@partial(jit, do_not_specialize=range(5))
+def _items_kernel(words, grid, out, rows, width):
+    """Add up the blocks of one item; the programs of its second axis take turns."""
+    item = tl.program_id(0)
+    begin = tl.zeros((), tl.int64)
+    for start in range(0, item, 256):  # items before this one
+        index = start + tl.arange(0, 256)
+        before = index < item
+        frames = tl.load(grid + 3 * index, mask=before, other=0)
+        size = frames * tl.load(grid + 3 * index + 1, mask=before, other=0)
+        size *= tl.load(grid + 3 * index + 2, mask=before, other=0)
+        begin += tl.sum(tl.minimum(tl.maximum(size, 0), rows), 0)
+    frames = tl.load(grid + 3 * item)
+    height = tl.load(grid + 3 * item + 1)
+    columns = tl.load(grid + 3 * item + 2)
+    begin = tl.minimum(begin, rows)  # the host refuses a grid that does not fit only after this kernel
+    end = tl.minimum(begin + tl.minimum(tl.maximum(frames * height * columns, 0), rows), rows)
+    stripe = tl.program_id(1).to(tl.int64)
+    sums = _sum_words(words + begin * width, (end - begin) * width, 0, stripe * 1024, tl.num_programs(1) * 1024)
+    tl.atomic_add(out + 4 * item + 4, sums, sem="relaxed")
+    if stripe == 0:
+        tl.store(out + 4 * item + 1, frames)
+        tl.store(out + 4 * item + 2, height)
+        tl.store(out + 4 * item + 3, columns)
 
 
-def hash_memory(tensors: list[Tensor], tables: Mapping[str, Tensor], keys: Tensor, out: Tensor) -> None:
-    """`hash_memory_reference` as one kernel."""
-    addresses_C = tables["addresses"]
-    _memory_kernel[(len(addresses_C),)](addresses_C, tables["counts"], keys, out, num_warps=1)
+@partial(jit, do_not_specialize=range(3))
+def _weights_kernel(table, out, chunks):
+    """Add up one chunk of 16384 words, by its address and count."""
+    chunk = tl.program_id(0)
+    words = tl.load(table + chunk).to(tl.pointer_type(tl.int32))
+    sums = _sum_words(words, tl.load(table + chunks + chunk).to(tl.int32), chunk * 16384, 0, 1024)
+    tl.atomic_add(out, sums, sem="relaxed")
+
+
+@partial(jit, do_not_specialize=range(2))
+def _compare_kernel(table, out):
+    """Store 1 for a pair of runs of words that differ; the programs of its second axis take turns."""
+    pair = tl.program_id(0)
+    first = tl.load(table + 3 * pair).to(tl.pointer_type(tl.int32))
+    second = tl.load(table + 3 * pair + 1).to(tl.pointer_type(tl.int32))
+    count = tl.load(table + 3 * pair + 2)
+    differs = tl.zeros((1024,), tl.int32)
+    for start in range(tl.program_id(1).to(tl.int64) * 1024, count, tl.num_programs(1) * 1024):
+        index = start + tl.arange(0, 1024)
+        difference = tl.load(first + index, mask=index < count, other=0)
+        differs |= difference ^ tl.load(second + index, mask=index < count, other=0)
+    if tl.max((differs != 0).to(tl.int32), 0) != 0:
+        tl.store(out + pair, 1)
+
+
+def sum_items(words_TW: Tensor, grid_N3: Tensor, out: Tensor) -> None:
+    """Run `sum_items_reference` as one kernel."""
+    rows, width = words_TW.shape
+    items = len(grid_N3)
+    # Items differ in size: the largest needs more programs than an average one.
+    stripes = min(4 * -(-rows * width // (_PROGRAM * items)), 1024)
+    _items_kernel[(items, stripes)](words_TW, grid_N3, out, rows, width, num_warps=4)
+
+
+def sum_weights(tensors: list[Tensor], table_2C: Tensor, out: Tensor) -> None:
+    """Run `sum_weights_reference` as one kernel, over the table of addresses and counts."""
+    chunks = table_2C.shape[1]
+    _weights_kernel[(chunks,)](table_2C, out, chunks, num_warps=4)
+
+
+def equal_pairs(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Run `equal_pairs_reference` as one kernel. One host sync."""
+    table = np.array([(first.data_ptr(), second.data_ptr(), first.numel()) for first, second in pairs], np.int64)
+    device = pairs[0][0].device
+    differs = torch.zeros(len(pairs), dtype=torch.int32, device=device)
+    stripes = min(-(-int(table[:, 2].max()) // _PROGRAM), 1024)
+    _compare_kernel[(len(pairs), stripes)](to_device({"pairs": table}, device)["pairs"], differs, num_warps=4)
+    return [not flag for flag in differs.tolist()]

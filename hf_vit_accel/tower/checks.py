@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 from transformers import modeling_utils
 
+from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import POPPED
 from hf_vit_accel.machine import is_upstream
+from hf_vit_accel.sharing.reuse import Facts
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
@@ -27,6 +30,15 @@ def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | 
     kind, known = device.type, weights != torch.float64
     on = known and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
+
+
+def reasons_fake() -> list[str]:
+    """Return why neither tower nor inputs may be read: cached arrays would be fake, and reach the next real call.
+
+    Modes that only observe (`FlopCounterMode`) do not matter: caches are made outside of them.
+    """
+    modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if mode.is_infra_mode()]
+    return [f"{modes[0]} is active, as in torch.export"] if modes else []
 
 
 def reasons_stock(
@@ -61,10 +73,12 @@ def reasons_own_segments(tower: Any, named: Mapping[str, Any], pixels: str) -> l
 
 
 def reasons_untraceable() -> list[str]:
-    """What kernels and backends do not know: transforms of torch.func, forward-mode gradients, torch.jit.trace."""
+    """Return what kernels and backends do not support: torch.func, forward-mode gradients, tracing, fake tensors."""
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return ["a transform of torch.func or forward-mode differentiation is at work"]
-    return ["torch.jit.trace is at work"] if is_tracing() else []
+    if is_tracing():
+        return ["torch.jit.trace is at work"]
+    return reasons_fake() if is_in_torch_dispatch_mode() else []
 
 
 def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
@@ -96,3 +110,49 @@ def reasons_slow(
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
     return reasons + reasons_untraceable()
+
+
+def facts_for_reuse(
+    settings: Settings,
+    snapshot: Snapshot,
+    parameters: list[nn.Parameter],
+    weights: Weights,
+    device: torch.device,
+    no_kernels: str | None,
+) -> Facts:
+    """Return the facts that decide which images of a call are reused.
+
+    Args:
+        settings: Of the tower.
+        snapshot: The tower as it is now.
+        parameters: Of the tower, as they are now.
+        weights: Where they lie in memory.
+        device: Of the pixels.
+        no_kernels: Why Triton kernels are not tried; None if they are.
+    """
+    assert settings.reuse is not None
+    trains = torch.is_grad_enabled()
+    reasons = list(snapshot.mixing)
+    if snapshot.foreign and snapshot.training() and not reasons:
+        reasons.append(f"{snapshot.foreign}, and may be random in training")
+    against_keeping: list[str] = []
+    watched: list[Tensor] = []
+    if settings.reuse.across_calls and not (trains and (snapshot.foreign or snapshot.trained(parameters))):
+        if snapshot.foreign:
+            against_keeping.append(f"{snapshot.foreign}, and might act otherwise at a later call")
+        if settings.score_mod is not None:
+            against_keeping.append("a score_mod may read what changes between calls")
+        if snapshot.sharded or snapshot.offloaded or weights.pointers is None:
+            against_keeping.append("weights are sharded, offloaded or of a class of their own: changes go unseen")
+        if not against_keeping and snapshot.loose():
+            against_keeping.append("a module holds a tensor that is neither parameter nor buffer")
+        if not against_keeping:
+            watched = [*parameters, *snapshot.buffers()]
+    return Facts(
+        applies=not reasons_untraceable(),
+        reasons=reasons,
+        reasons_against_keeping=against_keeping,
+        watched=watched,
+        context=autocast_dtype(device, weights.dtype),
+        no_kernels=no_kernels,
+    )

@@ -1,9 +1,9 @@
-"""The one accelerated forward that all families share.
+"""Replacement for the forward of a tower: read the call, decide everything, run.
 
-Only a tower's `forward` is patched, on the instance. A call is five steps: reasons against it, its inputs, a route for
-its layout, encoding or a replay, the stock output class. Other calls run the original forward, helped if possible.
+Only the `forward` of a tower instance is replaced. `decide` names the three ways of a call. Whatever cannot be served
+fast runs the original forward, on our metadata and attention if it can.
 
-`T` packed patch rows, `M` merged tokens, `P` pixels of a patch.
+`T` packed patch rows, `P` pixels of a patch.
 """
 
 from __future__ import annotations
@@ -12,44 +12,64 @@ import copy
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.engine import inputs
-from hf_vit_accel.engine.encoder import checkpoints_of, encode
-from hf_vit_accel.engine.passes import reasons_whole
-from hf_vit_accel.engine.route import Route, Spec
-from hf_vit_accel.graphs.recorder import why_not_graphs
+from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.joined import JoinedOutputs
+from hf_vit_accel.engine.passes import checkpointed
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
-from hf_vit_accel.layout import Grid
-from hf_vit_accel.machine import KERNELS, LINEARS, Fault, refuse
-from hf_vit_accel.tower import checks as guard
-from hf_vit_accel.tower import proof as upstream
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.machine import KERNELS, Fault, refuse
+from hf_vit_accel.sharing.data_parallel import NotSharedError
+from hf_vit_accel.sharing.reuse import Looked
+from hf_vit_accel.tower import attention_only, checks
+from hf_vit_accel.tower.decide import Call, CallPlan, FastPlan, Outcome, Part, StockPlan, Way, decide
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
-from hf_vit_accel.tower.state import STATE, TowerState
+from hf_vit_accel.tower.state import STATE, TowerState, state_of
+
+Original = Callable[..., Any]
+"""The stock forward of a tower, or the forward that its instance had before it was patched."""
+
+
+CALLED_ON = "_hf_vit_accel_called_on"
+"""Keyword argument that names the instance of a call, where it is not the forward's own (a shallow copy)."""
+
+
+SLOTS = ("forward", "_old_forward")
+"""Attributes of an instance that may hold our forward: accelerate's hooks keep the one that they wrap in the second."""
 
 
 class AcceleratedForward:
-    """What a patched tower has as its `forward`: pixels (T, P) and grid (images and videos, 3) to the stock output.
+    """Replacement for a tower's `forward`. Takes pixels (T, P) and the grid, returns the stock output class.
 
-    Holds its tower weakly, so that a deleted model is freed at once. Not a bound method: unpickling one asks the
-    instance for `forward` before that attribute is restored, and silently gets the class's.
+    Behaves like the bound method that it replaces, also where other code binds it again (`MethodType(forward, tower)`),
+    wraps it, or asks for its signature, name or code. It is no bound method itself: unpickling one asks the instance
+    for `forward` before that attribute is restored, and silently gets the function of the class.
+
+    Holds its tower weakly, so that a deleted model is freed at once. A caller may keep the forward alone: then the
+    stock forward runs on the attributes that the tower had.
     """
 
+    __slots__ = ("__signature__", "__weakref__", "_class", "_state", "_tower")
+
     def __init__(self, tower: nn.Module, state: TowerState) -> None:
-        self._tower, self._state = weakref.ref(tower), state
-        self.__signature__ = inspect.signature(type(tower).forward.__get__(tower))
+        self._tower = weakref.ref(tower)
+        self._state = state
+        self._class: Any = type(tower)
+        self.__signature__ = inspect.signature(self._class.forward.__get__(tower))
         if state.former_forward is not None:
-            with suppress(TypeError, ValueError):  # of what is not written in Python
+            with suppress(TypeError, ValueError):  # raised for callables that are not written in Python
                 self.__signature__ = inspect.signature(state.former_forward)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,188 +79,289 @@ class AcceleratedForward:
         tower: Any = self._tower()
         return type(self)(memo.get(id(tower), tower), copy.deepcopy(self._state, memo))
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__func__", "__wrapped__"):  # code that unwraps methods would reach the stock forward
+            raise AttributeError(name)
+        return getattr(self._class.forward, name)
+
+    @property
+    def __self__(self) -> Any:
+        tower = self._tower()
+        if tower is None:
+            tower = self._class.__new__(self._class)
+            vars(tower).update(self._state.attributes)
+        return tower
+
     @torch.compiler.disable(reason="the layout is decided on the host, and the layers are fused already")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ValueError for inputs that do not fit each other, and FallbackError under `strict`.
+        """Return the outputs of a call.
 
-        Memory that runs out raises as in stock. If a backend or a kernel fails, this call and later ones go without it.
+        If a backend or a kernel fails, this call and later ones do without it. Out-of-memory errors reach the caller.
+
+        Raises:
+            ValueError: The inputs do not fit each other.
+            FallbackError: The call would not get what was asked for, under `strict`.
         """
-        tower: Any = self._tower()
-        if tower is None:
-            raise ReferenceError("the tower of this forward was deleted; keep the model while its forward is used")
-        state = self._state
-        original = state.former_forward or partial(type(tower).forward, tower)
-        if vars(tower).get(STATE) is not state:  # unpatched, or patched anew, while someone (a hook) holds this one
-            return original(*args, **kwargs)
-        pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
-        on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
-        before = state.faults
-        with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
-            while True:
-                tried = state.faults
-                try:
-                    return _forward(tower, state, original, args, kwargs)
-                except Fault as fault:
-                    _go_without(state, before, tried, fault)
+        state: TowerState | None = self._state
+        if CALLED_ON in kwargs:
+            tower = kwargs.pop(CALLED_ON)
+            state = state_of(tower)
+        elif args and isinstance(args[0], nn.Module):
+            tower, args = args[0], args[1:]
+            state = state_of(tower)
+        else:
+            tower = self._tower() or self.__self__
+        original: Original = partial(self._class.forward, tower)
+        if state is not None and state.former_forward is not None:
+            original = state.former_forward
+        if state is None or vars(tower).get(STATE) is not state:
+            return original(*args, **kwargs)  # unpatched or patched again, while other code (a hook) holds this forward
+        return _call(tower, state, original, args, kwargs)
 
 
-def _go_without(state: TowerState, before: dict[str, str], tried: dict[str, str], fault: Fault) -> None:
-    """Prepare a call to be run again without what failed; or raise what it raised, where nothing else can serve it.
+def redirect_copies(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let a shallow copy of a patched tower run its own modules; a forward pre-hook of every patched tower.
 
-    before, tried: what the call went without when it came, and when it failed.
+    A shallow copy (`copy.copy`, replicas of `nn.DataParallel`) holds the forward of the original, which cannot see the
+    instance that it is called on. A hook is told. From the next call on, the copy has a forward of its own.
     """
-    if fault.name in state.faults and fault.name not in tried:
-        return  # another thread met the same at once
+    forward = vars(module).get("forward")
+    if type(forward) is AcceleratedForward and forward._tower() is module:
+        return None
+    slot = slot_of_ours(module)
+    state = state_of(module)
+    if slot is None or state is None or vars(module)[slot].__self__ is module:
+        return None
+    state = TowerState(state.family, state.settings, former_name=state.former_name)
+    vars(module)[STATE] = state
+    vars(module)[slot] = AcceleratedForward(module, state)
+    return args, {**kwargs, CALLED_ON: module}
+
+
+def slot_of_ours(tower: nn.Module) -> str | None:
+    """Return the attribute that holds our forward; None where other code has replaced or wrapped it."""
+    return next((slot for slot in SLOTS if is_ours(vars(tower).get(slot))), None)
+
+
+def is_ours(forward: Any) -> bool:
+    """Return whether a forward is ours, also where accelerate's `unwrap_model` has bound it as a method."""
+    return isinstance(getattr(forward, "__func__", forward), AcceleratedForward)
+
+
+def _call(tower: Any, state: TowerState, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Serve one call, again without a backend, a kernel or a way of sharing that failed, and in shorter passes."""
+    pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
+    on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
+    faults_before = state.faults
+    not_shared: str | None = None
+    with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
+        while True:
+            faults = state.faults
+            plan: CallPlan | None = None
+            try:
+                call = read(tower, state, args, kwargs)
+                plan = decide(tower, state, call, not_shared)
+                outcome = run(tower, state, plan, partial(original, *args, **kwargs))
+                return _count(state, outcome)
+            except Fault as fault:
+                _disable(state, faults_before, faults, fault)
+            except NotSharedError as error:
+                not_shared = str(error)
+            except torch.OutOfMemoryError:
+                if not isinstance(plan, FastPlan) or not _halve_passes(state, plan):
+                    raise
+            # Nothing holds what the failed attempt allocated when the next one begins.
+
+
+def _halve_passes(state: TowerState, plan: FastPlan) -> bool:
+    """Halve the rows of a pass after memory ran out; return False if that is impossible."""
+    if plan.most_rows is None or not plan.parts:
+        return False
+    longest = max((part.grid for part in plan.parts), key=rows_of)
+    return state.passes.halve(longest, plan.spec)
+
+
+def _disable(state: TowerState, faults_before: Mapping[str, str], faults: Mapping[str, str], fault: Fault) -> None:
+    """Disable the failed backend or kernel for the retry, or re-raise its error.
+
+    Args:
+        state: Of the tower.
+        faults_before: What was disabled when the call came.
+        faults: What was disabled in the attempt that failed.
+        fault: The failure.
+    """
+    if fault.name in state.faults and fault.name not in faults:
+        return  # another thread disabled it meanwhile
     error = fault.__cause__ or fault
-    bound = state.settings.score_mod is not None and fault.name not in (KERNELS, LINEARS)  # to its backend
-    if bound or fault.name in tried or fault.name == BACKENDS[-1].name:
-        if state.faults is not before:
+    needs_backend = state.settings.score_mod is not None and fault.name != KERNELS  # only its backend applies it
+    if needs_backend or fault.name in faults or fault.name == BACKENDS[-1].name:
+        if state.faults is not faults_before:
             error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, state.faults.items()))}.")
-            state.go_without(before)
+            state.go_without(dict(faults_before))
         raise error
     if state.settings.strict:
         refuse([f"{fault.name} {fault.why}"])
     state.go_without({**state.faults, fault.name: fault.why})
 
 
-def _forward(
-    tower: Any, state: TowerState, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """One call, in the five steps."""
+def read(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return a call: the tower as it is now, the reasons against the fast path, and the inputs, checked once."""
+    if is_in_torch_dispatch_mode() and (reasons := checks.reasons_fake()):
+        return Call(reasons_stock=reasons)
     if state.family.attention_only:
-        return _attend_only(tower, state, original, args, kwargs)
-    settings, snapshot, name = state.settings, state.snapshot(tower), tower.config._attn_implementation
-    reasons, call = guard.reasons_stock(tower, state.former_forward, name, snapshot, kwargs), None
-    if not reasons:
-        parameters, weights = snapshot.weights()
-        reuse = None if state.warming == threading.get_ident() else state.reuse
-        slow: Any = partial(guard.reasons_slow, tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
-        slow = slow if reuse is None else cache(slow)  # asked while the host would wait
-        look: Any = reuse and partial(reuse.look, snapshot, parameters, weights, state.faults.get(KERNELS), slow)
-        call = inputs.read(snapshot.expected, look, *args, **kwargs)
-        reasons = [] if call else ["arguments, or pixel values, are in a shape of their own"]
-    if call is None:
-        state.refuse_stock(reasons)
-        return state.count_stock(original(*args, **kwargs), reasons)
-    device, trains = call.pixels.device, torch.is_grad_enabled()
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("expected no CUDA graph captured around a patched tower; let patch(cuda_graphs=True) do it")
-    # A foreign module (an adapter) may train parameters outside of the tower.
-    grad = trains and bool(snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters))
-    checkpoints = checkpoints_of(snapshot.parts) if grad else []
-    if (sharing := state.sharing) is not None:
-        distinct = call.grid if reuse is None else call.marks.distinct(call.grid)
-        shared = sharing.begin(call.grid, distinct, snapshot, checkpoints)
-    unmet = slow()
-    if not state.family.videos and any(t > 1 for t, _, _ in call.grid):
-        unmet.append("this family takes the frames of a video one by one")
-    spec = state.spec(snapshot, weights, device, fast=not unmet, grad=grad)
-    if spec.ops is None:
-        route = state.routes.get(call.grid, spec)
-        state.last, unmet = route, unmet + route.unmet
-        if settings.score_mod is not None and name not in upstream.NAMES:
-            refuse([*unmet, f"blocks attend by {name!r}"], wanted="a score_mod was given")
-        if settings.strict:
-            refuse(unmet)
-        if sharing is not None:
-            sharing.decline(unmet)
-        return state.count_stock(original(*args, **kwargs, **route.ready().injected()), unmet)
-    serve: Any = partial(_serve, state, snapshot, weights, spec, unmet, checkpoints)
-    if spec.max_rows is not None and not (any(checkpoints) and reasons_whole(snapshot, checkpoints)):
-        serve = partial(state.passes.serve, serve, spec, snapshot)
-    elif isinstance(settings.max_rows, int) and len(call.pixels) > settings.max_rows:
-        unmet += reasons_whole(snapshot, checkpoints)
-    if sharing is not None and shared:
-        serve = partial(sharing.serve, serve, spec, tower)
-    if reuse is not None:
-        unmet += call.marks.unmet
-        serve = partial(reuse.serve, serve, spec, call.marks)
-    marked = trains and not grad and snapshot.marks_outputs()
-    with torch.no_grad() if marked else nullcontext():
-        outputs = serve(call.grid, call.pixels)
-    if sharing is not None and sharing.unmet:
-        unmet += sharing.unmet
-        if settings.strict:
-            refuse(unmet)
-    if marked:  # copies, as stock's are no leaves either and may be written to
-        outputs = [output.requires_grad_().clone() for output in outputs]
-    output = state.family.output_of(tower, outputs)
-    if call.options.get("return_dict", tower.config.return_dict) is False:
-        output = output.to_tuple()
-    state.calls += 1  # now that it is over: one that failed on its way is not counted
-    state.fallbacks.update(unmet)
-    return output
+        return attention_only.read(tower, state, args, kwargs)
+    snapshot = state.last_snapshot
+    if snapshot is None or not snapshot.current():
+        snapshot = state.read_tower(tower)
+    name = tower.config._attn_implementation
+    if reasons := checks.reasons_stock(tower, state.former_forward, name, snapshot, kwargs):
+        return Call(reasons_stock=reasons)
+    parameters, weights = snapshot.weights()
+    slow = checks.reasons_slow(tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
+    look = None
+    if state.reuse is not None and state.warming != threading.get_ident():
+        look = partial(_look, state, snapshot, parameters, weights)
+    read_inputs = inputs.read(snapshot.expected, look, *args, **kwargs)
+    return Call(
+        inputs=read_inputs,
+        reasons_stock=[]
+        if read_inputs
+        else ["arguments are missing, or pixel values are in a shape or of a class of their own"],
+        reasons_slow=slow,
+        snapshot=snapshot,
+        parameters=parameters,
+        weights=weights,
+    )
 
 
-def _attend_only(
-    tower: Any, state: TowerState, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """One call of a tower whose attention alone is ours: its own forward, with segments whose lengths are known."""
-    named = dict(zip(state.family.arguments, args)) | kwargs  # noqa: B905
-    reasons = guard.reasons_own_segments(tower, named, state.family.arguments[0])
-    grid = () if reasons else tuple(map(tuple, named["grid_thw"].tolist()))
-    if not grid or min(map(min, grid)) < 1:  # what else is wrong with a call, stock says
-        reasons = reasons or ["a row of grid_thw has no frames, or no size"]
-        state.refuse_stock(reasons)
-        return state.count_stock(original(*args, **kwargs), reasons)
-    device, rest = named[state.family.arguments[0]].device, (state.settings, state.faults, state.served)
-    more = state.routes.offsets(grid, device, state.family.geometry(tower), *rest)
-    output = original(*args, **kwargs, **more)
-    if not state.served:  # MiniMax-M3 before transformers 5.23, whose layers know no segments
-        reasons = [f"no layer attended by segments, through a backend (transformers {transformers.__version__})"]
-        state.refuse_stock(reasons)
-        return state.count_stock(output, reasons)
-    state.calls += 1
-    return output
-
-
-def _serve(
+def _look(
     state: TowerState,
     snapshot: Snapshot,
+    parameters: list[nn.Parameter],
     weights: Weights,
-    spec: Spec,
-    unmet: list[str],
-    checkpoints: Sequence[Any],
-    grid: Grid,
     pixels_TP: Tensor,
-    into: Sequence[Tensor] = (),
-) -> list[Tensor]:
-    """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it.
+    grid_N3: Tensor,
+) -> tuple[list[list[int]], Looked]:
+    """Return the grid on the host, and which images are equal."""
+    assert state.reuse is not None
+    no_kernels = state.faults.get(KERNELS)
+    facts = checks.facts_for_reuse(state.settings, snapshot, parameters, weights, pixels_TP.device, no_kernels)
+    looked = state.reuse.look(pixels_TP, grid_N3, facts)
+    return looked.rows, looked
 
-    unmet: what the call does not get, then what this part does not; any raises under `strict`. The rest: see `encode`.
+
+def run(tower: Any, state: TowerState, plan: CallPlan, original: Original) -> Outcome:
+    """Run a plan and return its outcome.
+
+    Args:
+        tower: The patched tower.
+        state: Its state.
+        plan: The decisions.
+        original: The stock forward, with the arguments of this call.
+
+    Raises:
+        Fault: A backend or a kernel failed.
+        NotSharedError: The ranks could not share the call.
+        OutOfMemoryError: Memory ran out.
     """
-    state.last = route = state.routes.get(grid, spec)
-    unmet += [why for why in route.unmet if why not in unmet]
-    if state.settings.strict:
-        refuse(unmet)
-    runner = state.training if spec.request.grad else state.runner
-    outputs = None if runner is None else _replay(runner, snapshot, weights, route, pixels_TP, any(checkpoints))
-    if isinstance(outputs, Eager) and state.settings.strict and not outputs.by_choice:
-        refuse([f"not replayed from a CUDA graph: {outputs.why}"])
-    if outputs is None or isinstance(outputs, Eager):
-        return encode(route.ready(), pixels_TP, checkpoints, snapshot.sharded, into)
+    if isinstance(plan, StockPlan):
+        if state.sharing is not None:
+            state.sharing.decline(plan.reasons)
+        output = original(**plan.injected)
+        unserved = attention_only.reasons_unserved(state) if plan.way is Way.ATTENTION else ()
+        return Outcome(plan=plan, output=output, reasons=unserved)
+    with torch.no_grad() if plan.marks_outputs else nullcontext():
+        if plan.looked is None and plan.places is None and len(plan.parts) == 1:
+            outputs = _encode_part(state, plan, plan.parts[0], plan.pixels)
+        else:
+            outputs = _encode_call(tower, state, plan)
+    if plan.marks_outputs:  # copies: stock's outputs are no leaves either, and may be written to
+        outputs = [output.requires_grad_().clone() for output in outputs]
+    output = state.family.output_of(tower, outputs)
+    return Outcome(plan=plan, output=output.to_tuple() if plan.returns_tuple else output)
+
+
+def _encode_call(tower: Any, state: TowerState, plan: FastPlan) -> list[Tensor]:
+    """Return the outputs of all images of a call: encoded here or by other ranks, or reused."""
+    pixels_TP = plan.pixels
+    if plan.looked is not None:
+        assert state.reuse is not None
+        _, pixels_TP = state.reuse.select(plan.looked, plan.grid, pixels_TP)
+    if plan.places is None:
+        outputs = _encode_parts(state, plan, pixels_TP)
+    else:
+        assert state.sharing is not None
+        request = plan.spec.request
+        share = state.sharing.start(plan.places, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
+        with share:
+            outputs = _encode_parts(state, plan, share.pixels_TP)
+        outputs = share.gather(outputs, request.dtype)
+    if plan.looked is not None:
+        assert state.reuse is not None
+        outputs = state.reuse.collect(plan.looked, plan.grid, outputs)
     return outputs
 
 
-def _replay(
-    runner: Runner | TrainingRunner,
-    snapshot: Snapshot,
-    weights: Weights,
-    route: Route,
-    pixels_TP: Tensor,
-    checkpointed: bool,
-) -> list[Tensor] | Eager:
-    """The encoder's outputs from CUDA graphs, or why it is to run eagerly."""
-    against = why_not_graphs(route.spec.request.device)
-    # A module of someone else's may act on state that Python holds (an adapter that is switched off, a counter).
-    against = against or (snapshot.foreign and f"{snapshot.foreign}, and might act otherwise at a later call")
-    # A graph's weights are told by where they lie; other strides over the same memory would not be noticed.
-    against = against or (None if weights.contiguous else "a parameter is not contiguous")
-    against = against or ("FSDP2 brings weights anew at every call" if snapshot.sharded else None)
-    against = against or ("gradient checkpointing runs layers again" if checkpointed else None)
-    if against:
-        return runner.eager(against)
-    memory = [weights, *map(Tensor.data_ptr, snapshot.buffers())]
+def _encode_parts(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list[Tensor]:
+    """Return the outputs of the passes of a plan, joined. With gradients, each pass runs again in the backward pass."""
+    if not plan.parts:
+        return []
+    if len(plan.parts) == 1:
+        return _encode_part(state, plan, plan.parts[0], pixels_TP)
+    grad = plan.spec.request.grad
+    joined = JoinedOutputs(len(pixels_TP), grad=grad)
+    for part in plan.parts:
+        rows_TP = pixels_TP[part.rows]
+        if grad:
+            outputs = checkpointed(plan.snapshot.facts, _encode_part, state, plan, part, rows_TP)
+        else:
+            outputs = _encode_part(state, plan, part, rows_TP, joined.places(part.rows))
+        joined.add(part.rows, outputs)
+        del outputs  # before the next pass begins
+    return joined.complete()
+
+
+def _encode_part(
+    state: TowerState, plan: FastPlan, part: Part, pixels_TP: Tensor, into: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Return the outputs of one pass, replayed from a CUDA graph or encoded. For `into` see `encode`."""
+    runner = plan.runner
+    if runner is not None:
+        outputs = runner.eager(plan.eager_reason) if plan.eager_reason else _replay(plan, runner, part, pixels_TP)
+        if not isinstance(outputs, Eager):
+            return outputs
+        if state.settings.strict and not outputs.by_choice:
+            refuse([f"not replayed from a CUDA graph: {outputs.why}"])
+    return encode(part.route.ready(), pixels_TP, plan.checkpoints, plan.snapshot.sharded, into)
+
+
+def _replay(plan: FastPlan, runner: Runner | TrainingRunner, part: Part, pixels_TP: Tensor) -> list[Tensor] | Eager:
+    """Return the outputs of one pass from CUDA graphs, or why it runs eagerly."""
+    memory: list[object] = [plan.weights]
+    memory += [buffer.data_ptr() for buffer in plan.snapshot.buffers()]
     if isinstance(runner, Runner):
-        return runner.run(route, pixels_TP, memory)
-    return runner.run(route, pixels_TP, snapshot.weights()[0], snapshot.places, memory)
+        return runner.run(part.route, pixels_TP, memory)
+    return runner.run(part.route, pixels_TP, plan.parameters, plan.snapshot.places, memory)
+
+
+def _count(state: TowerState, outcome: Outcome) -> Any:
+    """Count a call that is over, and return its output. A call that failed is not counted."""
+    plan = outcome.plan
+    state.fallbacks.update((*plan.reasons, *outcome.reasons))
+    if state.sharing is not None and plan.sharing is not None:
+        state.sharing.counts[plan.sharing] += 1
+    if isinstance(plan, StockPlan):
+        attended = plan.way is Way.ATTENTION and not outcome.reasons
+        state.calls += attended
+        state.stock_calls += not attended
+        state.last = plan.route or state.last
+        return outcome.output
+    state.calls += 1
+    if plan.parts:
+        state.last = plan.parts[-1].route
+    if len(plan.parts) > 1:
+        state.passes.calls += 1
+        state.passes.count += len(plan.parts)
+    return outcome.output

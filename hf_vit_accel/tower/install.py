@@ -7,14 +7,12 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel.backends import BACKENDS
-from hf_vit_accel.tower.forward import AcceleratedForward
+from hf_vit_accel.tower.forward import SLOTS, AcceleratedForward, is_ours, redirect_copies, slot_of_ours
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
-
-_SLOTS = ("forward", "_old_forward")
 
 
 def former_of(tower: Any) -> tuple[str | None, Any]:
-    """The attention name and the instance forward that a tower has, or had before it was patched."""
+    """Return the attention name and the instance forward that a tower has, or had before it was patched."""
     state = state_of(tower)
     if state is not None:
         return state.former_name, state.former_forward
@@ -23,32 +21,38 @@ def former_of(tower: Any) -> tuple[str | None, Any]:
 
 def install(tower: nn.Module, state: TowerState) -> None:
     """Give a tower its state and, on the instance, the accelerated forward. Replaces the state of a patched one."""
-    patched = state_of(tower)
+    former_state = state_of(tower)
     vars(tower)[STATE] = state
-    ours = next((slot for slot in _SLOTS if isinstance(vars(tower).get(slot), AcceleratedForward)), None)
-    slot = ours or _forward_slot(tower)
-    if patched is None or ours is None:  # someone may have wrapped ours since, and is not to be lost
+    our_slot = slot_of_ours(tower)
+    slot = our_slot or _forward_slot(tower)
+    if former_state is None or our_slot is None:  # other code may have wrapped our forward: keep its wrapper
         state.former_forward = vars(tower).get(slot)
     else:
-        state.former_forward = patched.former_forward
-    if patched is not None and patched is not state:
-        patched.close()
+        state.former_forward = former_state.former_forward
+    if former_state is not None and former_state is not state:
+        former_state.close()
     vars(tower)[slot] = AcceleratedForward(tower, state)
+    if redirect_copies not in tower._forward_pre_hooks.values():
+        tower.register_forward_pre_hook(redirect_copies, prepend=True, with_kwargs=True)
 
 
 def uninstall(tower: nn.Module) -> TowerState | None:
-    """Take state and forward off a tower and put back an instance forward that was there before."""
+    """Take state and forward off a tower, and put back an instance forward that was there before."""
     state: TowerState | None = vars(tower).pop(STATE, None)
     if state is None:
         return None
-    for slot in _SLOTS:
-        if isinstance(vars(tower).get(slot), AcceleratedForward):
+    for slot in SLOTS:
+        if is_ours(vars(tower).get(slot)):
             if state.former_forward is not None:
                 vars(tower)[slot] = state.former_forward
             elif slot == "forward":
                 del vars(tower)[slot]
-            else:  # accelerate's hook calls what it holds: give it the class's forward, as it would have found
+            else:  # accelerate's hook calls what it holds: give it the forward that it would have found
                 vars(tower)[slot] = type(tower).forward.__get__(tower)
+    for key, hook in list(tower._forward_pre_hooks.items()):
+        if hook is redirect_copies:
+            del tower._forward_pre_hooks[key]
+            tower._forward_pre_hooks_with_kwargs.pop(key, None)
     state.close()
     for backend in BACKENDS:
         backend.close()
@@ -56,5 +60,5 @@ def uninstall(tower: nn.Module) -> TowerState | None:
 
 
 def _forward_slot(tower: nn.Module) -> str:
-    """Where the forward is: accelerate's hooks keep the one they wrap in `_old_forward`, and so run before it."""
+    """Return the attribute that holds the forward of a tower: accelerate's hooks move it, and so run before it."""
     return "_old_forward" if "_old_forward" in vars(tower) else "forward"

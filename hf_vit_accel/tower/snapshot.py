@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from hf_vit_accel.backends import Request
+from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family
@@ -55,6 +56,7 @@ class Weights:
         self.pointers, self.dtype = pointers, parameters[0].dtype if parameters else torch.float32
         self.contiguous = all(map(Tensor.is_contiguous, parameters))
         self.count, self.nbytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
+        self.loose: bool | None = None  # of `Snapshot.loose`, asked once for these
         self.reasons: list[str] = []
         own = len(parameters) - adapters  # an adapter's dtype is its own business: PEFT casts what it takes and gives
         dtypes, self.kinds = set(map(_DTYPE, parameters[:own])), (self.count, *map(_DTYPE, parameters[own:]))
@@ -125,6 +127,16 @@ class Snapshot:
         self._alone = [module for module in wrapped if module not in self.sharded.values()]
         self.brought = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
         self.slow = [] if self.stock else list(self._reasons_slow(tower))
+        if not self.stock:
+            self.facts = TowerFacts(
+                parts=self.parts,
+                geometry=self.geometry,
+                full_layers=self.full_layers,
+                sharded_layers=self.sharded,
+                third_party=self.foreign,
+                mixing=self.mixing,
+                parameter_homes=self.places,
+            )
         self.reads.seal()
 
     def _now(self) -> tuple[list[Any], ...]:
@@ -247,9 +259,12 @@ class Snapshot:
         return [buffer for named in self._buffers for buffer in named.values() if buffer is not None]
 
     def loose(self) -> bool:
-        """Whether a tensor is the attribute of a module, neither parameter nor buffer."""
-        modules = [*self._below, vars(self._tower())]
-        return any(isinstance(value, Tensor) for own in modules for value in own.values())
+        """Return whether a module holds a tensor as an attribute that is neither parameter nor buffer."""
+        weights = self._weights
+        if weights.loose is None:
+            modules = [*self._below, vars(self._tower())]
+            weights.loose = any(isinstance(value, Tensor) for own in modules for value in own.values())
+        return weights.loose
 
     def training(self) -> bool:
         """Whether a module inside is in training mode."""

@@ -33,7 +33,8 @@ class TowerState:
 
     former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: of the
     instance, if any. faults: what failed, and is unused until it is patched anew. last: the route of the last call.
-    warming: the thread that gets ready for later calls. served: backends where attention alone is ours.
+    warming: the thread that gets ready for later calls. attributes: of the tower when it was last read. served:
+    backends where attention alone is ours.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -50,8 +51,9 @@ class TowerState:
         self.sharing = None if ranks is None else Sharing(ranks, graphs=graphs is not None)
         self.runner = None if graphs is None else Runner(graphs, self.routes)
         self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
-        self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings)
-        self._snapshot: Snapshot | None = None
+        self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings.reuse)
+        self.attributes: dict[str, Any] = {}
+        self.last_snapshot: Snapshot | None = None
         self._scales: Scales | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,12 +66,16 @@ class TowerState:
         self.former_forward = former_forward
 
     def snapshot(self, tower: nn.Module) -> Snapshot:
-        """The tower as it is now, read again if it changed: then all goes that was made of modules it had before."""
-        snapshot = self._snapshot
-        if snapshot is None or not snapshot.current():
-            self.close()
-            self._snapshot = snapshot = Snapshot(tower, self.family)
-            upstream.warn_of(tower, snapshot.proof)
+        """Return the tower as it is now."""
+        snapshot = self.last_snapshot
+        return snapshot if snapshot is not None and snapshot.current() else self.read_tower(tower)
+
+    def read_tower(self, tower: nn.Module) -> Snapshot:
+        """Read a tower that changed. Everything that was made of its former modules goes."""
+        self.close()
+        self.last_snapshot = snapshot = Snapshot(tower, self.family)
+        self.attributes = attributes_of(tower)
+        upstream.warn_of(tower, snapshot.proof)
         return snapshot
 
     def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
@@ -145,12 +151,6 @@ class TowerState:
         if self.settings.strict:
             refuse(reasons)
 
-    def count_stock(self, output: Any, unmet: list[str]) -> Any:
-        """The output of a call that ran the stock way, once it is over: one that failed on its way is not counted."""
-        self.stock_calls += 1
-        self.fallbacks.update(unmet)
-        return output
-
     def go_without(self, faults: dict[str, str]) -> None:
         """Choose everything anew, without what failed."""
         self.faults = faults
@@ -162,11 +162,17 @@ class TowerState:
             if held is not None:
                 held.close()
         self.routes.cache.clear()
-        self._snapshot = self._scales = self.last = None
+        self.last_snapshot = self._scales = self.last = None
 
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
 """Operations that call no module which autocast to the dtype of the weights would change, unless it is foreign."""
+
+
+def attributes_of(tower: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a tower, without what patching added."""
+    ours = (STATE, "forward", "_old_forward")
+    return {name: value for name, value in vars(tower).items() if name not in ours}
 
 
 def state_of(tower: nn.Module) -> TowerState | None:

@@ -804,7 +804,7 @@ def _beside(rank: int) -> None:
     loss.backward()
     assert relative_error(loss.detach(), expected.detach()) < 1e-6
     status = hf_vit_accel.status(model).towers[0]
-    assert status.fallbacks == {"not shared by ranks: what gradients need is saved by hooks of somebody else": 2}
+    assert status.fallbacks == {"not shared by ranks: saved-tensor hooks are active (checkpointing?)": 2}
 
     config = copy.deepcopy(tower_of(TINY["qwen3_vl"].build()).config)
     config.depth, config.deepstack_visual_indexes = 7, list(range(7))

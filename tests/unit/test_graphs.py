@@ -29,7 +29,7 @@ from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.graphs import budgets, runner, store
 from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
 from hf_vit_accel.layout import Geometry, Segments, build
-from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower import decide as decide_module
 from hf_vit_accel.tower.state import state_of
 
 Grid = list[tuple[int, int, int]]
@@ -513,7 +513,7 @@ def test_a_failed_capture_leaves_the_model_working(on_cpu: Any, model: Any) -> N
 
 
 def test_backends_that_cannot_be_captured_say_so(monkeypatch: Any, model: Any) -> None:
-    monkeypatch.setattr(tower_module, "why_not_graphs", lambda device: None)
+    monkeypatch.setattr(decide_module, "why_not_graphs", lambda device: None)
     monkeypatch.setattr(store, "CudaRecorder", Recorder)
     hf_vit_accel.patch(model, cuda_graphs=True)
     run_tower(tower_of(model), [(1, 6, 8)])

@@ -555,12 +555,13 @@ def test_what_a_failed_pass_made_is_gone_before_the_next(monkeypatch: pytest.Mon
     tower, grid, during = tower_of(TINY["qwen2_vl"].build()), [(12, 4, 4)], []
     hf_vit_accel.patch(tower, max_rows=100)
     tight(monkeypatch, 64)
-    real = passes.Passes.serve
-    monkeypatch.setattr(
-        passes.Passes,
-        "serve",
-        lambda self, serve, *rest: real(self, lambda *a: during.append(sys.exc_info()[1]) or serve(*a), *rest),
-    )
+    encode = tower_module.encode
+
+    def watched(*arguments: Any) -> Any:
+        during.append(sys.exc_info()[1])
+        return encode(*arguments)
+
+    monkeypatch.setattr(tower_module, "encode", watched)
     run_tower(tower, grid)
     assert during == [None] * 5
 

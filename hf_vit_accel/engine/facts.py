@@ -1,0 +1,35 @@
+"""The facts of a tower that passes and ranks need, read once and handed down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_vit_accel.families.base import Parts
+from hf_vit_accel.layout import Geometry
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TowerFacts:
+    """A tower as its snapshot read it. Holds modules of the tower, but not the tower itself.
+
+    Attributes:
+        parts: The modules that compute, by their role.
+        geometry: Merge size, window size and what else turns a grid into metadata.
+        full_layers: Whether each layer attends within whole frames, not within windows.
+        sharded_layers: Blocks that FSDP2 shards, by the index of their layer.
+        third_party: A sentence about a module that is neither torch's nor transformers'; None without one.
+        mixing: Reasons why rows of several images may influence each other.
+        parameter_homes: The `_parameters` dictionaries of all modules, in the order of the snapshot's parameters.
+    """
+
+    parts: Parts
+    geometry: Geometry
+    full_layers: tuple[bool, ...]
+    sharded_layers: Mapping[int, nn.Module]
+    third_party: str | None
+    mixing: Sequence[str]
+    parameter_homes: Sequence[dict[str, Any]]

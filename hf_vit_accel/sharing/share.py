@@ -1,0 +1,223 @@
+"""One rank's share of a call: its rows, copies of trained weights, and the exchange of all outputs.
+
+`T` packed patch rows, `P` pixels of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_vit_accel import machine
+from hf_vit_accel.ops.base import Slots, replaced
+from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, Status
+from hf_vit_accel.sharing.ranks import Ranks
+from hf_vit_accel.sharing.split import Places
+
+
+class Share(AbstractContextManager[None]):
+    """One rank's share of a call. Within the with block, the tower holds copies of its weights if they are trained.
+
+    Attributes:
+        grid: What this rank encodes; empty for a rank without a share.
+        pixels_TP: Its rows.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        places: Places,
+        tower: nn.Module,
+        pixels_TP: Tensor,
+        exchange_headers: Callable[..., list[Header]],
+        *,
+        grad: bool,
+    ) -> None:
+        self.ranks = ranks
+        self.places = places
+        self._exchange_headers = exchange_headers
+        self._device = pixels_TP.device
+        self._grad = grad
+        self._replaced: AbstractContextManager[Any] = nullcontext()
+        self.grid = places.grid_of(ranks.rank)
+        slots = _trained_slots(tower) if grad else []
+        weights = {id(home[name]): home[name] for home, name in slots}  # a weight that modules share counts once
+        self._options: tuple[Any, ...] = (
+            grad,
+            pixels_TP.requires_grad,
+            [tuple(weight.shape) for weight in weights.values()],
+        )
+        if grad:
+            self._token, self.pixels_TP, *copies = _Share.apply(ranks, places, pixels_TP, *weights.values())
+            copy_of = dict(zip(weights, copies, strict=True))
+            self._replaced = replaced(slots, [copy_of[id(home[name])] for home, name in slots])
+        else:
+            self.pixels_TP = places.taken(pixels_TP, ranks.rank)
+
+    def __enter__(self) -> None:
+        self._replaced.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._replaced.__exit__(*error)
+
+    def gather(self, outputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return all rows of all outputs on every rank.
+
+        Args:
+            outputs: Of this rank's share; empty for a rank without one.
+            dtype: That the tower computes in, equal on all ranks.
+
+        Raises:
+            NotSharedError, RankError, OutOfMemoryError: See `Sharing.exchange_headers`.
+        """
+        self._options = (*self._options, dtype)
+        if self._grad:
+            return list(_Gather.apply(self, self._token, *outputs))
+        return self.exchange(outputs)
+
+    def exchange(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return what `gather` does, without gradients."""
+        places = self.places
+        device = self._device
+        rank = self.ranks.rank
+        assert len(outputs) <= MOST_OUTPUTS
+        shapes = [OutputShape(len(output), output.shape[1], output.dtype) for output in outputs]
+        parts = [output.contiguous().view(-1).view(torch.uint8) for output in outputs]
+        message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+        # Allocate before the other ranks hear that this one is done: it may fail.
+        buffers = _Buffers(places, shapes, rank, rank, device) if shapes else None
+        headers = self._exchange_headers(Status.DONE, options=self._options, outputs=shapes)
+        if buffers is None:
+            outputs_by_rank = [header.outputs for header in headers]
+            first = max(range(len(headers)), key=lambda index: len(outputs_by_rank[index]))
+            buffers = _Buffers(places, outputs_by_rank[first], first, rank, device)
+        when = "while features were exchanged"
+        messages_by_rank = self.ranks.to_all(message, buffers.messages, when=when)
+        complete = buffers.join(places, messages_by_rank)
+        self.ranks.settle(device, when=when)
+        return complete
+
+
+class _Buffers:
+    """Memory for the messages of the other ranks and for the complete outputs.
+
+    Attributes:
+        messages: One buffer of bytes a rank; this rank's own is empty.
+    """
+
+    def __init__(
+        self, places: Places, shapes: Sequence[OutputShape], rank_of_shapes: int, rank: int, device: torch.device
+    ) -> None:
+        rows_there = places.rows[rank_of_shapes]
+        self._shapes_by_rank = [
+            [OutputShape(rows * shape.rows // rows_there, shape.width, shape.dtype) for shape in shapes]
+            for rows in places.rows
+        ]
+        self.messages = []
+        for other, shapes_there in enumerate(self._shapes_by_rank):
+            size = 0 if other == rank else sum(shape.nbytes for shape in shapes_there)
+            self.messages.append(torch.empty(size, dtype=torch.uint8, device=device))
+        self._complete = [
+            torch.empty(places.total * shape.rows // rows_there, shape.width, dtype=shape.dtype, device=device)
+            for shape in shapes
+        ]
+
+    def join(self, places: Places, messages_by_rank: Sequence[Tensor]) -> list[Tensor]:
+        """Return the complete outputs, written from the messages of all ranks."""
+        outputs_by_rank = []
+        for message, shapes in zip(messages_by_rank, self._shapes_by_rank, strict=True):
+            pieces = message.split([shape.nbytes for shape in shapes])
+            outputs_by_rank.append(
+                [
+                    piece.view(shape.dtype).view(shape.rows, shape.width)
+                    for piece, shape in zip(pieces, shapes, strict=True)
+                ]
+            )
+        for index, output in enumerate(self._complete):
+            places.put_together([outputs[index] for outputs in outputs_by_rank], output)
+        return self._complete
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _trained_slots(tower: nn.Module) -> Slots:
+    """List the places where modules hold parameters that require a gradient."""
+    return [
+        (module._parameters, name)
+        for module in tower.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+
+
+class _Share(torch.autograd.Function):
+    """Maps pixels and weights to a token, this rank's pixels and the weights. Its backward sums over all ranks.
+
+    The token comes back from `_Gather` on every rank, also on one without a share: all take part, in one order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, places: Places, pixels_TP: Tensor, *weights: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.ranks = ranks
+        ctx.places = places
+        ctx.weights = weights
+        share_TP = places.taken(pixels_TP, ranks.rank).detach()
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (share_TP, *weights)]
+        if not pixels_TP.requires_grad:
+            ctx.mark_non_differentiable(share_TP)
+        return torch.zeros((), device=pixels_TP.device), share_TP, *(weight.detach() for weight in weights)
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: Any, _: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        ranks, places = ctx.ranks, ctx.places
+        needs_pixels, *needs_weights = ctx.needs_input_grad[2:]
+        filled = []
+        for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True):
+            filled.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
+        dshare_TP, *dweights_here = filled
+        needed = [index for index, needs in enumerate(needs_weights) if needs]
+        # A weight that no rank's outputs depend on gets no gradient: an optimizer tells that from zeros.
+        reached = dshare_TP.new_tensor([gradients[1 + index] is not None for index in needed], dtype=torch.float32)
+        terms = [*(dweights_here[index] for index in needed), reached]
+        sums = ranks.add_up(terms, when="while gradients were summed") if needed else [reached]
+        dpixels_TP = None
+        if needs_pixels:
+            buffers = [dshare_TP.new_empty(rows, dshare_TP.shape[1]) for rows in places.rows]
+            by_rank = ranks.to_all(dshare_TP.contiguous(), buffers, when="while gradients of pixels were exchanged")
+            dpixels_TP = dshare_TP.new_empty(places.total, dshare_TP.shape[1])
+            places.put_together(by_rank, dpixels_TP)
+        ranks.settle(dshare_TP.device, when="while gradients were exchanged")
+        dweights: list[Any] = [None] * len(needs_weights)
+        for index, total, ranks_reached in zip(needed, sums, sums[-1].tolist(), strict=False):
+            weight = ctx.weights[index]
+            has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+            dweights[index] = total if ranks_reached or has_hooks else None  # hooks would be called with None
+        return None, None, dpixels_TP, *dweights
+
+
+class _Gather(torch.autograd.Function):
+    """Brings the outputs of this rank's share to all ranks. Its backward takes the share's rows of their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Share, token: Tensor, *outputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.places = share.places
+        ctx.rank = share.ranks.rank
+        ctx.count = len(outputs)
+        ctx.token = token.detach()
+        return tuple(share.exchange(list(outputs)))
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        rows = [
+            None if gradient is None else ctx.places.taken(gradient, ctx.rank) for gradient in gradients[: ctx.count]
+        ]
+        return None, ctx.token, *rows

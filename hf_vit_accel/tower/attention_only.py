@@ -1,0 +1,38 @@
+"""Calls of a tower whose attention alone is ours: its own forward runs, with segments whose lengths are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from hf_vit_accel.engine.inputs import Inputs
+from hf_vit_accel.tower import checks
+from hf_vit_accel.tower.decide import Call
+from hf_vit_accel.tower.state import TowerState
+
+
+def read(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return a call, with its grid on the host unless the stock forward must run as it is."""
+    names = state.family.arguments
+    arguments = dict(zip(names, args)) | kwargs  # noqa: B905
+    if reasons := checks.reasons_own_segments(tower, arguments, names[0]):
+        return Call(reasons_stock=reasons)
+    grid = tuple((t, h, w) for t, h, w in arguments["grid_thw"].tolist())
+    if not grid or min(min(sizes) for sizes in grid) < 1:  # the stock forward reports what else is wrong with a call
+        return Call(reasons_stock=["a row of grid_thw has no frames, or no size"])
+    return Call(inputs=Inputs(pixels=arguments[names[0]], grid=grid, options=kwargs))
+
+
+def reasons_unserved(state: TowerState) -> tuple[str, ...]:
+    """Return why no layer of a call that ran attended through a backend; empty if one did.
+
+    Raises:
+        FallbackError: None did, under `strict` or beside a score_mod.
+    """
+    if state.served:
+        return ()
+    # MiniMax-M3 before transformers 5.23: its layers know no segments.
+    reason = f"no layer attended by segments, through a backend (transformers {transformers.__version__})"
+    state.refuse_stock([reason])
+    return (reason,)

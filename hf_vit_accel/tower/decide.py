@@ -1,0 +1,337 @@
+"""Decide everything about a call before it runs.
+
+A call goes one of the ways of `Way`. The plan says which, with every reason, and holds whatever that way needs.
+
+`T` packed patch rows, `P` pixels of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
+from hf_vit_accel.engine.inputs import Inputs
+from hf_vit_accel.engine.passes import cut, reasons_whole
+from hf_vit_accel.engine.route import Route, Spec
+from hf_vit_accel.graphs.recorder import why_not_graphs
+from hf_vit_accel.graphs.runner import Runner
+from hf_vit_accel.graphs.training import TrainingRunner
+from hf_vit_accel.layout import Grid, rows_of
+from hf_vit_accel.machine import refuse
+from hf_vit_accel.sharing.data_parallel import Sharing
+from hf_vit_accel.sharing.reuse import Looked
+from hf_vit_accel.sharing.split import Places
+from hf_vit_accel.tower.proof import NAMES
+from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.state import TowerState
+
+
+class Way(Enum):
+    """The way of a call through the stock forward."""
+
+    METADATA = "with our metadata and attention"
+    ATTENTION = "with our attention alone, in families whose blocks we do not know"
+    STOCK = "untouched"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One call, as it was read.
+
+    Attributes:
+        inputs: Pixels and grid, checked; None for a call that must go the stock way.
+        reasons_stock: Why it must.
+        reasons_slow: Why the blocks must be called one by one.
+        snapshot: The tower as it is now; None where it could not be looked at.
+        parameters: Of the tower, as they are now.
+        weights: Where they lie in memory.
+    """
+
+    inputs: Inputs | None = None
+    reasons_stock: Sequence[str] = ()
+    reasons_slow: Sequence[str] = ()
+    snapshot: Snapshot | None = None
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Whole images and frames that are encoded in one pass.
+
+    Attributes:
+        grid: Their grid.
+        rows: Their rows among those that this rank encodes.
+        route: The route of their layout.
+    """
+
+    grid: Grid
+    rows: slice
+    route: Route
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StockPlan:
+    """The decisions about a call that runs the stock forward.
+
+    Attributes:
+        way: How it runs.
+        reasons: Why it is not fast, and features that it does not get.
+        injected: Keyword arguments that the stock forward is given.
+        route: Of the layout, on the way METADATA.
+        sharing: The result of the call for `Sharing.counts`; None without `data_parallel`.
+    """
+
+    way: Way
+    reasons: tuple[str, ...]
+    injected: Mapping[str, Any] = field(default_factory=dict)
+    route: Route | None = None
+    sharing: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FastPlan:
+    """The decisions about a call that runs our operations.
+
+    Attributes:
+        reasons: Features that the call does not get, with the cause of each.
+        pixels: (T, P), of the whole call.
+        grid: Of the whole call.
+        snapshot: The tower as it is now.
+        parameters: Of the tower, as they are now.
+        weights: Where they lie in memory.
+        spec: Of every route.
+        parts: The passes, in order. More than one for a long call, none if there is nothing to encode.
+        most_rows: Rows of a pass at most; None for a call that may not be cut.
+        checkpoints: By layer, None for a layer that keeps what its gradient needs.
+        looked: Which images are encoded and which are reused; None without `reuse`.
+        places: Which rank encodes what; None for a call that is not shared.
+        sharing: The result of the call for `Sharing.counts`; None without `data_parallel`.
+        runner: Of CUDA graphs; None for a tower without graphs.
+        eager_reason: Why a tower with graphs runs this call eagerly, whatever its layout.
+        marks_outputs: Whether the outputs of a frozen tower must require gradients.
+        returns_tuple: Whether the caller asked for a tuple.
+    """
+
+    reasons: tuple[str, ...]
+    pixels: Tensor
+    grid: Grid
+    snapshot: Snapshot
+    parameters: list[nn.Parameter]
+    weights: Weights
+    spec: Spec
+    parts: Sequence[Part]
+    most_rows: int | None
+    checkpoints: Sequence[Checkpoint | None]
+    looked: Looked | None
+    places: Places | None
+    sharing: str | None
+    runner: Runner | TrainingRunner | None
+    eager_reason: str | None
+    marks_outputs: bool
+    returns_tuple: bool
+
+
+CallPlan = StockPlan | FastPlan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """A call that is over.
+
+    Attributes:
+        plan: The decisions that it ran by.
+        output: An object of the stock output class, or a tuple.
+        reasons: Features that turned out to be missing while it ran.
+    """
+
+    plan: CallPlan
+    output: Any
+    reasons: tuple[str, ...] = ()
+
+
+def decide(tower: Any, state: TowerState, call: Call, not_shared: str | None = None) -> CallPlan:
+    """Return the plan of a call.
+
+    Args:
+        tower: The patched tower.
+        state: Its state.
+        call: The call, read.
+        not_shared: Why the ranks that tried to share this call could not.
+
+    Raises:
+        FallbackError: The call would not get what was asked for, under `strict`.
+        RuntimeError: A CUDA graph is being captured around the tower.
+    """
+    if call.inputs is None:
+        state.refuse_stock(list(call.reasons_stock))
+        return StockPlan(way=Way.STOCK, reasons=tuple(call.reasons_stock))
+    if state.family.attention_only:
+        return _decide_attention(tower, state, call)
+    snapshot, weights, inputs = call.snapshot, call.weights, call.inputs
+    assert snapshot is not None and weights is not None
+    device = inputs.pixels.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A patched tower cannot be captured in an outer CUDA graph; use hf_vit_accel.patch(model, cuda_graphs=True)"
+        )
+    trains = torch.is_grad_enabled()
+    # A third-party module (an adapter) may train parameters outside of the tower.
+    grad = trains and bool(snapshot.foreign or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
+    checkpoints = checkpoints_of(snapshot.parts) if grad else []
+    reasons: list[str] = []
+    places: Places | None = None
+    sharing: str | None = None
+    if state.sharing is not None:
+        places, sharing, reasons = _places(state, state.sharing, call, checkpoints, not_shared)
+    slow = list(call.reasons_slow)
+    if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
+        slow.append("this family takes the frames of a video one by one")
+    spec = state.spec(snapshot, weights, device, fast=not slow, grad=grad)
+    if spec.ops is None:
+        return _decide_metadata(tower, state, call, spec, slow, sharing)
+
+    most_rows = spec.max_rows
+    if any(checkpoints) or isinstance(state.settings.max_rows, int):
+        most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
+        reasons += passes_reasons
+    grid = inputs.grid
+    if inputs.looked is not None:
+        grid = inputs.looked.distinct(grid)
+        reasons += inputs.looked.unmet
+    if places is not None and state.sharing is not None:
+        grid = places.grid_of(state.sharing.ranks.rank)
+    if grid is inputs.grid and (most_rows is None or len(inputs.pixels) <= most_rows):
+        parts = [Part(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
+    else:
+        parts = _passes(state, spec, grid, most_rows)
+    for part in parts:
+        reasons += [reason for reason in part.route.unmet if reason not in reasons]
+    if state.settings.strict:
+        refuse(reasons)
+    runner = state.training if grad else state.runner
+    return FastPlan(
+        reasons=tuple(reasons),
+        pixels=inputs.pixels,
+        grid=inputs.grid,
+        snapshot=snapshot,
+        parameters=call.parameters,
+        weights=weights,
+        spec=spec,
+        parts=parts,
+        most_rows=most_rows,
+        checkpoints=checkpoints,
+        looked=inputs.looked,
+        places=places,
+        sharing=sharing,
+        runner=runner,
+        eager_reason=None if runner is None else _reason_against_graphs(snapshot, weights, device, checkpoints),
+        marks_outputs=trains and not grad and snapshot.marks_outputs(),
+        returns_tuple=inputs.options.get("return_dict", tower.config.return_dict) is False,
+    )
+
+
+def _places(
+    state: TowerState,
+    sharing: Sharing,
+    call: Call,
+    checkpoints: Sequence[Checkpoint | None],
+    not_shared: str | None,
+) -> tuple[Places | None, str | None, list[str]]:
+    """Return which rank encodes what, the result for `Sharing.counts`, and why a call that would gain is not shared.
+
+    From here on the other ranks may wait for this one, so this comes before anything that may fail.
+    """
+    if not_shared is not None:
+        return None, "encoded by each rank alone", [not_shared]
+    inputs, snapshot = call.inputs, call.snapshot
+    assert inputs is not None and snapshot is not None
+    distinct = inputs.grid if inputs.looked is None else inputs.looked.distinct(inputs.grid)
+    places = sharing.split(inputs.grid, distinct, snapshot.facts)
+    if places is None:
+        return None, "too small to share", []
+    is_reentrant = any(checkpoint is not None and checkpoint.reentrant for checkpoint in checkpoints)
+    if reasons := sharing.reasons_against(snapshot.facts, reentrant=is_reentrant):
+        return None, None, reasons
+    sharing.wait_for_me(inputs.grid)
+    return places, "shared", []
+
+
+def _decide_attention(tower: Any, state: TowerState, call: Call) -> StockPlan:
+    """Return the plan of a call with our attention alone: offsets carry the lengths of its segments."""
+    assert call.inputs is not None
+    device = call.inputs.pixels.device
+    of_tower = state.settings, state.faults, state.served
+    offsets = state.routes.offsets(call.inputs.grid, device, state.family.geometry(tower), *of_tower)
+    return StockPlan(way=Way.ATTENTION, reasons=(), injected=offsets)
+
+
+def _decide_metadata(
+    tower: Any, state: TowerState, call: Call, spec: Spec, slow: list[str], sharing: str | None
+) -> StockPlan:
+    """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
+    assert call.inputs is not None
+    name = tower.config._attn_implementation
+    route = state.routes.get(call.inputs.grid, spec)
+    reasons = slow + route.unmet
+    if state.settings.score_mod is not None and name not in NAMES:
+        refuse([*reasons, f"blocks attend by {name!r}"], wanted="a score_mod was given")
+    if state.settings.strict:
+        refuse(reasons)
+    return StockPlan(
+        way=Way.METADATA,
+        reasons=tuple(reasons),
+        injected=route.ready().injected(),
+        route=route,
+        sharing="encoded by each rank alone" if sharing == "shared" else sharing,
+    )
+
+
+def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None) -> list[Part]:
+    """Return the passes of a grid, of at most `most_rows` rows each where frames allow that."""
+    if not grid:
+        return []
+    grids: tuple[Grid, ...] = (grid,)
+    if most_rows is not None and rows_of(grid) > most_rows:
+        grids = cut(grid, most_rows, clips=spec.geometry.clips)
+    parts = []
+    start = 0
+    for part_grid in grids:
+        stop = start + rows_of(part_grid)
+        parts.append(Part(grid=part_grid, rows=slice(start, stop), route=state.routes.get(part_grid, spec)))
+        start = stop
+    return parts
+
+
+def _most_rows(
+    state: TowerState, spec: Spec, snapshot: Snapshot, checkpoints: Sequence[Checkpoint | None], rows: int
+) -> tuple[int | None, list[str]]:
+    """Return the rows of a pass, or None with the reasons why a call that the user wants cut is not."""
+    if spec.max_rows is not None and not any(checkpoints):
+        return spec.max_rows, []
+    reasons = reasons_whole(snapshot.facts, checkpoints)
+    if spec.max_rows is not None and not reasons:
+        return spec.max_rows, []
+    too_long = isinstance(state.settings.max_rows, int) and rows > state.settings.max_rows
+    return None, reasons if too_long else []
+
+
+def _reason_against_graphs(
+    snapshot: Snapshot, weights: Weights, device: torch.device, checkpoints: Sequence[Checkpoint | None]
+) -> str | None:
+    """Return why a call cannot be replayed from CUDA graphs, whatever its layout."""
+    if reason := why_not_graphs(device):
+        return reason
+    if snapshot.foreign:  # it may act on state that Python holds: an adapter that is switched off, a counter
+        return f"{snapshot.foreign}, and might act otherwise at a later call"
+    if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen
+        return "a parameter is not contiguous"
+    if snapshot.sharded:
+        return "FSDP2 brings weights anew at every call"
+    return "gradient checkpointing runs layers again" if any(checkpoints) else None

@@ -1,0 +1,238 @@
+"""Programs that copy, bind, wrap, trace or keep a patched tower: each gets what it would get from a stock tower."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import vision_utils
+
+import hf_vit_accel
+from hf_vit_accel.tower.state import state_of
+
+GRID = [(1, 4, 4), (3, 8, 10), (2, 2, 2)]
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(params=FAMILIES)
+def towers(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A patched tower and a stock one with the same weights."""
+    model = TINY[request.param].build()
+    stock = copy.deepcopy(model)
+    hf_vit_accel.patch(model)
+    return tower_of(model), tower_of(stock)
+
+
+def inputs_for(tower: Any) -> dict[str, torch.Tensor]:
+    return {"hidden_states": pixels_for(tower, GRID), "grid_thw": torch.tensor(GRID)}
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def shallow_copy_of_two_blocks(tower: Any) -> Any:
+    copied = copy.copy(tower)
+    vars(copied)["_modules"] = dict(vars(tower)["_modules"])
+    copied.blocks = nn.ModuleList(list(tower.blocks)[:2])
+    return copied
+
+
+def test_a_shallow_copy_runs_its_own_modules(towers: tuple[Any, Any]) -> None:
+    tower, stock = towers
+    expected_of_copy = outputs_of(shallow_copy_of_two_blocks(stock)(**inputs_for(stock)))[:2]
+    expected = run_tower(stock, GRID)
+    copied = shallow_copy_of_two_blocks(tower)
+    for _ in range(2):  # the second call finds the forward that the first gave to the copy
+        assert_close(outputs_of(copied(**inputs_for(tower)))[:2], expected_of_copy)
+        assert_close(run_tower(tower, GRID), expected)
+    assert state_of(copied) is not state_of(tower) and state_of(copied).calls == 2
+
+
+def test_a_replica_of_data_parallel_runs_its_own_weights(towers: tuple[Any, Any]) -> None:
+    """`nn.DataParallel` copies modules without their parameters, and sets tensors of another device as attributes."""
+    tower, stock = towers
+    expected = [2 * output for output in run_tower(stock, GRID)]
+    replica = tower._replicate_for_data_parallel()
+    replica.merger = Doubled(tower.merger)
+    output = replica(**inputs_for(tower))
+    assert_close([output.pooler_output], [expected[1]])
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(rows)
+
+
+def test_unpatching_leaves_no_hook(towers: tuple[Any, Any]) -> None:
+    tower, stock = towers
+    assert tower._forward_pre_hooks and not stock._forward_pre_hooks
+    hf_vit_accel.patch(tower)
+    assert len(tower._forward_pre_hooks) == 1
+    hf_vit_accel.unpatch(tower)
+    assert not tower._forward_pre_hooks and not tower._forward_pre_hooks_with_kwargs
+
+
+# --- a forward that is bound, wrapped or kept -------------------------------------------------------------------------
+
+
+def test_accelerate_unwraps_a_prepared_tower(towers: tuple[Any, Any]) -> None:
+    """`unwrap_model` binds our forward as a method of the tower."""
+    tower, stock = towers
+    expected = run_tower(stock, GRID)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(tower)
+    prepared(**inputs_for(tower))
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert_close(run_tower(unwrapped, GRID), expected)
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRID), expected)
+    assert hf_vit_accel.status(tower).towers[0].calls == 1
+    hf_vit_accel.unpatch(tower)
+    assert "forward" not in vars(tower)
+    assert_close(run_tower(tower, GRID), expected, 0.0)
+
+
+def test_the_forward_behaves_like_a_bound_method(towers: tuple[Any, Any]) -> None:
+    tower, stock = towers
+    expected = run_tower(stock, GRID)
+    ours, theirs = tower.forward, stock.forward
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    for name in ("__name__", "__qualname__", "__code__", "__defaults__"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.__self__ is tower
+
+    wrapped = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    assert wrapped.__name__ == "forward" and inspect.unwrap(wrapped) is ours
+    for call in (wrapped, MethodType(ours, tower), functools.partial(ours)):
+        assert_close(outputs_of(call(**inputs_for(tower))), expected)
+
+
+def test_a_forward_bound_to_another_tower_runs_that_tower(towers: tuple[Any, Any]) -> None:
+    tower, stock = towers
+    other = hf_vit_accel.patch(copy.deepcopy(stock))
+    with torch.no_grad():
+        for weights in (other, stock):
+            weights.blocks[0].attn.proj.weight.mul_(1.5)
+    expected = run_tower(stock, GRID)
+    assert_close(outputs_of(MethodType(tower.forward, other)(**inputs_for(other))), expected)
+    assert_close(outputs_of(MethodType(tower.forward, stock)(**inputs_for(stock))), expected, 0.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_outlives_its_model(family: str) -> None:
+    expected = run_tower(tower_of(TINY[family].build()), GRID)
+    model = hf_vit_accel.patch(TINY[family].build())
+    inputs = inputs_for(tower_of(model))
+    kept = tower_of(model).forward
+    del model
+    gc.collect()
+    assert_close(outputs_of(kept(**inputs)), expected)
+
+
+# --- traces and modes -------------------------------------------------------------------------------------------------
+
+
+def test_a_call_with_fake_tensors_leaves_nothing_behind(towers: tuple[Any, Any]) -> None:
+    tower, stock = towers
+    inputs = inputs_for(tower)
+    raised = []
+    for model in (stock, tower):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(Exception) as error:
+            model(mode.from_tensor(inputs["hidden_states"]), grid_thw=inputs["grid_thw"])
+        raised.append(error.type)
+    assert raised[0] is raised[1]
+    outputs = run_tower(tower, GRID)
+    assert all(type(output) is torch.Tensor for output in outputs)
+    assert_close(outputs, run_tower(stock, GRID))
+
+
+class Renaming(TorchDispatchMode):
+    """A mode of the user's that returns tensors of a class of its own."""
+
+    class Tensor(torch.Tensor):
+        pass
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.as_subclass(self.Tensor) if type(result) is torch.Tensor else result
+
+
+def test_what_a_mode_makes_of_one_call_does_not_reach_the_next(towers: tuple[Any, Any]) -> None:
+    tower, stock = towers
+    inputs = inputs_for(tower)
+    with torch.no_grad(), Renaming():
+        tower(**inputs)
+    outputs = run_tower(tower, GRID)
+    assert all(type(output) is torch.Tensor for output in outputs)
+    assert_close(outputs, run_tower(stock, GRID))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_export_with_metadata_equals_stock(family: str) -> None:
+    """Qwen2.5-VL cannot be exported in stock either: its windows are reordered by a list."""
+    model = TINY[family].build()
+    tower = tower_of(model)
+    grid = torch.tensor([(1, 4, 4)])
+    pixels = pixels_for(tower, [(1, 4, 4)])
+    metadata = {
+        "position_ids": vision_utils.get_vision_position_ids(grid, 2),
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+    }
+    if family == "qwen3_vl":
+        metadata["interp_indices"], metadata["interp_weights"] = (
+            vision_utils.get_vision_interpolation_indices_and_weights(
+                grid,
+                num_grid_per_side=tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=True,
+                spatial_merge_size=2,
+            )
+        )
+    expected = outputs_of(tower(pixels, grid_thw=grid))
+    hf_vit_accel.patch(model)
+    exported = torch.export.export(tower, (pixels,), {"grid_thw": grid, **metadata}, strict=False)
+    assert_close(outputs_of(exported.module()(pixels, grid_thw=grid, **metadata)), expected)
+    assert_close(outputs_of(tower(pixels, grid_thw=grid)), expected)
+
+
+# --- pixels in another shape ------------------------------------------------------------------------------------------
+
+
+def test_pixels_are_viewed_as_patches_as_in_stock(towers: tuple[Any, Any]) -> None:
+    tower, stock = towers
+    inputs = inputs_for(tower)
+    pixels = inputs["hidden_states"]
+    inputs["hidden_states"] = pixels.view(2 * len(pixels), -1)
+    assert_close(outputs_of(tower(**inputs)), outputs_of(stock(**inputs)))
+    assert hf_vit_accel.status(tower).towers[0].calls == 1
+    inputs["hidden_states"] = pixels[1:].reshape(-1, pixels.shape[1] // 2)
+    with pytest.raises(ValueError, match="rows of pixel values"):
+        tower(**inputs)
+
+
+def test_gradients_of_pixels_in_another_shape(towers: tuple[Any, Any]) -> None:
+    tower, stock = towers
+
+    gradients_by_model = []
+    for model in (tower, stock):
+        inputs = inputs_for(model)
+        pixels = inputs["hidden_states"].requires_grad_()
+        output = model(pixels.view(2 * len(pixels), -1), grid_thw=inputs["grid_thw"])
+        output.pooler_output.square().sum().backward()
+        gradients_by_model.append([pixels.grad, model.blocks[0].attn.qkv.weight.grad])
+    assert_close(*gradients_by_model)
