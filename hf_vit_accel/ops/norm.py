@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import AddNorm, Context, Operation
-from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit_one, largest, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
 
@@ -67,7 +65,6 @@ def _add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     RMS: tl.constexpr,
     SAVE: tl.constexpr,
-    QUANTIZE: tl.constexpr,
 ):
     # total, which may be x, receives x + delta.
     # A row in two pieces, the largest power of two and the rest: 1152 and 1280 leave no lane idle.
@@ -102,15 +99,8 @@ def _add_norm_kernel(
         y2 = x2 * scale * w2 + tl.load(bias + e2, mask=in2, other=0.0).to(tl.float32)
     if SAVE:
         tl.store(statistics + tl.program_id(0), scale)
-    if QUANTIZE:  # what the norm returns; the row's scale to `statistics`
-        y1, y2 = y1.to(dtype).to(tl.float32), y2.to(dtype).to(tl.float32)
-        fits = fit_one(tl.maximum(largest(y1, 0), largest(y2, 0)))
-        tl.store(statistics + tl.program_id(0), 1.0 / fits)
-        tl.store(out + row + e1, rounded(y1, fits))
-        tl.store(out + row + e2, rounded(y2, fits), mask=in2)
-    else:
-        tl.store(out + row + e1, y1.to(out.dtype.element_ty))
-        tl.store(out + row + e2, y2.to(out.dtype.element_ty), mask=in2)
+    tl.store(out + row + e1, y1.to(out.dtype.element_ty))
+    tl.store(out + row + e2, y2.to(out.dtype.element_ty), mask=in2)
 
 
 def add_norm_(x_TE: Tensor, delta_TE: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
@@ -129,20 +119,16 @@ def add_norm_rows(
     rms: bool,
     dtype: torch.dtype | None = None,
     statistics_2T: Tensor | None = None,
-    scales_T1: Tensor | None = None,
 ) -> Tensor:
     """The normed rows. sum_TE receives x + delta; statistics_2T, if any, one over the deviation, then the mean.
 
-    dtype: of the rows, None for x's. scales_T1: for rows in e4m3, whatever dtype says; receives what they are
-    multiplied by to be themselves again.
+    dtype: of the rows, None for x's.
     """
     rows, width = x_TE.shape
     assert rms or bias_E is not None
     delta_TE, weight_E = None if delta_TE is None else delta_TE.contiguous(), weight_E.contiguous()
     bias_E = None if bias_E is None else bias_E.contiguous()
-    assert statistics_2T is None or scales_T1 is None
-    out_TE = torch.empty_like(x_TE, dtype=dtype if scales_T1 is None else E4M3)
-    written = scales_T1 if statistics_2T is None else statistics_2T
+    out_TE = torch.empty_like(x_TE, dtype=dtype)
     _add_norm_kernel[(rows,)](
         x_TE,
         x_TE if delta_TE is None else delta_TE,
@@ -150,13 +136,12 @@ def add_norm_rows(
         weight_E if bias_E is None else bias_E,
         sum_TE,
         out_TE,
-        x_TE if written is None else written,
+        x_TE if statistics_2T is None else statistics_2T,
         eps,
         **pieces(width),
         HAS_DELTA=delta_TE is not None,
         RMS=rms,
         SAVE=statistics_2T is not None,
-        QUANTIZE=scales_T1 is not None,
         num_warps=2 if width < 2048 else 4,  # a LayerNorm of 16384 rows of 1152: 21 us, 25 with four (H200)
     )
     return out_TE
@@ -180,8 +165,8 @@ def reasons_against(norm: Any, context: Context) -> list[str]:
     return []
 
 
-def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) -> AddNorm:
-    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place. run: in the place of it.
+def fused(norm: Any, context: Context) -> AddNorm:
+    """(x, delta) to (x + delta, the norm of it); by the kernel x is written in place.
 
     x may be wider than the rows that the norm makes: under autocast, where the embedding has a norm.
     """
@@ -193,7 +178,7 @@ def fused(norm: Any, context: Context, run: Callable[..., Any] | None = None) ->
         from hf_vit_accel.ops.training.trained import TrainedNorm
 
         return TrainedNorm(function=AddNormFunction, weights=weights, settings=settings)
-    run = run or (add_norm_reference if context.reference else add_norm_)
+    run = add_norm_reference if context.reference else add_norm_
     return lambda x_TE, delta_TE: run(x_TE, delta_TE, *weights(), *settings)
 
 

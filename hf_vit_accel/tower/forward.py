@@ -31,7 +31,7 @@ from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
-from hf_vit_accel.machine import KERNELS, LINEARS, Fault, refuse
+from hf_vit_accel.machine import KERNELS, Fault, refuse
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower import snapshot as guard
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
@@ -92,7 +92,7 @@ def _go_without(state: TowerState, before: dict[str, str], tried: dict[str, str]
     if fault.name in state.faults and fault.name not in tried:
         return  # another thread met the same at once
     error = fault.__cause__ or fault
-    bound = state.settings.score_mod is not None and fault.name not in (KERNELS, LINEARS)  # to its backend
+    bound = state.settings.score_mod is not None and fault.name != KERNELS  # to its backend
     if bound or fault.name in tried or fault.name == ORDER[-1].name:
         if state.faults is not before:
             error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, state.faults.items()))}.")

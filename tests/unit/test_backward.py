@@ -726,7 +726,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "ops.norm",
         "_add_norm_kernel",
         "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
-        dict(WIDTH=1152, MAIN=1024, TAIL=128, HAS_DELTA=True, RMS=False, SAVE=True, QUANTIZE=False),
+        dict(WIDTH=1152, MAIN=1024, TAIL=128, HAS_DELTA=True, RMS=False, SAVE=True),
     ),
     **{
         f"rope_back_ {dim}": (
