@@ -17,7 +17,7 @@ from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.base import AddNorm, Context, Operation
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp
-from hf_vit_accel.ops.training.norm_backward import norm_of
+from hf_vit_accel.ops.training.norm_recipe import attached_recipe
 from hf_vit_accel.ops.training.trained import Trained
 
 
@@ -68,7 +68,7 @@ def fused(merger: Any, context: Context) -> AddNorm:
         sum_TE, normed_TE = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
         x_ME = normed_TE.view(-1, merged_width)
         if trained is not None:
-            return sum_TE.view(x_TE.shape), trained(x_ME, norm=norm_of(normed_TE))
+            return sum_TE.view(x_TE.shape), trained(x_ME, recipe=attached_recipe(normed_TE))
         for each in rest:
             x_ME = each(x_ME)
         return sum_TE.view(x_TE.shape), x_ME

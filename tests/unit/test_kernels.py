@@ -23,6 +23,7 @@ from hf_vit_accel.ops.activation import (
     swiglu,
     swiglu_reference,
 )
+from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit
 from hf_vit_accel.ops.fp8.quantize import (
     dequantize,
@@ -40,7 +41,6 @@ from hf_vit_accel.ops.linear_activation import (
     linear_swiglu_reference,
     tile,
 )
-from hf_vit_accel.ops.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference
 from hf_vit_accel.ops.rope import rope_, rope_reference
 from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
@@ -488,13 +488,13 @@ COMPILED = {
         | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=3, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "norm": (
-        "ops.norm",
+        "ops.add_norm",
         "_add_norm_kernel",
         "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
         dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False, SAVE=False),
     ),
     "norm, of fp32": (
-        "ops.norm",
+        "ops.add_norm",
         "_add_norm_kernel",
         "x:*fp32 delta:*bf16 weight:*fp32 bias:*fp32 total:*fp32 out:*bf16 statistics:*fp32 eps:fp32",
         dict(WIDTH=1536, MAIN=1024, TAIL=512, HAS_DELTA=True, RMS=True, SAVE=True),
