@@ -51,7 +51,7 @@ def patch(
     fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
     cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
     Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
-    fp8: attention and linears in FP8, where that is faster; True or a `Fp8Config`. Not exact: features keep their
+    fp8: attention in FP8, where that is faster; True or a `Fp8Config`. Not exact: features keep their
     direction (cosine similarity), not their last digits. For inference only.
     max_rows: patch rows in one pass. A call of more is cut between frames and images (a frame is never cut) and encoded
     in passes, so that a long video takes the memory of one pass, and of its outputs. "auto": on CUDA, as many as make
@@ -75,7 +75,7 @@ def patch(
     """
     settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, strict)
     towers = towers_of(model)
-    require(settings.attention, fp8=settings.fp8)
+    require(settings.attention, fp8=settings.fp8 is not None)
     made = []
     for path, tower, family in towers:
         _check_amax(path, tower, family, settings)

@@ -46,7 +46,7 @@ def calibrate(
         raise ValueError("expected a model with one vision tower, got several; pass the tower itself")
     largest = torch.zeros((), device="cpu")
     # Of a call in passes, only the last would be looked at.
-    with patched(tower, fp8=Fp8Config(linears=False, min_seqlen=0), max_rows=None, strict=True), torch.no_grad():
+    with patched(tower, fp8=Fp8Config(min_seqlen=0), max_rows=None, strict=True), torch.no_grad():
         weight, state = family.parts(tower).projection.weight, state_of(tower)
         assert state is not None
         scales = state.scales(state.snapshot(tower), weight.device)

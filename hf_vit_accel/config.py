@@ -10,9 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LINEARS = ("qkv", "proj", "mlp", "mergers")
-"""What has linears: attention before and after it, MLPs, mergers."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class FlexConfig:
@@ -53,14 +50,10 @@ class FlexConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """What runs in FP8 (e4m3) where that is faster; for `hf_vit_accel.patch(fp8=...)`. Not exact, for inference only.
+    """Attention in FP8 (e4m3), by cuDNN, on long segments, where that is faster; for `hf_vit_accel.patch(fp8=...)`.
 
-    attention: by cuDNN, on long segments.
-    linears: those of "qkv", "proj", "mlp" or "mergers", of bf16 rows; True for all, False for none. Each row, of
-    weights too, has a scale by its own absolute maximum. Weights are quantised at every call: no copy of them is kept.
-    e4m3 rounds each number by up to a sixteenth, and features err by more than attention in FP8 makes them: of random
-    weights by 2.5 to 3 times as much as in bf16 with the first two, by 7 to 8 times with all.
-    min_rows: patch rows of a call from which on linears are; None for where it measured faster.
+    Not exact, for inference only.
+
     amax_file: written by `hf_vit_accel.calibrate`; every call is scaled by the absolute maxima in it, numbers beyond
     them and their margin are cut off (`status` says so). None: each layer and head of a call is scaled by the absolute
     maxima of some of its rows, with room, or by those of all where that would cut something off.
@@ -70,33 +63,14 @@ class Fp8Config:
     Raises ValueError for values that make no sense.
     """
 
-    attention: bool = True
-    linears: bool | Iterable[str] = False
     amax_file: str | os.PathLike[str] | None = None
     min_seqlen: int | None = None
-    min_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.attention, bool):
-            raise ValueError(f"expected attention to be True or False, got {self.attention!r}")
-        named = isinstance(self.linears, Iterable) and not isinstance(self.linears, str)
-        if named:
-            object.__setattr__(self, "linears", self.parts)  # an iterator is read once
-        if not isinstance(self.linears, bool) and not (named and self.parts <= set(LINEARS)):
-            raise ValueError(f"expected linears to be True, False or names out of {LINEARS}, got {self.linears!r}")
-        if not (self.attention or self.linears):
-            raise ValueError("expected attention or linears in FP8, got neither; patch(fp8=False) is without")
         if self.amax_file is not None and not isinstance(self.amax_file, str | os.PathLike):
             raise ValueError(f"expected amax_file to be the path of a file or None, got {self.amax_file!r}")
-        for name in ("min_seqlen", "min_rows"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), least=0)
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """What has linears in FP8, out of `LINEARS`."""
-        every = frozenset(LINEARS if self.linears else ())
-        return every if isinstance(self.linears, bool) else frozenset(self.linears)
+        if self.min_seqlen is not None:
+            _check_integer("min_seqlen", self.min_seqlen, least=0)
 
 
 def _check_integer(name: str, value: object, *, least: int) -> None:

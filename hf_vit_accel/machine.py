@@ -144,9 +144,6 @@ KERNELS = "kernels"
 """The name under which all Triton kernels go together where something failed: what keeps one from running (no compiler,
 a cache folder that cannot be written, a GPU that Triton does not know) keeps all."""
 
-LINEARS = "fp8_linears"
-"""The name under which kernels and products of linears in FP8 fail together; those of the dtype may run then."""
-
 
 class FallbackError(RuntimeError):
     """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons.

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
-from hf_vit_accel.config import LINEARS, Fp8Config, Settings
-from hf_vit_accel.engine.route import Route, Spec
+from hf_vit_accel.config import Settings
+from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import FAMILIES, Family, find_towers
 from hf_vit_accel.graphs.store import GraphStatus
-from hf_vit_accel.ops import PARTS, Ops
+from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks as guard
@@ -33,9 +33,9 @@ class TowerStatus:
     way. fallbacks: reason -> count of calls that did not get what was asked for (a call may have several).
     against_fast: what currently keeps every call off the fast path. layouts: (held, hits, misses) of the cache of
     layouts. graphs: what CUDA graphs did. training: those of forward and backward, once a step had gradients. fp8: by
-    what attention in FP8 is scaled, and what it cut off; which linears are. passes: the calls that were cut, and what
-    memory told. ranks: what became of calls under `data_parallel`. reuse: what was encoded once. These are None where
-    nothing of the kind was asked for, or happened.
+    what attention in FP8 is scaled, and what it cut off. passes: the calls that were cut, and what memory told. ranks:
+    what became of calls under `data_parallel`. reuse: what was encoded once. These are None where nothing of the kind
+    was asked for, or happened.
     """
 
     path: str
@@ -148,7 +148,7 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
         training=None if state.training is None or not state.training.used else state.training.status(),
-        fp8=_fp8_status(state, choices, ops, last),
+        fp8=_fp8_status(state, choices),
         passes=str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
@@ -193,23 +193,10 @@ def reasons_now(
     return reasons, state.spec(snapshot, weights, weight.device, fast=not reasons, grad=False)
 
 
-def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice], ops: Ops | None, last: Route | None) -> str | None:
-    fp8 = state.settings.fp8
-    if fp8 is None:
+def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
+    if state.settings.fp8 is None:
         return None
-    told = [_attention_status(state, fp8, choices)] if fp8.attention else []
-    if fp8.linears and (ops is None or ops.fp8 is None):
-        told.append("linears are not: " + ("the stock blocks run" if ops is None else "; ".join(ops.not_fp8.values())))
-    elif fp8.linears and ops is not None:
-        parts = ", ".join(part for part in LINEARS if part in fp8.parts - ops.not_fp8.keys())
-        told.append(f"linears of {parts or 'nothing'}, with weights quantised at every call: no copy of them is kept")
-        told[-1] += "".join(f"; not {part}: {why}" for part, why in ops.not_fp8.items())
-        told[-1] += f"; not used by the last call: {last.few_rows}" if last and last.few_rows else ""
-    return "; ".join(told)
-
-
-def _attention_status(state: TowerState, fp8: Fp8Config, choices: Mapping[Kind, Choice]) -> str:
-    path = fp8.amax_file
+    path = state.settings.fp8.amax_file
     text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of each call'}"
     if saturated := state.saturated():
         text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"

@@ -74,8 +74,8 @@ def _static(value: Any) -> bool:
 @cache
 def _modules() -> list[ModuleType]:
     names = [found.name for found in pkgutil.walk_packages(ops.__path__, "hf_vit_accel.ops.") if not found.ispkg]
-    # Of FP8, and of what is reused: tests/unit/test_fp8.py, tests/unit/test_linears.py, tests/unit/test_reuse.py.
-    others = "quantize", "e4m3", "scaled", "scales"
+    # Of FP8, and of what is reused: tests/unit/test_fp8.py, tests/unit/test_reuse.py.
+    others = "quantize", "e4m3", "scales"
     return [importlib.import_module(name) for name in names if not name.endswith(others)]
 
 
@@ -107,16 +107,6 @@ def put(monkeypatch: pytest.MonkeyPatch, function: Any, other: Any) -> None:
         for name, value in list(vars(module).items()):
             if value is function:
                 monkeypatch.setattr(module, name, other)
-
-
-def products_on_cpu() -> bool:
-    """Whether torch multiplies FP8 on the CPU with a scale a row: 2.11 scales whole tensors there."""
-    values, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
-    try:
-        torch._scaled_mm(values, values.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
-    except RuntimeError:
-        return False
-    return True
 
 
 @pytest.fixture

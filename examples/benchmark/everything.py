@@ -139,7 +139,6 @@ JOBS = {
     "fp8": _bench(
         "fp8.json", '--rounds 3 --sizes "one page,1x72x72" --backends flashinfer_cudnn,auto,auto+fp8', QWEN[1:]
     ),
-    "fp8_linears": _script("fp8_linears.json", "fp8_linears.py", QWEN, seconds=50),
     "lora": _script("lora.json", "lora.py", QWEN, seconds=40),
     "max_rows": _script("max_rows.json", "max_rows.py", seconds=130),
     "long_video": Job(

@@ -288,34 +288,6 @@ def long_video() -> str:
     return grid(head, rows) + f"\n{conditions(document, 'long_video.json')}\n"
 
 
-def fp8_linears(file: str = "fp8_linears.json") -> str:
-    """What linears in FP8 gain, and what they cost."""
-    document = load(file)
-    ways = {
-        "bf16": "bf16",
-        "attention": "`fp8=True`",
-        "attention qkv proj": '`linears=("qkv", "proj")`',
-        "all": "`linears=True`",
-        "all, graphs": "`linears=True`, CUDA graph",
-    }
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in document["rows"]:
-        found.setdefault((row["model"], row["size"]), {})[row["way"]] = row
-    ways = {way: head for way, head in ways.items() if all(way in each for each in found.values())}
-    rows = [
-        [
-            title(model),
-            size,
-            *(f"{digits(each[way]['ms'])} ({each[way]['error']:.1%}, {each[way]['cosine']:.4f})" for way in ways),
-        ]
-        for (model, size), each in found.items()
-        if size in ("16 x 512²", "one page")
-    ]
-    command = "python examples/benchmark/fp8_linears.py"
-    head = ["ms (error, smallest cosine)", "input", *ways.values()]
-    return grid(head, rows) + f"\n{conditions(document, file, command)}\n"
-
-
 def fp8_errors() -> str:
     """How far FP8 is off."""
     columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+fp8": "`auto` with `fp8=True`"}
@@ -429,8 +401,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "max_rows": max_rows,
     "long_video": long_video,
     "reuse": reuse,
-    "fp8_linears": fp8_linears,
-    "fp8_linears_h100": partial(fp8_linears, "fp8_linears_h100.json"),
     "towers_h100": Timings(
         file="towers_h100.json",
         columns={

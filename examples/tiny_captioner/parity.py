@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,6 @@ import typer
 import hf_vit_accel
 from hf_vit_accel import Fp8Config, GraphConfig, Status
 from hf_vit_accel.backends import BACKENDS, FP8
-from hf_vit_accel.ops import linears
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train
@@ -36,9 +35,8 @@ import train
 HERE = Path(__file__).resolve().parent
 POINTS, FP8_POINTS = 0.5, 1.0
 """The largest difference to stock's accuracy, in points."""
-FP8_ALWAYS = Fp8Config(min_seqlen=0, min_rows=0)
+FP8_ALWAYS = Fp8Config(min_seqlen=0)
 """These pictures are far smaller than those that FP8 pays for."""
-FP8_LINEARS = {"fp8, linears of attention": ("qkv", "proj"), "fp8, all linears": True}
 CALIBRATED = "fp8, calibrated"
 GRAPHS = GraphConfig(max_tokens=100 * 2 * 7 * 7, exact_after=2)
 """Holds the largest batch, 100 videos of 2 x 7 x 7 merged tokens, so that every call is replayed: a shape's first one
@@ -143,8 +141,6 @@ def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, dict[str, 
     if on_cuda and not FP8.reasons_against_machine():
         found |= {way: {"fp8": FP8_ALWAYS} for way in ("fp8", CALIBRATED)}
         found["fp8, graphs"] = {"fp8": FP8_ALWAYS, "cuda_graphs": GRAPHS}
-        if linears.why_not(torch.device(device), dtype, grad=False) is None:
-            found |= {way: {"fp8": replace(FP8_ALWAYS, linears=parts)} for way, parts in FP8_LINEARS.items()}
     return found
 
 

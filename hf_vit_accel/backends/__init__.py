@@ -18,7 +18,6 @@ from hf_vit_accel.backends.base import (
     Plan,
     Request,
     ScoreMod,
-    against_machine,
     plan_alone,
 )
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
@@ -29,9 +28,7 @@ from hf_vit_accel.backends.flex import Flex
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
-from hf_vit_accel.config import Fp8Config
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.ops import linears
 
 __all__ = ["Attend", "Backend", "BackendUnavailableError", "Kind", "Needs", "Plan", "Request", "ScoreMod", "plan_alone"]
 
@@ -47,8 +44,6 @@ BACKENDS: tuple[Backend, ...] = (
 
 FP8 = CudnnFp8()
 """What comes before all of them where attention in FP8 is asked for; not exact, so never otherwise."""
-
-LINEARS_NEED = Needs(capability=(linears.CAPABILITY, (13, 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,19 +152,15 @@ def backend_named(name: str) -> Backend:
     raise ValueError(f"expected attention to be one of {known}, got {name!r}{hint}")
 
 
-def require(name: str, *, fp8: Fp8Config | None = None) -> None:
+def require(name: str, *, fp8: bool = False) -> None:
     """Raise BackendUnavailableError, with every reason and what else there is, if this machine cannot run `name`.
 
-    fp8: also if it cannot run what is to be in FP8.
+    fp8: also if it cannot run attention in FP8.
     """
-    for what, other in (("attention", "linears"), ("linears", "attention")):
-        if fp8 is None or not getattr(fp8, what):
-            continue
-        if reasons := FP8.reasons_against_machine() if what == "attention" else against_machine(LINEARS_NEED):
-            raise BackendUnavailableError(
-                f"{what} in FP8 cannot run on this machine:\n  - " + "\n  - ".join(reasons) + "\nUse fp8=False, or "
-                f"fp8=Fp8Config({what}=False) for {other} alone."
-            )
+    if fp8 and (reasons := FP8.reasons_against_machine()):
+        raise BackendUnavailableError(
+            "attention in FP8 cannot run on this machine:\n  - " + "\n  - ".join(reasons) + "\nUse fp8=False."
+        )
     if name == "auto":
         return
     reasons = backend_named(name).reasons_against_machine()

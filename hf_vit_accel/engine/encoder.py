@@ -65,7 +65,7 @@ def encode(
 
     Without gradients nothing is held longer than it is needed, for that decides how many rows fit.
     """
-    ops, tensors, request = route.ops, route.tensors, route.spec.request
+    ops, tensors, request = route.spec.ops, route.tensors, route.spec.request
     assert ops is not None
     x_TE = ops.embed(pixels_TP)
     if ops.add_positions is not None:

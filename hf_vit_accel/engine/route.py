@@ -18,7 +18,7 @@ from hf_vit_accel.backends import FP8, Attend, Choice, Kind, Plan, Request, reso
 from hf_vit_accel.config import Settings
 from hf_vit_accel.layout import Array, Geometry, Grid, Segments, VisionMetadata, build, pack, send, to_device, unpack
 from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
-from hf_vit_accel.ops import Ops, linears
+from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.training.trained import Trained, TrainedLayer, layer_of
 from hf_vit_accel.ops.window_attention import LONGEST, WindowAttention, window_attention
 
@@ -52,15 +52,12 @@ class Spec:
 class Route:
     """One layout's way through a tower.
 
-    ops: of the spec, or those with linears in FP8. few_rows: why not those, though there are some.
     arrays: what the device needs, by name. unmet: what was named and is not served.
     tensors: the arrays on the device, for a route that was bound. attends: then, what each layer attends by.
     nodes: and what trains it as one node; None where it is several, or no gradient flows.
     """
 
     spec: Spec
-    ops: Ops | None
-    few_rows: str | None = None
     metadata: VisionMetadata
     arrays: Mapping[str, Array]
     plans: Mapping[Kind, Plan]
@@ -95,9 +92,10 @@ class Route:
                 for kind, plan in self.plans.items()
             }
         bound = replace(self, tensors=tensors, plans=plans, signature=None, _packed=None, _bound=None)
-        if self.ops is not None:
-            bound.attends = bound._attends(self.ops)
-            pairs, grad = zip(self.ops.layers, bound.attends, strict=True), self.spec.request.grad
+        ops = self.spec.ops
+        if ops is not None:
+            bound.attends = bound._attends(ops)
+            pairs, grad = zip(ops.layers, bound.attends, strict=True), self.spec.request.grad
             bound.nodes = [layer_of(*pair) if grad else None for pair in pairs]
         return bound
 
@@ -145,16 +143,8 @@ def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:
         choices[kind] = choice = resolve(spec.settings.attention, request, segments, faults)
         plans[kind] = guarded(choice.backend.name, choice.backend.plan)(segments, request)
         arrays |= {f"{kind}/{name}": array for name, array in plans[kind].arrays.items()}
-    made: dict[str, Any] = dict(arrays=arrays, plans=plans, choices=choices, unmet=_unmet(spec, choices, plans))
-    ops, few_rows = spec.ops, None
-    if ops is not None and ops.fp8 is not None and spec.settings.fp8 is not None:
-        least = spec.settings.fp8.min_rows
-        least = linears.MIN_ROWS if least is None else least
-        if metadata.rows >= least:
-            ops = ops.fp8
-        else:
-            few_rows = f"{metadata.rows} rows, they are used from {least} on (where a CUDA graph pads to that, too)"
-    return Route(spec=spec, metadata=metadata, ops=ops, few_rows=few_rows, **made)
+    unmet = _unmet(spec, choices, plans)
+    return Route(spec=spec, metadata=metadata, arrays=arrays, plans=plans, choices=choices, unmet=unmet)
 
 
 def _unmet(spec: Spec, choices: Mapping[Kind, Choice], plans: Mapping[Kind, Plan]) -> list[str]:
@@ -166,8 +156,6 @@ def _unmet(spec: Spec, choices: Mapping[Kind, Choice], plans: Mapping[Kind, Plan
                 reasons += [f"{name} cannot serve the call: {why}" for why in against]
     if ops is not None and faults.get(KERNELS) in ops.unfused.values():
         reasons.append(f"no fused kernel can serve the call: one {faults[KERNELS]}")
-    if ops is not None:
-        reasons += [f"{part} cannot be in FP8: {why}" for part, why in ops.not_fp8.items()]
     if ops is not None and settings.fuse is not None:
         reasons += [f"{part} is not fused: {why}" for part, why in ops.unfused.items() if part in settings.fuse]
         if "window_attention" in settings.fuse & ops.fused and "window" in plans:

@@ -6,8 +6,8 @@ says what each computes: kernels are held to it, and `tower.proof` holds it to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from hf_vit_accel.ops import (
     downsample,
     heads,
     linear,
-    linears,
     merger,
     mlp,
     norm,
@@ -30,7 +29,7 @@ from hf_vit_accel.ops import window_attention as window
 from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
 from hf_vit_accel.ops.launch import why_not_triton
 
-__all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "linears", "why_not_triton"]
+__all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "why_not_triton"]
 
 TABLE: tuple[Operation, ...] = (
     patch_embed.OPERATION,
@@ -70,8 +69,7 @@ class Ops:
 
     tables: rows and positions (T, 2) to cos and sin (T, D). rotate: see `ops.rope`. deepstack: (x, delta) ->
     (x + delta, what the merger makes of it), x possibly in place. finish: the same of the last layer to the rows that
-    the tower returns, and to features where it has a merger. attend_window: see `ops.window_attention`. fp8: the same
-    with linears in FP8, where they are asked for and any can be; not_fp8: parts whose linears cannot, and why.
+    the tower returns, and to features where it has a merger. attend_window: see `ops.window_attention`.
     """
 
     embed: Apply
@@ -84,8 +82,6 @@ class Ops:
     deepstack: Mapping[int, AddNorm]
     fused: frozenset[str]
     unfused: Mapping[str, str]
-    fp8: Ops | None = None
-    not_fp8: Mapping[str, str] = field(default_factory=dict)
 
 
 def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) -> Ops:
@@ -109,33 +105,19 @@ def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) 
         final_norm = norm.plain(parts.final_norm, context, rows=False)  # it is returned: autocast may have it in fp32
     downsampled = next(each["downsample"], None)
 
-    def ends(mergers: Iterable[Any]) -> dict[str, Any]:
-        merges = iter(mergers)
-        merge = None if parts.merger is None else next(merges)
-        deepstack = dict(zip(parts.deepstack, merges, strict=True))
-        return {"finish": _finish(final_norm, downsampled, merge, grad=context.grad), "deepstack": deepstack}
-
-    ops = Ops(
+    merge = None if parts.merger is None else next(each["mergers"])
+    return Ops(
         embed=embed if embed_norm is None else lambda pixels_TP: embed_norm(embed(pixels_TP), None)[1],
         add_positions=next(each["positions"], None),
         tables=rope.tables(parts.rotary, context),
         rotate=made["rope"][0],
         attend_window=next(each["window_attention"], None),
         layers=layers,
-        **ends(made["mergers"]),
+        finish=_finish(final_norm, downsampled, merge, grad=context.grad),
+        deepstack=dict(zip(parts.deepstack, each["mergers"], strict=True)),
         fused=frozenset(context.fused),
         unfused=unfused,
     )
-    if not context.linears:
-        return ops
-    if context.no_linears is not None:
-        return replace(ops, not_fp8={"linears": context.no_linears})
-    not_fp8: dict[str, str] = {}
-    of_layers = zip(parts.blocks, layers, shapes, strict=True)
-    layers = tuple(linears.layer(*one, context, not_fp8) for one in of_layers)
-    of_mergers = zip(parts.mergers(), made["mergers"], strict=True)
-    mergers = [linears.merger(*one, context, not_fp8) for one in of_mergers]
-    return replace(ops, fp8=replace(ops, layers=layers, **ends(mergers)), not_fp8=not_fp8)
 
 
 def _layer(block: Block, shape: Any, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:

@@ -151,9 +151,9 @@ class Context:
 
     dtype: of the rows; weights: of the weights, which are cast where that is another (autocast). no_kernels: why Triton
     kernels cannot run there, None if they can. reference: whether plain torch stands in for them, differentiable and on
-    any device. grad: whether gradients flow through what is built. linears: those that are asked for in FP8, too;
-    no_linears: why none can be. classes: those whose forwards are proven, None for any of transformers. fused:
-    operations earlier in the table that are. activations: what was found by trying them.
+    any device. grad: whether gradients flow through what is built. classes: those whose
+    forwards are proven, None for any of transformers. fused: operations earlier in the table that are. activations:
+    what was found by trying them.
     """
 
     device: torch.device
@@ -162,8 +162,6 @@ class Context:
     no_kernels: str | None = None
     reference: bool = False
     grad: bool = False
-    linears: frozenset[str] = frozenset()
-    no_linears: str | None = None
     classes: frozenset[type] | None = None
     reads: Reads = field(default_factory=Reads)
     fused: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What is done between the products and the rotation: norms of heads, and heads of keys that serve several.
+"""Norms of heads, and heads of keys and values repeated for groups of queries: between projection and rotation.
 
 `T` rows, `H` heads of queries, `K` of keys and of values, `N` = H + 2 K, `D` head dim, `F` = N D, `P` partial sums.
 """
@@ -14,26 +14,30 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.families.base import Block
 from hf_vit_accel.ops import norm as norms
+from hf_vit_accel.ops.add_norm import add_norm_reference
 from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 
 
 def shape_heads_reference(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
-    """Queries, keys and values (T, N D) to (T, 3 H D): RMSNorm of each head of q and k, then heads of k and v repeated.
+    """Normalise every head of q and k by RMSNorm, then repeat heads of k and v: (T, N D) to (T, 3 H D).
 
-    weights: of q's norm and k's; none for no norms. Rounded as stock's modules do: before the weight, and after it.
+    Rounding is that of stock's modules: before the weight, and after it.
+
+    Args:
+        weights_D: weights of q's norm and of k's; none for no norms.
     """
-    norm_by = [
-        lambda x, weight_D=weight_D: norms.add_norm_reference(x, None, weight_D, None, eps, True)[1]
-        for weight_D in weights_D
-    ]
-    return _shaped(qkv_TF, heads, key_heads, norm_by)
+
+    def norm_by(weight_D: Tensor) -> Apply:
+        return lambda x: add_norm_reference(x, None, weight_D, None, eps, True)[1]
+
+    return _shaped(qkv_TF, heads, key_heads, [norm_by(weight_D) for weight_D in weights_D])
 
 
-def _shaped(qkv_TF: Tensor, heads: int, key_heads: int, norm_by: Sequence[Apply]) -> Tensor:
+def _shaped(qkv_TF: Tensor, heads: int, key_heads: int, head_norms: Sequence[Apply]) -> Tensor:
     sizes = heads, key_heads, key_heads
     parts = list(qkv_TF.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=1))
-    for index, norm in enumerate(norm_by):
+    for index, norm in enumerate(head_norms):
         parts[index] = norm(parts[index]).to(qkv_TF.dtype)
     return torch.cat([part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts], dim=1).flatten(1)
 
@@ -54,11 +58,12 @@ def _shape_heads_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # A tile is BLOCK heads, of VISITED for each row: those of q and k, and of v where it is copied too.
-    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    # A tile is BLOCK heads. Every row has VISITED heads: those of q and k, and those of v where v is copied too.
+    index = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (at < count) & (d < DIM)
-    t, head = (at // VISITED).to(tl.int64), at % VISITED
+    inside = (index < count) & (d < DIM)
+    t = (index // VISITED).to(tl.int64)
+    head = index % VISITED
     kind = head // HEADS
     source = tl.where(kind == 0, head, HEADS + (kind - 1) * KEY_HEADS + head % HEADS // (HEADS // KEY_HEADS))
     x = tl.load(qkv + (t * (HEADS + 2 * KEY_HEADS) + source) * DIM + d, mask=inside, other=0.0).to(tl.float32)
@@ -68,13 +73,13 @@ def _shape_heads_kernel(
         k = tl.load(k_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
         x = tl.where(kind == 2, x, tl.where(kind == 0, q, k) * (x * scale).to(dtype).to(tl.float32))
-    if VISITED < 3 * HEADS:  # in place: none may load what another has stored
+    if VISITED < 3 * HEADS:  # in place: no thread may load what another one stored
         tl.debug_barrier()
     tl.store(out + (t * 3 * HEADS + head) * DIM + d, x.to(dtype), mask=inside)
 
 
 def shape_heads_(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
-    """`shape_heads_reference` as one kernel; in place where no head is repeated."""
+    """Run `shape_heads_reference` as one kernel, in place where no head is repeated."""
     in_place = heads == key_heads and qkv_TF.is_contiguous()
     return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=in_place)
 
@@ -86,7 +91,8 @@ def _launch(
     qkv_TF: Tensor, heads: int, key_heads: int, weights_D: tuple[Tensor, ...], eps: float, *, in_place: bool
 ) -> Tensor:
     qkv_TF = qkv_TF.contiguous()
-    rows, dim = len(qkv_TF), qkv_TF.shape[1] // (heads + 2 * key_heads)
+    rows = len(qkv_TF)
+    dim = qkv_TF.shape[1] // (heads + 2 * key_heads)
     visited = (2 if in_place else 3) * heads
     out = qkv_TF if in_place else qkv_TF.new_empty(rows, 3 * heads * dim)
     q_D, k_D = (weight_D.contiguous() for weight_D in weights_D or (qkv_TF, qkv_TF))
@@ -127,7 +133,7 @@ def _shape_heads_backward_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Heads as they were before any was repeated; each adds up the gradients of its repetitions.
+    # A tile is BLOCK heads as they were before any was repeated. Each adds up the gradients of its repetitions.
     groups: tl.constexpr = HEADS // KEY_HEADS
     total: tl.constexpr = HEADS + 2 * KEY_HEADS
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -137,15 +143,17 @@ def _shape_heads_backward_kernel(
     q = tl.load(q_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
     k = tl.load(k_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
     for first in tl.range(0, length, BLOCK):
-        at = (tl.program_id(0) * length + first + tl.arange(0, BLOCK))[:, None]
-        inside = (at < count) & (d < DIM)
-        t, head = (at // total).to(tl.int64), at % total
-        is_q, is_v = head < HEADS, head >= HEADS + KEY_HEADS
+        index = (tl.program_id(0) * length + first + tl.arange(0, BLOCK))[:, None]
+        inside = (index < count) & (d < DIM)
+        t = (index // total).to(tl.int64)
+        head = index % total
+        is_q = head < HEADS
+        is_v = head >= HEADS + KEY_HEADS
         target = tl.where(is_q, head, HEADS + (head - HEADS) * groups)
         dy = tl.load(dout + (t * 3 * HEADS + target) * DIM + d, mask=inside, other=0.0).to(tl.float32)
-        for more in tl.static_range(1, groups):
-            again = dout + (t * 3 * HEADS + target + more) * DIM + d
-            dy += tl.load(again, mask=inside & (head >= HEADS), other=0.0).to(tl.float32)
+        for repetition in tl.static_range(1, groups):
+            repeated = dout + (t * 3 * HEADS + target + repetition) * DIM + d
+            dy += tl.load(repeated, mask=inside & (head >= HEADS), other=0.0).to(tl.float32)
         cell = (t * total + head) * DIM + d
         if NORM:
             x = tl.load(qkv + cell, mask=inside, other=0.0).to(tl.float32)
@@ -168,12 +176,14 @@ _PROGRAMS = 512
 
 
 class ShapeHeads(torch.autograd.Function):
-    """`shape_heads_reference` as one kernel in each direction, out of place; saved is what norms were given."""
+    """Run `shape_heads_reference` as one kernel in each direction, out of place; the norms' input is saved."""
 
     @staticmethod
     def forward(ctx: Any, qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
-        saved = any(ctx.needs_input_grad) and weights_D
-        ctx.save_for_backward(qkv_TF if saved else None, *(weights_D if saved else ()))
+        if weights_D and any(ctx.needs_input_grad):
+            ctx.save_for_backward(qkv_TF, *weights_D)
+        else:
+            ctx.save_for_backward(None)
         ctx.settings = heads, key_heads, eps, qkv_TF.shape[1] // (heads + 2 * key_heads)
         return _launch(qkv_TF, heads, key_heads, weights_D, eps, in_place=False)
 
@@ -182,7 +192,8 @@ class ShapeHeads(torch.autograd.Function):
     def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
         qkv_TF, *weights_D = ctx.saved_tensors
         heads, key_heads, eps, dim = ctx.settings
-        dout_TF, total = dout_TF.contiguous(), heads + 2 * key_heads
+        dout_TF = dout_TF.contiguous()
+        total = heads + 2 * key_heads
         dqkv_TF = dout_TF.new_empty(len(dout_TF), total * dim)
         count = len(dout_TF) * total
         programs = min(-(-count // _BLOCK), _PROGRAMS)
@@ -207,15 +218,19 @@ class ShapeHeads(torch.autograd.Function):
             BLOCK_D=next_power_of_2(dim),
             num_warps=4,
         )
-        dweights_2D = partial_P2D.sum(0) if weights_D else ()
-        return dqkv_TF, None, None, None, *(dw.to(w.dtype) for dw, w in zip(dweights_2D, weights_D, strict=True))
+        dweights = []
+        if weights_D:
+            for dweight_D, weight_D in zip(partial_P2D.sum(0), weights_D, strict=True):
+                dweights.append(dweight_D.to(weight_D.dtype))
+        return dqkv_TF, None, None, None, *dweights
 
 
 Sizes = tuple[int, int, float]
+"""Heads of queries, heads of keys, epsilon of their norms."""
 
 
 def sizes_of(block: Block, context: Context) -> Sizes:
-    """Heads of queries, heads of keys, and the epsilon of their norms."""
+    """Read the heads of queries, the heads of keys, and the epsilon of their norms (0 for none)."""
     heads = context.read(block.attention, "num_heads")
     groups = context.read(block.attention, "num_key_value_groups", 1)
     return heads, heads // groups, context.read(block.head_norms[0], "variance_epsilon") if block.head_norms else 0.0
@@ -223,7 +238,8 @@ def sizes_of(block: Block, context: Context) -> Sizes:
 
 def _reasons_against(block: Block, context: Context) -> list[str]:
     for norm in block.head_norms:
-        if reasons := norms.reasons_against(norm, context):
+        reasons = norms.reasons_against(norm, context)
+        if reasons:
             return reasons
     eps = {context.read(norm, "variance_epsilon") for norm in block.head_norms} - {None}
     return ["the norms of q and k are no RMSNorms of one epsilon"] if block.head_norms and len(eps) != 1 else []
@@ -231,9 +247,9 @@ def _reasons_against(block: Block, context: Context) -> list[str]:
 
 def _fused(block: Block, context: Context) -> Apply:
     heads, key_heads, eps = sizes_of(block, context)
-    # What another module made is not written to: it might be kept.
-    plain = len(block.qkv) > 1 or not context.reasons_replaced(block.qkv[0], nn.Linear)
-    kernel: Any = shape_heads_ if plain and not context.grad else ShapeHeads.apply
+    # A module that is not torch's may keep its output: then nothing is written in place.
+    owns_input = len(block.qkv) > 1 or not context.reasons_replaced(block.qkv[0], nn.Linear)
+    kernel: Any = shape_heads_ if owns_input and not context.grad else ShapeHeads.apply
     function = shape_heads_reference if context.reference else kernel
 
     def shape(qkv_TF: Tensor) -> Tensor:
@@ -243,7 +259,7 @@ def _fused(block: Block, context: Context) -> Apply:
 
 
 def _plain(block: Block, context: Context) -> Apply:
-    head_norms = list(map(context.called, block.head_norms))
+    head_norms = [context.called(norm) for norm in block.head_norms]
     heads, key_heads, _ = sizes_of(block, context)
     return lambda qkv_TF: _shaped(qkv_TF, heads, key_heads, head_norms)
 

@@ -1,4 +1,4 @@
-"""A linear layer to be trained: an input that can be made again is not kept, and the bias gradient has its own kernel.
+"""A trained linear layer: it saves how a norm made its input, and its bias gradient is a kernel.
 
 `T` rows, `E` width of the input, `F` width of the output.
 """
@@ -16,20 +16,21 @@ from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.lora.adapter import product
 from hf_vit_accel.ops.lora.modules import lora_of
 from hf_vit_accel.ops.training.column_sum import column_sum
-from hf_vit_accel.ops.training.norm_backward import Norm, keep, kept
+from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
 from hf_vit_accel.ops.training.trained import Trained
 
 
-def linear_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, norm: Norm | None = None) -> Tensor:
-    """x W^T + b, (T, F); autograd keeps x, whatever it was made of."""
+def linear_reference(
+    x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, recipe: NormRecipe | None = None
+) -> Tensor:
+    """Compute x W^T + b, (T, F); autograd saves x, whatever the recipe."""
     return F.linear(x_TE, weight_FE, bias_F)
 
 
 class LinearFunction(torch.autograd.Function):
-    """`linear_reference`, with `column_sum` for the bias gradient; all of one dtype.
+    """Run `linear_reference`, with `column_sum` for the bias gradient; all tensors have one dtype.
 
-    norm: what x was made of by a norm, saved in its place. Saved besides: the weight where x needs a gradient, and x
-    only where the weight does.
+    The weight is saved only where x needs a gradient, x (or its recipe) only where the weight does.
     """
 
     @staticmethod
@@ -38,33 +39,35 @@ class LinearFunction(torch.autograd.Function):
         x_TE: Tensor,
         weight_FE: Tensor,
         bias_F: Tensor | None,
-        norm: Norm | None = None,
+        recipe: NormRecipe | None = None,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        tensors, ctx.settings = keep(x_TE, norm) if needs_weight else ((), None)
-        ctx.save_for_backward(weight_FE if needs_x else None, *tensors)
+        input_tensors, ctx.input_settings = save_input(x_TE, recipe) if needs_weight else ((), None)
+        ctx.save_for_backward(weight_FE if needs_x else None, *input_tensors)
         return F.linear(x_TE, weight_FE, bias_F)
 
     @staticmethod
     @machine.once_differentiable
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight_FE, *tensors = ctx.saved_tensors
+        weight_FE, *input_tensors = ctx.saved_tensors
         dy_TF = dy_TF.contiguous()
-        return (
-            dy_TF @ weight_FE if needs_x else None,
-            dy_TF.t() @ kept(tensors, ctx.settings, dy_TF.shape[0]) if needs_weight else None,
-            column_sum(dy_TF) if needs_bias else None,
-            None,
-        )
+        dx_TE = dweight_FE = dbias_F = None
+        if needs_x:
+            dx_TE = dy_TF @ weight_FE
+        if needs_weight:
+            dweight_FE = dy_TF.t() @ load_input(input_tensors, ctx.input_settings, dy_TF.shape[0])
+        if needs_bias:
+            dbias_F = column_sum(dy_TF)
+        return dx_TE, dweight_FE, dbias_F, None
 
 
 def build(module: Any, context: Context) -> Apply:
-    """A projection: where it is trained by kernels a function, else the module itself; with adapters, see `adapter`."""
+    """Build a projection: the module itself, a trained function, or a product with LoRA adapters."""
     if context.reasons_replaced(module, nn.Linear):
         lora = lora_of(module, context)
         return context.called(module) if lora is None else product([lora], context)
     if not context.trains_by_kernels:
-        return module.forward  # not `__call__`: hooks go the stock way
+        return module.forward  # not `__call__`: a module with hooks never comes here
     weights = context.reader((module, "weight"), (module, "bias"))
     return Trained(function=LinearFunction, weights=weights, takes_norm=True)

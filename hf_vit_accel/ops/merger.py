@@ -15,9 +15,9 @@ from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
-from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
+from hf_vit_accel.ops.base import AddNorm, Context, Operation
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp
-from hf_vit_accel.ops.training.norm_backward import norm_of
+from hf_vit_accel.ops.training.norm_recipe import attached_recipe
 from hf_vit_accel.ops.training.trained import Trained
 
 
@@ -48,8 +48,8 @@ def _reasons_against(merger: Any, context: Context) -> list[str]:
     return norms.reasons_against(layers[0], context)
 
 
-def fused(merger: Any, context: Context, after: Apply | None = None) -> AddNorm:
-    """(x, delta) to (x + delta, what the merger makes of it). after: what takes the place of all after its norm."""
+def fused(merger: Any, context: Context) -> AddNorm:
+    """(x, delta) to (x + delta, what the merger makes of it)."""
     if _gated(merger):
         return _fused_gated(merger, context)
     norm, rest = layers_of(merger) or (None, [])
@@ -68,8 +68,8 @@ def fused(merger: Any, context: Context, after: Apply | None = None) -> AddNorm:
         sum_TE, normed_TE = add_norm(x_TE.view(shape), None if delta_TE is None else delta_TE.reshape(shape))
         x_ME = normed_TE.view(-1, merged_width)
         if trained is not None:
-            return sum_TE.view(x_TE.shape), trained(x_ME, norm=norm_of(normed_TE))
-        for each in rest if after is None else (after,):
+            return sum_TE.view(x_TE.shape), trained(x_ME, recipe=attached_recipe(normed_TE))
+        for each in rest:
             x_ME = each(x_ME)
         return sum_TE.view(x_TE.shape), x_ME
 

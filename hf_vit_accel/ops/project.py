@@ -1,10 +1,11 @@
-"""Rows to packed queries, keys and values: one product, whatever it is made of, and what is done to its heads.
+"""Rows to packed queries, keys and values: one product instead of up to three Linears, then norms and repeated heads.
 
 `T` rows, `E` width, `F` width of queries, keys and values together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,90 +18,145 @@ from hf_vit_accel.ops import linear
 from hf_vit_accel.ops.base import Apply, Context, filled
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
-from hf_vit_accel.ops.training.trained import Frame, Trained
+from hf_vit_accel.ops.training.trained import InnerContext, Trained
 
 
 def build(block: Block, context: Context, shape: Apply | None) -> Apply:
-    """Rows (T, E) to packed queries, keys and values: one product, also where there are three Linears, then `shape`.
+    """Build the projection of rows (T, E) to packed queries, keys and values.
 
-    The weights are put together at each call: they are fewer than the rows' results, and one product is the faster.
+    Three Linears run as one product. Their weights are joined at every call: weights are smaller than the results, and
+    one product is faster than three.
+
+    Args:
+        shape: norms of heads and repeated heads, applied to the product's result; None without.
     """
     modules = block.qkv
     weights = context.reader(*((module, name) for name in ("weight", "bias") for module in modules))
-    replaced = any(context.reasons_replaced(module, nn.Linear) for module in modules)
-    if context.trains_by_kernels and not replaced and (len(modules) > 1 if shape is None else "heads" in context.fused):
-        of_norms = context.reader(*((norm, "weight") for norm in block.head_norms), cast=False)
-        every: Any = lambda: weights() + of_norms()  # noqa: E731
+    is_replaced = any(context.reasons_replaced(module, nn.Linear) for module in modules)
+    joins = len(modules) > 1 if shape is None else "heads" in context.fused
+    if context.trains_by_kernels and not is_replaced and joins:
+        norm_weights = context.reader(*((norm, "weight") for norm in block.head_norms), cast=False)
         settings = len(modules), None if shape is None else sizes_of(block, context)
-        return Trained(function=ProjectFunction, weights=every, settings=settings, takes_norm=True)
+        return Trained(
+            function=ProjectFunction,
+            weights=lambda: weights() + norm_weights(),
+            settings=settings,
+            takes_norm=True,
+        )
     if len(modules) == 1:
         product: Apply = linear.build(modules[0], context)
-    elif replaced:
-        called = [linear.build(module, context) for module in modules]
-        product = lambda x_TE: torch.cat([module(x_TE) for module in called], dim=-1)  # noqa: E731
+    elif is_replaced:
+        projections = [linear.build(module, context) for module in modules]
+
+        def product(x_TE: Tensor) -> Tensor:
+            return torch.cat([projection(x_TE) for projection in projections], dim=-1)
+
     else:
-        product = lambda x_TE: F.linear(x_TE, *_joined(weights(), len(modules)))  # noqa: E731
+
+        def product(x_TE: Tensor) -> Tensor:
+            return F.linear(x_TE, *_joined(weights(), len(modules)))
+
     return product if shape is None else lambda x_TE: shape(product(x_TE))
 
 
 def _joined(weights: list[Any], products: int) -> tuple[Tensor, Tensor | None]:
-    """Weight (F, E) and bias (F) of one product that does the work of some; the biases follow the weights."""
-    each, biases = weights[:products], weights[products : 2 * products]
+    """Join the weights of products, followed by their biases, into one weight (F, E) and one bias (F)."""
     if products == 1:
-        return each[0], biases[0]
-    some = filled(each, biases)
-    return torch.cat(each), None if some is None else torch.cat(some)
+        return weights[0], weights[1]
+    biases = filled(weights[:products], weights[products : 2 * products])
+    return torch.cat(weights[:products]), None if biases is None else torch.cat(biases)
 
 
-def project_reference(x_TE: Tensor, *rest: Any) -> Tensor:
-    """`linear_reference` of all products at once, (T, F), then `shape_heads_reference` where there are sizes for it.
+def project_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
+    """Compute `linear_reference` of all products joined, (T, F), then `shape_heads_reference`, if there are sizes.
 
-    rest: weights of the products, their biases, weights of heads' norms; how many products, `Sizes` or None; `Norm`.
+    Args:
+        arguments: weights of the products, their biases, weights of the heads' norms; the number of products; `Sizes`
+            or None; a `NormRecipe` or None.
     """
-    *weights, products, sizes, norm = rest
-    qkv_TF = linear.linear_reference(x_TE, *_joined(weights, products), norm)
+    *weights, products, sizes, recipe = arguments
+    qkv_TF = linear.linear_reference(x_TE, *_joined(weights, products), recipe)
     if sizes is None:
         return qkv_TF
     return shape_heads_reference(qkv_TF, *sizes, *weights[2 * products :])
 
 
 class ProjectFunction(torch.autograd.Function):
-    """`project_reference` as one node of autograd's graph, by kernels.
+    """Run `project_reference` as one node of autograd's graph, by kernels.
 
-    Weights that were put together are so again for the gradient, and not kept.
+    The products' own weights are saved, and joined again in the backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, *rest: Any) -> Tensor:
-        *weights, ctx.products, ctx.sizes, norm = rest
+    def forward(ctx: Any, x_TE: Tensor, *arguments: Any) -> Tensor:
+        *weights, products, sizes, recipe = arguments
         needs_x, *needs = ctx.needs_input_grad[: 1 + len(weights)]
-        first, last = ctx.products, 2 * ctx.products
-        ctx.product = Frame((needs_x, any(needs[:first]), any(needs[first:last]), False))
-        out_TF = LinearFunction.forward(ctx.product, x_TE, *_joined(weights, first), norm)
-        _, *kept = ctx.product.saved_tensors
-        ctx.lengths, shaped = list(map(len, weights[:first])), ()
-        if ctx.sizes is not None:
-            ctx.shape = Frame((any(ctx.product.needs_input_grad), False, False, False, *needs[last:]))
-            out_TF = ShapeHeads.forward(ctx.shape, out_TF, *ctx.sizes, *weights[last:])
-            shaped, ctx.shape.saved_tensors = ctx.shape.saved_tensors, ()
-        ctx.product.saved_tensors, ctx.kept = (), len(kept)
-        ctx.save_for_backward(*(weights[:first] if needs_x else [None] * first), *kept, *shaped)
+        needs_weights = needs[:products]
+        needs_biases = needs[products : 2 * products]
+        norm_weights = weights[2 * products :]
+
+        ctx.linear = InnerContext((needs_x, any(needs_weights), any(needs_biases), False))
+        out_TF = LinearFunction.forward(ctx.linear, x_TE, *_joined(weights, products), recipe)
+        _, *input_tensors = ctx.linear.release()  # without the joined weight
+
+        shape_tensors: tuple[Any, ...] = ()
+        if sizes is not None:
+            needs_qkv = any(ctx.linear.needs_input_grad)
+            ctx.shape = InnerContext((needs_qkv, False, False, False, *needs[2 * products :]))
+            out_TF = ShapeHeads.forward(ctx.shape, out_TF, *sizes, *norm_weights)
+            shape_tensors = ctx.shape.release()
+
+        ctx.products = products
+        ctx.has_shape = sizes is not None
+        ctx.widths = [len(weight) for weight in weights[:products]]
+        ctx.input_count = len(input_tensors)
+        own_weights = weights[:products] if needs_x else [None] * products
+        ctx.save_for_backward(*own_weights, *input_tensors, *shape_tensors)
         return out_TF
 
     @staticmethod
     @machine.once_differentiable
     def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
-        products, saved, needs = ctx.products, ctx.saved_tensors, ctx.needs_input_grad
-        at = products + ctx.kept
-        dnorms: list[Tensor | None] = []
-        if ctx.sizes is not None:
-            ctx.shape.saved_tensors = saved[at:]
-            dout_TF, _, _, _, *dnorms = ShapeHeads.backward(ctx.shape, dout_TF)  # type: ignore[assignment]
-            ctx.shape.saved_tensors = ()
-        weight_FE = torch.cat(saved[:products]) if needs[0] and products > 1 else saved[0]
-        ctx.product.saved_tensors = weight_FE, *saved[products:at]
-        dx_TE, *joined, _ = LinearFunction.backward(ctx.product, dout_TF)
-        ctx.product.saved_tensors = ()
-        each = [part for d in joined for part in ([None] * products if d is None else d.split(ctx.lengths))]
-        wanted = (part if need else None for part, need in zip([*each, *dnorms], needs[1:], strict=False))
-        return dx_TE, *wanted, None, None, None
+        saved = ctx.saved_tensors
+        first_input = ctx.products
+        first_shape = first_input + ctx.input_count
+        dnorms: Sequence[Tensor | None] = ()
+        if ctx.has_shape:
+            dout_TF, dnorms = _shape_backward(ctx.shape, dout_TF, saved[first_shape:])
+        own_weights = saved[:first_input]
+        input_tensors = saved[first_input:first_shape]
+        dx_TE, dweight_FE, dbias_F = _linear_backward(ctx.linear, dout_TF, own_weights, input_tensors)
+        gradients = [*_split(dweight_FE, ctx.widths), *_split(dbias_F, ctx.widths), *dnorms]
+        for index, needs_gradient in enumerate(ctx.needs_input_grad[1 : 1 + len(gradients)]):
+            if not needs_gradient:
+                gradients[index] = None
+        return dx_TE, *gradients, None, None, None
+
+
+def _shape_backward(
+    context: InnerContext, dout_TF: Tensor, saved: tuple[Any, ...]
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return the gradient of the product's result, and those of the norms' weights."""
+    context.saved_tensors = saved
+    gradients: Any = ShapeHeads.backward(context, dout_TF)
+    context.release()
+    dqkv_TF, _, _, _, *dnorms = gradients
+    return dqkv_TF, dnorms
+
+
+def _linear_backward(
+    context: InnerContext, dqkv_TF: Tensor, own_weights: tuple[Any, ...], input_tensors: tuple[Any, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of x, of the joined weight and of the joined bias."""
+    needs_x = context.needs_input_grad[0]
+    weight_FE = torch.cat(own_weights) if needs_x and len(own_weights) > 1 else own_weights[0]
+    context.saved_tensors = weight_FE, *input_tensors
+    gradients: Any = LinearFunction.backward(context, dqkv_TF)
+    context.release()
+    dx_TE, dweight_FE, dbias_F, _ = gradients
+    return dx_TE, dweight_FE, dbias_F
+
+
+def _split(gradient: Tensor | None, widths: list[int]) -> Sequence[Tensor | None]:
+    """Split the gradient of a joined weight or bias among the products."""
+    return [None] * len(widths) if gradient is None else gradient.split(widths)

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
-from hf_vit_accel.ops.lora.modules import lora_of
-from hf_vit_accel.ops.training.column_sum import FEW_ROWS, remember_sum, runs, store_sum
+from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
+from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum, runs, store_sum
 
 
 def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         enable_fp_fusion=False,
     )
     if needs_sum:
-        remember_sum(dqkv_T3HD, partial_1PF)
+        attach_sum(dqkv_T3HD, partial_1PF)
     return dqkv_T3HD
 
 
@@ -288,8 +288,8 @@ def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
     for block in parts.blocks:
         if len(block.qkv) > 1 or block.shaped:  # what comes of them is ours
             continue
-        reasons = context.reasons_replaced(block.qkv[0], nn.Linear)
-        if reasons and lora_of(block.qkv[0], context) is None:
+        reasons = lora_reasons(block.qkv[0], context)
+        if reasons:
             return reasons
     return context.reasons_replaced(parts.rotary)
 

@@ -16,7 +16,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
-from hf_vit_accel.ops.training.column_sum import FEW_ROWS, remember_sum
+from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum
 
 LONGEST = 64
 """Rows of the longest window that one program holds."""
@@ -251,7 +251,7 @@ class WindowAttention(torch.autograd.Function):
             num_warps=4,
         )
         if needs_sum:
-            remember_sum(dqkv_T3HD, partial_1PF)
+            attach_sum(dqkv_T3HD, partial_1PF)
         return dqkv_T3HD, None, None, None, None
 
 

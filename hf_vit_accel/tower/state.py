@@ -16,8 +16,8 @@ from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
-from hf_vit_accel.machine import KERNELS, LINEARS, refuse
-from hf_vit_accel.ops import PARTS, Context, Ops, build, linears, why_not_triton
+from hf_vit_accel.machine import KERNELS, refuse
+from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.reuse import Reuse
@@ -89,8 +89,6 @@ class TowerState:
             dtype=dtype,
             weights=weights.dtype,
             no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
-            linears=frozenset() if self.settings.fp8 is None else self.settings.fp8.parts,
-            no_linears=against.get(KERNELS) or against.get(LINEARS) or linears.why_not(at, dtype, grad=request.grad),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,
             grad=request.grad,
@@ -118,7 +116,7 @@ class TowerState:
     def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
         """What decides the routes of calls like this one; the same object while nothing of it changes."""
         settings, autocast = self.settings, guard.autocast_dtype(device, weights.dtype)
-        scales = self.scales(snapshot, device) if settings.fp8 is not None and settings.fp8.attention else None
+        scales = self.scales(snapshot, device) if settings.fp8 is not None else None
         key = device, autocast, fast, grad, weights.dtype, *weights.kinds, scales, len(self.passes.fewer)
         spec = snapshot.specs.get(key)
         if spec is None:

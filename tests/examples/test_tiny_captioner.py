@@ -280,7 +280,8 @@ def test_parity_wants_proof(captioner: Captioner) -> None:
         "sdpa attended instead of flash_attention_3"
     ]
     assert parity.unproven(Status(towers=(replace(status, calls=1),)), {"fuse": False}, 1) == ["fused: patch_embed"]
-    fp8 = replace(status, calls=1, backends={"full": FP8.name}, fp8="linears of qkv; not mlp: it is not fused")
+    told = "scaled by the amax of each call; not used by the last call: rows attend to few"
+    fp8 = replace(status, calls=1, backends={"full": FP8.name}, fp8=told)
     assert parity.unproven(Status(towers=(fp8,)), {"fp8": True}, 1) == [f"fp8: {fp8.fp8}"]
 
 

@@ -34,7 +34,7 @@ from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.engine import route
-from hf_vit_accel.ops import linear_activation, mlp, norm
+from hf_vit_accel.ops import add_norm, linear_activation, mlp
 from hf_vit_accel.tower.state import state_of
 
 GRID = GRIDS["mixed"]
@@ -602,7 +602,7 @@ def test_where_nothing_helps_the_error_is_raised_and_nothing_remembered(
     tower, last = tower_of(model), RuntimeError("and again")
     hf_vit_accel.patch(model)
     with monkeypatch.context() as broken:
-        put(broken, vars(norm)["add_norm_"], raises(RuntimeError("an illegal memory access was encountered")))
+        put(broken, vars(add_norm)["add_norm_"], raises(RuntimeError("an illegal memory access was encountered")))
         broken.setattr(nn.functional, "scaled_dot_product_attention", raises(last))
         with pytest.raises(RuntimeError, match="and again") as raised:
             run_tower(tower, GRID)
@@ -735,7 +735,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {  # whose function, its name, which o
     "the copy to the device": (route, "send", 0),
     "a product of the second layer": (nn.functional, "linear", 6),
     "attention in the second such layer": (type(BACKENDS[-1]), "attend", 1),
-    "a kernel": (norm, "add_norm_reference", 3),  # what stands in for it calls that
+    "a kernel": (add_norm, "add_norm_reference", 3),  # what stands in for it calls that
 }
 
 
@@ -840,7 +840,7 @@ def test_gpu_out_of_memory_reaches_the_user(monkeypatch: Any) -> None:
     hf_vit_accel.patch(model)
     expected = run_tower(tower, GRID)
     with monkeypatch.context() as broken:
-        real = norm.add_norm_rows
+        real = add_norm.add_norm_rows
         put(broken, real, lambda *args, **kwargs: (torch.empty(1 << 50, device="cuda"), real(*args, **kwargs))[1])
         with pytest.raises(torch.OutOfMemoryError):
             run_tower(tower, GRID)

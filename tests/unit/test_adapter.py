@@ -20,15 +20,9 @@ import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.ops import mlp
 from hf_vit_accel.ops.lora import modules as lora
-from hf_vit_accel.ops.lora.adapter import (
-    Activated,
-    AdaptedFunction,
-    AdaptedMlp,
-    Sides,
-    activated_reference,
-    adapted_mlp_reference,
-    adapted_reference,
-)
+from hf_vit_accel.ops.lora.adapter import AdaptedFunction, adapted_reference
+from hf_vit_accel.ops.lora.inputs import Adapter, JoinedLinears
+from hf_vit_accel.ops.lora.mlp import Activated, AdaptedMlp, activated_reference, adapted_mlp_reference
 from hf_vit_accel.ops.training.trained import Trained
 from hf_vit_accel.tower.state import state_of
 
@@ -84,7 +78,7 @@ def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(type(self).__name__)
         before(self, *args, **kwargs)
 
-    assert lora._known(kind.forward)
+    assert lora._is_proven(kind.forward)
     monkeypatch.setattr(kind, "_check_forward_args", check)
     return found
 
@@ -303,7 +297,7 @@ def test_the_proof_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lora._try(kind.forward)
     monkeypatch.setattr(peft, "LoraConfig", lambda **kwargs: 1 / 0)
     machine.reset()
-    assert not lora._known(before)
+    assert not lora._is_proven(before)
     machine.reset()
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -330,24 +324,29 @@ def test_activations_against_their_references(at: dict[str, Any], kind: str) -> 
 
 
 SIDES = {
-    "one": Sides(widths=(24,), spare=(0,), inner=16, more=0, dtype=torch.float64),
-    "gate and up": Sides(widths=(21, 21), spare=(3, 3), inner=16, more=0, dtype=torch.float64),
-    "filled up": Sides(widths=(24,), spare=(0,), inner=13, more=3, dtype=torch.float64),
+    name: JoinedLinears(
+        widths=widths, padding=padding, in_features=in_features, extra_features=16 - in_features, dtype=torch.float64
+    )
+    for name, widths, padding, in_features in (
+        ("one", (24,), (0,), 16),
+        ("gate and up", (21, 21), (3, 3), 16),
+        ("filled up", (24,), (0,), 13),
+    )
 }
 PLACES = {"none": (), "one": ((0, 1.0),), "two of the last": ((-1, 0.5), (-1, 2.0))}
 
 
-def product_of(sides: Sides, places: Any, at: dict[str, Any], rows: int) -> list[Any]:
+def product_of(sides: JoinedLinears, places: Any, at: dict[str, Any], rows: int) -> list[Any]:
     """Arguments of `AdaptedFunction`: rows, whose last columns are zeros where there are more; ranks 3 and 8."""
-    places = tuple((index % len(sides.widths), scaling) for index, scaling in places)
+    places = tuple(Adapter(index % len(sides.widths), scaling) for index, scaling in places)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, **at) / shape[-1] ** 0.5
 
-    x = torch.nn.functional.pad(draw(rows, sides.inner), (0, sides.more))
-    matrices = [draw(rank, sides.inner) for (_, _), rank in zip(places, (3, 8), strict=False)]
+    x = torch.nn.functional.pad(draw(rows, sides.in_features), (0, sides.extra_features))
+    matrices = [draw(rank, sides.in_features) for (_, _), rank in zip(places, (3, 8), strict=False)]
     matrices += [draw(sides.widths[index], rank) for (index, _), rank in zip(places, (3, 8), strict=False)]
-    each = [draw(width, sides.inner) for width in sides.widths], [draw(width) for width in sides.widths]
+    each = [draw(width, sides.in_features) for width in sides.widths], [draw(width) for width in sides.widths]
     return [x, *each[0], *each[1], places, *matrices, replace(sides, dtype=at["dtype"]), None]
 
 
@@ -358,7 +357,7 @@ def compare(function: Any, reference: Any, given: list[Any], wanted: Any, bound:
     for run, wide in ((function, False), (reference, True)):
         each = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in given]
         each = [one.double() if wide and isinstance(one, torch.Tensor) else one for one in each]
-        each = [replace(one, dtype=torch.float64) if wide and isinstance(one, Sides) else one for one in each]
+        each = [replace(one, dtype=torch.float64) if wide and isinstance(one, JoinedLinears) else one for one in each]
         places = [place for place, one in enumerate(each) if isinstance(one, torch.Tensor) and wanted(place)]
         for place in places:
             each[place].requires_grad_()
@@ -404,7 +403,7 @@ def test_mlps_against_their_reference(at: dict[str, Any], kind: str, places: str
     rows = 9000 if at["device"] == "cuda" else 12
     first = product_of(SIDES["gate and up" if kind == "silu" else "one"], PLACES[places], at, rows)
     inner, more = (21, 3) if kind == "silu" else (24, 0)
-    sides = Sides(widths=(16,), spare=(0,), inner=inner, more=more, dtype=at["dtype"])
+    sides = JoinedLinears(widths=(16,), padding=(0,), in_features=inner, extra_features=more, dtype=at["dtype"])
     last = product_of(sides, PLACES["one"], at, rows)
     given = [first[0], len(first) - 3, *first[1:-2], *last[1:-2], first[-2], last[-2], kind, None, None]
     bound = 1e-5 if at["dtype"] == torch.float32 else 2e-2

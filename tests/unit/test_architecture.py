@@ -19,7 +19,7 @@ IMPORTS = {
     "machine": "",
     "families": "layout",
     "ops": "families layout machine",
-    "backends": "config layout machine ops",
+    "backends": "layout machine ops",
     "engine": "backends config families layout machine ops",
     "graphs": "config engine layout machine ops",
     "sharing": "config engine layout machine ops",

@@ -260,7 +260,6 @@ def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
     monkeypatch.setattr(machine, "why_missing", lambda package: None)
     monkeypatch.setattr(machine, "cuda_capability", lambda index=None: capability)
     needs = {backend.name: backend.needs_on(torch.device("cuda")) for backend in (*BACKENDS, FP8)}
-    needs["linears"] = backends.LINEARS_NEED
     refused = {name: why for name, need in needs.items() if (why := against_machine(need))}
     major, minor = capability
     assert refused == {

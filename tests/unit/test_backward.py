@@ -30,12 +30,13 @@ from hf_vit_accel.ops.positions import AddPositions, add_positions_reference
 from hf_vit_accel.ops.project import ProjectFunction, project_reference
 from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.training import column_sum as column_sum_module
-from hf_vit_accel.ops.training import norm_backward
+from hf_vit_accel.ops.training import norm_backward, norm_recipe
 from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference, flattened
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
-from hf_vit_accel.ops.training.norm_backward import AddNormFunction, Norm, add_norm_reference
+from hf_vit_accel.ops.training.norm_backward import AddNormFunction, add_norm_reference
+from hf_vit_accel.ops.training.norm_recipe import NormRecipe
 from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
-from hf_vit_accel.ops.training.trained import Frame, Trained, layer_of
+from hf_vit_accel.ops.training.trained import InnerContext, Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
 GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
@@ -211,7 +212,7 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
         theirs = {"linear": linear_reference, "swiglu": swiglu_mlp_reference, "gelu": gelu_mlp_reference}
         used = {"linear": {"wg", "w2"}, "swiglu": set(), "gelu": {"wg"}}[kind]
         drawn = {name: value for name, value in drawn.items() if name not in used}
-        return Case(drawn, call(add_norm, ours, Norm), call(add_norm_reference, theirs, lambda *_: None), 1.5)
+        return Case(drawn, call(add_norm, ours, NormRecipe), call(add_norm_reference, theirs, lambda *_: None), 1.5)
 
     return make
 
@@ -326,7 +327,7 @@ def project_case(
 
             return run
 
-        ours, theirs = call(add_norm, project, Norm), call(add_norm_reference, project_reference, lambda *_: None)
+        ours, theirs = call(add_norm, project, NormRecipe), call(add_norm_reference, project_reference, lambda *_: None)
         return Case(drawn, ours, theirs, roundings=1.5)
 
     return make
@@ -431,7 +432,7 @@ def cells(dtypes: list[Any], alike: Callable[[At], bool]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is left to aten, or kept, for few rows is done by kernels here."""
-    for module in (column_sum_module, norm_backward, rope_module, window_attention_module):
+    for module in (column_sum_module, norm_recipe, rope_module, window_attention_module):
         monkeypatch.setattr(module, "FEW_ROWS", 0)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul
@@ -621,7 +622,7 @@ def test_windows_remember_their_sum(at: At, monkeypatch: pytest.MonkeyPatch) -> 
     cos, sin = tables(sum(lengths), 80, at)
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
     qkv, given = draw(sum(lengths), 3, at["heads"], 80, at=at), draw(sum(lengths), at["heads"], 80, at=at, seed=1)
-    frame = Frame((True, False, False, False, False))
+    frame = InnerContext((True, False, False, False, False))
     WindowAttention.forward(frame, qkv, cos, sin, offsets, 80**-0.5)
     found, *_ = WindowAttention.backward.__wrapped__(frame, given)
     check_remembered(found, monkeypatch)
@@ -686,7 +687,7 @@ def test_a_product_after_a_norm_keeps_no_normed_rows(at: At) -> None:
 
     def layer(p: Tensors) -> Any:
         total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, True)
-        norm = Norm(total, p["scale"], None, 1e-6, True)
+        norm = NormRecipe(total, p["scale"], None, 1e-6, True)
         return swiglu_mlp(x, p["wg"], p["wg"], None, None, p["w2"], None, None, norm)
 
     assert saved(layer, set(p)) == rows * (width + 1 + 2 * 40)  # the sum, its statistics, gate and up
@@ -723,10 +724,10 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         | dict(NEED_WEIGHT=True, NEED_BIAS=False, NEED_SUM=True),
     ),
     "norm, forward": (
-        "ops.norm",
+        "ops.add_norm",
         "_add_norm_kernel",
         "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
-        dict(WIDTH=1152, MAIN=1024, TAIL=128, HAS_DELTA=True, RMS=False, SAVE=True, QUANTIZE=False),
+        dict(WIDTH=1152, MAIN=1024, TAIL=128, HAS_DELTA=True, RMS=False, SAVE=True),
     ),
     **{
         f"rope_back_ {dim}": (

@@ -26,13 +26,12 @@ from test_graphs import draw_grid, patch
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
-from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig, backends
+from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
 from hf_vit_accel.engine import passes
 from hf_vit_accel.engine.passes import Passes
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.ops import linears
 from hf_vit_accel.ops.fp8 import quantize as quantize_module
 from hf_vit_accel.ops.fp8 import scales as scales_module
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
@@ -40,7 +39,7 @@ from hf_vit_accel.ops.fp8.quantize import dequantize_reference, quantize_referen
 from hf_vit_accel.ops.fp8.scales import Amax, Scales
 from hf_vit_accel.tower.state import state_of
 
-ALWAYS = Fp8Config(linears=False, min_seqlen=0)
+ALWAYS = Fp8Config(min_seqlen=0)
 REAL = {
     "_sample_kernel": quantize_module.quantize,
     "_quantize_kernel": quantize_module.quantize,
@@ -94,8 +93,6 @@ def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8's own arithmetic in plain torch, wherever tensors are."""
     monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
     monkeypatch.setattr(CudnnFp8, "probe", lambda self: [])
-    monkeypatch.setattr(backends, "LINEARS_NEED", Needs(cuda=False))
-    monkeypatch.setattr(linears, "why_not", lambda device, dtype, *, grad: None)  # calls here have too few rows
     monkeypatch.setattr(CudnnFp8, "prepare", lambda self, plan: None)
     monkeypatch.setattr(cudnn_fp8, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
@@ -450,7 +447,7 @@ def test_calibrated_scales(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None
     assert state_of(tower) is None
     amax = Amax.load(path)
     assert amax.amax_L3H.shape == (len(tower.blocks), 3, tower.blocks[0].attn.num_heads) and amax.margin == 2
-    hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path, linears=False, min_seqlen=0), strict=True)
+    hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path, min_seqlen=0), strict=True)
     found = run_tower(tower, GRID)
     assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 0.05
     status = hf_vit_accel.status(model).towers[0]

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED, products_on_cpu
+from standins import INTERPRETED
 from tiny import relative_error
 
 from hf_vit_accel.ops import launch
 from hf_vit_accel.ops.activation import (
-    ACTIVATIONS,
     linear_gelu_tanh,
     pad_swiglu,
     pad_swiglu_reference,
@@ -24,6 +23,7 @@ from hf_vit_accel.ops.activation import (
     swiglu,
     swiglu_reference,
 )
+from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit
 from hf_vit_accel.ops.fp8.quantize import (
     dequantize,
@@ -41,20 +41,8 @@ from hf_vit_accel.ops.linear_activation import (
     linear_swiglu_reference,
     tile,
 )
-from hf_vit_accel.ops.norm import add_norm_, add_norm_reference_
 from hf_vit_accel.ops.positions import add_positions_, add_positions_reference
 from hf_vit_accel.ops.rope import rope_, rope_reference
-from hf_vit_accel.ops.scaled import (
-    Quantized,
-    activate,
-    activate_reference,
-    add_norm_e4m3_,
-    add_norm_e4m3_reference_,
-    aligned,
-    product,
-    quantize_rows,
-    quantize_rows_reference,
-)
 from hf_vit_accel.ops.window_attention import heads_each, window_attention, window_attention_reference
 
 SMALL = dict(device="cpu", rows=7, heads=2, dtype=torch.float16)
@@ -468,98 +456,6 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, at: dict[str, Any])
     assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
 
 
-def check_e4m3(found: Quantized, expected: Quantized, exact: torch.Tensor) -> None:
-    """Scales are equal and so are nearly all values; what differs was rounded before by another order of operations."""
-    assert [x.dtype for x in found] == [x.dtype for x in expected] == [E4M3, torch.float32]
-    assert found.values_TE.shape == expected.values_TE.shape and found.scales_T1.shape == expected.scales_T1.shape
-    width = exact.shape[1]
-    assert not found.values_TE[:, width:].float().any(), "zeros beyond the width"
-    amax_T1 = (found.values_TE.float().abs()).amax(-1, keepdim=True)
-    assert ((amax_T1 > LARGEST / 2.1) & (amax_T1 <= LARGEST)).all(), "the largest scale that fits"
-    back, same = (one.values_TE[:, :width].float() * one.scales_T1 for one in (found, expected))
-    assert relative_error(back, exact) <= 1.02 * relative_error(same, exact) < 0.04
-    assert float((back != same).float().mean()) < 0.002
-
-
-@where
-@pytest.mark.parametrize("width", [1152, 3420, 100, 16, 4608])
-def test_quantize_rows(exact_e4m3: None, at: dict[str, Any], width: int) -> None:
-    """Of any strides and width, bit for bit; rows of what it is written to, beyond those given, are left."""
-    whole = draw(at["rows"], width + 9, at=at) * torch.logspace(-3, 3, at["rows"])[:, None].to(at["device"])
-    x = whole.to(at["dtype"])[:, 4 : width + 4]
-    found, expected = quantize_rows(x), quantize_rows_reference(x)
-    check_e4m3(found, expected, x.float())
-    assert all(map(torch.equal, (found.values_TE.float(), found.scales_T1), (expected[0].float(), expected[1])))
-    x = x.clone()
-    x[0, 3], x[1, 5], x[2] = float("nan"), float("inf"), 0
-    found, expected = quantize_rows(x.t().contiguous().t()), quantize_rows_reference(x)
-    for one in (found, expected):
-        assert one.values_TE[0, 3].isnan() and one.values_TE[1, 5].isnan() and one.values_TE.isnan().sum() == 2
-    assert torch.equal(found[0].float().nan_to_num(7), expected[0].float().nan_to_num(7))
-    assert torch.equal(found[1], expected[1]) and found[1].isfinite().all() and not found[0][2].float().any()
-    rows = at["rows"] + 1
-    target = Quantized(torch.full((rows, aligned(width)), 2.0).to(x.device, E4M3), x.new_full((rows, 1), 3.0).float())
-    assert quantize_rows(x, target) is target and (target[0][-1].float() == 2).all() and (target[1][-1] == 3).all()
-    assert torch.equal(target[1][:-1], expected[1])
-
-
-@where
-@pytest.mark.parametrize("with_delta", [True, False])
-@pytest.mark.parametrize("rms", [True, False])
-@pytest.mark.parametrize("width", [1280, 1152, 144])
-def test_add_norm_e4m3(exact_e4m3: None, at: dict[str, Any], width: int, rms: bool, with_delta: bool) -> None:
-    x, weight = 3 + draw(at["rows"], width, at=at), draw(width, at=at)
-    delta = draw(at["rows"], width, at=at, seed=1) if with_delta else None
-    bias = None if rms else draw(width, at=at, seed=2)
-    expected_x, found_x = x.clone(), x.clone()
-    _, expected = add_norm_e4m3_reference_(expected_x, delta, weight, bias, 1e-6, rms)
-    _, found = add_norm_e4m3_(found_x, delta, weight, bias, 1e-6, rms)
-    exact = expected_x.double()
-    if bias is None:
-        exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    else:
-        exact = torch.nn.functional.layer_norm(exact, (width,), weight.double(), bias.double(), 1e-6)
-    assert torch.equal(found_x, expected_x)
-    check_e4m3(found, expected, exact)
-
-
-@where
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("width", [4304, 3420, 212, 40])
-@pytest.mark.parametrize("kind", [*ACTIVATIONS, "silu with a limit"])
-def test_activate(exact_e4m3: None, at: dict[str, Any], kind: str, width: int, biased: bool) -> None:
-    """What the product makes of the rows that pad its weight is poisoned: it is never read."""
-    limit, kind, parts = (2.0 if "limit" in kind else None), kind.split()[0], 1 + kind.startswith("silu")
-    z = 3 * draw(at["rows"], parts * aligned(width), at=at)
-    for part in z.chunk(parts, dim=-1):
-        part[:, width:] = float("nan")
-    biases = tuple(draw(width, at=at, seed=seed) if biased else None for seed in range(parts))
-    expected = activate_reference(z, biases, width, kind, limit)
-    x, *y = (
-        part[:, :width].double() + (0 if bias is None else bias.double())
-        for part, bias in zip(z.chunk(parts, dim=-1), biases, strict=True)
-    )
-    gelu = {"gelu": "none", "gelu_tanh": "tanh"}
-    exact = swiglu_reference(x, y[0], limit=limit) if y else x * torch.sigmoid(1.702 * x)
-    exact = torch.nn.functional.gelu(x, approximate=gelu[kind]) if kind in gelu else exact
-    check_e4m3(activate(z, biases, width, kind, limit), expected, exact)
-
-
-@where
-def test_product(exact_e4m3: None, at: dict[str, Any]) -> None:
-    """The library's, of rows and weights that were quantised here, with zeros where both are padded."""
-    if at["device"] == "cpu" and not products_on_cpu():
-        pytest.skip("this torch has no product in FP8 on the CPU that scales rows")
-    rows, inner, outer = at["rows"], 100, 48
-    x, weight = (quantize_rows(draw(count, inner, at=at, seed=count)) for count in (rows, outer))
-    bias = draw(outer, at=at, dtype=torch.bfloat16)
-    for some in (bias, None):
-        found = product(x, weight, some, torch.bfloat16)
-        wide_x, wide_weight = (values.float() * scales for values, scales in (x, weight))
-        expected = torch.nn.functional.linear(wide_x, wide_weight, None if some is None else some.float())
-        assert found.shape == (rows, outer) and relative_error(found, expected) < 3e-3
-
-
 COMPILED = {
     "rope": (
         "ops.rope",
@@ -592,39 +488,17 @@ COMPILED = {
         | dict(BLOCK_T=128, BLOCK_F=64, BLOCK_E=64, STAGES=3, GROUP=16, COPY_ROWS=4, COPY_BLOCK=4096),
     ),
     "norm": (
-        "ops.norm",
+        "ops.add_norm",
         "_add_norm_kernel",
         "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*bf16 statistics:*fp32 eps:fp32",
-        dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False, SAVE=False, QUANTIZE=False),
+        dict(WIDTH=1280, MAIN=1024, TAIL=256, HAS_DELTA=True, RMS=False, SAVE=False),
     ),
     "norm, of fp32": (
-        "ops.norm",
+        "ops.add_norm",
         "_add_norm_kernel",
         "x:*fp32 delta:*bf16 weight:*fp32 bias:*fp32 total:*fp32 out:*bf16 statistics:*fp32 eps:fp32",
-        dict(WIDTH=1536, MAIN=1024, TAIL=512, HAS_DELTA=True, RMS=True, SAVE=True, QUANTIZE=False),
+        dict(WIDTH=1536, MAIN=1024, TAIL=512, HAS_DELTA=True, RMS=True, SAVE=True),
     ),
-    "norm, quantized": (
-        "ops.norm",
-        "_add_norm_kernel",
-        "x:*bf16 delta:*bf16 weight:*bf16 bias:*bf16 total:*bf16 out:*fp8e4nv statistics:*fp32 eps:fp32",
-        dict(WIDTH=1152, MAIN=1024, TAIL=128, HAS_DELTA=True, RMS=True, SAVE=False, QUANTIZE=True),
-    ),
-    "quantize_rows": (
-        "ops.scaled",
-        "_activate_kernel",
-        "z:*bf16 bias:*bf16 up_bias:*bf16 out:*fp8e4nv scales:*fp32 rows:i32 row_stride:i32 limit:fp32",
-        dict(KIND="none", LIMITED=False, BIASED=False, WIDTH=1152, PADDED=1152, MAIN=1024, TAIL=128, BLOCK_T=2),
-    ),
-    **{
-        f"activate, {kind}": (
-            "ops.scaled",
-            "_activate_kernel",
-            "z:*bf16 bias:*bf16 up_bias:*bf16 out:*fp8e4nv scales:*fp32 rows:i32 row_stride:i32 limit:fp32",
-            dict(KIND=kind, LIMITED=kind == "silu", BIASED=True, WIDTH=width, PADDED=-(-width // 16) * 16)
-            | dict(MAIN=next_power_of_2(width + 1) // 2, TAIL=2048 if kind == "silu" else 256, BLOCK_T=1),
-        )
-        for kind, width in zip(ACTIVATIONS, (4608, 4304, 5120, 3420), strict=True)
-    },
     "swiglu": (
         "ops.activation",
         "_swiglu_kernel",

@@ -415,8 +415,8 @@ def test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held(
         def watched(layer: Any) -> Any:
             return replace(layer, mlp=lambda rows: seen.append(held.now() - layout) or layer.mlp(rows))
 
-        ops = replace(taken.ops, layers=tuple(map(watched, taken.ops.layers)))
-        return real(replace(taken, ops=ops), *rest)
+        ops = replace(taken.spec.ops, layers=tuple(map(watched, taken.spec.ops.layers)))
+        return real(replace(taken, spec=replace(taken.spec, ops=ops)), *rest)
 
     monkeypatch.setattr(tower_module, "encode", encode)
     with torch.no_grad(), held_by(tower, pixels) as held:

@@ -52,13 +52,6 @@ def fit_one(amax):
 
 
 @jit
-def largest(x, axis):
-    """The absolute maximum along an axis, within a kernel, without what is not finite."""
-    size = tl.abs(x)
-    return tl.max(tl.where(size < float("inf"), size, 0.0), axis)
-
-
-@jit
 def rounded(x, scale):
     """Numbers brought to e4m3 within a kernel: too large ones become the largest, as the hardware rounds."""
     return (x * scale + (x - x)).to(tl.float8e4nv)  # what is not finite becomes NaN: x - x is

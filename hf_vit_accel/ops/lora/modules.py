@@ -1,6 +1,6 @@
-"""Linears with PEFT's LoRA around them: which they are, and what acts of them now.
+"""Recognise Linears with PEFT's LoRA around them, and read which adapters are active.
 
-What PEFT's class computes, x W^T + b + (x A^T) (s B)^T, is proven by running a tiny one beside this formula.
+PEFT's class computes x W^T + b + (x A^T) (s B)^T. A tiny module of it, run beside this formula, proves that.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,63 +17,121 @@ from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Context, own_forward
 
 
+class ActiveAdapter(NamedTuple):
+    """One adapter that acts in the current call. scaling: a number, or a tensor where PEFT hot-swaps adapters."""
+
+    a: nn.Linear
+    b: nn.Linear
+    dropout: nn.Module
+    scaling: Any
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lora:
-    """A Linear, and PEFT's module around it, if there is one."""
+    """A Linear, and PEFT's module around it (`owner`) if there is one."""
 
     base: nn.Linear
     owner: Any = None
 
     @property
     def drops(self) -> bool:
-        """Whether an adapter drops out some of its input in training."""
+        """Whether an adapter drops out a part of its input in training."""
         dropouts = () if self.owner is None else self.owner.lora_dropout.values()
         return any(type(dropout) is nn.Dropout for dropout in dropouts)
 
-    def active(self) -> list[tuple[nn.Linear, nn.Linear, nn.Module, float]]:
-        """(A, B, dropout, scaling) of the adapters that act now: which do may change at every call."""
+    def active(self) -> list[ActiveAdapter]:
+        """List the adapters that act now; that may change at every call."""
         owner = self.owner
         if owner is None:
             return []
         if owner.disable_adapters and owner.merged:
-            owner.unmerge()  # as PEFT's own forward
+            owner.unmerge()  # PEFT's forward unmerges adapters here too
         if owner.disable_adapters or owner.merged:
             return []
-        names = [name for name in owner.active_adapters if name in owner.lora_A]
-        return [
-            (owner.lora_A[name], owner.lora_B[name], owner.lora_dropout[name], owner.scaling[name]) for name in names
-        ]
+        adapters = []
+        for name in owner.active_adapters:
+            if name in owner.lora_A:
+                a, b = owner.lora_A[name], owner.lora_B[name]
+                adapters.append(ActiveAdapter(a, b, owner.lora_dropout[name], owner.scaling[name]))
+        return adapters
 
 
 def lora_of(module: Any, context: Context) -> Lora | None:
-    """What a module is as a Linear with adapters; None for what computes anything else, or in another dtype."""
+    """Return a plain or LoRA-adapted Linear; None for a module that computes anything else or in another dtype."""
     if not context.reasons_replaced(module, nn.Linear):
         return Lora(base=module)
-    kind = type(module)
-    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or own_forward(module) is not None:
-        return None
-    code = getattr(kind.forward, "__code__", None)  # of somebody else's, it might act otherwise at another call
-    if code is None or code.co_filename != sys.modules[kind.__module__].__file__ or not _known(kind.forward):
-        return None
-    if context.grad and not context.trains_by_kernels:
-        return None
-    variants = [*getattr(module, "lora_variant", ()), *(n for n, on in getattr(module, "use_dora", {}).items() if on)]
-    each = [*module.lora_A.values(), *module.lora_B.values()]
-    strange = context.read(module, "fan_in_fan_out") or variants or len(each) != 2 * len(module.lora_A)
-    strange = strange or any(context.reasons_replaced(one, nn.Linear) or one.bias is not None for one in each)
-    strange = strange or any(type(one) not in (nn.Identity, nn.Dropout) for one in module.lora_dropout.values())
-    strange = strange or any(getattr(scaling, "requires_grad", False) for scaling in module.scaling.values())
-    # Outside of autocast adapters of another dtype are computed in theirs, and the result is cast.
-    strange = strange or (context.rows_dtype is None and {one.weight.dtype for one in each} != {context.dtype})
-    if strange or context.reasons_replaced(module.base_layer, nn.Linear):
+    if not _is_lora(module) or _reason_against(module, context) is not None:
         return None
     return Lora(base=module.base_layer, owner=module)
 
 
+def reasons_against(module: Any, context: Context) -> list[str]:
+    """Report why `lora_of` returns None for a module."""
+    replaced = context.reasons_replaced(module, nn.Linear)
+    if not replaced or not _is_lora(module):
+        return replaced
+    reason = _reason_against(module, context)
+    return [] if reason is None else [f"{replaced[0]}: {reason}"]
+
+
+def _is_lora(module: Any) -> bool:
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
+
+
+def _reason_against(module: Any, context: Context) -> str | None:
+    """Return why a Linear of PEFT's LoRA does not follow the formula; None if it does."""
+    kind = type(module)
+    if own_forward(module) is not None:
+        return "it has a forward of its own"
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or code.co_filename != sys.modules[kind.__module__].__file__:
+        return "its class's forward was replaced"  # a replacement may compute something else at another call
+    if not _is_proven(kind.forward):
+        return "this version of PEFT computes another formula"
+    if context.grad and not context.trains_by_kernels:
+        return "gradients do not flow through kernels here"
+    matrices = [*module.lora_A.values(), *module.lora_B.values()]
+    checks = [
+        (context.read(module, "fan_in_fan_out"), "its weight is transposed"),
+        (_variants(module), "it is a variant of LoRA, such as DoRA"),
+        (len(matrices) != 2 * len(module.lora_A), "an adapter has no B"),
+        (any(_is_unlike_linear(matrix, context) for matrix in matrices), "an adapter is no Linear without bias"),
+        (not _has_plain_dropouts(module), "an adapter's dropout is no nn.Dropout"),
+        (_trains_scaling(module), "an adapter's scaling is trained"),
+        (_have_other_dtype(matrices, context), "an adapter has another dtype than the rows"),
+        (context.reasons_replaced(module.base_layer, nn.Linear), "its base layer is no plain Linear"),
+    ]
+    return next((reason for holds, reason in checks if holds), None)
+
+
+def _variants(module: Any) -> list[str]:
+    dora = [name for name, is_used in getattr(module, "use_dora", {}).items() if is_used]
+    return [*getattr(module, "lora_variant", ()), *dora]
+
+
+def _is_unlike_linear(matrix: Any, context: Context) -> bool:
+    return bool(context.reasons_replaced(matrix, nn.Linear)) or matrix.bias is not None
+
+
+def _have_other_dtype(matrices: list[Any], context: Context) -> bool:
+    # Outside autocast, PEFT computes adapters of another dtype in that dtype and casts the result.
+    dtypes = {matrix.weight.dtype for matrix in matrices if type(matrix) is nn.Linear}
+    return context.rows_dtype is None and dtypes != {context.dtype}
+
+
+def _has_plain_dropouts(module: Any) -> bool:
+    return all(type(dropout) in (nn.Identity, nn.Dropout) for dropout in module.lora_dropout.values())
+
+
+def _trains_scaling(module: Any) -> bool:
+    return any(getattr(scaling, "requires_grad", False) for scaling in module.scaling.values())
+
+
 @machine.probe
-def _known(forward: Any) -> bool:
+def _is_proven(forward: Any) -> bool:
     """Whether PEFT's forward computes, in this version, the formula above."""
-    with suppress(Exception):  # whatever another version wants
+    with suppress(Exception):  # another version of PEFT may need other arguments
         return machine.apart(_try, forward)
     return False
 
@@ -81,7 +139,7 @@ def _known(forward: Any) -> bool:
 def _try(forward: Any) -> bool:
     import peft
 
-    with torch.device("meta"):  # which draws no random numbers
+    with torch.device("meta"):  # draws no random numbers
         tiny = nn.Sequential(nn.Linear(6, 4))
         config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0"], init_lora_weights=False)
         peft.inject_adapter_in_model(config, tiny)
@@ -92,6 +150,7 @@ def _try(forward: Any) -> bool:
             parameter.copy_((count + start).sin().view_as(parameter))
         x_TE = torch.arange(18.0, dtype=torch.float64, device="cpu").cos().view(3, 6)
         owner: Any = tiny[0]
-        [(a, b, _, scaling)] = Lora(base=owner.base_layer, owner=owner).active()
-        made = owner.base_layer(x_TE) + x_TE @ a.weight.t() @ b.weight.t() * 1.5
-        return type(owner).forward is forward and scaling == 1.5 and torch.allclose(owner(x_TE), made)
+        [adapter] = Lora(base=owner.base_layer, owner=owner).active()
+        expected = owner.base_layer(x_TE) + x_TE @ adapter.a.weight.t() @ adapter.b.weight.t() * 1.5
+        is_stock = type(owner).forward is forward and adapter.scaling == 1.5
+        return is_stock and torch.allclose(owner(x_TE), expected)

@@ -1,7 +1,7 @@
-"""Sums over all rows, as gradients of biases and of norms' weights are: in fp32 and in a fixed order, without atomics.
+"""Sums over all rows, the gradients of biases and of norms' weights: in fp32, in a fixed order, without atomics.
 
-Each program adds up a run of rows and writes one partial sum per column; a second, small launch adds those up.
-`T` rows, `F` columns, `N` sums made by one launch, `P` partial sums of each.
+Each program adds up a run of rows and writes one partial sum per column. A second, small launch adds up the partial
+sums. `T` rows, `F` columns, `N` sets of sums that one launch makes, `P` partial sums of a set.
 """
 
 from __future__ import annotations
@@ -14,24 +14,32 @@ from torch import Tensor
 from hf_vit_accel import machine
 from hf_vit_accel.ops.launch import jit, tl
 
-BLOCK_T, BLOCK_F = 32, 128
-"""A tile of a kernel that walks over rows and sums up columns: 256 bytes of a row are whole lines of memory."""
-
-
+BLOCK_T = 32
+"""Rows of a tile in kernels that walk over rows and add up columns."""
+BLOCK_F = 128
+"""Columns of such a tile: 256 bytes of a row are complete lines of memory."""
 FEW_ROWS = 8192
-"""Below, launching takes longer than summing."""
+"""With fewer rows, launching a kernel takes longer than summing."""
 
 
 def column_sum_reference(dy_TF: Tensor) -> Tensor:
-    """The sum over the rows, (F,), made in fp32 and rounded to the rows' dtype."""
+    """Return the sum over the rows, (F,), made in fp32 and rounded to the rows' dtype."""
     return dy_TF.sum(0, dtype=torch.promote_types(dy_TF.dtype, torch.float32)).to(dy_TF.dtype)
 
 
 @lru_cache(maxsize=1024)
 def runs(rows: int, columns: int, device: torch.device, *, block_t: int = BLOCK_T, each_sm: int = 8) -> tuple[int, int]:
-    """Rows of a run, whole tiles of them, and how many runs: as many as fill the GPU beside `columns` of programs."""
-    wanted = max(1, each_sm * machine.multiprocessors(device) // columns)
-    length = -(-rows // (wanted * block_t)) * block_t
+    """Divide rows into runs: as many as fill the GPU beside `columns` programs.
+
+    Args:
+        block_t: rows of a tile; a run has complete tiles.
+        each_sm: programs of a multiprocessor.
+
+    Returns:
+        Rows of a run, and the number of runs.
+    """
+    target = max(1, each_sm * machine.multiprocessors(device) // columns)
+    length = -(-rows // (target * block_t)) * block_t
     return length, -(-rows // length)
 
 
@@ -42,8 +50,8 @@ def _column_sum_kernel(
     f = (tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
     first = tl.program_id(1) * length
     total = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
-    for at in tl.range(0, length, BLOCK_T):
-        t = (first + at + tl.arange(0, BLOCK_T))[:, None]
+    for start in tl.range(0, length, BLOCK_T):
+        t = (first + start + tl.arange(0, BLOCK_T))[:, None]
         inside = (t < rows) & (f < WIDTH)
         total += tl.load(x + t.to(tl.int64) * row_stride + f, mask=inside, other=0.0).to(tl.float32)
     store_sum(partial, total, f, tl.program_id(1), WIDTH)
@@ -51,7 +59,7 @@ def _column_sum_kernel(
 
 @jit
 def store_sum(partial, total_TF, f, run, WIDTH: tl.constexpr):
-    """Write a run's sums: total_TF (BLOCK_T, BLOCK_F) in fp32 over its rows, to row `run` of partial (P, WIDTH)."""
+    """Add up the rows of total_TF (BLOCK_T, BLOCK_F), fp32, into row `run` of partial (P, WIDTH)."""
     sums = tl.sum(total_TF, 0)[None, :]
     tl.store(partial + run * WIDTH + f, sums, mask=f < WIDTH)
 
@@ -60,8 +68,8 @@ def store_sum(partial, total_TF, f, run, WIDTH: tl.constexpr):
 def _add_up_kernel(partial, out, count, width, STRIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr):
     f = (tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
     total = tl.zeros((BLOCK_P, BLOCK_F), tl.float32)
-    for at in tl.range(0, count, BLOCK_P):
-        run = (at + tl.arange(0, BLOCK_P))[:, None]
+    for start in tl.range(0, count, BLOCK_P):
+        run = (start + tl.arange(0, BLOCK_P))[:, None]
         cell = (tl.program_id(1) * count + run) * STRIDE + f
         total += tl.load(partial + cell, mask=(run < count) & (f < width), other=0.0)
     sums = tl.sum(total, 0)[None, :]
@@ -69,7 +77,15 @@ def _add_up_kernel(partial, out, count, width, STRIDE: tl.constexpr, BLOCK_P: tl
 
 
 def add_up(partial_NPF: Tensor, dtype: torch.dtype, width: int | None = None) -> tuple[Tensor, ...]:
-    """The sums of sets of partial sums in fp32: N tensors (width,) of a dtype, of the first columns."""
+    """Add up partial sums in fp32.
+
+    Args:
+        dtype: of the results.
+        width: number of columns to keep, from the first; None for all.
+
+    Returns:
+        N tensors, (width,) each.
+    """
     sets, count, partial_width = partial_NPF.shape
     width = width or partial_width
     out_NF = torch.empty(sets, width, dtype=dtype, device=partial_NPF.device)
@@ -79,30 +95,38 @@ def add_up(partial_NPF: Tensor, dtype: torch.dtype, width: int | None = None) ->
     return out_NF.unbind(0)
 
 
-def remember_sum(dy: Tensor, sums: Tensor) -> None:
-    """Let `column_sum` know the sum of these very rows, which who wrote them has added up; until they are changed.
+# A kernel that writes gradients of rows can add them up on the way. The bias that needs the sum belongs to another node
+# of autograd's graph, and from node to node autograd passes tensors only: so the sum is attached to the gradient.
 
-    sums: (F,), or what is still to be added up, (1, P, F).
+
+def attach_sum(dy: Tensor, sums: Tensor) -> None:
+    """Attach the precomputed column sum to `dy`, valid until `dy` is written to.
+
+    Args:
+        sums: (F,), or partial sums of `dy`, (1, P, F).
     """
     dy._hf_vit_accel_sum = dy._version, sums  # type: ignore[attr-defined]
 
 
 def flattened(dy: Tensor) -> Tensor:
-    """Contiguous rows (T, F) of a gradient of more dimensions, of which the same is remembered."""
+    """Flatten a gradient to contiguous rows (T, F), with the sum that is attached to it."""
     dy_TF = dy.flatten(1)
-    if (known := getattr(dy, "_hf_vit_accel_sum", None)) is not None:
-        dy_TF._hf_vit_accel_sum = known  # type: ignore[attr-defined]
+    if hasattr(dy, "_hf_vit_accel_sum"):
+        dy_TF._hf_vit_accel_sum = dy._hf_vit_accel_sum  # type: ignore[attr-defined]
     return dy_TF
 
 
 def column_sum(dy_TF: Tensor) -> Tensor:
-    """`column_sum_reference`; by a kernel for many rows, of which 16384 take aten 55 us (H200). See `remember_sum`."""
-    rows, width = dy_TF.shape
+    """Return the attached sum, or compute `column_sum_reference`: few rows by aten, many by a kernel.
+
+    aten takes 55 us for 16384 rows (H200).
+    """
     version, sums = getattr(dy_TF, "_hf_vit_accel_sum", (None, None))
     if version == dy_TF._version and isinstance(sums, Tensor):
         return sums.to(dy_TF.dtype) if sums.ndim == 1 else add_up(sums, dy_TF.dtype)[0]
+    rows, width = dy_TF.shape
     if rows < FEW_ROWS:
-        return dy_TF.sum(0)  # rows are summed in fp32, whatever their dtype
+        return dy_TF.sum(0)  # aten adds up rows in fp32, whatever their dtype
     dy_TF = dy_TF if dy_TF.stride(1) == 1 else dy_TF.contiguous()
     columns = -(-width // BLOCK_F)
     length, count = runs(rows, columns, dy_TF.device, block_t=BLOCK_T)

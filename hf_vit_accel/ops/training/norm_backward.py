@@ -5,65 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
+from hf_vit_accel.ops.add_norm import add_norm_reference as add_norm_reference
+from hf_vit_accel.ops.add_norm import add_norm_rows, pieces
 from hf_vit_accel.ops.launch import jit, tl
-from hf_vit_accel.ops.norm import add_norm_reference as add_norm_reference
-from hf_vit_accel.ops.norm import add_norm_rows, pieces
-from hf_vit_accel.ops.training.column_sum import FEW_ROWS, add_up, remember_sum, runs
+from hf_vit_accel.ops.training.column_sum import add_up, attach_sum, runs
 
-_EACH_SM = 4  # programs of a multiprocessor: a warp each, which needs no barriers, and their next rows on their way
-
-
-class Norm(NamedTuple):
-    """What normed rows are made of: a product that keeps this instead of them makes them again for its gradient.
-
-    The sum is kept by the norm anyway. At 16384 rows that saves 38 to 42 MB for each norm and costs about 20 us.
-    """
-
-    sum_TE: Tensor
-    weight_E: Tensor
-    bias_E: Tensor | None
-    eps: float
-    rms: bool
-    dtype: torch.dtype | None = None
-
-    def again(self) -> Tensor:
-        """The normed rows, (T, E), bit for bit as the norm made them."""
-        return add_norm_rows(self.sum_TE, self.sum_TE, None, *self[1:])
-
-
-def remember(normed_TE: Tensor, norm: Norm) -> None:
-    """Let the product that is given these very rows know what they are made of."""
-    normed_TE._hf_vit_accel_norm = norm  # type: ignore[attr-defined]
-
-
-def norm_of(x_TE: Tensor) -> Norm | None:
-    """What rows are made of, if `remember` was told."""
-    return getattr(x_TE, "_hf_vit_accel_norm", None)
-
-
-def keep(x_TE: Tensor, norm: Norm | None) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...] | None]:
-    """What a product saves for its input's sake: tensors and, with a norm, its settings. See `kept`.
-
-    Few rows are kept as they are: making them again would cost a launch, and they cost no memory.
-    """
-    if norm is None or x_TE.shape[0] < FEW_ROWS:
-        return (x_TE,), None
-    return (norm.sum_TE.detach(), norm.weight_E.detach(), norm.bias_E), norm[3:]
-
-
-def kept(tensors: Sequence[Tensor], settings: tuple[Any, ...] | None, rows: int) -> Tensor:
-    """A product's input from what `keep` returned; rows: its own, of which each may hold several normed ones."""
-    if settings is None:
-        return tensors[0]
-    sum_TE, weight_E, bias_E = tensors
-    return Norm(sum_TE, weight_E, bias_E, *settings).again().view(rows, -1)
+_PROGRAMS_PER_SM = 4  # each has one warp, which needs no barriers, and prefetches its next rows
 
 
 @jit
@@ -91,30 +44,37 @@ def _add_norm_backward_kernel(
     NEED_BIAS: tl.constexpr,
     NEED_SUM: tl.constexpr,
 ):
-    # A run of rows, BLOCK_T at a time so that their reductions share the barriers. Pieces as in `_add_norm_kernel`.
-    e1, e2 = tl.arange(0, MAIN)[None, :], (MAIN + tl.arange(0, TAIL))[None, :]
+    # A program takes a run of rows, BLOCK_T at a time, so that their reductions share barriers. A row is read in two
+    # pieces, like in `_add_norm_kernel`.
+    e1 = tl.arange(0, MAIN)[None, :]
+    e2 = (MAIN + tl.arange(0, TAIL))[None, :]
     w1 = tl.load(weight + e1).to(tl.float32)
     w2 = tl.load(weight + e2, mask=e2 < WIDTH, other=0.0).to(tl.float32)
-    dw1, dw2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
-    db1, db2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
-    dx1, dx2 = tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
-    for at in tl.range(0, length, BLOCK_T, num_stages=STAGES):
-        t = tl.program_id(0) * length + at + tl.arange(0, BLOCK_T)
+    dw1 = tl.zeros((1, MAIN), tl.float32)
+    dw2 = tl.zeros((1, TAIL), tl.float32)
+    db1 = tl.zeros((1, MAIN), tl.float32)
+    db2 = tl.zeros((1, TAIL), tl.float32)
+    dx1 = tl.zeros((1, MAIN), tl.float32)
+    dx2 = tl.zeros((1, TAIL), tl.float32)
+    for start in tl.range(0, length, BLOCK_T, num_stages=STAGES):
+        t = tl.program_id(0) * length + start + tl.arange(0, BLOCK_T)
         scale = tl.load(statistics + t, mask=t < rows, other=0.0)[:, None]
-        row, in1 = t.to(tl.int64)[:, None] * WIDTH, (t < rows)[:, None] & (e1 < WIDTH)
+        row = t.to(tl.int64)[:, None] * WIDTH
+        in1 = (t < rows)[:, None] & (e1 < WIDTH)
         in2 = (t < rows)[:, None] & (e2 < WIDTH)
         x1 = tl.load(total + row + e1, mask=in1, other=0.0).to(tl.float32)
         x2 = tl.load(total + row + e2, mask=in2, other=0.0).to(tl.float32)
         y1 = tl.load(dout + row + e1, mask=in1, other=0.0).to(tl.float32)
         y2 = tl.load(dout + row + e2, mask=in2, other=0.0).to(tl.float32)
-        if NEED_X and HAS_DSUM:  # on its way before the reductions' barriers
+        if NEED_X and HAS_DSUM:  # loaded early: these loads overlap with the reductions' barriers
             z1 = tl.load(dsum + row + e1, mask=in1, other=0.0)
             z2 = tl.load(dsum + row + e2, mask=in2, other=0.0)
         if not RMS:
             mean = tl.load(statistics + rows + t, mask=t < rows, other=0.0)[:, None]
             x1 -= mean
             x2 = tl.where(in2, x2 - mean, 0.0)
-        x1, x2 = x1 * scale, x2 * scale
+        x1 = x1 * scale
+        x2 = x2 * scale
         if NEED_WEIGHT:
             dw1 += tl.sum(y1 * x1, 0)[None, :]
             dw2 += tl.sum(y2 * x2, 0)[None, :]
@@ -122,19 +82,24 @@ def _add_norm_backward_kernel(
             db1 += tl.sum(y1, 0)[None, :]
             db2 += tl.sum(y2, 0)[None, :]
         if NEED_X:
-            y1, y2 = y1 * w1, y2 * w2
+            y1 = y1 * w1
+            y2 = y2 * w2
             along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / WIDTH)[:, None]
-            y1, y2 = y1 - x1 * along, y2 - x2 * along
+            y1 = y1 - x1 * along
+            y2 = y2 - x2 * along
             if not RMS:
                 # The mean of y - x * along is that of y, since the mean of x is zero.
                 level = ((tl.sum(y1, 1) + tl.sum(y2, 1)) / WIDTH)[:, None]
-                y1, y2 = y1 - level, y2 - level
-            y1, y2 = y1 * scale, y2 * scale
+                y1 = y1 - level
+                y2 = y2 - level
+            y1 = y1 * scale
+            y2 = y2 * scale
             if HAS_DSUM:
-                y1, y2 = y1 + z1.to(tl.float32), y2 + z2.to(tl.float32)
+                y1 = y1 + z1.to(tl.float32)
+                y2 = y2 + z2.to(tl.float32)
             tl.store(dx + row + e1, y1.to(dx.dtype.element_ty), mask=in1)
             tl.store(dx + row + e2, y2.to(dx.dtype.element_ty), mask=in2)
-            if SPLIT:  # a gradient of the same numbers in the dtype of what was added
+            if SPLIT:  # delta has another dtype than x: its gradient is the same numbers in delta's dtype
                 tl.store(ddelta + row + e1, y1.to(ddelta.dtype.element_ty), mask=in1)
                 tl.store(ddelta + row + e2, y2.to(ddelta.dtype.element_ty), mask=in2)
             if NEED_SUM:
@@ -155,10 +120,10 @@ def _add_norm_backward_kernel(
 
 
 class AddNormFunction(torch.autograd.Function):
-    """`add_norm_reference` as one kernel, with a gradient that is one kernel, too, and a small one for the parameters.
+    """Run `add_norm_reference` as one kernel, and its backward as one kernel and a small one for the parameters.
 
-    x is contiguous. Without delta the sum is x itself, and its gradient is added within the kernel all the same. Saved
-    are the sum and the rows' statistics; x and delta share one gradient where they are of one dtype.
+    x is contiguous. Without delta the sum is x itself; the backward kernel adds the sum's gradient all the same. The
+    sum and the rows' statistics are saved. x and delta share one gradient tensor where their dtypes are the same.
     """
 
     @staticmethod
@@ -173,12 +138,13 @@ class AddNormFunction(torch.autograd.Function):
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.rms, ctx.delta_dtype = rms, x_TE.dtype if delta_TE is None else delta_TE.dtype
+        ctx.rms = rms
+        ctx.delta_dtype = x_TE.dtype if delta_TE is None else delta_TE.dtype
         sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
         statistics_2T = torch.empty(1 if rms else 2, x_TE.shape[0], dtype=torch.float32, device=x_TE.device)
         out_TE = add_norm_rows(x_TE, sum_TE, delta_TE, weight_E, bias_E, eps, rms, dtype, statistics_2T)
         ctx.save_for_backward(sum_TE, weight_E, statistics_2T)
-        if not any(ctx.needs_input_grad[:2]):  # the norm's weights alone are trained: the sum does not know them
+        if not any(ctx.needs_input_grad[:2]):  # only the norm's weights are trained: the sum does not depend on them
             ctx.mark_non_differentiable(sum_TE)
         return sum_TE, out_TE
 
@@ -190,23 +156,23 @@ class AddNormFunction(torch.autograd.Function):
             ddelta_TE = dsum_TE.to(ctx.delta_dtype) if needs_delta and dsum_TE is not None else None
             return dsum_TE if needs_x else None, ddelta_TE, None, None, None, None, None
         sum_TE, weight_E, statistics_2T = ctx.saved_tensors
-        dout_TE, weight_E = dout_TE.contiguous(), weight_E.contiguous()
+        dout_TE = dout_TE.contiguous()
         rows, width = sum_TE.shape
         sizes = pieces(width)
-        warps = max(1, sizes["MAIN"] // 1024)  # a wide row, as mergers have, would spill
-        length, count = runs(rows, 1, sum_TE.device, block_t=1, each_sm=_EACH_SM)
+        warps = max(1, sizes["MAIN"] // 1024)  # a wide row, such as a merger's, would spill registers
+        length, count = runs(rows, 1, sum_TE.device, block_t=1, each_sm=_PROGRAMS_PER_SM)
         dx_TE = torch.empty_like(sum_TE) if needs_x or needs_delta else None
         ddelta_TE = dx_TE
         if dx_TE is not None and needs_delta and ctx.delta_dtype != dx_TE.dtype:
             ddelta_TE = torch.empty_like(dx_TE, dtype=ctx.delta_dtype)
-        needs_sum = needs_delta  # of what is added to the stream, its product's bias may want it
+        needs_sum = needs_delta  # for the bias of the product that made delta
         sets = needs_weight + needs_bias + needs_sum
         partial_NPE = torch.empty(sets, count, width, dtype=torch.float32, device=sum_TE.device)
         _add_norm_backward_kernel[(count,)](
             dout_TE if dsum_TE is None else dsum_TE.contiguous(),
             dout_TE,
             sum_TE,
-            weight_E,
+            weight_E.contiguous(),
             statistics_2T,
             dout_TE if dx_TE is None else dx_TE,
             dout_TE if ddelta_TE is None else ddelta_TE,
@@ -227,6 +193,7 @@ class AddNormFunction(torch.autograd.Function):
         )
         sums = list(add_up(partial_NPE, weight_E.dtype)) if sets else []
         if ddelta_TE is not None and needs_sum:
-            remember_sum(ddelta_TE, sums.pop())
-        dbias_E, dweight_E = sums.pop() if needs_bias else None, sums.pop() if needs_weight else None
+            attach_sum(ddelta_TE, sums.pop())
+        dbias_E = sums.pop() if needs_bias else None
+        dweight_E = sums.pop() if needs_weight else None
         return dx_TE if needs_x else None, ddelta_TE if needs_delta else None, dweight_E, dbias_E, None, None, None

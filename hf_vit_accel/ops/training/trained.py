@@ -1,23 +1,22 @@
-"""Operations with gradients of their own: each by itself a node of autograd's graph, or all of a layer together one.
+"""Operations that bring their own backward: each one a node of autograd's graph, or a complete layer as one node.
 
-One node a layer, instead of six and the views between them: what Python and autograd's engine do between launches is
-what a step with few rows takes. `T` rows, `E` width, `H` heads, `D` head dim.
+One node per layer instead of six: with few rows a training step is bound by the host, by Python and autograd's engine.
+`T` rows, `E` width, `F` width of a product, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.training.column_sum import flattened
-from hf_vit_accel.ops.training.norm_backward import Norm, norm_of, remember
+from hf_vit_accel.ops.training.norm_recipe import NormRecipe, attach_recipe, attached_recipe
 
 Rows = Tensor
 V = TypeVar("V")
@@ -25,11 +24,14 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """An operation with a gradient of its own, which takes rows, weights and settings in this order.
+    """An operation with its own backward; it takes rows, weights and settings, in this order.
 
-    function: the autograd function that runs it. weights: as they are now, in the dtype of the rows.
-    takes_norm: whether its last argument is what its rows were made of by a norm. fault: the name of what failed, if
-    its forward does.
+    Attributes:
+        function: the autograd function.
+        weights: reads the current weights, in the dtype of the rows.
+        settings: arguments after the weights, without gradients.
+        takes_norm: whether the last argument is the `NormRecipe` of its rows.
+        fault: the name to report if the forward fails.
     """
 
     function: Any
@@ -38,96 +40,183 @@ class Trained:
     takes_norm: bool = False
     fault: str = machine.KERNELS
 
-    def __call__(self, *rows: Any, norm: Norm | None = None) -> Any:
-        """Alone: one node."""
-        extra = (norm or norm_of(rows[0]),) if self.takes_norm else ()
-        return self._alone(*rows, *self.weights(), *self.settings, *extra)
+    def __call__(self, *rows: Any, recipe: NormRecipe | None = None) -> Any:
+        """Run as one node."""
+        if not self.takes_norm:
+            return self._apply(*rows, *self.weights(), *self.settings)
+        return self._apply(*rows, *self.weights(), *self.settings, recipe or attached_recipe(rows[0]))
 
     @cached_property
-    def _alone(self) -> Any:
+    def _apply(self) -> Any:
         return machine.guarded(self.fault, self.function.apply)
 
     @cached_property
     def forward(self) -> Any:
-        """The function's forward, which takes a context first."""
+        """Return the function's forward, which takes a context first."""
         return machine.guarded(self.fault, self.function.forward)
 
     @cached_property
     def backward(self) -> Any:
-        """The function's backward as it is written: the layer's own is what `once_differentiable` guards."""
+        """Return the function's bare backward: the outer function's own is once-differentiable already."""
         return self.function.backward.__wrapped__
 
 
 class TrainedNorm(Trained):
-    """(x, delta) to (x + delta, the norm of it); the product that is given the norm knows what it was made of."""
+    """Compute (x + delta, norm of it) and attach the norm's recipe to the normed rows."""
 
-    def __call__(self, *rows: Any, norm: Norm | None = None) -> tuple[Rows, Rows]:
-        (x_TE, delta_TE), weights = rows, self.weights()
-        sum_TE, normed_TE = self._alone(x_TE.contiguous(), delta_TE, *weights, *self.settings)
-        remember(normed_TE, Norm(sum_TE, *weights, *self.settings))
+    def __call__(self, *rows: Any, recipe: NormRecipe | None = None) -> tuple[Rows, Rows]:
+        x_TE, delta_TE = rows
+        weights = self.weights()
+        sum_TE, normed_TE = self._apply(x_TE.contiguous(), delta_TE, *weights, *self.settings)
+        attach_recipe(normed_TE, NormRecipe(sum_TE, *weights, *self.settings))
         return sum_TE, normed_TE
+
+
+class LayerParts(NamedTuple, Generic[V]):
+    """One value for every part of a layer, in the order in which the parts run."""
+
+    norm1: V
+    qkv: V
+    attend: V
+    proj: V
+    norm2: V
+    mlp: V
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedLayer:
-    """All that a layer computes, as one node. parts: norm1, qkv, attend, proj, norm2, mlp."""
+    """A complete layer as one node."""
 
-    parts: tuple[Trained, ...]
+    parts: LayerParts[Trained]
 
     @cached_property
-    def unneeded(self) -> tuple[int, ...]:
-        """How many arguments, after a part's weights, have no gradient."""
+    def constants(self) -> tuple[int, ...]:
+        """Count the arguments of every part that follow its weights; they have no gradients."""
         return tuple(len(part.settings) + part.takes_norm for part in self.parts)
 
     def __call__(
         self, heads: tuple[int, ...], cos_TD: Rows, sin_TD: Rows, x_TE: Rows, delta_TE: Rows | None
     ) -> tuple[Rows, Rows | None]:
-        """The residual stream, (T, E), and what it is still to receive, (T, E) or None. heads: (3, H, D)."""
-        weights = [part.weights() for part in self.parts]
-        rows = cos_TD, sin_TD, x_TE.contiguous(), delta_TE
-        return _Layer.apply(self, heads, tuple(map(len, weights)), *rows, *chain.from_iterable(weights))
+        """Return the residual stream, (T, E), and the MLP's result that the next norm adds to it, (T, E).
+
+        Args:
+            heads: (3, H, D).
+        """
+        counts = []
+        weights: list[Any] = []
+        for part in self.parts:
+            part_weights = part.weights()
+            counts.append(len(part_weights))
+            weights += part_weights
+        return _Layer.apply(self, heads, tuple(counts), cos_TD, sin_TD, x_TE.contiguous(), delta_TE, *weights)
 
 
 def layer_of(operations: Any, attend: Any) -> TrainedLayer | None:
-    """One node for a layer's operations and its attention; None where one of them is not `Trained`."""
-    found = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
-    parts = tuple(getattr(part, "__wrapped__", part) for part in found)  # they guard themselves
-    return TrainedLayer(parts=parts) if all(isinstance(part, Trained) for part in parts) else None
+    """Build one node from a layer's operations and its attention; None where one of them is not `Trained`."""
+    built = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
+    # `guarded` wraps an operation; inside the node each part's forward is guarded by itself.
+    parts = [getattr(part, "__wrapped__", part) for part in built]
+    return TrainedLayer(parts=LayerParts(*parts)) if all(isinstance(part, Trained) for part in parts) else None
 
 
-class Frame:
-    """An autograd function's context, where it is run as a part of another function."""
+class InnerContext:
+    """The context of an autograd function that runs inside another one.
+
+    Attributes:
+        needs_input_grad: whether each argument of the forward needs a gradient.
+        saved_tensors: what the forward saved. Between forward and backward the outer function saves it, so that
+            autograd's hooks and version checks see it.
+    """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Any, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Until the function that this one is a part of saves them."""
+        """Store tensors until `release`."""
         self.saved_tensors = tensors
 
-    # The parts are given None for what needs no gradient, as they ask for: nothing is to be done.
-    set_materialize_grads = staticmethod(bool)
+    def release(self) -> tuple[Any, ...]:
+        """Return the saved tensors and drop the references to them."""
+        tensors = self.saved_tensors
+        self.saved_tensors = ()
+        return tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing: undefined gradients already arrive as None."""
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        """Which parts need a gradient is known before they run."""
+        """Do nothing: the outer function knows beforehand which arguments need gradients."""
+
+
+class _PartContext(InnerContext):
+    """The context of one part of a layer, and how to run its backward.
+
+    Attributes:
+        weights: number of the part's weights.
+    """
+
+    def __init__(self, part: Trained, needs_input_grad: tuple[bool, ...], weights: int) -> None:
+        self.part = part
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors = ()
+        self.weights = weights
+
+    def backward(self, saved: tuple[Any, ...], *gradients: Rows | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Run the part's backward, if a gradient arrives and one is needed.
+
+        Args:
+            gradients: one, or two of a norm.
+
+        Returns:
+            The gradients of the part's rows, and those of its weights.
+        """
+        rows = len(self.needs_input_grad) - self.weights - len(self.part.settings) - self.part.takes_norm
+        arrives = gradients[0] is not None or gradients[-1] is not None
+        if not arrives or not any(self.needs_input_grad):
+            return (None,) * rows, (None,) * self.weights
+        self.saved_tensors = saved
+        results = self.part.backward(self, *gradients)
+        self.saved_tensors = ()
+        return results[:rows], results[rows : rows + self.weights]
 
 
 @lru_cache(maxsize=1024)
-def _needs(given: tuple[bool, ...], counts: tuple[int, ...], unneeded: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
-    """Which arguments of each part need a gradient. given: of x, of delta, of all weights; counts: of each part's."""
-    needs_x, needs_delta, *of_weights = given
-    after = [(*needs, *(False,) * rest) for needs, rest in zip(_split(of_weights, counts), unneeded, strict=True)]
-    norm1 = needs_x, needs_delta, *after[0]
-    qkv = any(norm1), *after[1]
-    attend = any(qkv), False, False, *after[2]
-    proj = any(attend), *after[3]
-    norm2 = needs_x or needs_delta, any(proj), *after[4]
-    return norm1, qkv, attend, proj, norm2, (any(norm2), *after[5])
+def _layer_needs(
+    needs_input_grad: tuple[bool, ...], counts: tuple[int, ...], constants: tuple[int, ...]
+) -> LayerParts[tuple[bool, ...]]:
+    """Work out which arguments of every part need a gradient.
+
+    Args:
+        needs_input_grad: of x, of delta, of all weights.
+        counts: number of weights of every part.
+        constants: number of arguments of every part that follow its weights.
+    """
+    needs_x, needs_delta, *needs_weights = needs_input_grad
+    needs_by_part = _split(needs_weights, counts)
+    trailing = LayerParts(*[(*needs, *(False,) * count) for needs, count in zip(needs_by_part, constants, strict=True)])
+    norm1 = needs_x, needs_delta, *trailing.norm1
+    qkv = any(norm1), *trailing.qkv
+    attend = any(qkv), False, False, *trailing.attend
+    proj = any(attend), *trailing.proj
+    norm2 = needs_x or needs_delta, any(proj), *trailing.norm2
+    mlp = any(norm2), *trailing.mlp
+    return LayerParts(norm1, qkv, attend, proj, norm2, mlp)
+
+
+@lru_cache(maxsize=1024)
+def _slices(counts: tuple[int, ...]) -> LayerParts[slice]:
+    """Return where every part's values are among those of all parts."""
+    slices = []
+    start = 0
+    for count in counts:
+        slices.append(slice(start, start + count))
+        start += count
+    return LayerParts(*slices)
 
 
 class _Layer(torch.autograd.Function):
-    """The functions of `TrainedLayer`'s parts, one after the other, and back."""
+    """Run the parts of a `TrainedLayer` one after the other, and their backwards in reverse."""
 
     @staticmethod
     def forward(
@@ -139,58 +228,59 @@ class _Layer(torch.autograd.Function):
         sin_TD: Rows,
         x_TE: Rows,
         delta_TE: Rows | None,
-        *flat: Any,
+        *flat_weights: Any,
     ) -> tuple[Rows, Rows | None]:
         ctx.set_materialize_grads(False)
+        needs = _layer_needs(ctx.needs_input_grad[5:], counts, layer.constants)
         norm1, qkv, attend, proj, norm2, mlp = layer.parts
-        needs = _needs(ctx.needs_input_grad[5:], counts, layer.unneeded)
-        of_norm1, of_qkv, of_attend, of_proj, of_norm2, of_mlp = frames = list(map(Frame, needs))
-        in_norm1, in_qkv, _, in_proj, in_norm2, in_mlp = _split(flat, counts)
-        sum_TE, normed_TE = norm1.forward(of_norm1, x_TE, delta_TE, *in_norm1, *norm1.settings)
-        norm = Norm(sum_TE, *in_norm1, *norm1.settings)
-        qkv_TF = qkv.forward(of_qkv, normed_TE, *in_qkv, *qkv.settings, norm)
-        rows = qkv_TF.view(qkv_TF.shape[0], *heads), cos_TD, sin_TD  # Python's unflatten takes 8 us
-        attended_TF = attend.forward(of_attend, *rows, *attend.settings).flatten(1)
-        made_TE = proj.forward(of_proj, attended_TF, *in_proj, *proj.settings, None)
-        sum_TE, normed_TE = norm2.forward(of_norm2, sum_TE, made_TE, *in_norm2, *norm2.settings)
-        norm = Norm(sum_TE, *in_norm2, *norm2.settings)
-        made_TE = mlp.forward(of_mlp, normed_TE, *in_mlp, *mlp.settings, norm)
-        # All by autograd's own means: hooks see them, and a result that is kept makes no cycle.
-        saved = [frame.saved_tensors for frame in frames]
-        ctx.save_for_backward(*chain.from_iterable(saved))
-        for frame in frames:
-            frame.saved_tensors = ()
-        ctx.layer, ctx.heads, ctx.counts, ctx.frames, ctx.saved = layer, heads, counts, frames, list(map(len, saved))
-        return sum_TE, made_TE
+        weights = _slices(counts)
+        contexts = LayerParts(*[_PartContext(*part) for part in zip(layer.parts, needs, counts, strict=True)])
+
+        norm1_weights = flat_weights[weights.norm1]
+        sum_TE, normed_TE = norm1.forward(contexts.norm1, x_TE, delta_TE, *norm1_weights, *norm1.settings)
+        recipe = NormRecipe(sum_TE, *norm1_weights, *norm1.settings)
+        qkv_TF = qkv.forward(contexts.qkv, normed_TE, *flat_weights[weights.qkv], *qkv.settings, recipe)
+        qkv_T3HD = qkv_TF.view(qkv_TF.shape[0], *heads)  # Python's unflatten takes 8 us
+        attended_THD = attend.forward(contexts.attend, qkv_T3HD, cos_TD, sin_TD, *attend.settings)
+        attended_TF = attended_THD.flatten(1)
+        del attended_THD
+        projected_TE = proj.forward(contexts.proj, attended_TF, *flat_weights[weights.proj], *proj.settings, None)
+        norm2_weights = flat_weights[weights.norm2]
+        sum_TE, normed_TE = norm2.forward(contexts.norm2, sum_TE, projected_TE, *norm2_weights, *norm2.settings)
+        recipe = NormRecipe(sum_TE, *norm2_weights, *norm2.settings)
+        out_TE = mlp.forward(contexts.mlp, normed_TE, *flat_weights[weights.mlp], *mlp.settings, recipe)
+
+        # autograd saves the tensors of all parts: its hooks see them, and an output that is saved makes no cycle.
+        tensors: list[Any] = []
+        saved_counts = []
+        for context in contexts:
+            tensors += context.saved_tensors
+            saved_counts.append(len(context.saved_tensors))
+            context.saved_tensors = ()
+        ctx.save_for_backward(*tensors)
+        ctx.heads = heads
+        ctx.contexts = contexts
+        ctx.saved_counts = saved_counts
+        return sum_TE, out_TE
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dsum_TE: Rows | None, ddelta_TE: Rows | None) -> tuple[Any, ...]:
-        parts, frames, counts = ctx.layer.parts, ctx.frames, ctx.counts
-        saved, gradients = _split(ctx.saved_tensors, ctx.saved), [()] * len(parts)
-
-        def back(at: int, rows: int, *given: Rows | None) -> Any:
-            """Gradients of a part's rows; those of its weights are put aside."""
-            frame = frames[at]
-            frame.saved_tensors, saved[at] = saved[at], ()
-            if any(frame.needs_input_grad) and (given[0] is not None or given[-1] is not None):
-                found = parts[at].backward(frame, *given)
-            else:
-                found = (None,) * len(frame.needs_input_grad)
-            frame.saved_tensors = ()
-            gradients[at] = found[rows : rows + counts[at]]
-            return found[:rows]
-
-        (dnormed_TE,) = back(5, 1, ddelta_TE)
-        dsum_TE, dproj_TE = back(4, 2, dsum_TE, dnormed_TE)
-        (dattended,) = back(3, 1, dproj_TE)
-        dqkv_T3HD, _, _ = back(2, 3, None if dattended is None else dattended.view(-1, *ctx.heads[1:]))
-        (dnormed_TE,) = back(1, 1, None if dqkv_T3HD is None else flattened(dqkv_T3HD))
-        dx_TE, ddelta_TE = back(0, 2, dsum_TE, dnormed_TE)
-        ddelta_TE = ddelta_TE if ctx.needs_input_grad[6] else None
-        return None, None, None, None, None, dx_TE, ddelta_TE, *chain.from_iterable(gradients)
+    def backward(ctx: Any, dsum_TE: Rows | None, dout_TE: Rows | None) -> tuple[Any, ...]:
+        norm1, qkv, attend, proj, norm2, mlp = ctx.contexts
+        saved = _split(ctx.saved_tensors, ctx.saved_counts)  # popped from the end: freed part by part
+        (dnormed_TE,), dmlp = mlp.backward(saved.pop(), dout_TE)
+        (dsum_TE, dprojected_TE), dnorm2 = norm2.backward(saved.pop(), dsum_TE, dnormed_TE)
+        (dattended_TF,), dproj = proj.backward(saved.pop(), dprojected_TE)
+        dattended_THD = None if dattended_TF is None else dattended_TF.view(-1, *ctx.heads[1:])
+        (dqkv_T3HD, _, _), dattend = attend.backward(saved.pop(), dattended_THD)
+        dqkv_TF = None if dqkv_T3HD is None else flattened(dqkv_T3HD)
+        (dnormed_TE,), dqkv = qkv.backward(saved.pop(), dqkv_TF)
+        (dx_TE, ddelta_TE), dnorm1 = norm1.backward(saved.pop(), dsum_TE, dnormed_TE)
+        if not ctx.needs_input_grad[6]:  # without delta
+            ddelta_TE = None
+        return None, None, None, None, None, dx_TE, ddelta_TE, *dnorm1, *dqkv, *dattend, *dproj, *dnorm2, *dmlp
 
 
-def _split(flat: Iterable[V], counts: Iterable[int]) -> list[tuple[V, ...]]:
-    rest = iter(flat)
-    return [tuple(islice(rest, count)) for count in counts]
+def _split(flat: Sequence[V], counts: Sequence[int]) -> list[tuple[V, ...]]:
+    """Split the values of all parts into those of every part."""
+    return [tuple(flat[part]) for part in _slices(tuple(counts))]

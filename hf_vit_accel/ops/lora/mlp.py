@@ -1,0 +1,161 @@
+"""MLPs whose Linears have LoRA adapters: two products with an activation between them, or a SwiGLU.
+
+`T` rows, `E` width, `F` width of the MLP, `G` that width rounded up to a multiple of 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_vit_accel import machine
+from hf_vit_accel.ops.activation import ACTIVATIONS, swiglu, swiglu_reference
+from hf_vit_accel.ops.base import Apply, Context
+from hf_vit_accel.ops.lora.adapter import adapted_backward, adapted_forward, adapted_reference, product
+from hf_vit_accel.ops.lora.inputs import JoinedLinears
+from hf_vit_accel.ops.lora.modules import Lora
+from hf_vit_accel.ops.training.gelu_backward import gelu, gelu_gradient
+from hf_vit_accel.ops.training.swiglu_backward import aligned, swiglu_gradient
+from hf_vit_accel.ops.training.trained import InnerContext, Trained
+
+
+def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Tensor:
+    """Compute the activation of rows (T, F); kind "silu" is a SwiGLU of gate and up side by side, (T, 2 F)."""
+    if kind == "silu":
+        return swiglu_reference(*z.chunk(2, dim=-1), limit=limit)
+    return ACTIVATIONS[kind](z)
+
+
+def _activate(z: Tensor, kind: str, limit: float | None) -> Tensor:
+    return swiglu(*z.chunk(2, dim=-1), limit=limit) if kind == "silu" else gelu(z, kind)
+
+
+def _activate_backward(z: Tensor, dh_TF: Tensor, kind: str, limit: float | None) -> tuple[Tensor, Tensor]:
+    """Return the gradient of z, and h again; `dh_TF` is overwritten."""
+    written = torch.empty_like(z)
+    if kind == "silu":
+        swiglu_gradient(z, dh_TF, written, limit)
+        return written, dh_TF
+    gelu_gradient(z, dh_TF, dh_TF, written, kind, needs_h=True)
+    return dh_TF, written
+
+
+class Activated(torch.autograd.Function):
+    """Run `activated_reference` as one kernel in each direction; only its input is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, kind: str, limit: float | None = None) -> Tensor:
+        ctx.save_for_backward(z)
+        ctx.kind = kind
+        ctx.limit = limit
+        return _activate(z, kind, limit)
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: Any, dh_TF: Tensor) -> tuple[Tensor | None, ...]:
+        (z,) = ctx.saved_tensors
+        own_dh_TF = dh_TF.clone(memory_format=torch.contiguous_format)  # the kernel overwrites it
+        dz, _ = _activate_backward(z, own_dh_TF, ctx.kind, ctx.limit)
+        return dz, None, None
+
+
+def adapted_mlp_reference(x_TE: Tensor, *arguments: Any) -> Tensor:
+    """Compute an MLP whose Linears have adapters, (T, E).
+
+    Args:
+        arguments: the length of the first products' `LoraInputs.flat`; that list and the last product's; the
+            `JoinedLinears` of both; the activation, its limit; a `NormRecipe` or None.
+    """
+    count, *flat, first, last, kind, limit, recipe = arguments
+    z = adapted_reference(x_TE, *flat[:count], first, recipe)
+    return adapted_reference(activated_reference(z, kind, limit), *flat[count:], last, None)
+
+
+class AdaptedMlp(torch.autograd.Function):
+    """Run `adapted_mlp_reference` as one node of autograd's graph; the activation is computed again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, *arguments: Any) -> Tensor:
+        count, *flat, first, last, kind, limit, recipe = arguments
+        needs_x, _, *needs = ctx.needs_input_grad
+        ctx.first = InnerContext((needs_x, *needs[:count]))
+        needs_z = any(ctx.first.needs_input_grad)
+        ctx.last = InnerContext((needs_z, *needs[count : len(flat)]))
+        ctx.kind = kind
+        ctx.limit = limit
+        first_joined = last_joined = None
+        if kind == "silu":
+            first_joined, last_joined = _join_swiglu(first, flat[:count], flat[count], flat[count + 1])
+        z = adapted_forward(ctx.first, x_TE, flat[:count], first, recipe, joined=first_joined)
+        h_TF = _activate(z, kind, limit)
+        out_TE = adapted_forward(ctx.last, h_TF, flat[count:], last, None, joined=last_joined, saves_input=not needs_z)
+        of_first = ctx.first.release()
+        of_last = ctx.last.release()
+        ctx.first_saved = len(of_first)
+        ctx.save_for_backward(z if needs_z else None, *of_first, *of_last)
+        return out_TE
+
+    @staticmethod
+    @machine.once_differentiable
+    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Any, ...]:
+        z, *saved = ctx.saved_tensors
+        first: Any = ctx.first
+        last: Any = ctx.last
+        first.saved_tensors = saved[: ctx.first_saved]
+        last.saved_tensors = saved[ctx.first_saved :]
+        first_weight = down_EG = None
+        if ctx.kind == "silu" and first.needs_x:
+            gate_FE, up_FE = first.saved_tensors[3:5]
+            first_weight, _, down_EG = aligned(gate_FE, up_FE, None, last.saved_tensors[3])
+        dz = None
+
+        def compute_h(dh_TF: Tensor) -> Tensor:
+            nonlocal dz
+            dz, h_TF = _activate_backward(z, dh_TF, ctx.kind, ctx.limit)
+            return h_TF
+
+        compute_input = None if z is None else compute_h
+        _, last_gradients = adapted_backward(last, dy_TE, joined_weight=down_EG, compute_input=compute_input)
+        dx_TE = None
+        first_gradients: list[Tensor | None] = [None] * (len(first.needs_input_grad) - 1)
+        if dz is not None:
+            dx_TE, first_gradients = adapted_backward(first, dz, joined_weight=first_weight)
+        first.release()
+        last.release()
+        return dx_TE, None, *first_gradients, *last_gradients, *[None] * 5
+
+
+def _join_swiglu(
+    first: JoinedLinears, first_flat: Sequence[Any], down_EF: Tensor, down_E: Tensor | None
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """Pad the weights of a SwiGLU by one kernel; return weight and bias of its first product, and of its last one."""
+    inputs = first.unflatten(first_flat, len(first.adapters(first_flat)))
+    gate_FE, up_FE = inputs.weights
+    gate_F, up_F = inputs.biases
+    weight, bias, down_EG = aligned(gate_FE, up_FE, (gate_F, up_F), down_EF)
+    return (weight, bias), (down_EG, down_E)
+
+
+def mlp(before: Sequence[Lora], after: Lora, kind: str, limit: float | None, context: Context) -> Apply:
+    """Build an MLP whose Linears have adapters.
+
+    Args:
+        before: the Linear before the activation; gate and up for kind "silu".
+        after: the Linear after the activation.
+        limit: see `swiglu_reference`.
+    """
+    width = len(before[0].base.weight)
+    first = product(before, context)
+    last = product([after], context, in_features=-(-width // 8) * 8 if len(before) > 1 else width)
+    if not (isinstance(first, Trained) and isinstance(last, Trained)):
+        return lambda x_TE: last(Activated.apply(first(x_TE), kind, limit))
+
+    def weights() -> list[Any]:
+        first_flat = first.weights()
+        return [len(first_flat), *first_flat, *last.weights()]
+
+    settings = *first.settings, *last.settings, kind, limit
+    return Trained(function=AdaptedMlp, weights=weights, settings=settings, takes_norm=True)
