@@ -79,7 +79,7 @@ def encode(
 
     heads = 3, request.heads, request.head_dim
     merged_by_layer: list[Tensor] = []
-    places = iter(into[-len(ops.deepstack) :])
+    deepstack_places = iter(into[len(into) - len(ops.deepstack) :])
     delta_TE: Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
     for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
         if not request.grad and index not in through:
@@ -97,7 +97,7 @@ def encode(
                 x_TE, delta_TE = run(heads, cos_TD, sin_TD, x_TE, delta_TE)
         if index in ops.deepstack:
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
-            merged_by_layer.append(next(places).copy_(merged) if into else merged)
+            merged_by_layer.append(next(deepstack_places).copy_(merged) if into else merged)
             del merged
             delta_TE = None
     outputs = list(ops.finish(x_TE, delta_TE))
