@@ -234,6 +234,8 @@ def _replay(
     against = why_not_graphs(route.spec.request.device)
     # A module of someone else's may act on state that Python holds (an adapter that is switched off, a counter).
     against = against or (snapshot.foreign and f"{snapshot.foreign}, and might act otherwise at a later call")
+    # A graph pads its rows, and a module that mixes rows would see them.
+    against = against or next(iter(snapshot.mixing), None)
     # A graph's weights are told by where they lie; other strides over the same memory would not be noticed.
     against = against or (None if weights.contiguous else "a parameter is not contiguous")
     against = against or ("FSDP2 brings weights anew at every call" if snapshot.sharded else None)

@@ -673,7 +673,7 @@ def test_a_module_that_may_mix_rows_gets_all_of_a_call(
         block.mlp = torch.nn.Sequential(block.mlp, norm) if kind == "batch norm" else Mix(block.mlp)
     tower.requires_grad_(False).eval()
     if kind == "of peft":
-        monkeypatch.setattr(Mix, "__module__", "peft.tuners")
+        monkeypatch.setattr(Mix, "__module__", "peft.tuners.lora.layer")
     pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
     pixels[-24:] = pixels[:24]
     expected = flat(tower(pixels, grid_thw=grid_thw))
