@@ -6,7 +6,7 @@ Everything else is shared. `T` packed patch rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,16 @@ class Parts:
     def mergers(self) -> list[nn.Module]:
         """The merger of the last layer, if there is one, then those of deepstack layers."""
         return [*([] if self.merger is None else [self.merger]), *self.deepstack.values()]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield every module that does a part of the work, with all modules inside; none twice."""
+        parts = [self.patch_embed, self.embed_norm, self.table, self.rotary, self.final_norm, self.downsample]
+        parts += [*(block.module for block in self.blocks), *self.mergers(), *self.around]
+        seen: set[nn.Module] = set()
+        for part in parts:
+            if part is not None:
+                for _, module in part.named_modules(seen):
+                    yield module
 
 
 def block_of(

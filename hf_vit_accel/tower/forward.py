@@ -204,6 +204,7 @@ def _serve(
     grid: Grid,
     pixels_TP: Tensor,
     into: Sequence[Tensor] = (),
+    is_embedded: bool = False,
 ) -> list[Tensor]:
     """The outputs of whole images and videos, replayed or encoded: those of one call, or of a part of it.
 
@@ -214,11 +215,13 @@ def _serve(
     if state.settings.strict:
         refuse(unmet)
     runner = state.training if spec.request.grad else state.runner
-    outputs = None if runner is None else _replay(runner, snapshot, weights, route, pixels_TP, any(checkpoints))
+    outputs = None
+    if runner is not None and not is_embedded:
+        outputs = _replay(runner, snapshot, weights, route, pixels_TP, any(checkpoints))
     if isinstance(outputs, Eager) and state.settings.strict and not outputs.by_choice:
         refuse([f"not replayed from a CUDA graph: {outputs.why}"])
     if outputs is None or isinstance(outputs, Eager):
-        return encode(route.ready(), pixels_TP, checkpoints, snapshot.sharded, into)
+        return encode(route.ready(), pixels_TP, checkpoints, snapshot.sharded, into, is_embedded)
     return outputs
 
 
