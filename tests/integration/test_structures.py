@@ -20,6 +20,7 @@ import hf_vit_accel
 from hf_vit_accel.layout import rows_of
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TURNS = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_vl")
 SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(20, 200))]
 
 
@@ -46,6 +47,11 @@ class Structure:
     settings: dict[str, Any]
     trains_pixels: bool
     frozen: tuple[str, ...]
+
+    @property
+    def deepstack(self) -> list[int]:
+        """Layers whose outputs are merged, also those without a block."""
+        return list(self.vision.get("deepstack_visual_indexes", []))
 
     def tower(self) -> Any:
         """Build the stock tower."""
@@ -79,7 +85,7 @@ def draw_vision(generator: random.Random, family: str) -> dict[str, Any]:
         return dict(
             depth=depth, num_heads=heads, hidden_size=width, fullatt_block_indexes=full_layers, window_size=window
         )
-    deepstack = generator.sample(layers, generator.randint(0, 4))
+    deepstack = generator.sample(layers, generator.choice((0, 1, 2, 2, 3)))
     if deepstack and generator.random() < 0.2:
         deepstack.append(deepstack[0])
     table = generator.choice((16, 36, 64))
@@ -95,7 +101,7 @@ def draw_vision(generator: random.Random, family: str) -> dict[str, Any]:
 def draw(seed: int) -> Structure:
     """Draw a structure; families take turns."""
     generator = random.Random(seed)
-    family = FAMILIES[seed % len(FAMILIES)]
+    family = TURNS[seed % len(TURNS)]
     vision = draw_vision(generator, family)
     sizes = [2 * generator.randint(1, 5) for _ in range(3)]
     grid = [
@@ -111,7 +117,7 @@ def draw(seed: int) -> Structure:
         grid=grid,
         copied=frozenset(entry for entry in repeated if generator.random() < 0.7),
         settings=dict(
-            max_rows=generator.choice((None, generator.randint(1, rows_of(tuple(grid))))),
+            max_rows=generator.choice((None, *[generator.randint(1, rows_of(tuple(grid)) // 2)] * 3)),
             reuse=generator.random() < 0.5,
         ),
         trains_pixels=generator.random() < 0.3,
@@ -195,13 +201,17 @@ def test_a_random_structure_computes_what_stock_computes(
 
 def test_the_seeds_draw_every_kind_of_structure() -> None:
     structures = [draw(seed) for seed in range(20)]
-    deepstack = [structure.vision.get("deepstack_visual_indexes", []) for structure in structures]
-    assert any(
-        max(layers, default=-1) >= structure.kept_blocks
-        for layers, structure in zip(deepstack, structures, strict=True)
-    ), "a deepstack layer without a block"
-    assert any(layers != sorted(layers) for layers in deepstack), "deepstack layers out of order"
+    in_passes = []
+    for structure in structures:
+        deepstack = structure.deepstack
+        reached = [layer for layer in deepstack if layer < structure.kept_blocks]
+        if structure.settings["max_rows"] and len(reached) not in (0, len(deepstack)):
+            in_passes.append(structure)
+    assert len(in_passes) >= 2, "passes with a deepstack layer that runs and one that has no block"
+    assert any(structure.deepstack != sorted(structure.deepstack) for structure in structures), (
+        "deepstack layers out of order"
+    )
     assert any(structure.kept_blocks < structure.vision["depth"] for structure in structures)
     assert any(structure.copied and structure.settings["reuse"] for structure in structures)
-    assert any(structure.settings["max_rows"] for structure in structures)
-    assert any(structure.trains_pixels for structure in structures) and any(s.frozen for s in structures)
+    assert any(structure.trains_pixels for structure in structures)
+    assert any(structure.frozen for structure in structures)
