@@ -194,6 +194,21 @@ def test_a_smaller_depth_in_the_config_leaves_deepstack_layers_out() -> None:
     assert_close(run_tower(tower, VIDEO), run_tower(stock, VIDEO))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_gpu_deepstack_features_follow_the_blocks_at_default_settings(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
+    grid = [(40, 32, 32)]
+    assert rows_of(grid) > FREE
+    stock = tower_of(TINY["qwen3_vl"].build()).cuda()
+    STRUCTURES[structure](stock)
+    tower = hf_vit_accel.patch(copy.deepcopy(stock))
+    assert_close(run_tower(tower, grid), run_tower(stock, grid))
+    assert status_of(tower).passes == "1 calls in 2 passes" and not status_of(tower).fallbacks
+
+
 def test_a_deepstack_layer_without_a_merger_raises_as_in_stock() -> None:
     stock = tower_of(TINY["qwen3_vl"].build())
     stock.deepstack_visual_indexes = [0, 1, 2]

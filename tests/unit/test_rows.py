@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -211,3 +212,20 @@ def test_ranks_do_not_share_a_tower_that_mixes_rows(
     share_small_calls(monkeypatch)
     hf_vit_accel.patch(TINY["qwen3_vl"].build())  # ranks inherit the proof
     run_on_ranks(_check_unshared, 2, tmp_path, mixing_tower("qwen3_vl", mixer), mixer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_gpu_a_mixing_module_gets_all_of_a_call_at_default_settings(
+    family: str, mixer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of more rows than a pass has, and small calls that are replayed from CUDA graphs where they can be."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
+    stock = mixing_tower(family, mixer).cuda()
+    tower = hf_vit_accel.patch(copy.deepcopy(stock))
+    for grid in ([(40, 32, 32)], GRID, GRID, GRID):
+        assert_close(run_tower(tower, grid), run_tower(stock, grid), 1e-4)
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.calls == 4 and status.passes is None
+    assert status.graphs is None or not status.graphs.replays
