@@ -157,7 +157,7 @@ def _reason_mixing(module: nn.Module, kind: type, proven: Collection[type], *, i
     entry = PROVEN if kind in proven and not is_torch else next((entry for entry in TABLE if entry.covers(kind)), None)
     if entry is None:
         return f"a {kind.__name__ if is_torch else f'{kind.__module__}.{kind.__name__}'} is inside"
-    if is_upstream and not machine.is_upstream(kind.forward):
+    if is_upstream and not machine.is_upstream(type(module).forward):
         return f"the forward of {kind.__name__} was replaced by another"
     if not entry.holds(module) or (entry.of_patches and not is_of_patches):
         return f"a {module} is inside"
