@@ -1,10 +1,11 @@
-"""Writes SUPPORT.md from what is declared: families, backends' needs, versions, and the matrix of ways to wrap a model.
+"""Write SUPPORT.md, and blocks of docs/, from declarations in the source and the matrix of ways to wrap a model.
 
 python tests/support_table.py
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -18,9 +19,12 @@ sys.path.insert(0, str(ROOT))
 from matrix import ELSEWHERE, FAMILIES, ORDERS, ROWS, Row  # noqa: E402
 
 from hf_vit_accel import backends, families  # noqa: E402
-from hf_vit_accel.ops import PARTS  # noqa: E402
+from hf_vit_accel.ops import PARTS, rows  # noqa: E402
 
 PAGE = ROOT / "SUPPORT.md"
+BLOCK = re.compile(r"(<!-- rows: (?P<form>\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
+"""Where a page of docs/ shows the modules that treat each row by itself."""
+PAGES_WITH_BLOCKS = [ROOT / "docs" / name for name in ("max-rows.md", "reuse.md", "data-parallel.md")]
 
 
 def page() -> str:
@@ -96,6 +100,23 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def with_blocks(text: str) -> str:
+    """Return a page of docs/ with its blocks written anew."""
+    forms = {"table": rows_table, "list": rows_list}
+    return BLOCK.sub(lambda block: f"{block[1]}\n{forms[block['form']]()}\n{block[3]}", text)
+
+
+def rows_table() -> str:
+    """Return the modules that treat each row by itself, with their conditions."""
+    lines = _table(("module", "if"), ((entry.summary, entry.condition) for entry in rows.TABLE))
+    return "\n".join((*lines, ""))
+
+
+def rows_list() -> str:
+    """Return the modules that treat each row by itself, one a line."""
+    return "\n".join((*(f"- {entry.summary}" for entry in rows.TABLE), ""))
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
@@ -145,3 +166,5 @@ def _outcome(row: Row) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    for path in PAGES_WITH_BLOCKS:
+        path.write_text(with_blocks(path.read_text()))

@@ -1,188 +1,210 @@
-"""Calls of many rows, encoded in passes: the memory that they take is a pass's, however long a video is.
+"""Split long inputs into passes to bound peak memory.
 
 Attention never crosses a frame (in a geometry of clips: an entry of the grid), and nothing else crosses a merged token.
-So a call is cut between frames, and each pass computes what one forward does, on fewer rows. A frame is never cut.
+So a call is cut between frames, and every pass computes what one forward does, on fewer rows. A frame is never cut.
 
-`T` packed patch rows, `P` pixels of a patch.
+`T` packed patch rows, `P` pixels of a patch, `E` width.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
-from itertools import accumulate, groupby
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_vit_accel.engine.encoder import Checkpoint
+from hf_vit_accel.engine.facts import TowerFacts
+from hf_vit_accel.engine.recorded import Recorded
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.layout import Grid, rows_of
 
 FREE = 36864
 """Rows of a pass under `max_rows="auto"` on CUDA, so that a forward takes at most 0.8 GB beyond weights and outputs.
 
-A row takes 15 to 19 kB (Qwen3-VL-8B, Qwen2.5-VL-7B, Qwen2-VL-7B, bf16), by what is held at once while an MLP runs: the
-stream, its norm, the hidden rows and the result, and the tables of the rotation. H200, 147,456 rows of Qwen3-VL-8B: one
-pass 1.83 GB and 357 ms, 4 passes of 36,864 rows 0.62 GB and 359 ms, 10 of 16,128 0.27 GB and 363 ms.
+A row takes 15 to 19 kB in bf16 while an MLP runs: docs/max-rows.md has the table.
 """
 
 NEVER = sys.maxsize
-_GONE = object()  # what a module holds by a name that it has no more
+
+
+class _Unit(NamedTuple):
+    """Frames that stay together: one frame, or all frames of an entry."""
+
+    entry: int
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """Packed patch rows of the frames."""
+        return self.frames * self.height * self.width
 
 
 @lru_cache(maxsize=128)
-def cut(grid: Grid, most: int, *, clips: bool) -> tuple[Grid, ...]:
-    """A call as few passes of at most `most` rows each (more only where a frame has), in order and nearly equal.
+def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
+    """Cut a call into as few passes as possible, in order and nearly equal.
 
-    clips: all frames of an entry stay together. Passes of one long video differ by a frame at most: they share routes.
+    Passes of one long video differ by a frame at most, so that they share routes.
+
+    Args:
+        grid: the images and videos of the call.
+        max_rows: rows of a pass; only a frame that has more is a longer pass.
+        clips: whether all frames of an entry stay together.
     """
-    units = [(entry, t if clips else 1, h, w) for entry, (t, h, w) in enumerate(grid) for _ in range(1 if clips else t)]
-    rows = [0, *accumulate(t * h * w for _, t, h, w in units)]
-
-    def ends(begin: int, bound: int) -> list[int]:
-        """Where passes end that take what still fits into them, one unit at least."""
-        found = []
-        while begin < len(units):
-            begin = max(bisect_right(rows, rows[begin] + bound) - 1, begin + 1)
-            found.append(begin)
-        return found
-
-    passes, begin = [], 0
-    for left in range(len(ends(0, most)), 0, -1):
-        # The lowest bound that needs no more passes for what is left makes the longest of them as short as can be.
-        bounds = range(min(-(-(rows[-1] - rows[begin]) // left), most), most)
-        bound = bisect_left(bounds, True, key=lambda bound: len(ends(begin, bound)) <= left) + bounds.start
-        end = ends(begin, bound)[0]
-        alike = (list(each) for _, each in groupby(units[begin:end]))
-        passes.append(tuple((len(each) * each[0][1], *each[0][2:]) for each in alike))
+    units: list[_Unit] = []
+    for entry, (t, h, w) in enumerate(grid):
+        units += [_Unit(entry, t, h, w)] if clips else [_Unit(entry, 1, h, w)] * t
+    fewest = _fewest_passes(units, max_rows)
+    remaining_rows = rows_of(grid)
+    passes: list[Grid] = []
+    begin = 0
+    for remaining_passes in range(fewest[0], 0, -1):
+        target = -(-remaining_rows // remaining_passes)
+        rows = units[begin].rows
+        end = begin + 1
+        while end < len(units):
+            must_take = fewest[end] >= remaining_passes  # the later passes could not hold it
+            may_take = rows < target and rows + units[end].rows <= max_rows
+            if not (must_take or may_take):
+                break
+            rows += units[end].rows
+            end += 1
+        passes.append(_grid_of(units[begin:end]))
+        remaining_rows -= rows
         begin = end
     return tuple(passes)
 
 
-def reasons_whole(facts: Any, checkpoints: Sequence[Any]) -> list[str]:
-    """Why no call of a tower may be cut. checkpoints: of its layers, in a call with gradients."""
-    # All ranks, each with its pictures, would have to make as many passes.
+def _fewest_passes(units: Sequence[_Unit], max_rows: int) -> list[int]:
+    """Return, for every unit, how many passes it and all later ones need; 0 behind the last."""
+    fewest = [0] * (len(units) + 1)
+    end = len(units)
+    rows = 0  # of the units from the current one up to `end`, which fill one pass
+    for begin in reversed(range(len(units))):
+        rows += units[begin].rows
+        while rows > max_rows and end > begin + 1:
+            end -= 1
+            rows -= units[end].rows
+        fewest[begin] = 1 + fewest[end]
+    return fewest
+
+
+def _grid_of(units: Sequence[_Unit]) -> Grid:
+    """Join the frames of every entry again."""
+    entries: dict[int, tuple[int, int, int]] = {}
+    for unit in units:
+        frames = entries[unit.entry][0] if unit.entry in entries else 0
+        entries[unit.entry] = (frames + unit.frames, unit.height, unit.width)
+    return tuple(entries.values())
+
+
+def reasons_whole(facts: TowerFacts, checkpoints: Sequence[Checkpoint | None]) -> list[str]:
+    """Say why no call of a tower may be cut.
+
+    Args:
+        facts: of the tower.
+        checkpoints: those of its layers, in a call with gradients.
+    """
+    # Ranks with other pictures would have to make as many passes.
     reasons = ["FSDP2 brings weights at each pass"] if facts.sharded_layers else []
-    if any(each is not None and each.reentrant for each in checkpoints):
+    if any(layer is not None and layer.reentrant for layer in checkpoints):
         reasons.append("reentrant checkpoints bring gradients to weights at each pass")
     return [f"not cut by max_rows: {why}" for why in (*reasons, *facts.mixing)]
 
 
 class Passes:
-    """How the calls of one tower are cut, and what was learnt of its memory.
+    """Cut the calls of one tower, and remember what its memory could not hold.
 
-    max_rows: what the user asked for. fewer: rows of a pass since memory ran out, of calls with gradients and without.
-    calls, count: calls that were cut, and their passes.
+    Attributes:
+        max_rows: the setting of the user.
+        fewer: rows of a pass since memory ran out, of calls with gradients and without.
+        calls: how many calls were cut.
+        count: how many passes they had.
     """
 
     def __init__(self, max_rows: int | Literal["auto"] | None) -> None:
         self.max_rows = max_rows
         self.fewer: dict[bool, int] = {}
-        self.calls = self.count = 0
+        self.calls = 0
+        self.count = 0
 
     def most(self, device: torch.device, *, grad: bool, whole: bool) -> int | None:
-        """Rows from which on a call is cut, NEVER where memory must run out first; None: not even then.
+        """Return the rows of a pass: NEVER to cut only when memory runs out, None not even then.
 
-        With gradients a pass runs forward twice, so "auto" waits for that. whole: no call may be cut, see
-        `reasons_whole`.
+        With gradients a pass runs forward twice, so "auto" waits until memory runs out.
+
+        Args:
+            device: where the call runs.
+            grad: whether gradients flow.
+            whole: whether no call may be cut, see `reasons_whole`.
         """
         if self.max_rows is None or whole or (self.max_rows == "auto" and device.type != "cuda"):
             return None
-        asked = self.max_rows if self.max_rows != "auto" else NEVER if grad else FREE
-        return self.fewer.get(grad, asked)
+        automatic = NEVER if grad else FREE
+        return self.fewer.get(grad, automatic if self.max_rows == "auto" else self.max_rows)
 
     def halve(self, grid: Grid, spec: Spec) -> bool:
-        """Whether a pass whose memory ran out is to be tried in shorter ones; later calls keep to those. Only once."""
-        grad, clips = spec.request.grad, spec.geometry.clips
+        """Halve the rows of a pass once, after its memory ran out; later calls keep to that.
+
+        Returns:
+            False if passes were halved before, may not be cut, or cannot be cut further.
+        """
+        grad = spec.request.grad
         if spec.max_rows is None or grad in self.fewer:
             return False
         fewer = (rows_of(grid) if spec.max_rows == NEVER else spec.max_rows) // 2
-        if len(cut(grid, fewer, clips=clips)) == 1:
+        if len(cut(grid, fewer, clips=spec.geometry.clips)) == 1:
             return False  # a frame that alone is too large
         self.fewer[grad] = fewer
         return True
 
     def __str__(self) -> str:
-        told = [f"{self.calls} calls in {self.count} passes"] if self.calls else []
-        told += [
-            f"at most {rows} rows{' with gradients' if grad else ''} since memory ran out"
-            for grad, rows in self.fewer.items()
-        ]
-        return ", ".join(told)
+        lines = [f"{self.calls} calls in {self.count} passes"] if self.calls else []
+        for grad, rows in self.fewer.items():
+            lines.append(f"at most {rows} rows{' with gradients' if grad else ''} since memory ran out")
+        return ", ".join(lines)
 
 
-def checkpointed(facts: Any, encode: Callable[..., list[Tensor]], *args: Any) -> list[Tensor]:
-    """Return the outputs of a pass that keeps nothing for its gradients: it runs again in the backward pass."""
-    return checkpoint(encode, *args, use_reentrant=False, context_fn=partial(_contexts, facts))
+class TrainedPasses:
+    """Passes with gradients: nothing of a pass is kept but its input, from which it runs again in the backward pass.
 
-
-def _contexts(facts: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """In which a pass runs first, and again."""
-    parts = facts.parts
-    roots = [*(block.module for block in parts.blocks), *parts.mergers()] if facts.third_party else []
-    return nullcontext(), _Again(facts.parameter_homes, roots)
-
-
-class _Again(AbstractContextManager[None]):
-    """In which a pass runs again: with the weights of the first time, whatever modules hold by then (`functional_call`,
-    other weights assigned, one that is frozen meanwhile). Raises RuntimeError where one was written to in place, or
-    adapters were switched.
-
-    places: what modules hold their parameters in. roots: modules in which there may be adapters.
+    Args:
+        facts: Of the tower.
+        spec: Of the routes of the call.
     """
 
-    def __init__(self, places: Sequence[dict[str, Any]], roots: Sequence[Any]) -> None:
-        held: list[Any] = [(place, name, x) for place in places for name, x in place.items() if x is not None]
-        self._then = [(place, name, x, _alias(x), _version(x)) for place, name, x in held]
-        self._others: list[tuple[dict[str, Any], str, Any]] = []  # what modules held when it was entered
-        self._roots, self._adapters = roots, _adapters(roots)
+    def __init__(self, facts: TowerFacts, spec: Spec) -> None:
+        assert spec.ops is not None
+        parts = facts.parts
+        self._embed = spec.ops.embed
+        self._embedding = [module for module in (parts.patch_embed, parts.embed_norm) if module is not None]
+        self._recorded = Recorded(parts, has_adapters=facts.third_party is not None)
 
-    def __enter__(self) -> None:
-        written = any(_version(alias) != version for *_, alias, version in self._then)
-        if written or _adapters(self._roots) != self._adapters:
-            what = "a weight of the vision tower was modified in place" if written else "an adapter was switched"
-            raise RuntimeError(
-                f"{what} since its forward, whose passes (max_rows) run again for its gradients; call backward first"
-            )
-        for place, name, x, alias, _ in self._then:
-            other = place.get(name, _GONE)
-            if other is not x or (x.data_ptr(), x.requires_grad) != (alias.data_ptr(), alias.requires_grad):
-                self._others.append((place, name, other))
-                place[name] = alias
+    def run(self, encode: Callable[..., list[Tensor]], pixels_TP: Tensor) -> list[Tensor]:
+        """Return the outputs of a pass.
 
-    def __exit__(self, *_: object) -> None:
-        for place, name, other in self._others:
-            if other is _GONE:
-                del place[name]
-            else:
-                place[name] = other
-        self._others.clear()
+        Args:
+            encode: Maps rows, no places and whether the rows are embedded to the outputs.
+            pixels_TP: The pixels of the pass.
+        """
+        rows_TE = self._embedded(pixels_TP)
+        is_embedded = rows_TE is not None
+        rows = rows_TE if is_embedded else pixels_TP
+        return checkpoint(encode, rows, (), is_embedded, use_reentrant=False, context_fn=self._recorded.contexts)
 
+    def _embedded(self, pixels_TP: Tensor) -> Tensor | None:
+        """Return the embedded rows (T, E) where no gradient reaches them; None where one does.
 
-def _adapters(roots: Sequence[Any]) -> list[Any]:
-    """Which adapters of PEFT act, Linear by Linear."""
-    wrapped = [vars(each) for root in roots for each in root.modules() if "base_layer" in each._modules]
-    names = "_active_adapter", "_disable_adapters", "merged_adapters"
-    return [copy.copy(own.get(name)) for own in wrapped for name in names]
-
-
-def _alias(x: Tensor) -> Tensor:
-    """The same memory and version, whatever becomes of the parameter's `data`."""
-    return x.detach().requires_grad_() if x.requires_grad else x.detach()
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
-def _put(found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """A pass's outputs to where they are to lie, unless they were made there."""
-    for each, place in zip(found, into, strict=True):
-        if each is not place:
-            place.copy_(each)
+        Stock does not keep the pixels there, so a program may write to them before the backward pass.
+        """
+        parameters = (parameter for module in self._embedding for parameter in module.parameters())
+        if pixels_TP.requires_grad or any(parameter.requires_grad for parameter in parameters):
+            return None
+        rows_TE = self._embed(pixels_TP)
+        return None if rows_TE.requires_grad else rows_TE

@@ -6,7 +6,7 @@ Everything else is shared. `T` packed patch rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,14 +45,22 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """The modules of a tower by what they do, under whatever names, in the order in which they do it.
+    """Name the modules of a tower by what they do, in the order in which they run.
 
-    patch_embed: pixels to rows; projection: the convolution or Linear in it, or patch_embed itself. embed_norm: norm of
-    the embedded rows. table: learned positions that are added. rotary: positions to angles. full_layers: layers that
-    attend per frame where others attend per window, None where all do. deepstack: layer -> the merger of its output.
-    final_norm: norm of the last layer's rows. downsample: a convolution over each merge block. merger: rows to features
-    for the text. around: modules whose forwards do what is done here, beside blocks and attention. All but patch_embed,
-    projection and rotary may be None.
+    All but patch_embed, projection and rotary may be None.
+
+    Attributes:
+        patch_embed: pixels to rows.
+        projection: the convolution or Linear in the patch embedding, or patch_embed itself.
+        embed_norm: norm of the embedded rows.
+        table: learned positions that are added.
+        rotary: positions to angles.
+        full_layers: layers that attend per frame where others attend per window; None where all layers do.
+        deepstack: layer -> the merger of its output, for the layers that run and in their order.
+        final_norm: norm of the last layer's rows.
+        downsample: a convolution over each merge block.
+        merger: rows to features for the text.
+        around: modules beside blocks and attention whose forwards are replaced by operations.
     """
 
     patch_embed: Any
@@ -75,6 +83,16 @@ class Parts:
     def mergers(self) -> list[nn.Module]:
         """The merger of the last layer, if there is one, then those of deepstack layers."""
         return [*([] if self.merger is None else [self.merger]), *self.deepstack.values()]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield every module that does a part of the work, with all modules inside; none twice."""
+        parts = [self.patch_embed, self.embed_norm, self.table, self.rotary, self.final_norm, self.downsample]
+        parts += [*(block.module for block in self.blocks), *self.mergers(), *self.around]
+        seen: set[nn.Module] = set()
+        for part in parts:
+            if part is not None:
+                for _, module in part.named_modules(seen):
+                    yield module
 
 
 def block_of(
@@ -100,7 +118,7 @@ _PRODUCTS = ("qkv",), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj")
 
 def qwen_parts(tower: Any, **more: Any) -> Parts:
     """The parts by the names that Qwen's towers, and most of those made after them, give them; more: other parts."""
-    deepstack = zip(getattr(tower, "deepstack_visual_indexes", ()), getattr(tower, "deepstack_merger_list", ()))  # noqa: B905
+    indexes = getattr(tower, "deepstack_visual_indexes", ())
     full_layers = getattr(tower, "fullatt_block_indexes", None)
     parts: dict[str, Any] = dict(
         patch_embed=tower.patch_embed,
@@ -109,10 +127,30 @@ def qwen_parts(tower: Any, **more: Any) -> Parts:
         rotary=tower.rotary_pos_emb,
         blocks=tuple(map(block_of, tower.blocks)),
         full_layers=None if full_layers is None else frozenset(full_layers),
-        deepstack=dict(deepstack),
+        deepstack=_reached_mergers(len(tower.blocks), indexes, getattr(tower, "deepstack_merger_list", ())),
         merger=getattr(tower, "merger", None),
     )
     return Parts(**parts | more)
+
+
+def _reached_mergers(depth: int, indexes: Sequence[int], mergers: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """Return the merger of every deepstack layer, in the order in which the forward reaches them.
+
+    An index without a block is never reached, as after an early exit or under a smaller `depth`. The first of two equal
+    indexes decides which merger runs, as in transformers.
+
+    Args:
+        depth: how many blocks run.
+        indexes: layers whose outputs are merged, one for each merger.
+        mergers: the modules that merge them.
+
+    Raises:
+        ValueError: a layer is listed that has no merger.
+    """
+    places = {layer: indexes.index(layer) for layer in range(depth) if layer in indexes}
+    if max(places.values(), default=-1) >= len(mergers):
+        raise ValueError(f"deepstack_visual_indexes {list(indexes)} lists more layers than there are mergers")
+    return {layer: mergers[place] for layer, place in places.items()}
 
 
 TINY: Mapping[str, Any] = dict(

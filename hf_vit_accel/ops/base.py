@@ -57,20 +57,6 @@ def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[s
     return []
 
 
-_BY_ROWS = {"bitsandbytes", "liger_kernel", "peft", "torchao"}
-"""Packages whose modules treat each row by itself."""
-
-
-def reasons_mixing(modules: Sequence[nn.Module]) -> list[str]:
-    """Why all rows of a call must be encoded at once: a module of the user's own, or a norm over rows, may mix them."""
-    known = nn.modules.batchnorm._NormBase
-    reasons = [f"a {type(each).__name__} is inside" for each in modules if isinstance(each, known)]
-    for each in modules:
-        if type(each).__module__.partition(".")[0] not in _BY_ROWS:
-            reasons += reasons_replaced(each)
-    return [f"{why}, and may mix rows of several images" for why in reasons[:1]]
-
-
 class Reads:
     """Attributes of modules, with the values that they had when they were read."""
 

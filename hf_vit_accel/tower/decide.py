@@ -330,6 +330,8 @@ def _reason_against_graphs(
         return reason
     if snapshot.foreign:  # it may act on state that Python holds: an adapter that is switched off, a counter
         return f"{snapshot.foreign}, and might act otherwise at a later call"
+    if snapshot.mixing:  # a graph pads its rows, and a module that mixes rows would see them
+        return snapshot.mixing[0]
     if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen
         return "a parameter is not contiguous"
     if snapshot.sharded:

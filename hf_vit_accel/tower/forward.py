@@ -25,7 +25,7 @@ from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.joined import JoinedOutputs
-from hf_vit_accel.engine.passes import checkpointed
+from hf_vit_accel.engine.passes import TrainedPasses
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -312,10 +312,11 @@ def _encode_parts(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list[
         return _encode_part(state, plan, plan.parts[0], pixels_TP)
     grad = plan.spec.request.grad
     joined = JoinedOutputs(len(pixels_TP), grad=grad)
+    trained = TrainedPasses(plan.snapshot.facts, plan.spec) if grad else None
     for part in plan.parts:
         rows_TP = pixels_TP[part.rows]
-        if grad:
-            outputs = checkpointed(plan.snapshot.facts, _encode_part, state, plan, part, rows_TP)
+        if trained is not None:
+            outputs = trained.run(partial(_encode_part, state, plan, part), rows_TP)
         else:
             outputs = _encode_part(state, plan, part, rows_TP, joined.places(part.rows))
         joined.add(part.rows, outputs)
@@ -324,17 +325,22 @@ def _encode_parts(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list[
 
 
 def _encode_part(
-    state: TowerState, plan: FastPlan, part: Part, pixels_TP: Tensor, into: Sequence[Tensor] = ()
+    state: TowerState,
+    plan: FastPlan,
+    part: Part,
+    pixels_TP: Tensor,
+    into: Sequence[Tensor] = (),
+    is_embedded: bool = False,
 ) -> list[Tensor]:
-    """Return the outputs of one pass, replayed from a CUDA graph or encoded. For `into` see `encode`."""
+    """Return the outputs of one pass, replayed from a CUDA graph or encoded. For the last two see `encode`."""
     runner = plan.runner
-    if runner is not None:
+    if runner is not None and not is_embedded:
         outputs = runner.eager(plan.eager_reason) if plan.eager_reason else _replay(plan, runner, part, pixels_TP)
         if not isinstance(outputs, Eager):
             return outputs
         if state.settings.strict and not outputs.by_choice:
             refuse([f"not replayed from a CUDA graph: {outputs.why}"])
-    return encode(part.route.ready(), pixels_TP, plan.checkpoints, plan.snapshot.sharded, into)
+    return encode(part.route.ready(), pixels_TP, plan.checkpoints, plan.snapshot.sharded, into, is_embedded)
 
 
 def _replay(plan: FastPlan, runner: Runner | TrainingRunner, part: Part, pixels_TP: Tensor) -> list[Tensor] | Eager:

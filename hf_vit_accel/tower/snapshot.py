@@ -23,7 +23,8 @@ from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family
 from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_mixing, reasons_replaced
+from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
 
@@ -118,10 +119,12 @@ class Snapshot:
         replaced = chain.from_iterable(map(reasons_replaced, below))
         replaced = chain(replaced, (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _MOODY)))
         self.foreign = next(replaced, None)
-        self.mixing = reasons_mixing(below)
         self.offloaded = any("_hf_hook" in vars(module) for module in below)
         self.stock, self.sharded = list(self._reasons_stock(tower, family)), {}
+        self.mixing: list[str] = []
         if not self.stock:
+            patches = self.parts.projection, self.parts.downsample
+            self.mixing = reasons_mixing(below, self.proof.classes, patches, sharding.class_of)
             blocks = enumerate(block.module for block in self.parts.blocks)
             self.sharded = {index: block for index, block in blocks if block in wrapped}
         self._alone = [module for module in wrapped if module not in self.sharded.values()]

@@ -145,6 +145,78 @@ def test_every_tower_in_passes_equals_one_pass_with_its_gradients(each: Any) -> 
     assert f"  passes     {told}" in str(hf_vit_accel.status(tower))
 
 
+def shortened(depth: int, indexes: list[int]) -> Callable[[Any], None]:
+    """Return a function that gives a Qwen3-VL tower another depth and other deepstack layers."""
+
+    def shorten(tower: Any) -> None:
+        tower.blocks = tower.blocks[:depth]
+        tower.deepstack_visual_indexes = indexes
+
+    return shorten
+
+
+def assert_same_gradients(tower: Any, stock: Any) -> None:
+    """Compare the gradients of every parameter; those without one have none in both towers."""
+    for model in (tower, stock):
+        sum(output.square().sum() for output in hold(model, VIDEO)).backward()
+    for (name, parameter), expected in zip(tower.named_parameters(), stock.parameters(), strict=True):
+        assert (parameter.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            assert relative_error(parameter.grad, expected.grad) < 1e-4, name
+
+
+STRUCTURES = {
+    "early exit before the last deepstack layer": shortened(2, [0, 2]),
+    "early exit before every deepstack layer": shortened(1, [1, 2]),
+    "deepstack layers out of order": shortened(4, [2, 0]),
+    "out of order, one without a block": shortened(3, [3, 1]),
+    "one deepstack layer listed twice": shortened(4, [1, 1]),
+    "an index that no block can have": shortened(4, [-1, 2]),
+    "no deepstack layers": shortened(4, []),
+}
+
+
+@pytest.mark.parametrize("max_rows", [None, 40])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_deepstack_features_follow_the_blocks_that_run(structure: str, max_rows: int | None) -> None:
+    stock = tower_of(TINY["qwen3_vl"].build())
+    STRUCTURES[structure](stock)
+    tower = hf_vit_accel.patch(copy.deepcopy(stock), max_rows=max_rows, strict=True)
+    assert_close(run_tower(tower, VIDEO), run_tower(stock, VIDEO))
+    assert_same_gradients(tower, stock)
+    assert status_of(tower).calls == 2 and bool(status_of(tower).passes) == (max_rows is not None)
+
+
+def test_a_smaller_depth_in_the_config_leaves_deepstack_layers_out() -> None:
+    tiny = replace(TINY["qwen3_vl"], vision=TINY["qwen3_vl"].vision | dict(depth=2))
+    stock = tower_of(tiny.build())
+    tower = hf_vit_accel.patch(copy.deepcopy(stock), max_rows=40, strict=True)
+    assert_close(run_tower(tower, VIDEO), run_tower(stock, VIDEO))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_gpu_deepstack_features_follow_the_blocks_at_default_settings(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
+    grid = [(40, 32, 32)]
+    assert rows_of(grid) > FREE
+    stock = tower_of(TINY["qwen3_vl"].build()).cuda()
+    STRUCTURES[structure](stock)
+    tower = hf_vit_accel.patch(copy.deepcopy(stock))
+    assert_close(run_tower(tower, grid), run_tower(stock, grid))
+    assert status_of(tower).passes == "1 calls in 2 passes" and not status_of(tower).fallbacks
+
+
+def test_a_deepstack_layer_without_a_merger_raises_as_in_stock() -> None:
+    stock = tower_of(TINY["qwen3_vl"].build())
+    stock.deepstack_visual_indexes = [0, 1, 2]
+    for tower in (stock, hf_vit_accel.patch(copy.deepcopy(stock), max_rows=40)):
+        with pytest.raises(IndexError):
+            run_tower(tower, VIDEO)
+
+
 def test_passes_over_checkpointed_layers() -> None:
     tower = build(*next(each for each in CLASSES if each[0].name == "qwen3_vl"))
     expected, gradients = trained(tower, GRIDS[1])
@@ -617,7 +689,7 @@ def test_a_module_that_may_mix_rows_gets_all_of_a_call(
         block.mlp = torch.nn.Sequential(block.mlp, norm) if kind == "batch norm" else Mix(block.mlp)
     tower.requires_grad_(False).eval()
     if kind == "of peft":
-        monkeypatch.setattr(Mix, "__module__", "peft.tuners")
+        monkeypatch.setattr(Mix, "__module__", "peft.tuners.lora.layer")
     pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
     pixels[-24:] = pixels[:24]
     expected = flat(tower(pixels, grid_thw=grid_thw))

@@ -1,0 +1,164 @@
+"""Modules that are known to treat each row by itself; any other module may mix the rows of several images.
+
+Passes, reuse, shared calls and the padding of CUDA graphs give a module other rows than stock does. The result is the
+same only if a row depends on no other row. The table says for which modules that holds; `docs/` is written from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_vit_accel import machine
+from hf_vit_accel.ops.base import own_forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWise:
+    """Declare modules that treat each row by itself.
+
+    Attributes:
+        summary: the modules, for the documentation.
+        classes: exact classes of torch; a subclass is another class.
+        names: full names of other packages' classes. A name that ends with a dot covers everything below it.
+        condition: what must hold for such a module, for the documentation; empty where nothing must.
+        holds: whether the condition holds for a module.
+        of_patches: whether only modules inside the patch embedding or the downsampling count.
+    """
+
+    summary: str
+    classes: tuple[type[nn.Module], ...] = ()
+    names: tuple[str, ...] = ()
+    condition: str = ""
+    holds: Callable[[Any], bool] = lambda module: True
+    of_patches: bool = False
+
+    def covers(self, kind: type) -> bool:
+        """Whether a class is one of those declared."""
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return kind in self.classes or any(
+            name.startswith(known) if known.endswith(".") else name == known for known in self.names
+        )
+
+
+PROVEN = RowWise(
+    summary="transformers' classes of the tower itself",
+    condition="the proof of the tower has run them",
+)
+"""Declared by no name: `tower.proof` lists them."""
+
+_ELEMENTWISE = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+)
+_CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+_PEFT_METHODS = "adalora", "boft", "hra", "ia3", "loha", "lokr", "lora", "lycoris_utils", "oft", "vera"
+_PEFT_PARTS = (
+    "tuners._buffer_dict",
+    "utils.other",
+)  # what its methods keep tensors in, and whole modules that are trained
+
+TABLE: tuple[RowWise, ...] = (
+    PROVEN,
+    RowWise(summary="Linear, Embedding and Identity of torch", classes=(nn.Linear, nn.Embedding, nn.Identity)),
+    RowWise(
+        summary="LayerNorm and RMSNorm of torch",
+        classes=(nn.LayerNorm, nn.RMSNorm),
+        condition="they normalise one dimension, the last",
+        holds=lambda norm: len(norm.normalized_shape) == 1,
+    ),
+    RowWise(
+        summary="activations of torch and transformers that act element by element",
+        classes=_ELEMENTWISE,
+        names=("transformers.activations.",),
+    ),
+    RowWise(
+        summary="Softmax, LogSoftmax, Softmin and GLU of torch",
+        classes=(nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU),
+        condition="`dim=-1`",
+        holds=lambda module: module.dim == -1,
+    ),
+    RowWise(summary="Dropout and AlphaDropout of torch", classes=(nn.Dropout, nn.AlphaDropout)),
+    RowWise(
+        summary="containers of torch (Sequential, ModuleList, ModuleDict, and those of parameters)", classes=_CONTAINERS
+    ),
+    RowWise(
+        summary="Conv2d and Conv3d of torch",
+        classes=(nn.Conv2d, nn.Conv3d),
+        condition="they embed patches or merge blocks, each of which is an image of its own to them",
+        of_patches=True,
+    ),
+    RowWise(
+        summary="PEFT's LoRA (and DoRA), AdaLoRA, BOFT, HRA, IA3, LoHa, LoKr, OFT and VeRA",
+        names=(*(f"peft.tuners.{method}." for method in _PEFT_METHODS), *(f"peft.{part}." for part in _PEFT_PARTS)),
+    ),
+    RowWise(
+        summary="Liger's norms and gated MLPs",
+        names=tuple(f"liger_kernel.transformers.{file}." for file in ("geglu", "layer_norm", "rms_norm", "swiglu")),
+    ),
+    RowWise(
+        summary="bitsandbytes' 4-bit linears",
+        names=tuple(f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearFP4", "LinearNF4")),
+    ),
+)
+"""All that is known. Left out on purpose, since their scales or outliers are found over all rows of a call: linears of
+torch's dynamic quantisation, `bitsandbytes.nn.Linear8bitLt`, `torchao.float8.Float8Linear`."""
+
+
+def reasons_mixing(
+    modules: Iterable[nn.Module],
+    proven: Collection[type],
+    patches: Iterable[nn.Module | None] = (),
+    class_of: Callable[[nn.Module], type] = type,
+) -> list[str]:
+    """Say why all rows of a call must be encoded together: the first module that may mix rows.
+
+    Args:
+        modules: every module inside the tower.
+        proven: the classes that the proof of the tower has run.
+        patches: the modules that get patches or merge blocks as a batch of images.
+        class_of: returns the class that a module was written as, where a wrapper has given it another.
+
+    Returns:
+        One sentence, or none where every module treats each row by itself.
+    """
+    of_patches = {id(module) for part in patches if part is not None for module in part.modules()}
+    for module in modules:
+        reason = _reason_mixing(module, class_of(module), proven, is_of_patches=id(module) in of_patches)
+        if reason is not None:
+            return [f"{reason}, and may mix rows of several images"]
+    return []
+
+
+def _reason_mixing(module: nn.Module, kind: type, proven: Collection[type], *, is_of_patches: bool) -> str | None:
+    """Say why a module may mix rows; None if it is known to treat each row by itself."""
+    is_torch = kind.__module__.startswith("torch.")
+    is_upstream = is_torch or kind.__module__.startswith("transformers.")
+    if own_forward(module) is not None:
+        return f"a {kind.__name__} has a forward of its own"
+    entry = PROVEN if kind in proven and not is_torch else next((entry for entry in TABLE if entry.covers(kind)), None)
+    if entry is None:
+        return f"a {kind.__name__ if is_torch else f'{kind.__module__}.{kind.__name__}'} is inside"
+    if is_upstream and not machine.is_upstream(type(module).forward):
+        return f"the forward of {kind.__name__} was replaced by another"
+    if not entry.holds(module) or (entry.of_patches and not is_of_patches):
+        return f"a {module} is inside"
+    return None

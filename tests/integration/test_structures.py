@@ -1,0 +1,217 @@
+"""Towers of random structure beside stock: outputs and gradients, in passes or not, with reuse, alone and on two ranks.
+
+A seed decides everything: depth, kept blocks, heads, windows, deepstack layers, images, and the settings of the patch.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks, share_small_calls
+from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, tower_of
+
+import hf_vit_accel
+from hf_vit_accel.layout import rows_of
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TURNS = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_vl")
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(20, 200))]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One random tower, its call and its settings.
+
+    Attributes:
+        family: the family in `TINY`.
+        vision: fields of the vision config that differ from the tiny ones.
+        kept_blocks: how many blocks stay, from the first on.
+        grid: images and videos of the call.
+        copied: entries that hold the same pixels as an earlier entry of their size.
+        settings: what `patch` gets.
+        trains_pixels: whether pixels require a gradient.
+        frozen: names of parts that are frozen.
+    """
+
+    family: str
+    vision: dict[str, Any]
+    kept_blocks: int
+    grid: list[tuple[int, int, int]]
+    copied: frozenset[int]
+    settings: dict[str, Any]
+    trains_pixels: bool
+    frozen: tuple[str, ...]
+
+    @property
+    def deepstack(self) -> list[int]:
+        """Layers whose outputs are merged, also those without a block."""
+        return list(self.vision.get("deepstack_visual_indexes", []))
+
+    def tower(self) -> Any:
+        """Build the stock tower."""
+        tiny = replace(TINY[self.family], vision=TINY[self.family].vision | self.vision)
+        tower = tower_of(tiny.build())
+        tower.blocks = tower.blocks[: self.kept_blocks]
+        for name in self.frozen:
+            getattr(tower, name).requires_grad_(False)
+        return tower
+
+    def pixels(self, tower: Any) -> torch.Tensor:
+        """Draw the pixels of the call."""
+        pixels = pixels_for(tower, self.grid)
+        parts = list(pixels.split([t * h * w for t, h, w in self.grid]))
+        for entry in self.copied:
+            parts[entry] = parts[self.grid.index(self.grid[entry])]
+        return torch.cat(parts).requires_grad_(self.trains_pixels)
+
+
+def draw_vision(generator: random.Random, family: str) -> dict[str, Any]:
+    """Draw the fields of a vision config; layers may be listed that have no block."""
+    depth = generator.randint(1, 5)
+    heads = generator.randint(1, 4)
+    width = heads * generator.choice((16, 40, 80))
+    layers = list(range(depth + 3))
+    if family == "qwen2_vl":
+        return dict(depth=depth, num_heads=heads, embed_dim=width)
+    if family == "qwen2_5_vl":
+        full_layers = generator.sample(layers, generator.randint(0, depth))
+        window = generator.choice((16, 32, 48))
+        return dict(
+            depth=depth, num_heads=heads, hidden_size=width, fullatt_block_indexes=full_layers, window_size=window
+        )
+    deepstack = generator.sample(layers, generator.choice((0, 1, 2, 2, 3)))
+    if deepstack and generator.random() < 0.2:
+        deepstack.append(deepstack[0])
+    table = generator.choice((16, 36, 64))
+    return dict(
+        depth=depth,
+        num_heads=heads,
+        hidden_size=width,
+        deepstack_visual_indexes=deepstack,
+        num_position_embeddings=table,
+    )
+
+
+def draw(seed: int) -> Structure:
+    """Draw a structure; families take turns."""
+    generator = random.Random(seed)
+    family = TURNS[seed % len(TURNS)]
+    vision = draw_vision(generator, family)
+    sizes = [2 * generator.randint(1, 5) for _ in range(3)]
+    grid = [
+        (generator.choice((1, 1, 2, 5)), generator.choice(sizes), generator.choice(sizes))
+        for _ in range(generator.randint(2, 5))
+    ]
+    repeated = [entry for entry, size in enumerate(grid) if size in grid[:entry]]
+    parts = ["patch_embed", "blocks", "merger"]
+    return Structure(
+        family=family,
+        vision=vision,
+        kept_blocks=generator.randint(1, vision["depth"]),
+        grid=grid,
+        copied=frozenset(entry for entry in repeated if generator.random() < 0.7),
+        settings=dict(
+            max_rows=generator.choice((None, *[generator.randint(1, rows_of(tuple(grid)) // 2)] * 3)),
+            reuse=generator.random() < 0.5,
+        ),
+        trains_pixels=generator.random() < 0.3,
+        frozen=tuple(generator.sample(parts, generator.choice((0, 0, 1, 2)))),
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step of a tower makes.
+
+    Attributes:
+        outputs: every output, in order.
+        gradients: by name, of the pixels and of all weights; None where there is none.
+    """
+
+    outputs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+
+
+def run_step(tower: Any, structure: Structure) -> Step:
+    """Run forward and backward for a random weighting of the outputs."""
+    tower.zero_grad()
+    pixels = structure.pixels(tower)
+    outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(structure.grid)))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(output.shape, generator=generator) for output in outputs]
+    loss: Any = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in tower.named_parameters()} | {"pixels": pixels.grad}
+    return Step([output.detach() for output in outputs], copy.deepcopy(gradients))
+
+
+def assert_same_step(found: Step, expected: Step) -> None:
+    """Compare outputs and gradients, those that are missing included."""
+    assert_close(found.outputs, expected.outputs)
+    for name, gradient in expected.gradients.items():
+        ours = found.gradients[name]
+        assert (ours is None) == (gradient is None), name
+        if gradient is not None and ours is not None:
+            assert torch.equal(ours, gradient) or relative_error(ours, gradient) < 1e-4, name
+
+
+def check(tower: Any, structure: Structure, expected: Step, **settings: Any) -> Any:
+    """Patch a tower and compare it with stock, without and with gradients; return its status."""
+    hf_vit_accel.patch(tower, strict=True, **structure.settings, **settings)
+    with torch.no_grad():
+        pixels = structure.pixels(tower)
+        assert_close(outputs_of(tower(pixels, grid_thw=torch.tensor(structure.grid))), expected.outputs)
+    assert_same_step(run_step(tower, structure), expected)
+    [status] = hf_vit_accel.status(tower).towers
+    assert (status.calls, status.stock_calls, dict(status.fallbacks)) == (2, 0, {})
+    return status
+
+
+def check_on_rank(rank: int, tower: Any, structure: Structure, expected: Step) -> None:
+    """Share the calls of a tower with another rank."""
+    status = check(tower, structure, expected, data_parallel=True)
+    assert status.ranks == f"rank {rank} of 2, 2 calls shared", status.ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def proven() -> None:
+    """Prove every family once: ranks inherit the proofs."""
+    for family in FAMILIES:
+        hf_vit_accel.patch(TINY[family].build())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_structure_computes_what_stock_computes(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structure = draw(seed)
+    stock = structure.tower()
+    expected = run_step(stock, structure)
+    check(copy.deepcopy(stock), structure, expected)
+    share_small_calls(monkeypatch)
+    run_on_ranks(check_on_rank, 2, tmp_path, copy.deepcopy(stock), structure, expected)
+
+
+def test_the_seeds_draw_every_kind_of_structure() -> None:
+    structures = [draw(seed) for seed in range(20)]
+    in_passes = []
+    for structure in structures:
+        deepstack = structure.deepstack
+        reached = [layer for layer in deepstack if layer < structure.kept_blocks]
+        if structure.settings["max_rows"] and len(reached) not in (0, len(deepstack)):
+            in_passes.append(structure)
+    assert len(in_passes) >= 2, "passes with a deepstack layer that runs and one that has no block"
+    assert any(structure.deepstack != sorted(structure.deepstack) for structure in structures), (
+        "deepstack layers out of order"
+    )
+    assert any(structure.kept_blocks < structure.vision["depth"] for structure in structures)
+    assert any(structure.copied and structure.settings["reuse"] for structure in structures)
+    assert any(structure.trains_pixels for structure in structures)
+    assert any(structure.frozen for structure in structures)

@@ -1,0 +1,231 @@
+"""Modules that treat each row by itself: the table is true, and a tower with any other module gets all rows at once."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks, share_small_calls
+from standins import SMALL
+from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from torch import nn
+from transformers import activations
+
+import hf_vit_accel
+from hf_vit_accel.ops.rows import TABLE, reasons_mixing
+
+WIDTH = 8
+SIZED: dict[type, Callable[[], nn.Module]] = {
+    nn.Linear: lambda: nn.Linear(WIDTH, WIDTH),
+    nn.LayerNorm: lambda: nn.LayerNorm(WIDTH),
+    nn.RMSNorm: lambda: nn.RMSNorm(WIDTH),
+    nn.Softmax: lambda: nn.Softmax(dim=-1),
+    nn.LogSoftmax: lambda: nn.LogSoftmax(dim=-1),
+    nn.Softmin: lambda: nn.Softmin(dim=-1),
+    nn.Sequential: lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()),
+}
+"""How to make a module that needs arguments."""
+
+ROW_CLASSES = [kind for entry in TABLE for kind in entry.classes if "forward" in vars(kind) and not entry.of_patches]
+
+
+def assert_row_by_row(module: nn.Module) -> None:
+    """Compare a module on all rows with the module on one row after the other."""
+    rows = 3 * torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    module.eval().double()
+    with torch.no_grad():
+        torch.testing.assert_close(module(rows), torch.cat([module(row) for row in rows.split(1)]))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ROW_CLASSES if kind is not nn.Embedding], ids=lambda k: k.__name__)
+def test_declared_modules_of_torch_treat_each_row_by_itself(kind: type[nn.Module]) -> None:
+    module = SIZED.get(kind, kind)()
+    assert_row_by_row(module)
+    assert reasons_mixing(module.modules(), proven=()) == []
+
+
+@pytest.mark.parametrize("name", activations.ACT2CLS)
+def test_activations_of_transformers_treat_each_row_by_itself(name: str) -> None:
+    module = activations.ACT2FN[name]
+    reasons = reasons_mixing(module.modules(), proven=())
+    if isinstance(module, nn.RReLU | nn.PReLU):
+        assert reasons, "random in training, or of channels"
+        return
+    assert_row_by_row(module)
+    assert reasons == []
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
+def test_a_convolution_counts_only_where_patches_are_its_batch(kind: type[nn.Module]) -> None:
+    convolution = kind(3, WIDTH, kernel_size=2)
+    images = torch.randn(6, 3, *[2] * (2 if kind is nn.Conv2d else 3))
+    with torch.no_grad():
+        torch.testing.assert_close(convolution(images), torch.cat([convolution(image) for image in images.split(1)]))
+    assert reasons_mixing([convolution], proven=(), patches=[None, nn.Sequential(convolution)]) == []
+    assert "may mix rows" in reasons_mixing([convolution], proven=())[0]
+    assert "may mix rows" in reasons_mixing([convolution], proven=[kind])[0], "the twin's convolution embeds patches"
+
+
+METHODS = ["AdaLora", "BOFT", "HRA", "IA3", "LoHa", "LoKr", "Lora", "OFT", "Vera"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_declared_methods_of_peft_treat_each_row_by_itself(method: str) -> None:
+    peft = pytest.importorskip("peft")
+    options: dict[str, Any] = dict(target_modules=["first", "second"])
+    options |= dict(feedforward_modules=[]) if method == "IA3" else dict(init_weights=False)
+    if method in ("AdaLora", "Lora", "Vera"):
+        options.pop("init_weights")
+    options |= dict(total_step=10) if method == "AdaLora" else {}
+    options |= dict(oft_block_size=2, r=0) if method == "OFT" else {}
+    options |= dict(boft_block_size=2) if method == "BOFT" else {}
+    options |= dict(use_dora=True) if method == "Lora" else {}
+    model = nn.Sequential(OrderedDict((name, nn.Linear(WIDTH, WIDTH)) for name in ("first", "second", "third")))
+    adapted = peft.get_peft_model(
+        model, getattr(peft, f"{method}Config")(**options, modules_to_save=["third"])
+    ).base_model
+    torch.manual_seed(0)
+    for parameter in adapted.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    assert_row_by_row(adapted.model)
+    assert reasons_mixing(adapted.model.modules(), proven=()) == []
+
+
+class OwnLinear(nn.Linear):
+    """A subclass may compute anything."""
+
+
+class Own(nn.Module):
+    """Runs a module of torch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def replaced() -> nn.Module:
+    """Return a Linear whose forward was replaced on the instance."""
+    linear = nn.Linear(WIDTH, WIDTH)
+    vars(linear)["forward"] = lambda x: x.mean(0, keepdim=True).expand_as(x)
+    return linear
+
+
+UNKNOWN: dict[str, Callable[[], nn.Module]] = {
+    "a TransformerEncoderLayer is inside": lambda: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH),
+    "a MultiheadAttention is inside": lambda: nn.MultiheadAttention(WIDTH, 2),
+    "a BatchNorm1d is inside": lambda: nn.BatchNorm1d(WIDTH),
+    "a GroupNorm is inside": lambda: nn.GroupNorm(2, WIDTH),
+    "a Conv1d is inside": lambda: nn.Conv1d(WIDTH, WIDTH, 1),
+    "a LSTM is inside": lambda: nn.LSTM(WIDTH, WIDTH),
+    "a Softmax(dim=0) is inside": lambda: nn.Softmax(dim=0),
+    "a Softmax(dim=None) is inside": lambda: nn.Softmax(),
+    "a GLU(dim=0) is inside": lambda: nn.GLU(dim=0),
+    "a LayerNorm((6, 8), eps=1e-05, elementwise_affine=True": lambda: nn.LayerNorm((6, WIDTH)),
+    "a test_rows.OwnLinear is inside": lambda: OwnLinear(WIDTH, WIDTH),
+    "a test_rows.Own is inside": lambda: Own(nn.Linear(WIDTH, WIDTH)),
+    "a Linear has a forward of its own": replaced,
+}
+
+
+@pytest.mark.parametrize("reason", UNKNOWN)
+def test_any_other_module_may_mix_rows(reason: str) -> None:
+    found = reasons_mixing(nn.Sequential(nn.Linear(WIDTH, WIDTH), UNKNOWN[reason]()).modules(), proven=())
+    assert len(found) == 1 and found[0].startswith(reason) and found[0].endswith("may mix rows of several images")
+
+
+def test_a_forward_of_torch_that_was_replaced_may_mix_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x.flip(0))
+    assert reasons_mixing([nn.Linear(WIDTH, WIDTH)], proven=()) == [
+        "the forward of Linear was replaced by another, and may mix rows of several images"
+    ]
+
+
+def test_dynamic_quantisation_may_mix_rows() -> None:
+    """Its scale is found over all rows of a call."""
+    linear = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with pytest.warns(DeprecationWarning):
+        quantised = torch.ao.quantization.quantize_dynamic(linear, {nn.Linear}, dtype=torch.qint8)
+    assert "may mix rows" in reasons_mixing(quantised.modules(), proven=())[0]
+
+
+GRID = [(1, 4, 6), (1, 4, 6), (4, 6, 4), (1, 2, 10)]
+
+
+MIXERS: dict[str, Callable[[], nn.Module]] = {
+    "a TransformerEncoderLayer is inside": lambda: nn.TransformerEncoderLayer(32, 4, 16, batch_first=True),
+    "a Softmax(dim=0) is inside": lambda: nn.Softmax(dim=0),
+}
+"""Modules of torch that mix the rows of all images, and the reason that names them."""
+
+
+def mixing_tower(family: str, mixer: str) -> Any:
+    """Return a stock tower with such a module behind its merger."""
+    tower = tower_of(TINY[family].build())
+    tower.merger = nn.Sequential(tower.merger, MIXERS[mixer]())
+    return tower.requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "settings", [dict(max_rows=40), dict(reuse=True), dict(cuda_graphs=SMALL)], ids=lambda s: min(s)
+)
+def test_a_module_of_torch_that_mixes_rows_gets_all_of_a_call(
+    settings: dict[str, Any], family: str, mixer: str, references: Any, on_cpu: Any
+) -> None:
+    tower = mixing_tower(family, mixer)
+    pixels, grid_thw = pixels_for(tower, GRID), torch.tensor(GRID)
+    pixels[24:48] = pixels[:24]
+    expected = outputs_of(tower(pixels, grid_thw=grid_thw))
+    hf_vit_accel.patch(tower, **settings)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_close(outputs_of(tower(pixels, grid_thw=grid_thw)), expected)
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.calls == 2 and status.passes is None
+    if "cuda_graphs" not in settings:
+        assert list(status.fallbacks.values()) == [2] and mixer in str(status)
+    else:
+        assert status.graphs is not None and not status.graphs.replays and sum(status.graphs.eager.values()) == 2
+
+
+def _check_unshared(rank: int, tower: Any, mixer: str) -> None:
+    expected = run_tower(tower, GRID)
+    hf_vit_accel.patch(tower, data_parallel=True)
+    assert_close(run_tower(tower, GRID), expected)
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.fallbacks == {f"not shared by ranks: {mixer}, and may mix rows of several images": 1}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_ranks_do_not_share_a_tower_that_mixes_rows(
+    mixer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_small_calls(monkeypatch)
+    hf_vit_accel.patch(TINY["qwen3_vl"].build())  # ranks inherit the proof
+    run_on_ranks(_check_unshared, 2, tmp_path, mixing_tower("qwen3_vl", mixer), mixer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_gpu_a_mixing_module_gets_all_of_a_call_at_default_settings(
+    family: str, mixer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of more rows than a pass has, and small calls that are replayed from CUDA graphs where they can be."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
+    stock = mixing_tower(family, mixer).cuda()
+    tower = hf_vit_accel.patch(copy.deepcopy(stock))
+    for grid in ([(40, 32, 32)], GRID, GRID, GRID):
+        assert_close(run_tower(tower, grid), run_tower(stock, grid), 1e-4)
+    [status] = hf_vit_accel.status(tower).towers
+    assert status.calls == 4 and status.passes is None
+    assert status.graphs is None or not status.graphs.replays
