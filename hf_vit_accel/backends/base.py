@@ -288,7 +288,7 @@ def reasons_tried(
                 return max(float((one.float() - exact).norm() / exact.norm()) for one, exact in pairs)
 
     try:
-        worst = machine.apart(run)
+        worst = machine.run_isolated(run)
     except Exception as error:
         return (f"{what} fail here: {machine.one_line(error)[:220]}",)
     return () if worst < 0.03 else (f"{what} are wrong here: relative error {worst:.1e}",)

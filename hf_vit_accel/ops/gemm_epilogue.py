@@ -220,7 +220,7 @@ def why_not(device: torch.device, dtype: torch.dtype, kind: str) -> str | None:
 
 @machine.probe
 def _tried(device: torch.device, kind: str) -> str | None:
-    return machine.apart(_try, device, kind)
+    return machine.run_isolated(_try, device, kind)
 
 
 def _try(device: torch.device, kind: str) -> str | None:

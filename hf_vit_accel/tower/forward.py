@@ -139,7 +139,7 @@ def _forward(
         route = state.routes.get(call.grid, spec)
         state.last, unmet = route, unmet + route.unmet
         if settings.score_mod is not None and name not in upstream.NAMES:
-            refuse([*unmet, f"blocks attend by {name!r}"], wanted="a score_mod was given")
+            refuse([*unmet, f"blocks attend by {name!r}"], because="a score_mod was given")
         if settings.strict:
             refuse(unmet)
         if sharing is not None:

@@ -1094,11 +1094,11 @@ def test_a_cache_finds_and_keeps() -> None:
     assert cache.find("a") is None
     for key, cost in (("a", 4), ("b", 4), ("large", 11)):
         cache.keep(key, key.upper(), cost)
-    assert cache.find("a") == "A" and cache.find("large") is None and cache.held == 8
+    assert cache.find("a") == "A" and cache.find("large") is None and cache.total_cost == 8
     cache.keep("c", "C", 3)
-    assert cache.find("b") is None and cache.find("a") == "A" and cache.held == 7
+    assert cache.find("b") is None and cache.find("a") == "A" and cache.total_cost == 7
     cache.keep("a", "AA", 6)
-    assert cache.find("a") == "AA" and cache.held == 9 and len(cache) == 2
+    assert cache.find("a") == "AA" and cache.total_cost == 9 and len(cache) == 2
 
 
 @pytest.mark.gpu

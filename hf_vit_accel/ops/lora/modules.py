@@ -74,7 +74,7 @@ def lora_of(module: Any, context: Context) -> Lora | None:
 def _known(forward: Any) -> bool:
     """Whether PEFT's forward computes, in this version, the formula above."""
     with suppress(Exception):  # whatever another version wants
-        return machine.apart(_try, forward)
+        return machine.run_isolated(_try, forward)
     return False
 
 

@@ -154,13 +154,13 @@ def test_lru_is_bounded_and_keeps_what_is_used() -> None:
     assert made[-1] == 2, "2 was the least recently used and is gone"
     assert (lru.hits, lru.misses) == (2, 5)
     get(5, cost=99)
-    assert lru.held <= 100 and len(lru) == 2
+    assert lru.total_cost <= 100 and len(lru) == 2
     get(6, cost=101)
     assert len(lru) == 2, "what alone is above the bound is not kept"
     get(7, cost=60), get(8, cost=60)
-    assert lru.held == 60
+    assert lru.total_cost == 60
     lru.clear()
-    assert len(lru) == 0 and lru.held == 0
+    assert len(lru) == 0 and lru.total_cost == 0
 
 
 def test_segments_of_one_row() -> None:
