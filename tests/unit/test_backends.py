@@ -29,7 +29,7 @@ from hf_vit_accel.backends import (
     resolve,
 )
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
-from hf_vit_accel.backends.base import Needs, against_machine
+from hf_vit_accel.backends.base import Needs, missing_requirements
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_max_seqlen, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
@@ -261,7 +261,7 @@ def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
     monkeypatch.setattr(machine, "cuda_capability", lambda index=None: capability)
     needs = {backend.name: backend.needs_on(torch.device("cuda")) for backend in (*BACKENDS, FP8)}
     needs["linears"] = backends.LINEARS_NEED
-    refused = {name: why for name, need in needs.items() if (why := against_machine(need))}
+    refused = {name: why for name, need in needs.items() if (why := missing_requirements(need))}
     major, minor = capability
     assert refused == {
         "flash_attention_3": [f"the GPU's compute capability is {major}.{minor}, it needs at least 9.0 and below 10.0"]

@@ -13,7 +13,7 @@ from tiny import relative_error
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends import Request, backend_named, flash_attention_4, plan_alone, torch_cudnn
-from hf_vit_accel.backends.base import attention_op, reasons_tried
+from hf_vit_accel.backends.base import attention_op, reasons_from_trial
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import rope
 
@@ -101,18 +101,18 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interface]:
 
 def gradients_of(made: Any, dim: int = DIM) -> Any:
     """`_backward` of a head dim, and what it makes of a gradient, beside what it should."""
-    backward, reasons = flash_attention_4._backward(torch.device("cpu"), torch.float32, dim)
-    if backward is None:
-        return reasons
+    backward = flash_attention_4._find_backward(torch.device("cpu"), torch.float32, dim)
+    if backward.run is None:
+        return backward.reasons
     offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
     qkv = torch.randn(sum(LENGTHS), 3, HEADS, dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    found = flash_attention_4._Attention.apply(qkv, None, None, offsets, max(LENGTHS), dim**-0.5, backward)
+    found = flash_attention_4._Attention.apply(qkv, None, None, offsets, max(LENGTHS), dim**-0.5, backward.run)
     wanted = attend(qkv, scale=dim**-0.5)
     given = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
     assert relative_error(found, wanted) < 1e-6
     gradients = [torch.autograd.grad(each, qkv, given)[0] for each in (found, wanted)]
     assert relative_error(*gradients) < 1e-6
-    return backward is made._flash_attn_bwd
+    return backward.run is made._flash_attn_bwd
 
 
 @pytest.mark.parametrize("kernel", [16, 32])
@@ -226,12 +226,13 @@ def test_cudnn_takes_runs_of_equal_lengths(packed: bool, monkeypatch: pytest.Mon
 
 def test_it_is_tried_before_it_is_used(interface: Interface) -> None:
     at = torch.device("cpu"), torch.float32, DIM
-    assert flash_attention_4._against_results(*at) == () == flash_attention_4._backward(*at)[1]
+    assert flash_attention_4._reasons_from_results(*at) == () == flash_attention_4._find_backward(*at).reasons
     interface.kernel = 7
     machine.reset()
-    assert flash_attention_4._against_results(*at) == ()
-    none, [why] = flash_attention_4._backward(*at)
-    assert none is None and why.startswith("its gradients are wrong here: relative error")
+    assert flash_attention_4._reasons_from_results(*at) == ()
+    backward = flash_attention_4._find_backward(*at)
+    [why] = backward.reasons
+    assert backward.run is None and why.startswith("its gradients are wrong here: relative error")
 
 
 def test_what_fails_when_it_is_tried_is_a_reason(interface: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +240,7 @@ def test_what_fails_when_it_is_tried_is_a_reason(interface: Interface, monkeypat
         raise RuntimeError("no compiler\nhere")
 
     monkeypatch.setattr(interface, "_flash_attn_fwd", fail, raising=False)
-    [why] = flash_attention_4._against_results(torch.device("cpu"), torch.float32, DIM)
+    [why] = flash_attention_4._reasons_from_results(torch.device("cpu"), torch.float32, DIM)
     assert why == "its results fail here: RuntimeError: no compiler here"
 
 
@@ -294,5 +295,5 @@ def test_a_wrong_result_or_gradient_is_told(broken: str) -> None:
                 found[:, ["dq", "dk", "dv"].index(broken)] *= 0.9
             return found
 
-    why = reasons_tried(Attention.apply, LENGTHS, torch.device("cpu"), torch.float32, DIM, grad=True)
+    why = reasons_from_trial(Attention.apply, LENGTHS, torch.device("cpu"), torch.float32, DIM, grad=True)
     assert bool(why) == bool(broken)
