@@ -143,8 +143,8 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
         geometry: The tower's geometry.
 
     Returns:
-        The metadata of the T rows: `full` with S = F segments (S = entries of the grid for clips), and arrays of T
-        rows or M merged tokens in packing order.
+        The metadata: arrays of T rows or M merged tokens, in packing order. `full` has a segment for every frame, or
+        for every grid entry if they are clips.
     """
     merge = geometry.merge
     t_F, h_F, w_F = np.array(grid, dtype=np.int64).T

@@ -12,12 +12,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.layout import Segments, to_device
+from hf_vit_accel.layout import Array, Segments, to_device
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.window_attention import attention_reference
 
@@ -120,7 +119,7 @@ class Plan:
     segments: Segments
     request: Request
     host: Mapping[str, Any] = field(default_factory=dict)
-    arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    arrays: Mapping[str, Array] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Plan:

@@ -1,7 +1,7 @@
 """cuDNN's attention in FP8 (e4m3), through FlashInfer as in `flashinfer_cudnn`; for full layers, on request.
 
 On Hopper cuDNN writes FP8 attention in e4m3 only, and FlashInfer passes no scale for the output. The output is a convex
-mix of the rows of v, so in v's quantised units it always fits and uses the range of e4m3. So v is declared to have no
+mix of the rows of v. So in v's quantised units it always fits and uses the range of e4m3: v is declared to have no
 scale. The kernel that drops the padding multiplies by the divisor of v, head by head.
 
 `T` packed rows, `S` segments, `H` heads, `D` head dim, `P` that dim padded.

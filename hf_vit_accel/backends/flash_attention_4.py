@@ -23,6 +23,9 @@ from hf_vit_accel.ops.training.trained import Trained
 PACKAGE = machine.Package(
     module="flash_attn.cute", distribution="flash-attn-4", install="pip install --pre flash-attn-4 (Hopper, Blackwell)"
 )
+Kernel = Callable[..., object]
+"""A function of the package that launches kernels."""
+
 _rotate_ = machine.guarded(machine.KERNELS, rope_)
 
 
@@ -122,7 +125,7 @@ class _Attention(torch.autograd.Function):
         cu_seqlens_S1: Tensor,
         max_seqlen: int,
         scale: float,
-        backward: Callable[..., Any],
+        backward: Kernel,
     ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
@@ -147,7 +150,7 @@ class _Attention(torch.autograd.Function):
         return dqkv_T3HD, None, None, None, None, None, None
 
 
-def _aligned_backward() -> Callable[..., Any]:
+def _aligned_backward() -> Kernel:
     """Return the package's backward with helpers that round head dims to multiples of 16, as its main kernel does.
 
     In 4.0.0b36 the helpers that fill and read the accumulator of dQ round to 32. So dQ is wrong for the head dims 72
@@ -164,7 +167,7 @@ def _aligned_backward() -> Callable[..., Any]:
     return aligned
 
 
-def _rounding_to_16(function: Callable[..., Any]) -> Callable[..., Any]:
+def _rounding_to_16(function: Kernel) -> Kernel:
     return lambda *args, **kwargs: function(*args, **(kwargs | {"hdim_multiple_of": 16}))
 
 
@@ -172,7 +175,7 @@ _TRIAL_LENGTHS = (200, 130, 321)
 
 
 def _trial(
-    device: torch.device, dtype: torch.dtype, head_dim: int, backward_of: Callable[[], Callable[..., Any]] | None
+    device: torch.device, dtype: torch.dtype, head_dim: int, backward_of: Callable[[], Kernel] | None
 ) -> tuple[str, ...]:
     """Run the kernels once, which also compiles them, and list what is wrong with them.
 
@@ -207,7 +210,7 @@ def _reasons_from_results(device: torch.device, dtype: torch.dtype, head_dim: in
 class _Backward:
     """The backward that is right on this machine, or the reasons why there is none."""
 
-    run: Callable[..., Any] | None = None
+    run: Kernel | None = None
     reasons: tuple[str, ...] = ()
 
 
@@ -222,6 +225,6 @@ def _find_backward(device: torch.device, dtype: torch.dtype, head_dim: int) -> _
     return _Backward(reasons=reasons_against_own)
 
 
-def _own_backward() -> Callable[..., Any]:
-    run: Callable[..., Any] = _interface()._flash_attn_bwd
+def _own_backward() -> Kernel:
+    run: Kernel = _interface()._flash_attn_bwd
     return run

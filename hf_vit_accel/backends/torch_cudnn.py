@@ -131,7 +131,7 @@ class _Saved:
     logsumexp: Tensor | None = None
     seed: Tensor | None = None
     offset: Tensor | None = None
-    sizes: tuple[Any, ...] = ()
+    sizes: tuple[Tensor | int, ...] = ()
     """cum_seq_q, cum_seq_k, max_q, max_k."""
 
 
@@ -193,7 +193,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, cos_TD, sin_TD, *tensors = ctx.saved_tensors
         dout_THD = dout_THD.contiguous()
         dqkv_T3HD = torch.empty_like(rotated_T3HD)

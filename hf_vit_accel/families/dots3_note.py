@@ -1,7 +1,7 @@
 """dots3.
 
-Differs from Qwen2-VL: norms of the heads of q and k, a SwiGLU MLP without biases or a mixture of experts, a norm inside
-the patch embedding and a final norm.
+Differs from Qwen2-VL: norms of the heads of q and k, a norm inside the patch embedding and a final norm. The MLP is a
+SwiGLU without biases, or a mixture of experts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ERNIE-4.5-VL.
 
-Differs from Qwen2-VL: a Linear embeds patches of a single frame, and a final LayerNorm takes the place of the merger,
+Differs from Qwen2-VL: a Linear embeds patches of a single frame. A final LayerNorm takes the place of the merger,
 because the resampler belongs to the model.
 """
 
