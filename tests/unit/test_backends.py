@@ -178,9 +178,9 @@ def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch)
     calls = []
     real = nn.functional.scaled_dot_product_attention
 
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def counted(*args: torch.Tensor, scale: float) -> torch.Tensor:
         calls.append(1)
-        return real(*args, **kwargs)
+        return real(*args, scale=scale)
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
     lengths = [64] * 100 + [32] * 10 + [64] * 50 + [16]
@@ -387,7 +387,7 @@ def test_auto_takes_the_backend_that_measured_fastest(
     call = replace(request("cuda", torch.bfloat16, 72, **options), **sizes)
     missing: set[str] = set()
 
-    def reasons(self: Backend, request: Any) -> list[str]:
+    def reasons(self: Backend, request: Request) -> list[str]:
         if self.name in missing or (request.grad and not self.needs.differentiable):
             return ["not here"]
         return ["no graph"] if request.graphs and self.name == CUDNN else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -195,8 +195,8 @@ class CudnnStandIn:
 
     @staticmethod
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, needs_lse: bool, *options: Any, scale: float
-    ) -> tuple[Any, ...]:
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, needs_lse: bool, *options: object, scale: float
+    ) -> tuple[torch.Tensor | int | None, ...]:
         assert {x.stride(3) for x in (q, k, v)} == {1} and options == (0.0, False, False)
         out = ((q @ k.mT * scale).softmax(-1) @ v).transpose(1, 2).contiguous().transpose(1, 2).detach()
         return out, torch.zeros(1), None, None, q.shape[2], k.shape[2], torch.zeros(()), torch.zeros(()), None
@@ -212,7 +212,7 @@ class CudnnStandIn:
         seed: torch.Tensor,
         offset: torch.Tensor,
         bias: None,
-        *options: Any,
+        *options: object,
         scale: float,
     ) -> tuple[torch.Tensor, ...]:
         assert out.shape == dout.shape == q.shape
@@ -222,7 +222,7 @@ class CudnnStandIn:
             return torch.autograd.grad((qkv[0] @ qkv[1].mT * scale).softmax(-1) @ qkv[2], qkv, dout)
 
     @staticmethod
-    def gather_back(parts: Any, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    def gather_back(parts: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
         packed = torch.stack([part.transpose(1, 2).flatten(0, 1) for part in parts], 1)
         out.copy_(rotate_back(packed, cos, sin))
 
@@ -278,7 +278,7 @@ def test_a_trial_runs_before_the_backend_is_used(interface: Interface) -> None:
 
 
 def test_an_error_in_the_trial_is_a_reason(interface: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no compiler\nhere")
 
     monkeypatch.setattr(interface, "_flash_attn_fwd", fail, raising=False)
@@ -295,8 +295,8 @@ def test_another_version_without_the_functions_that_we_call(monkeypatch: pytest.
 def test_torch_compile_sees_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
 
-    def function(q: torch.Tensor, *rest: Any) -> torch.Tensor:
-        called.append(rest)
+    def function(q: torch.Tensor, *settings: object) -> torch.Tensor:
+        called.append(settings)
         return 2 * q
 
     run = attention_op("of_this_test", function)
@@ -305,7 +305,7 @@ def test_torch_compile_sees_an_operator(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(run(q, q, q, offsets, 3, 0.5), 2 * q) and len(called) == 1
     seen = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., tuple[torch.Tensor]]:
         seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
         return lambda *inputs: (torch.zeros_like(q),)
 
