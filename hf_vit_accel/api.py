@@ -62,8 +62,8 @@ def patch(
             group or a one-dimensional device mesh. Gradients of the tower are summed over the ranks, not averaged.
         reuse: Encode images and videos that are equal bit for bit once in a call: True. A `ReuseConfig` can keep
             features for later calls, too. Nothing is reused if pixel values require gradients.
-        strict: Raise instead of falling back to another backend or to the stock forward, and if a graph cannot be
-            replayed or a kernel fails. Inputs that would not gain from a graph still run eagerly.
+        strict: Raise instead of falling back to another backend or to the stock forward. Also raise if a graph cannot
+            be replayed or a kernel fails. Inputs that would not gain from a graph still run eagerly.
 
     Raises:
         ValueError: If the model has no supported tower, or if options make no sense, alone or together.
@@ -158,7 +158,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         model: A patched model.
         sizes: The calls to come, each a list of (frames, height, width) in patches. With `cuda_graphs` they are
             captured in their exact shapes; None captures every budget once. Without `cuda_graphs` each call runs once,
-            under the current autocast, and from 12288 patches on also imports packages that take seconds. That only
+            under the current autocast. From 12288 patches on it also imports packages that take seconds, which only
             pays if many calls follow.
         progress: Whether to show a progress bar, and to print the memory of every graph.
 
@@ -166,8 +166,8 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
         The status of the model.
 
     Raises:
-        ValueError: If the model has no patched tower beyond attention only, if neither `cuda_graphs` nor sizes are
-            given, or if a size is no grid.
+        ValueError: If no tower is patched with more than attention, or if a size is no grid. Also without both
+            `cuda_graphs` and sizes.
     """
     calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
     towers = []
@@ -196,7 +196,7 @@ def _warm_up_tower(tower: Tower, state: TowerState, calls: list[Grid] | None, pr
     grids = calls or []
     if runner is None:
         state.routes.warmed = True
-        state.routes.cache.clear()  # those that were laid out before
+        state.routes.cache.clear()  # drops routes that were made before warmup
     elif calls is None:
         grids = _grids_of_budgets(runner.budgets_of(merge), merge)
     state.warming = threading.get_ident()  # turns `reuse` off in this thread: all pictures are equal here

@@ -43,8 +43,8 @@ def calibrate(
         The path of the file.
 
     Raises:
-        ValueError: If the model has several towers, if there are no images, or if the margin is no finite number of at
-            least 1. Also if images have no pixels, no finite features, or are too large for FP8.
+        ValueError: If the model has several towers, if there are no images, or if the margin is below 1 or infinite.
+            Also if images have no pixels, no finite features, or are too large for FP8.
         BackendUnavailableError: If FP8 cannot run on this machine.
         FallbackError: If the tower cannot take the fast path.
     """

@@ -32,8 +32,8 @@ class FlexConfig:
     again if another tensor or number takes the place of a captured one: CUDA graphs replay the former. (Every number
     is a kernel of its own, and torch compiles 8 of them at most.)
 
-    With a score_mod, all layers run FlexAttention, window layers too. A call that FlexAttention cannot run raises an
-    error, with or without `strict`, because no other backend applies the score_mod.
+    With a score_mod, all layers run FlexAttention, window layers too. No other backend applies it. So a call that
+    FlexAttention cannot run raises an error, with or without `strict`.
 
     Args:
         score_mod: Called as `score_mod(score, batch, head, q_idx, kv_idx)` for every scaled score; returns the new
@@ -122,8 +122,8 @@ class GraphConfig:
 
     Args:
         max_tokens: Merged tokens of the largest budget. (1280, Qwen's own example of `max_pixels`, are 5120 patches.)
-            Larger images run eagerly, unless their exact shape comes again and again: from about 4,000 patches on
-            the GPU is busy while the host launches kernels.
+            Larger images run eagerly, unless their exact shape comes often. From about 4,000 patches on the GPU is
+            busy while the host launches kernels.
         budgets: Merged tokens of every budget, increasing. None for the ladder of budgets up to `max_tokens`.
         exact_after: A shape that came so often is captured as it is, without padding; 0 for never.
         max_graphs: The largest number of graphs. Above it, the least recently used graph is dropped.

@@ -2,7 +2,7 @@
 
 FlashInfer's public call resolves metadata, cache key and cuDNN plan every time: about 0.3 ms of Python. Here that
 happens once per class of layouts and strides, and every layer only rebinds pointers. Segment offsets are in elements
-and follow the strides, so q, k and v may be views of the packed projection.
+and follow the strides. So q, k and v may be views of the packed projection.
 
 `T` packed rows, `S` segments, `H` heads, `D` head dim. A cuDNN plan is a `Graph`, as cuDNN calls it; it is no CUDA
 graph.

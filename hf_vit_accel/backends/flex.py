@@ -1,7 +1,7 @@
 """torch's FlexAttention with gradients and a user's `score_mod`, compiled once for every layout.
 
 FlexAttention skips the blocks that a block mask leaves out. Our mask follows from the segments' offsets alone. So it
-is computed on the host, block by block rather than element by element, and sent with the other metadata.
+is computed on the host, by blocks rather than elements, and sent with the other metadata.
 
 `T` packed rows, `S` segments, `H` heads, `D` head dim, `B` blocks of BLOCK rows, `C` columns of block numbers.
 """
@@ -209,8 +209,8 @@ def compiles(device: torch.device) -> bool:
 def _packed(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, grad: bool) -> Tensor:
     """Return q, k and v as one (T, 3, H, D) of at least FEWEST rows: the projection behind the views, or a copy.
 
-    A single layout needs a single kernel. It must also be a complete projection: for a slice of unknown offset and row
-    stride, the compiler knows no alignment, and its kernel would not load vectors.
+    A single layout needs a single kernel. It must also be a complete projection. For a slice of unknown offset and row
+    stride, the compiler knows no alignment, so its kernel would not load vectors.
     """
     rows, heads, head_dim = q_THD.shape
     width = heads * head_dim

@@ -1,7 +1,7 @@
 """PaddleOCR-VL.
 
-Differs from Qwen2-VL: GELU (tanh), three Linears for q, k and v, a position table that is interpolated bilinearly, a
-final LayerNorm and no merger. Rows are in raster order, modules have the names of SigLIP, and pixels have 5 dimensions.
+Differs from Qwen2-VL: GELU (tanh), three Linears for q, k and v, a final LayerNorm and no merger. A position table is
+interpolated bilinearly and added. Rows are in raster order, modules have the names of SigLIP, pixels have 5 dimensions.
 """
 
 from __future__ import annotations

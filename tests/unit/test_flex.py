@@ -51,7 +51,7 @@ def small_blocks() -> Iterator[None]:
 
 
 def brute_force(lengths: list[int]) -> dict[str, list[list[int]]]:
-    """Return the numbers of the partial and full blocks of keys, by block of queries, from the T x T mask."""
+    """Return the partial and full blocks of keys of every block of queries, from the T x T mask."""
     block = flex_backend.BLOCK
     rows = sum(lengths)
     if rows < flex_backend.FEWEST:
