@@ -1,4 +1,4 @@
-"""What users call: `patch`, `unpatch`, `patched`, `warmup`; `status` is in `status`."""
+"""The functions for users: `patch`, `unpatch`, `patched` and `warmup`. `status` has a file of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from hf_vit_accel.backends import backend_named, require
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings
-from hf_vit_accel.families import Family
+from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import refuse
 from hf_vit_accel.ops import PARTS
@@ -44,79 +44,98 @@ def patch(
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
 
-    Patching again reconfigures, and drops captured graphs. Weights stay as they are; `unpatch` undoes everything.
+    Patching again reconfigures and drops captured graphs. Weights stay as they are, and `unpatch` undoes everything.
+    After an error nothing is patched.
 
-    attention: "auto" for the fastest backend that can serve each call, a backend's name, or a `FlexConfig`. Under
-    "auto", an attention function that you registered with transformers is kept, and that tower stays stock.
-    fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
-    cuda_graphs: replay the whole tower from CUDA graphs, captured on first use or by `warmup`; True or a `GraphConfig`.
-    Small and medium inputs are bound by launches and gain most; what would not gain runs eagerly.
-    fp8: attention in FP8, where that is faster; True or a `Fp8Config`. Not exact: features keep their
-    direction (cosine similarity), not their last digits. For inference only.
-    max_rows: patch rows in one pass. A call of more is cut between frames and images (a frame is never cut) and encoded
-    in passes, so that a long video takes the memory of one pass, and of its outputs. "auto": on CUDA, as many as make
-    passes free, and with gradients no limit, as each pass then runs again in the backward pass. None: one pass. Where
-    memory runs out, passes are halved once; `status` tells. Layers that FSDP2 shards are never run in passes.
-    data_parallel: True, a process group or a device mesh of one dimension, whose ranks hold the same tower and make the
-    same calls, as beside a text model under tensor parallelism: each encodes a part of the images and frames, all get
-    all features, and what a rank raises is raised on all. With gradients, all must make the same loss; those of the
-    tower are summed over the ranks once, and are not averaged. A call too small to gain is encoded by every rank.
-    reuse: encode images and videos that are equal bit for bit once in a call; True, or a `ReuseConfig` that keeps
-    features for later calls, too. Gradients of copies add up; where pixel values require gradients nothing is reused.
-    strict: raise where a call would fall back to another backend or to the stock forward, or cannot be replayed from a
-    graph, or where a backend or a kernel fails, instead of counting it. (What is too large or would not gain from a
-    graph runs eagerly all the same.)
+    Args:
+        model: Any module that holds a supported tower, or the tower itself.
+        attention: "auto" for the fastest backend of every call, a backend's name, or a `FlexConfig`. "auto" keeps an
+            attention function that you registered with transformers; that tower stays stock.
+        fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
+        cuda_graphs: Replay the tower from CUDA graphs: True or a `GraphConfig`. Graphs are captured on first use or by
+            `warmup`. Small and medium inputs gain most; an input that would not gain runs eagerly.
+        fp8: Attention in FP8 where that is faster: True or a `Fp8Config`. Not exact, for inference only.
+            Features keep their direction (cosine similarity), not their last digits.
+        max_rows: Patch rows in one pass. Larger calls are split between frames and images, to bound their memory.
+            "auto" uses the limit that costs no time on CUDA; None uses one pass.
+        data_parallel: Share every call among ranks that hold the same tower and make the same calls: True, a process
+            group or a one-dimensional device mesh. Gradients of the tower are summed over the ranks, not averaged.
+        reuse: Encode images and videos that are equal bit for bit once in a call: True. A `ReuseConfig` can keep
+            features for later calls, too. Nothing is reused if pixel values require gradients.
+        strict: Raise instead of falling back to another backend or to the stock forward. Also raise if a graph cannot
+            be replayed or a kernel fails. Inputs that would not gain from a graph still run eagerly.
 
-    Raises ValueError for a model without a supported tower, an unknown backend or part, window_attention among named
-    parts or FP8 beside a score_mod, a file of FP8 amax that is none or is another model's, max_rows below 1, and a
-    data_parallel that is no group of this process; BackendUnavailableError for a named backend, or FP8, that cannot run
-    on this machine; FallbackError under `strict` for named parts that cannot be fused and for a tower that the fast
-    path cannot serve. After an error nothing is patched.
+    Raises:
+        ValueError: If the model has no supported tower, or if options make no sense, alone or together.
+        BackendUnavailableError: If a named backend or FP8 cannot run on this machine.
+        FallbackError: Under `strict`, if a named part cannot be fused or a tower cannot take the fast path.
     """
     settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, strict)
     towers = towers_of(model)
     require(settings.attention, fp8=settings.fp8 is not None)
-    made = []
-    for path, tower, family in towers:
-        _check_amax(path, tower, family, settings)
-        state = TowerState(family, settings, former_name=former_of(tower)[0])
-        # Whoever loaded with "eager" may ask for attention weights, which nothing else returns.
-        kept = state.former_name == "eager" or bool(guard.reasons_own_attention(tower, state.former_name))
-        kept = kept and settings.attention == "auto"
-        made.append((tower, state, state.former_name if kept else name_for(settings.attention)))
-        if family.attention_only:
-            if settings.strict:
-                beyond = [f"{name}: {why}" for name, why in beyond_attention(settings).items()]
-                refuse(beyond, f"the tower {path or '(the model itself)'}")
-            continue
-        snapshot = state.snapshot(tower)  # what transformers computes is proven here, not in the first call
-        if settings.strict:
-            reasons, spec = reasons_now(tower, state, snapshot, made[-1][2], former_of(tower)[1])
-            if spec is not None and spec.ops is not None and settings.fuse is not None:
-                unfused = spec.ops.unfused.items()
-                reasons += [f"{part} is not fused: {why}" for part, why in unfused if part in settings.fuse]
-            refuse(reasons, f"the tower {path or '(the model itself)'}")
-    for tower, state, name in made:
+    prepared = [_prepare(path, tower, family, settings) for path, tower, family in towers]
+    for tower, state, name in prepared:
         install(tower, state)
         tower.config._attn_implementation_internal = name
     return model
 
 
+def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tuple[Tower, TowerState, str | None]:
+    """Check that a tower can be patched, without changing it.
+
+    Returns:
+        The tower, its new state and the attention name for its config.
+    """
+    _check_amax(path, tower, family, settings)
+    former_name, former_forward = former_of(tower)
+    state = TowerState(family, settings, former_name=former_name)
+    # A user who loads with "eager" may ask for attention weights, which no other attention returns.
+    has_own_attention = former_name == "eager" or bool(guard.reasons_own_attention(tower, former_name))
+    keeps_attention = settings.attention == "auto" and has_own_attention
+    name = former_name if keeps_attention else name_for(settings.attention)
+    label = f"the tower {path or '(the model itself)'}"
+    if family.attention_only:
+        if settings.strict:
+            refuse([f"{option}: {why}" for option, why in beyond_attention(settings).items()], label)
+        return tower, state, name
+    snapshot = state.snapshot(tower)  # runs the proof now, not in the first call
+    if settings.strict:
+        reasons, spec = reasons_now(tower, state, snapshot, name, former_forward)
+        if spec is not None and spec.ops is not None and settings.fuse is not None:
+            for part, why in spec.ops.unfused.items():
+                if part in settings.fuse:
+                    reasons.append(f"{part} is not fused: {why}")
+        refuse(reasons, label)
+    return tower, state, name
+
+
 def unpatch(model: Model) -> Model:
-    """Bring every tower back to stock: forward, attention name, cached memory. Returns the same object."""
+    """Restore the stock state of every tower: forward, attention name, memory. Returns the same object.
+
+    Args:
+        model: A model, patched or not.
+
+    Raises:
+        ValueError: If the model has no supported tower.
+    """
     for _, tower, _ in towers_of(model):
         state = uninstall(tower)
         restore_name(tower, state.former_name if state else None)
-    for module in model.modules():  # a composite loaded with one of our names carries it too
+    for module in model.modules():  # the configs of a composite loaded with one of our names hold it, too
         restore_name(module, None)
     return model
 
 
 @contextmanager
 def patched(model: Model, **options: Any) -> Iterator[Model]:
-    """`patch` for the length of a with block; afterwards the model is as it was, patched otherwise or not at all.
+    """Patch a model for the length of a with block, then restore its former state, patched or not.
 
-    options: those of `patch`, which raises what it raises there.
+    Args:
+        model: The model.
+        options: The options of `patch`, which raise the same errors.
+
+    Yields:
+        The model.
     """
     towers = towers_of(model)
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
@@ -133,58 +152,86 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
 
 
 def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: bool = True) -> Status:
-    """Get ready ahead of time what later calls use: CUDA graphs, or what is compiled; returns the status.
+    """Capture CUDA graphs, or compile backends and kernels, before the first calls need them.
 
-    sizes: the calls to come, each the (frames, height, width) in patches of its images. With `cuda_graphs` they are
-    captured in their exact shapes, by default every budget once. Without, each runs once, under the autocast of this
-    moment: backends and kernels are compiled. progress: show a bar, and print what each graph holds.
+    Args:
+        model: A patched model.
+        sizes: The calls to come, each a list of (frames, height, width) in patches. With `cuda_graphs` they are
+            captured in their exact shapes; None captures every budget once. Without `cuda_graphs` each call runs once,
+            under the current autocast.
+        progress: Whether to show a progress bar, and to print the memory of every graph.
 
-    Raises ValueError for a model without a patched tower that has more than its attention served, for one without
-    `cuda_graphs` where no sizes are given, and for sizes that are no grids.
+    Returns:
+        The status of the model.
+
+    Raises:
+        ValueError: If no tower is patched with more than attention, or if a size is no grid. Also without both
+            `cuda_graphs` and sizes.
     """
-    found = [(tower, state_of(tower)) for _, tower, family in towers_of(model) if not family.attention_only]
     calls = None if sizes is None else [_checked_grid(grid) for grid in sizes]
-    towers = [(tower, state) for tower, state in found if state is not None and (state.runner or calls is not None)]
+    towers = []
+    for _, tower, family in towers_of(model):
+        state = None if family.attention_only else state_of(tower)
+        if state is not None and (state.runner or calls is not None):
+            towers.append((tower, state))
     if not towers:
         raise ValueError(
             "expected a model patched with cuda_graphs, or sizes; call hf_vit_accel.patch(model, cuda_graphs=True), or "
             "hf_vit_accel.warmup(model, sizes=[[(1, 64, 64)]])"
         )
     for tower, state in towers:
-        snapshot, runner = state.snapshot(tower), state.runner
-        if snapshot.stock or snapshot.offloaded:
-            continue  # all its calls run the stock forward, as status tells, or their weights come with them
-        merge, weight = snapshot.geometry.merge, snapshot.parts.projection.weight
-        assert isinstance(weight, Tensor)
-        grids = calls or []
-        if runner is not None and calls is None:
-            # A token less than each budget, if none below holds that: most calls leave rows over, which FP8 needs.
-            counts = [max(most - 1, below + 1) for below, most in pairwise((0, *runner.budgets_of(merge)))]
-            grids = [((1, merge, merge * tokens),) for tokens in reversed(counts)]
-        state.warming = threading.get_ident()  # all its pictures are alike: `reuse` would encode one
-        try:
-            for grid in tqdm(grids, desc="warming up", disable=not progress):
-                if not state.family.videos:  # its model gives the tower frame by frame
-                    grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
-                pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
-                pixels = state.family.pixels(tower, pixels_TP)
-                with torch.no_grad(), runner.capturing(exactly=calls is not None) if runner else nullcontext():
-                    tower(pixels, grid_thw=torch.tensor(grid))
-        finally:
-            state.warming = None
-        if progress and runner is not None:
-            for label, nbytes, _ in runner.status().graphs:
-                tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")
+        _warm_up_tower(tower, state, calls, progress)
     return status(model)
 
 
+def _warm_up_tower(tower: Tower, state: TowerState, calls: list[Grid] | None, progress: bool) -> None:
+    snapshot = state.snapshot(tower)
+    runner = state.runner
+    if snapshot.stock or snapshot.offloaded:
+        return  # every call runs the stock forward, as `status` reports, or its weights come with the call
+    merge = snapshot.geometry.merge
+    weight = snapshot.parts.projection.weight
+    assert isinstance(weight, Tensor)
+    grids = calls or []
+    if runner is not None and calls is None:
+        grids = _grids_of_budgets(runner.budgets_of(merge), merge)
+    state.warming = threading.get_ident()  # turns `reuse` off in this thread: all pictures are equal here
+    try:
+        for grid in tqdm(grids, desc="warming up", disable=not progress):
+            if not state.family.videos:  # the model calls such a tower with every frame as an image
+                grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
+            pixels_TP = torch.zeros(rows_of(grid), weight[0].numel(), dtype=weight.dtype, device=weight.device)
+            pixels = state.family.pixels(tower, pixels_TP)
+            with torch.no_grad(), runner.capturing(exactly=calls is not None) if runner else nullcontext():
+                tower(pixels, grid_thw=torch.tensor(grid))
+    finally:
+        state.warming = None
+    if progress and runner is not None:
+        for label, nbytes, _ in runner.status().graphs:
+            tqdm.write(f"{nbytes / 2**20:8.1f} MiB  {label}")
+
+
+def _grids_of_budgets(budgets: Iterable[int], merge: int) -> list[Grid]:
+    """Return one grid for every budget, the largest first.
+
+    A grid is a token smaller than its budget, unless the next smaller budget would hold it. So there are padding rows,
+    as in most calls. Without them the padding segment would be empty, and FP8 could not run in the graph.
+    """
+    grids: list[Grid] = []
+    for smaller, budget in pairwise((0, *budgets)):
+        tokens = max(budget - 1, smaller + 1)
+        grids.append(((1, merge, merge * tokens),))
+    return grids[::-1]
+
+
 def _checked_grid(grid: Any) -> Grid:
+    """Return one call of `sizes` as a grid; ValueError if it is none."""
     rows = grid.tolist() if isinstance(grid, Tensor) else grid
     try:
-        found = tuple((int(t), int(h), int(w)) for t, h, w in rows)
-        if any(min(each) < 1 for each in found):
+        checked = tuple((int(t), int(h), int(w)) for t, h, w in rows)
+        if any(min(entry) < 1 for entry in checked):
             raise ValueError
-        return found
+        return checked
     except (TypeError, ValueError):
         raise ValueError(
             "expected sizes as a list of calls, each a list of (frames, height, width) in patches such as "
@@ -192,68 +239,95 @@ def _checked_grid(grid: Any) -> Grid:
         ) from None
 
 
-def _config(name: str, value: Any, kind: type[C]) -> C | None:
-    """What an option asks for that is a flag or a config."""
-    if not isinstance(value, bool | kind):
-        raise ValueError(f"expected {name} to be True, False or a {kind.__name__}, got {value!r}")
-    return kind() if value is True else value or None
+def _config(name: str, option: object, kind: type[C]) -> C | None:
+    """Return the config that an option asks for, which is a flag or a config; None for False."""
+    if not isinstance(option, bool | kind):
+        raise ValueError(f"expected {name} to be True, False or a {kind.__name__}, got {option!r}")
+    if option is True:
+        return kind()
+    return option if isinstance(option, kind) else None
 
 
 def _settings(
-    attention: Any, fuse: Any, cuda_graphs: Any, fp8: Any, max_rows: Any, data_parallel: Any, reuse: Any, strict: Any
+    attention: Any,
+    fuse: object,
+    cuda_graphs: object,
+    fp8: object,
+    max_rows: Any,
+    data_parallel: object,
+    reuse: object,
+    strict: object,
 ) -> Settings:
+    """Check the options of `patch`, alone and together."""
     if not isinstance(strict, bool):
         raise ValueError(f"expected strict to be True or False, got {strict!r}")
-    graphs, quantized = _config("cuda_graphs", cuda_graphs, GraphConfig), _config("fp8", fp8, Fp8Config)
-    reused = _config("reuse", reuse, ReuseConfig)
-    score_mod = attention.score_mod if isinstance(attention, FlexConfig) else None
+    graph_config = _config("cuda_graphs", cuda_graphs, GraphConfig)
+    fp8_config = _config("fp8", fp8, Fp8Config)
+    reuse_config = _config("reuse", reuse, ReuseConfig)
+    score_mod = None
     if isinstance(attention, FlexConfig):
+        score_mod = attention.score_mod
         attention = "flex"
     if attention != "auto":
         backend_named(attention)
-    parts: frozenset[str] | None = None
-    if fuse is False:
-        parts = frozenset()
-    elif fuse not in ("auto", True):
-        parts = frozenset(fuse) if isinstance(fuse, Iterable) and not isinstance(fuse, str) else frozenset({str(fuse)})
-    if unknown := sorted((parts or frozenset()) - PARTS.keys()):
-        raise ValueError(f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}, got {unknown}")
-    if score_mod is not None and "window_attention" in (parts or ()):  # an attention that does not apply it
+    parts = _requested_parts(fuse)
+    if score_mod is not None and "window_attention" in (parts or ()):
         raise ValueError("expected fuse without 'window_attention' beside a score_mod, which it does not apply")
-    if score_mod is not None and quantized is not None:
+    if score_mod is not None and fp8_config is not None:
         raise ValueError("expected fp8=False beside a score_mod, which attention in FP8 does not apply")
     return Settings(
         attention=attention,
         score_mod=score_mod,
         fuse=parts,
-        graphs=graphs,
-        fp8=quantized,
-        amax=None if quantized is None or quantized.amax_file is None else Amax.load(quantized.amax_file),
+        graphs=graph_config,
+        fp8=fp8_config,
+        amax=None if fp8_config is None or fp8_config.amax_file is None else Amax.load(fp8_config.amax_file),
         max_rows=max_rows,
         ranks=ranks_of(data_parallel),
-        reuse=reused,
+        reuse=reuse_config,
         strict=strict,
     )
 
 
-def _check_amax(path: str, tower: Any, family: Family, settings: Settings) -> None:
+def _requested_parts(fuse: object) -> frozenset[str] | None:
+    """Return the names of parts in `fuse`; None for all that can be fused."""
+    if fuse is False:
+        return frozenset()
+    if fuse in ("auto", True):
+        return None
+    parts = frozenset({str(fuse)})
+    if isinstance(fuse, Iterable) and not isinstance(fuse, str):
+        parts = frozenset(fuse)
+    unknown = sorted(parts - PARTS.keys())
+    if unknown:
+        raise ValueError(f"expected fuse to be 'auto', True, False or names out of {sorted(PARTS)}, got {unknown}")
+    return parts
+
+
+def _check_amax(path: str, tower: Tower, family: Family, settings: Settings) -> None:
+    """Check that a file of absolute maxima fits a tower."""
     if settings.fp8 is None or settings.amax is None or family.attention_only:
         return
-    amax, parts = settings.amax, family.parts(tower)
-    layers, heads = len(parts.blocks), parts.blocks[0].attention.num_heads
+    amax = settings.amax
+    parts = family.parts(tower)
+    expected = (len(parts.blocks), parts.blocks[0].attention.num_heads)
+    in_file = tuple(amax.amax_L3H.shape[::2])
     if amax.model not in ("", family.name):
-        wrong = f"of {family.name}, got those of {amax.model!r}"
-    elif (found := tuple(amax.amax_L3H.shape[::2])) != (layers, heads):
-        wrong = f"for the {layers} layers of {heads} heads of {path or 'the tower'}, got {found[0]} of {found[1]}"
-    elif silent := silent_layers(amax, tower, family):
-        wrong = f"of every layer that attends per frame, got zeros for layers {', '.join(map(str, silent))}"
+        problem = f"of {family.name}, got those of {amax.model!r}"
+    elif in_file != expected:
+        place = path or "the tower"
+        problem = f"for the {expected[0]} layers of {expected[1]} heads of {place}, got {in_file[0]} of {in_file[1]}"
     else:
-        return
+        silent = silent_layers(amax, tower, family)
+        if not silent:
+            return
+        layers = ", ".join(str(layer) for layer in silent)
+        problem = f"of every layer that attends per frame, got zeros for layers {layers}"
     file = settings.fp8.amax_file
-    raise ValueError(f"expected FP8 amax {wrong} in {file}; make them with this model by hf_vit_accel.calibrate")
+    raise ValueError(f"expected FP8 amax {problem} in {file}; make them with this model by hf_vit_accel.calibrate")
 
 
-def silent_layers(amax: Amax, tower: Any, family: Family) -> list[int]:
-    """Layers that FP8 serves and of which nothing was seen: all zeros, as of those that it does not serve."""
-    full = family.parts(tower).full
-    return [index for index, amax_3H in enumerate(amax.amax_L3H) if full(index) and not amax_3H.any()]
+def silent_layers(amax: Amax, tower: Tower, family: Family) -> list[int]:
+    """List the layers that run FP8 but whose maxima are all zero, as if they had never run it."""
+    attends_per_frame = family.parts(tower).full
+    return [index for index, amax_3H in enumerate(amax.amax_L3H) if attends_per_frame(index) and not amax_3H.any()]

@@ -1,4 +1,4 @@
-"""Amax for FP8 attention, found over a user's own images: `calibrate`.
+"""`calibrate`: measure the absolute maxima (amax) that scale FP8 attention, over a user's own images.
 
 `T` packed patch rows, `P` pixels of a patch, `L` layers, `H` heads; 3 stands for q, k, v.
 """
@@ -21,58 +21,75 @@ from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.status import towers_of
 from hf_vit_accel.tower.state import state_of
 
-_PIXELS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+_INPUT_NAMES = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
 
 def calibrate(
     model: nn.Module, images: Iterable[Mapping[str, Any]], path: str | os.PathLike[str], *, margin: float = 2.0
 ) -> Path:
-    """Find the absolute maxima of q, k and v over images of yours, and write a file for `Fp8Config(amax_file=...)`.
+    """Measure the absolute maxima of q, k and v over your images, and write a file for `Fp8Config(amax_file=...)`.
 
-    images: what the model's processor returns, one call after the other, with pixel_values and image_grid_thw or with
-    pixel_values_videos and video_grid_thw; rows as wide as the tower's patches. path: of the JSON file, whose path is
-    returned. margin: what the amax are multiplied by before they are used; e4m3 loses nothing by a few powers of two.
+    Meanwhile the tower runs with attention in FP8 at every length. Afterwards it is patched as before, or not at all.
 
-    The tower runs with attention in FP8 at every length meanwhile; afterwards it is patched as it was, or not at all.
+    Args:
+        model: A model with one vision tower, or the tower itself.
+        images: The outputs of the model's processor, one call after the other. Each has pixel_values and
+            image_grid_thw, or pixel_values_videos and video_grid_thw; the rows are as wide as the tower's patches.
+        path: The JSON file to write.
+        margin: The factor by which the maxima are multiplied when they are used. e4m3 loses no precision by a few
+            powers of two.
 
-    Raises ValueError for a model with several towers, no images, images without pixels, too large for FP8 or without
-    finite features, and a margin that is no finite number of at least 1; BackendUnavailableError where FP8 cannot run;
-    FallbackError for a tower that cannot be served.
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: If the model has several towers, if there are no images, or if the margin is below 1 or infinite.
+            Also if images have no pixels, no finite features, or are too large for FP8.
+        BackendUnavailableError: If FP8 cannot run on this machine.
+        FallbackError: If the tower cannot take the fast path.
     """
     if not 1 <= margin < math.inf:
         raise ValueError(f"expected a finite margin of at least 1, got {margin!r}")
-    (_, tower, family), *others = towers_of(model)
-    if others:
-        raise ValueError("expected a model with one vision tower, got several; pass the tower itself")
-    largest = torch.zeros((), device="cpu")
-    # Of a call in passes, only the last would be looked at.
+    towers = towers_of(model)
+    if len(towers) > 1:
+        raise ValueError(f"expected a model with one vision tower, got {len(towers)}; pass the tower itself")
+    _, tower, family = towers[0]
+    largest_L3H: Tensor | None = None
+    # One pass, since the scales would hold the maxima of the last pass only.
     with patched(tower, fp8=Fp8Config(min_seqlen=0), max_rows=None, strict=True), torch.no_grad():
-        weight, state = family.parts(tower).projection.weight, state_of(tower)
+        state = state_of(tower)
         assert state is not None
+        weight = family.parts(tower).projection.weight
         scales = state.scales(state.snapshot(tower), weight.device)
         scales.watch()
-        for each in images:
-            given: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
-            found: list[Any] = [(given.get(pixels), given.get(grid)) for pixels, grid in _PIXELS]
-            found = [one for one in found if one[0] is not None]
-            if not found or not all(isinstance(pixels, Tensor) for pixels, _ in found):
-                raise ValueError(
-                    "expected a list of what a processor returns with return_tensors='pt', with 'pixel_values' and "
-                    f"'image_grid_thw' or their videos' names, got {type(each).__name__} with {sorted(given)}"
-                )
-            for pixels_TP, grid_thw in found:
+        for call in images:
+            for pixels_TP, grid_thw in _pixels_and_grids(call):
                 tower(family.pixels(tower, pixels_TP.to(weight.device, weight.dtype).flatten(1)), grid_thw=grid_thw)
                 assert state.last is not None
                 choice = state.last.choices["full"]
-                if choice.backend is not FP8:  # its amax were not looked at: zeros, or those of the call before
+                if choice.backend is not FP8:  # the scales hold zeros, or the maxima of the call before
                     raise ValueError(f"expected images that FP8 can attend to: {choice.not_worth}; pass fewer at once")
-                largest = largest.maximum(scales.seen())
-    if not largest.dim():
-        raise ValueError("expected at least one image to calibrate with, got none")
-    amax = Amax(amax_L3H=largest, margin=float(margin), model=family.name)
-    if silent := silent_layers(amax, tower, family):
-        layers = ", ".join(map(str, silent))
+                seen_L3H = scales.seen()
+                largest_L3H = seen_L3H if largest_L3H is None else largest_L3H.maximum(seen_L3H)
+    if largest_L3H is None:
+        raise ValueError("No images given: `images` is empty. Pass at least one image or video.")
+    amax = Amax(amax_L3H=largest_L3H, margin=float(margin), model=family.name)
+    silent = silent_layers(amax, tower, family)
+    if silent:
+        layers = ", ".join(str(layer) for layer in silent)
         raise ValueError(
             f"expected images whose features are finite, got zeros or what is not finite in layers {layers}"
         )
     return amax.save(path)
+
+
+def _pixels_and_grids(call: Any) -> list[tuple[Tensor, Any]]:
+    """Return the pixels and the grid of the images, and of the videos, in one output of a processor."""
+    inputs: Mapping[str, Any] = call if isinstance(call, Mapping) else {}
+    pairs = [(inputs[pixels], inputs.get(grid)) for pixels, grid in _INPUT_NAMES if inputs.get(pixels) is not None]
+    if not pairs or not all(isinstance(pixels, Tensor) for pixels, _ in pairs):
+        raise ValueError(
+            "expected a list of what a processor returns with return_tensors='pt', with 'pixel_values' and "
+            f"'image_grid_thw' or their videos' names, got {type(call).__name__} with {sorted(inputs)}"
+        )
+    return pairs

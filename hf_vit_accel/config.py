@@ -1,4 +1,4 @@
-"""Settings that users pass by object, checked when they are made."""
+"""Settings that users pass as objects. Every object checks its values when it is made."""
 
 from __future__ import annotations
 
@@ -13,23 +13,31 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class FlexConfig:
-    """Attention by FlexAttention, with a change of your own to its scores; for `hf_vit_accel.patch(attention=...)`.
+    """Attention by FlexAttention with a `score_mod` of your own; for `hf_vit_accel.patch(attention=...)`.
 
-    score_mod: called as `score_mod(score, batch, head, q_idx, kv_idx)` for every score, already scaled; returns the
-    score that takes its place. All are scalar tensors. It is compiled into the kernel, so it may use what torch.compile
-    traces, and index tensors that it captures. `batch` is 0. `q_idx` and `kv_idx` are rows of the packed sequence, in
-    the order of the tower: blocks of 2 x 2 patches, in Qwen2.5-VL window by window. Where a frame starts depends on
-    what else is in the call, and CUDA graphs cut large calls between images, so let only their difference matter.
+    torch.compile builds the score_mod into the kernel, so it may use everything that torch.compile traces. It may
+    index tensors that it captures.
 
-    Pairs of different frames or windows stay left out, but after their scores were changed like all others, rows of
-    padding among them: clamp what you index a tensor with. Captured tensors are constants: they may change in place,
-    but gradients reach queries, keys and values only. When another tensor or number takes the place of a captured one,
-    patch again: CUDA graphs go on with the former. (Each number is a kernel of its own, of which torch compiles 8.)
+    `q_idx` and `kv_idx` are rows of the packed sequence, in the order of the tower: blocks of 2 x 2 patches, in
+    Qwen2.5-VL window by window. Let only their difference matter: the row at which a frame starts depends on the other
+    images of a call. CUDA graphs also cut large calls between images.
 
-    With a score_mod every layer goes through FlexAttention, windows included, and a call that it cannot serve raises
-    an error, under `strict` or not: no other backend would apply it.
+    The score_mod also sees pairs of different frames or windows, and padding rows, before they are masked. So clamp
+    the numbers that index a captured tensor.
 
-    Raises ValueError for a score_mod that cannot be called with five arguments or is not hashable.
+    Captured tensors are constants. They may change in place, but gradients reach queries, keys and values only. Patch
+    again if another tensor or number takes the place of a captured one: CUDA graphs replay the former. (Every number
+    is a kernel of its own, and torch compiles 8 of them at most.)
+
+    With a score_mod, all layers run FlexAttention, window layers too. No other backend applies it. So a call that
+    FlexAttention cannot run raises an error, with or without `strict`.
+
+    Args:
+        score_mod: Called as `score_mod(score, batch, head, q_idx, kv_idx)` for every scaled score; returns the new
+            score. All are scalar tensors, and `batch` is 0. None changes nothing.
+
+    Raises:
+        ValueError: If the score_mod cannot be called with five arguments or is not hashable.
     """
 
     score_mod: Callable[..., Any] | None = None
@@ -37,30 +45,32 @@ class FlexConfig:
     def __post_init__(self) -> None:
         if self.score_mod is None:
             return
-        wanted = "expected score_mod to be a function of (score, batch, head, q_idx, kv_idx)"
+        expected = "expected score_mod to be a function of (score, batch, head, q_idx, kv_idx)"
         if not callable(self.score_mod):
-            raise ValueError(f"{wanted}, got {self.score_mod!r}")
+            raise ValueError(f"{expected}, got {self.score_mod!r}")
         try:
             hash(self.score_mod)
             with suppress(ValueError):  # builtins may have no signature
                 inspect.signature(self.score_mod).bind(*range(5))
         except TypeError as error:
-            raise ValueError(f"{wanted}, got {self.score_mod!r}: {error}") from error
+            raise ValueError(f"{expected}, got {self.score_mod!r}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """Attention in FP8 (e4m3), by cuDNN, on long segments, where that is faster; for `hf_vit_accel.patch(fp8=...)`.
+    """Attention in FP8 (e4m3) where that is faster; for `hf_vit_accel.patch(fp8=...)`.
 
-    Not exact, for inference only.
+    Not exact, for inference only. cuDNN runs it, on long segments.
 
-    amax_file: written by `hf_vit_accel.calibrate`; every call is scaled by the absolute maxima in it, numbers beyond
-    them and their margin are cut off (`status` says so). None: each layer and head of a call is scaled by the absolute
-    maxima of some of its rows, with room, or by those of all where that would cut something off.
-    min_seqlen: rows that a row attends to, on average, from which FP8 is used; None for where it measured faster.
-    Windows never use it.
+    Args:
+        amax_file: A file of absolute maxima written by `hf_vit_accel.calibrate`, which scale every call. Values beyond
+            a maximum and its margin are cut off, and `status` reports it. None: every call scales each layer and head
+            by the maxima of some of its own rows, with a margin. If that would cut off a value, all rows count.
+        min_seqlen: FP8 runs if a row attends to at least so many rows on average. None for the measured threshold.
+            Windows never use FP8.
 
-    Raises ValueError for values that make no sense.
+    Raises:
+        ValueError: If a value makes no sense.
     """
 
     amax_file: str | os.PathLike[str] | None = None
@@ -80,22 +90,25 @@ def _check_integer(name: str, value: object, *, least: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """How a tower is captured in CUDA graphs; see `hf_vit_accel.patch`.
+    """Capture a tower in CUDA graphs; for `hf_vit_accel.patch(cuda_graphs=...)`.
 
-    A merged token is four patches, also in towers that merge none.
-    max_tokens: merged tokens of the largest budget (1280, Qwen's own example of `max_pixels`, are 5120 patches). Larger
-    images run eagerly unless their very shape comes again and again: from about 4,000 patches on the launches hide
-    behind the work.
-    budgets: merged tokens of every budget, instead of the ladder up to `max_tokens`.
-    exact_after: a shape that came this often is captured as it is, without padding; 0 for never.
-    max_graphs: the least recently used graph goes when there are more.
-    max_bytes: no graph is captured while they hold more device memory, which the last one may have brought about. All
-    go when that kept many calls from being captured.
-    max_training_bytes: the same of graphs with gradients, which hold what a backward pass needs and a copy of all
-    gradients: of 4096 patches 3 to 4 GB. A layout of up to `max_tokens` that came `exact_after` times is captured,
-    forward and backward. 0: steps with gradients run eagerly.
+    A merged token is four patches, also in towers that do not merge.
 
-    Raises ValueError for values that make no sense.
+    Args:
+        max_tokens: Merged tokens of the largest budget. (1280, Qwen's own example of `max_pixels`, are 5120 patches.)
+            Larger images run eagerly, unless their exact shape comes often. From about 4,000 patches on the GPU is
+            busy while the host launches kernels.
+        budgets: Merged tokens of every budget, increasing. None for the ladder of budgets up to `max_tokens`.
+        exact_after: A shape that came so often is captured as it is, without padding; 0 for never.
+        max_graphs: The largest number of graphs. Above it, the least recently used graph is dropped.
+        max_bytes: No graph is captured while all graphs hold more device memory; the last one may exceed it. If the
+            bound prevents many captures, all graphs are dropped.
+        max_training_bytes: The same bound for graphs with gradients. Such a graph holds the activations for a backward
+            pass and a copy of all gradients: 3 to 4 GB at 4096 patches. A layout of up to `max_tokens` that came
+            `exact_after` times is captured, forward and backward. 0 runs steps with gradients eagerly.
+
+    Raises:
+        ValueError: If a value makes no sense.
     """
 
     max_tokens: int = 1280
@@ -121,15 +134,17 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseConfig:
-    """What of equal images and videos is encoded once; for `hf_vit_accel.patch(reuse=...)`.
+    """Encode equal images and videos once; for `hf_vit_accel.patch(reuse=...)`.
 
-    across_calls: keep features on the device for later calls, too, as long as weights, dtypes and settings are the same
-    and no gradient is required. At every call all weights are read once to tell, as fast as memory can be read, so what
-    a call costs at least is that. With FP8, features that are kept are those of their first call.
-    gigabytes: device memory (10**9 bytes) that features may take; the least recently used go first. An image of 512 x
-    512 takes 11 MB in Qwen3-VL-8B.
+    Args:
+        across_calls: Keep features on the device for later calls, too. They are valid as long as weights, dtypes and
+            settings stay the same and no gradient is required. To check the weights, every call reads all of them once,
+            at the speed of the memory. With FP8, kept features are those of their first call.
+        gigabytes: Device memory (10**9 bytes) that features may take; the least recently used are dropped first. An
+            image of 512 x 512 takes 11 MB in Qwen3-VL-8B.
 
-    Raises ValueError for values that make no sense.
+    Raises:
+        ValueError: If a value makes no sense.
     """
 
     across_calls: bool = False
@@ -138,17 +153,29 @@ class ReuseConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.across_calls, bool):
             raise ValueError(f"expected across_calls to be True or False, got {self.across_calls!r}")
-        number = isinstance(self.gigabytes, int | float) and not isinstance(self.gigabytes, bool)
-        if not number or not 0 < self.gigabytes < math.inf:
+        is_number = isinstance(self.gigabytes, int | float) and not isinstance(self.gigabytes, bool)
+        if not is_number or not 0 < self.gigabytes < math.inf:
             raise ValueError(f"expected gigabytes to be a positive number, got {self.gigabytes!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `hf_vit_accel.patch` was asked for. Raises ValueError for what makes no sense.
+    """The options of `hf_vit_accel.patch`, checked.
 
-    score_mod: what every layer's attention must apply. fuse: the parts that were named; None for all that can be.
-    amax: what the file of `fp8` holds, if it names one. max_rows: patch rows of a pass. ranks: those that share calls.
+    Args:
+        attention: "auto" or the name of a backend.
+        score_mod: Changes every score of the attention; None for unchanged scores.
+        fuse: The requested parts; None for all that can be fused.
+        graphs: How to capture CUDA graphs; None for none.
+        fp8: The FP8 settings; None for none.
+        amax: The absolute maxima in the file of `fp8`, an `Amax`; None without a file.
+        max_rows: Patch rows of a pass; None for one pass.
+        ranks: The ranks that share calls, a `Ranks`; None for none.
+        reuse: How to encode equal images once; None for not at all.
+        strict: Whether a fallback raises.
+
+    Raises:
+        ValueError: If values make no sense, alone or together.
     """
 
     attention: str = "auto"
@@ -167,6 +194,6 @@ class Settings:
             _check_integer("max_rows, unless 'auto' or None,", self.max_rows, least=1)
         if self.ranks is not None and self.reuse is not None and self.reuse.across_calls:
             raise ValueError(
-                "expected reuse=True beside data_parallel, got across_calls: ranks that remember different pictures "
-                "would wait for one another"
+                "ReuseConfig(across_calls=True) does not work with data_parallel: ranks with different kept features "
+                "would wait for one another. Use reuse=True"
             )

@@ -1,9 +1,10 @@
-"""`grid_thw` to everything about the sequence that a tower needs, computed once on the host with numpy.
+"""Compute the sequence metadata of a call from `grid_thw`, once, on the host, with numpy.
 
-`T` packed patch rows, `M` merged tokens (T / merge**2), `S` segments, `F` frames. A segment is what attends to itself:
-one frame, or, in window layers, one window of one frame. The arrays equal those of `transformers.vision_utils`
-(`get_vision_cu_seqlens`, `get_vision_position_ids`, `get_vision_window_index`,
-`get_vision_interpolation_indices_and_weights`); the tests hold each to them.
+`T` packed patch rows, `M` merged tokens (T / merge**2), `S` segments, `F` frames, `K` taps of an interpolation. A
+segment is a run of rows that attend to each other: one frame, or in window layers one window of a frame.
+
+The arrays equal those of `transformers.vision_utils`, and the tests compare them: `get_vision_cu_seqlens`,
+`get_vision_position_ids`, `get_vision_window_index` and `get_vision_interpolation_indices_and_weights`.
 """
 
 from __future__ import annotations
@@ -18,22 +19,27 @@ import torch
 from torch import Tensor
 
 Grid = tuple[tuple[int, int, int], ...]
+"""One (frames, height, width) for every image or video of a call; height and width in patches."""
+
 Array = np.ndarray[Any, Any]
 
 
 def rows_of(grid: Grid) -> int:
-    """T."""
+    """Return the number of patch rows T of a grid."""
     return sum(t * h * w for t, h, w in grid)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What of a tower's config decides its sequence metadata.
+    """The part of a tower's config that decides its sequence metadata.
 
-    merge: patches per merged token, along one side. window: merged tokens per attention window along one side, or None.
-    table: side of the square learned position table that is interpolated to each frame, or None; taps: rows of it that
-    are blended along one side, 2 (bilinear) or 4 (bicubic); align_corners: whether its corners are the frame's. clips:
-    whether all frames of an entry attend to each other.
+    Args:
+        merge: Patches per merged token, along one side.
+        window: Merged tokens per attention window, along one side; None without windows.
+        table: Entries of the square table of learned positions, along one side; None without such a table.
+        taps: Table entries that are blended along one side: 2 (bilinear) or 4 (bicubic).
+        align_corners: Whether the corners of the table lie on the corner patches of a frame.
+        clips: Whether all frames of a grid entry attend to each other.
     """
 
     merge: int
@@ -48,8 +54,11 @@ class Geometry:
 class Segments:
     """Consecutive runs of rows that attend within themselves.
 
-    lengths_S: int32 rows of each, positive; zero only at the end, where a CUDA graph has more segments than the layout.
-    fixed_max_seqlen: what to report as `max_seqlen` for CUDA graphs; None for the true maximum. spare: padding rows.
+    Args:
+        lengths_S: Rows of every segment, int32. Zeros stand at the end only: a CUDA graph may have more segments
+            than the layout that it replays.
+        fixed_max_seqlen: The `max_seqlen` that a CUDA graph was captured with; None for the true maximum.
+        spare: Padding rows at the end, which belong to no image.
     """
 
     lengths_S: Array
@@ -58,34 +67,41 @@ class Segments:
 
     @cached_property
     def cu_seqlens_S1(self) -> Array:
-        """int32 prefix sums with the leading zero."""
+        """The row at which every segment starts, and the end of the last one: int32 prefix sums."""
         return np.concatenate([[0], np.cumsum(self.lengths_S, dtype=np.int64)]).astype(np.int32)
 
     @cached_property
     def max_seqlen(self) -> int:
-        """Rows of the longest segment, or what is declared for it."""
+        """Rows of the longest segment, or the maximum that a CUDA graph declares."""
         return self.fixed_max_seqlen or int(self.lengths_S.max())
 
     @property
     def count(self) -> int:
-        """S."""
+        """The number of segments S."""
         return len(self.lengths_S)
 
     @property
     def rows(self) -> int:
-        """T."""
+        """The number of rows T."""
         return int(self.cu_seqlens_S1[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionMetadata:
-    """Everything about one call's sequence, on the host.
+    """The sequence metadata of one call, on the host.
 
-    full: one segment per frame, or per clip. position_ids_T2: (row, column) of every patch, int32, in the order in
-    which patches are packed (merge blocks). For towers with windows, window: the windows' segments, window_index_M: the
-    permutation of merged tokens that makes every window consecutive, inverse_index_M: its inverse (int64). For towers
-    with a position table, interp_indices_T4 (int32) and interp_weights_T4 (float32): the table rows that are blended, 4
-    or, if bicubic, 16.
+    Args:
+        grid: The grid of the call.
+        rows: Patch rows T.
+        merged: Merged tokens M.
+        full: The segments of full layers: one per frame, or one per clip.
+        position_ids_T2: The (row, column) of every patch in its frame, int32, in packing order (merge blocks).
+        window: The segments of window layers; None for towers without windows, as in the next two fields.
+        window_index_M: The permutation of merged tokens that makes every window consecutive, int64.
+        inverse_index_M: The inverse of that permutation, int64.
+        interp_indices_T4: The entries of the position table that are blended, int32: K = 4 per patch, or 16 if
+            bicubic. None for towers without such a table.
+        interp_weights_T4: The weights of these entries, float32.
     """
 
     grid: Grid
@@ -100,11 +116,11 @@ class VisionMetadata:
     interp_weights_T4: Array | None = None
 
     def segments(self) -> dict[Literal["full", "window"], Segments]:
-        """The segments by kind of layer."""
+        """Return the segments of every kind of layer."""
         return {"full": self.full} if self.window is None else {"full": self.full, "window": self.window}
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays that the device needs, by the names that stock towers give them (plus `inverse_index`)."""
+        """Return the arrays that the device needs, under the names of stock towers, and `inverse_index`."""
         named: dict[str, Array | None] = {
             "cu_seqlens": self.full.cu_seqlens_S1,
             "position_ids": self.position_ids_T2,
@@ -118,7 +134,18 @@ class VisionMetadata:
 
 
 def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
-    """Compute all arrays for a checked grid. Work per distinct (h, w) is done once and repeated over frames."""
+    """Compute the sequence metadata of a checked grid.
+
+    Frames of equal size share their arrays, which are computed once per distinct (height, width).
+
+    Args:
+        grid: (frames, height, width) in patches; height and width are multiples of `geometry.merge`.
+        geometry: The tower's geometry.
+
+    Returns:
+        The metadata: arrays of T rows or M merged tokens, in packing order. `full` has a segment for every frame, or
+        for every grid entry if they are clips.
+    """
     merge = geometry.merge
     t_F, h_F, w_F = np.array(grid, dtype=np.int64).T
     frames = [(h, w) for t, h, w in grid for _ in range(t)]
@@ -130,13 +157,9 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
 
     window = window_index_M = inverse_index_M = None
     if geometry.window is not None:
-        windows = {(h, w): _windows(h // merge, w // merge, geometry.window) for h, w in set(frames)}
-        merged_F = np.repeat(h_F * w_F, t_F) // merge**2
-        starts_F = np.concatenate([[0], np.cumsum(merged_F, dtype=np.int64)[:-1]])
-        window_index_M = np.concatenate([windows[size][0] + s for size, s in zip(frames, starts_F, strict=True)])
+        window, window_index_M = _window_layout(frames, merge, geometry.window)
         inverse_index_M = np.empty_like(window_index_M)
         inverse_index_M[window_index_M] = np.arange(len(window_index_M))
-        window = Segments(np.concatenate([windows[size][1] for size in frames]).astype(np.int32) * np.int32(merge**2))
 
     interp_indices_T4 = interp_weights_T4 = None
     if geometry.table is not None:
@@ -159,28 +182,57 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
 
 
 def _block_positions(h: int, w: int, merge: int) -> Array:
-    """(row, column) of one frame's patches, merge block after merge block, row-major within a block."""
-    rows, cols = np.divmod(np.arange(h * w, dtype=np.int32), np.int32(w))
-    both = np.stack([rows, cols], axis=-1)
-    blocks = both.reshape(h // merge, merge, w // merge, merge, 2).swapaxes(1, 2)
+    """Return the (row, column) of one frame's patches: merge block after merge block, row-major within a block."""
+    rows, columns = np.divmod(np.arange(h * w, dtype=np.int32), np.int32(w))
+    positions = np.stack([rows, columns], axis=-1)
+    blocks = positions.reshape(h // merge, merge, w // merge, merge, 2).swapaxes(1, 2)
     return np.ascontiguousarray(blocks.reshape(h * w, 2))
 
 
+def _window_layout(frames: list[tuple[int, int]], merge: int, side: int) -> tuple[Segments, Array]:
+    """Return the windows of all frames as segments of patch rows, and the merged tokens in window order.
+
+    Args:
+        frames: (height, width) of every frame, in patches.
+        merge: Patches per merged token, along one side.
+        side: Merged tokens per window, along one side.
+    """
+    windows_by_size = {(h, w): _windows(h // merge, w // merge, side) for h, w in set(frames)}
+    index = []
+    merged_per_window = []
+    start = 0
+    for size in frames:
+        tokens, lengths = windows_by_size[size]
+        index.append(tokens + start)
+        merged_per_window.append(lengths)
+        start += len(tokens)
+    lengths_S = np.concatenate(merged_per_window).astype(np.int32) * np.int32(merge**2)
+    return Segments(lengths_S), np.concatenate(index)
+
+
 def _windows(h: int, w: int, side: int) -> tuple[Array, Array]:
-    """One frame of h x w merged tokens cut into windows: token indices window by window, and tokens per window."""
-    row, col = np.divmod(np.arange(h * w, dtype=np.int64), w)
-    window = row // side * -(-w // side) + col // side
+    """Cut one frame of h x w merged tokens into windows.
+
+    Returns:
+        The tokens of the frame in window order (h * w, int64), and the tokens per window.
+    """
+    row, column = np.divmod(np.arange(h * w, dtype=np.int64), w)
+    window = row // side * -(-w // side) + column // side
     return np.argsort(window, kind="stable"), np.bincount(window)
 
 
 def _interpolation(positions_T2: Array, h: int, w: int, geometry: Geometry) -> tuple[Array, Array]:
-    """Taps of one frame into the square table, its borders repeated: flat indices (T, 4 or 16), and their weights.
+    """Return the table entries (T, K) that are blended for the patches of one frame, and their weights (T, K).
 
-    Bicubic is Keys' kernel with a = -0.75. float32, in transformers' order of operations: the weights are bit-equal.
+    K is 4, or 16 if bicubic (Keys' kernel with a = -0.75). Entries beyond the table's border repeat the border. All
+    is float32 in the order of operations of transformers, so the weights equal its weights bit for bit.
     """
-    side, count = geometry.table or 1, geometry.taps
+    assert geometry.table is not None
+    side = geometry.table
+    count = geometry.taps
     offsets = np.arange(count, dtype=np.int32) - (count // 2 - 1)
-    taps, weights = [], []
+    taps = []
+    weights = []
     for axis, size in enumerate((h, w)):
         source = positions_T2[:, axis].astype(np.float32)
         if geometry.align_corners:
@@ -197,6 +249,7 @@ def _interpolation(positions_T2: Array, h: int, w: int, geometry: Geometry) -> t
 
 
 def _weights(distance: Array, *, cubic: bool) -> Array:
+    """Return the weights of table entries at these distances from a patch, along one side."""
     if not cubic:
         return np.maximum(np.float32(1) - distance, np.float32(0))
     a = np.float32(-0.75)
@@ -206,10 +259,14 @@ def _weights(distance: Array, *, cubic: bool) -> Array:
 
 
 _ALIGN = 16
+"""Bytes: every packed array starts at a multiple of it."""
 
 
 def pack(arrays: Mapping[str, Array]) -> Array:
-    """All arrays in one run of bytes, each from a multiple of 16 on, in their order."""
+    """Pack arrays of any dtypes and shapes into one uint8 array, in their order.
+
+    Every array starts at a multiple of 16 bytes, so that kernels may load vectors from it.
+    """
     starts, total = _starts(arrays)
     packed = np.empty(total, dtype=np.uint8)
     for array, start in zip(arrays.values(), starts, strict=True):
@@ -218,15 +275,24 @@ def pack(arrays: Mapping[str, Array]) -> Array:
 
 
 def unpack(packed: Tensor, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Views into packed bytes, wherever those are; the arrays give names, dtypes and shapes."""
-    return {
-        name: packed[start : start + array.nbytes].view(torch.from_numpy(array[:0].copy()).dtype).view(array.shape)
-        for (name, array), start in zip(arrays.items(), _starts(arrays)[0], strict=True)
-    }
+    """Return views into packed bytes on any device, by name.
+
+    Args:
+        packed: The uint8 bytes that `pack` made of these arrays, on any device.
+        arrays: The arrays on the host, which give names, dtypes and shapes.
+    """
+    starts, _ = _starts(arrays)
+    tensors = {}
+    for (name, array), start in zip(arrays.items(), starts, strict=True):
+        dtype = torch.from_numpy(array[:0].copy()).dtype
+        tensors[name] = packed[start : start + array.nbytes].view(dtype).view(array.shape)
+    return tensors
 
 
 def _starts(arrays: Mapping[str, Array]) -> tuple[list[int], int]:
-    starts, total = [], 0
+    """Return the byte at which every array starts, and the number of bytes of all."""
+    starts = []
+    total = 0
     for array in arrays.values():
         starts.append(total)
         total += -(-array.nbytes // _ALIGN) * _ALIGN
@@ -234,19 +300,23 @@ def _starts(arrays: Mapping[str, Array]) -> tuple[list[int], int]:
 
 
 def send(packed: Array, device: torch.device) -> Tensor:
-    """Packed bytes on a device. To CUDA they go from pinned memory, on the current stream, without waiting."""
+    """Copy packed bytes (uint8) to a device, in one copy.
+
+    A copy to CUDA starts from pinned memory on the current stream, and the host does not wait for it.
+    """
     host = torch.from_numpy(packed)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def to_device(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
-    """Send all arrays in one packed copy; each result is a view into one buffer on the device."""
-    # Kept for later calls, which may record gradients through what is indexed; and compilers would start anew for each.
+    """Send all arrays in one packed copy. Every returned tensor is a view into one buffer on the device."""
+    # Later calls reuse these tensors. Inference tensors could not be saved for a backward, and torch.compile would
+    # compile again for them.
     with torch.inference_mode(False):
         return unpack(send(pack(arrays), device), arrays)
 
 
 def settle(device: torch.device) -> None:
-    """Let the host wait until what was queued on the current stream is there for all others, which do not wait."""
+    """Wait until the work queued on the current stream is done, because other streams do not wait for it."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(device).synchronize()

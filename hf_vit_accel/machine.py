@@ -1,7 +1,9 @@
-"""What this machine offers: guarded, cached probes, the one source of facts for dispatch, doctor and errors.
+"""Probe this machine: facts for the choice of backends, for doctor and for error messages.
 
-Nothing here imports a heavy package or initialises CUDA when the module is imported; every probe runs when it is first
-asked and answers from its cache afterwards. `reset()` forgets the answers.
+Importing this module imports no heavy package and initialises no CUDA. A probe runs at its first call; later calls
+return the cached answer. `reset()` forgets all answers.
+
+The module also holds what every room needs to report failures: `guarded`, `Fault`, `FallbackError` and `refuse`.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ PROBES: list[Any] = []
 
 
 def probe(function: Function) -> Function:
-    """Cache a probe's answers until `reset`."""
+    """Cache the answers of a function until `reset()`."""
     cached = cache(function)
     PROBES.append(cached)
     return cached  # type: ignore[return-value]
 
 
-def apart(function: Callable[..., V], *arguments: Any) -> V:
-    """What a function returns in a thread of its own, without the caller's hooks, modes, autocast, device and stream.
+def run_isolated(function: Callable[..., V], *arguments: Any) -> V:
+    """Run a function in a new thread, without the caller's hooks, modes, autocast, device and stream.
 
-    A trial that is made while layers are checkpointed would else be taken for a part of them.
+    Otherwise, activation checkpointing would record a trial as a part of the checkpointed layers.
     """
     with ThreadPoolExecutor(1, "hf_vit_accel") as pool:
         return pool.submit(function, *arguments).result()
@@ -58,7 +60,13 @@ def outside_modes() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A third-party package that a backend needs: what is imported, what is installed, and how to get it."""
+    """A third-party package that a backend needs.
+
+    Args:
+        module: The module that a backend imports.
+        distribution: The name of the distribution that provides the module.
+        install: How to install it, for error messages.
+    """
 
     module: str
     distribution: str
@@ -67,12 +75,15 @@ class Package:
 
 @probe
 def why_missing(package: Package) -> str | None:
-    """None where the package can be found, else one sentence with the remedy. The package is not imported."""
+    """Return why a package cannot be imported, with the remedy; None if it is installed.
+
+    The package itself is not imported.
+    """
     if package.module in sys.modules:
         return None
     try:
         spec = importlib.util.find_spec(package.module)
-    except (ImportError, ValueError, AttributeError):
+    except ImportError:  # `find_spec` imports `flash_attn` to find `flash_attn.cute`
         spec = None
     if spec is None:
         return f"the package `{package.distribution}` is not installed ({package.install})"
@@ -81,47 +92,50 @@ def why_missing(package: Package) -> str | None:
 
 @probe
 def has_cuda() -> bool:
-    """Whether torch can use a CUDA device here."""
+    """Return whether torch can use a CUDA device here."""
     return torch.cuda.is_available()
 
 
 @probe
 def cuda_capability(index: int | None = None) -> tuple[int, int]:
-    """(major, minor) of a CUDA device; the current one when no index is given."""
+    """Return the compute capability (major, minor) of a CUDA device, by default the current one."""
     return torch.cuda.get_device_capability(index)
 
 
 @probe
 def cuda_device_name(index: int | None = None) -> str:
-    """The name of a CUDA device as its driver gives it."""
+    """Return the name that the driver gives a CUDA device."""
     return torch.cuda.get_device_name(index)
 
 
 @probe
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; 1 for any other device."""
+    """Return the number of multiprocessors of a CUDA device; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @probe
 def versions() -> dict[str, str | None]:
-    """Versions of everything that decides what runs here; None for what is not installed."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0], "torch": torch.__version__}
+    """Return the versions of everything that decides what runs here; None for a package that is not installed."""
+    versions_by_name: dict[str, str | None] = {"python": sys.version.split()[0], "torch": torch.__version__}
     names = "hf-vit-accel", "transformers", "accelerate", "triton", "flashinfer-python", "nvidia-cudnn-frontend"
     for name in (*names, "flash-attn-4"):
-        found[name] = None
+        versions_by_name[name] = None
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    found["cuda"] = torch.version.cuda
-    found["cudnn"] = str(torch.backends.cudnn.version()) if has_cuda() else None
-    return found
+            versions_by_name[name] = importlib.metadata.version(name)
+    versions_by_name["cuda"] = torch.version.cuda
+    versions_by_name["cudnn"] = str(torch.backends.cudnn.version()) if has_cuda() else None
+    return versions_by_name
 
 
 _UPSTREAM = tuple(str(Path(str(package.__file__)).parent) + os.sep for package in (torch, transformers))
 
 
 def is_upstream(function: Any) -> bool:
-    """Whether a function's own code, and that of all it wraps, comes from transformers or torch, whatever its name."""
+    """Return whether a function's code, and the code of every function it wraps, is torch's or transformers'.
+
+    The file of the code decides, so a function that only borrows an upstream name does not pass.
+    """
     while True:
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(_UPSTREAM):
@@ -132,84 +146,109 @@ def is_upstream(function: Any) -> bool:
 
 
 def numerics() -> tuple[object, ...]:
-    """What of torch's state decides how numbers are rounded, and by which kernels; by either way to set it."""
+    """Return the process-wide settings of torch that decide how kernels round.
+
+    `fp32_precision` reflects both ways to set it: `torch.backends` and `torch.set_float32_matmul_precision`.
+    """
     backends: Any = torch.backends
     matmul = backends.cuda.matmul
-    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    precisions = (each.fp32_precision for each in (matmul, backends.cudnn.conv, backends.mkldnn.matmul))
-    return torch.are_deterministic_algorithms_enabled(), *precisions, *reduced
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )
 
 
 KERNELS = "kernels"
-"""The name under which all Triton kernels go together where something failed: what keeps one from running (no compiler,
-a cache folder that cannot be written, a GPU that Triton does not know) keeps all."""
+"""The name under which all Triton kernels are disabled together after a failure. They share its usual causes: no
+compiler, a cache folder that cannot be written, a GPU that Triton does not support."""
 
 
 class FallbackError(RuntimeError):
-    """Under `strict=True`: a call that would have left the fast path or the named backend, with the reasons.
+    """A call would leave the fast path or the named backend, under `strict=True`; the message holds the reasons.
 
-    With a score_mod also without it: a call whose attention could not apply it.
+    With a `score_mod` the error is raised without `strict`, too, if the attention of a call cannot apply it.
     """
 
 
-def refuse(reasons: list[str], what: str = "this call", *, wanted: str = "strict=True") -> None:
-    """Raise FallbackError for any reasons."""
+def refuse(reasons: list[str], what: str = "this call", *, because: str = "strict=True") -> None:
+    """Raise a FallbackError if there are any reasons.
+
+    Args:
+        reasons: Why the fast path is left; empty for nothing to raise.
+        what: The call or the tower, for the message.
+        because: The setting that forbids a fallback, for the message.
+
+    Raises:
+        FallbackError: If `reasons` is not empty.
+    """
     if reasons:
-        raise FallbackError(f"{wanted} and {what} cannot be served as asked: " + "; ".join(reasons))
+        raise FallbackError(f"{because} and {what} cannot be served as asked: " + "; ".join(reasons))
 
 
 def one_line(error: Exception) -> str:
-    """The class of an error and what it says."""
+    """Format an error as its class and its message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class Fault(RuntimeError):
-    """What failed when it ran: a backend by its name, or the kernels. why: one line about the error that it raised."""
+    """A backend or the kernels raised an error when they ran.
+
+    Args:
+        name: The name of the backend, or `KERNELS`.
+        error: The error that was raised; `why` describes it in one line.
+    """
 
     def __init__(self, name: str, error: Exception) -> None:
-        self.name, self.why = name, f"failed when it ran: {one_line(error)}"[:300]
+        self.name = name
+        self.why = f"failed when it ran: {one_line(error)}"[:300]
         super().__init__(f"{name} {self.why}")
 
 
-_NO_FAULTS = (Fault, MemoryError, torch.OutOfMemoryError)
-# What checkpointing raises, to end a forward that it runs again: torch has no public name for it (2.11 to 2.15).
-_NO_FAULTS += tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
+_NO_FAULTS: tuple[type[BaseException], ...] = (Fault, MemoryError, torch.OutOfMemoryError)
+# Checkpointing raises this error to end a recomputed forward early. It has no public name (torch 2.11 to 2.15).
+if hasattr(checkpoint, "_StopRecomputationError"):
+    _NO_FAULTS += (checkpoint._StopRecomputationError,)
 
 
 def once_differentiable(backward: Function) -> Function:
-    """torch's `once_differentiable`, which raises at a second derivative also where the gradient given is a constant.
+    """Wrap a backward so that every second derivative raises.
 
-    torch's own hands out a constant then: a penalty on a gradient would be dropped without a word.
+    torch's own `once_differentiable` returns a constant if the incoming gradient is a constant. A gradient penalty
+    would then be ignored silently.
     """
     once = torch_once_differentiable(backward)
 
     @wraps(backward)
-    def run(ctx: Any, *given: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph
-            given = tuple(x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in given)
-        return once(ctx, *given)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = tuple(x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in gradients)
+        return once(ctx, *gradients)
 
     return run  # type: ignore[return-value]
 
 
 _LIBRARIES = {"cudnn", "cutlass", "flash_attn", "flash_attn_interface", "flashinfer", "triton", "tvm_ffi"}
-"""They assert what they ask of their arguments, and of the machine."""
+"""Libraries that assert the requirements on their arguments and on the machine."""
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether it is a failed assertion, and none of a library that we call."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    raised_in = "" if at is None else str(at.tb_frame.f_globals.get("__name__"))
-    return isinstance(error, AssertionError) and raised_in.partition(".")[0] not in _LIBRARIES
+def _is_own_assertion(error: Exception) -> bool:
+    """Return whether an error is a failed assertion of this package, not of a library that it calls."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    module = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
+    return isinstance(error, AssertionError) and module.partition(".")[0] not in _LIBRARIES
 
 
 def guarded(name: str, function: Function) -> Function:
-    """The function, whose errors are raised as a `Fault` of that name.
+    """Wrap a function so that its errors are raised as a `Fault` with this name.
 
-    Memory that ran out is the user's to deal with (people catch it, and try a smaller batch), a failed assertion of
-    ours is ours.
+    Some errors pass unchanged. Users catch out-of-memory errors to try a smaller batch. A failed assertion of this
+    package is a bug, which no fallback may hide.
     """
 
     @wraps(function)
@@ -219,7 +258,7 @@ def guarded(name: str, function: Function) -> Function:
         except _NO_FAULTS:
             raise
         except Exception as error:
-            if _is_ours(error):
+            if _is_own_assertion(error):
                 raise
             raise Fault(name, error) from error
 
@@ -227,20 +266,26 @@ def guarded(name: str, function: Function) -> Function:
 
 
 class LRU(Generic[V]):
-    """A bounded map from hashable keys to values made on demand; the least recently used one goes first.
+    """A bounded cache that evicts the least recently used entry first.
 
-    Bounded by the number of entries and by the sum of their costs (bytes, say); one that alone costs more than the
-    bound is handed out but not kept. Safe to use from several threads; two may then make the same value.
+    Several threads may use it; two of them may then make the same value.
+
+    Args:
+        entries: The largest number of entries.
+        cost: The largest sum of the entries' costs, in bytes for instance. A single value above it is never cached.
     """
 
     def __init__(self, *, entries: int, cost: int) -> None:
-        self.entries, self.cost = entries, cost
-        self.hits = self.misses = self.held = 0
+        self.entries = entries
+        self.cost = cost
+        self.total_cost = 0
+        self.hits = 0
+        self.misses = 0
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], tuple[V, int]]) -> V:
-        """The value for `key`, from `make() -> (value, cost)` if it is not there."""
+        """Return the value of a key. A missing value is made by `make() -> (value, cost)` and cached."""
         with self._lock:
             if key in self._values:
                 self.hits += 1
@@ -252,7 +297,7 @@ class LRU(Generic[V]):
         return value
 
     def find(self, key: Hashable) -> V | None:
-        """The value for `key`, None if it is not there."""
+        """Return the value of a key, or None if it is not cached."""
         with self._lock:
             if key not in self._values:
                 return None
@@ -260,13 +305,16 @@ class LRU(Generic[V]):
             return self._values[key][0]
 
     def keep(self, key: Hashable, value: V, cost: int) -> None:
-        """Hold a value, in the place of a former one; the least recently used go."""
-        if cost <= self.cost:
-            with self._lock:
-                self.held += cost - self._values.pop(key, (value, 0))[1]
-                self._values[key] = value, cost
-                while len(self._values) > self.entries or self.held > self.cost:
-                    self.held -= self._values.popitem(last=False)[1][1]
+        """Cache a value, replacing a former one, and evict the least recently used entries beyond the bounds."""
+        if cost > self.cost:
+            return
+        with self._lock:
+            _, former_cost = self._values.pop(key, (value, 0))
+            self._values[key] = value, cost
+            self.total_cost += cost - former_cost
+            while len(self._values) > self.entries or self.total_cost > self.cost:
+                _, (_, evicted_cost) = self._values.popitem(last=False)
+                self.total_cost -= evicted_cost
 
     def __len__(self) -> int:
         return len(self._values)
@@ -275,10 +323,10 @@ class LRU(Generic[V]):
         """Drop every value."""
         with self._lock:
             self._values.clear()
-            self.held = 0
+            self.total_cost = 0
 
 
 def reset() -> None:
-    """Forget every cached answer (after installing a package, or between tests)."""
+    """Forget all cached answers, after installing a package or between tests."""
     for cached in PROBES:
         cached.cache_clear()

@@ -1,4 +1,4 @@
-"""What `status` tells of every tower: what runs, what does not, and why, each reason once."""
+"""`status`: report for every tower what runs, what does not, and why; every reason once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import Spec
-from hf_vit_accel.families import FAMILIES, Family, find_towers
+from hf_vit_accel.engine.route import Route, Spec
+from hf_vit_accel.families import FAMILIES, Family, Tower, find_towers
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.window_attention import LONGEST
@@ -25,17 +25,30 @@ from hf_vit_accel.tower.state import TowerState, state_of
 
 @dataclass(frozen=True, kw_only=True)
 class TowerStatus:
-    """One tower's state: what was asked for, what runs, and what did not and why.
+    """The status of one tower: the requested options, the parts that run, and reasons for everything that does not.
 
-    backends: backend per kind of layer, of the last call or, before any with such weights, as it would be chosen now.
-    rejected: per kind, why backends that come first did not serve it. fused: parts that ran, or would run, fused.
-    unfused: parts that do not, with the reason. calls, stock_calls: forwards that went the fast path and the stock
-    way. fallbacks: reason -> count of calls that did not get what was asked for (a call may have several).
-    against_fast: what currently keeps every call off the fast path. layouts: (held, hits, misses) of the cache of
-    layouts. graphs: what CUDA graphs did. training: those of forward and backward, once a step had gradients. fp8: by
-    what attention in FP8 is scaled, and what it cut off. passes: the calls that were cut, and what memory told. ranks:
-    what became of calls under `data_parallel`. reuse: what was encoded once. These are None where nothing of the kind
-    was asked for, or happened.
+    Attributes:
+        path: The tower's path in the model; empty for the model itself.
+        family: The tower's family.
+        patched: Whether the tower is patched. If not, only `attention` follows.
+        attention: The requested attention, or the name of stock's.
+        backends: The backend of every kind of layer, in the last call. Before any call with such weights: the backend
+            that would be chosen now.
+        rejected: By kind of layer and backend, the reasons against backends that come first.
+        fused: The parts that run fused.
+        unfused: The parts that do not run fused, with the reason.
+        calls: Forwards on the fast path.
+        stock_calls: Forwards on the stock path.
+        fallbacks: The calls that did not get a requested option, counted by reason. A call may have several reasons.
+        against_fast: The reasons that currently keep every call off the fast path.
+        layouts: (cached, hits, misses) of the cache of layouts.
+        attention_only: Whether only attention is ours, and the tower's own forward runs.
+        graphs: The CUDA graphs for inference; None unless requested.
+        training: The CUDA graphs for training; None before the first step with gradients.
+        fp8: How attention in FP8 is scaled, and in which layers values were cut off. None unless requested.
+        passes: The calls that were split into passes, and halvings after running out of memory. None without.
+        ranks: The calls under `data_parallel`; None unless requested.
+        reuse: The images that were encoded once; None unless requested.
     """
 
     path: str
@@ -60,56 +73,79 @@ class TowerStatus:
     reuse: ReuseStatus | None = None
 
     def __str__(self) -> str:
-        where = self.path or "(the model itself)"
+        path = self.path or "(the model itself)"
         if not self.patched:
-            return f"{where}: {self.family}, stock (attention {self.attention})"
+            return f"{path}: {self.family}, stock (attention {self.attention})"
         backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
         fused = "attention only: the tower's own forward runs" if self.attention_only else ", ".join(self.fused)
         lines = [
-            f"{where}: {self.family}, patched",
+            f"{path}: {self.family}, patched",
             f"  attention  {self.attention} -> {backends or 'chosen at the first call'}",
             f"  fused      {fused or 'nothing'}",
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
-        lines += [f"  passes     {self.passes}"] if self.passes is not None else []
-        lines += [f"  shared     {self.ranks}"] if self.ranks is not None else []
-        lines += [f"  fp8        {self.fp8}"] if self.fp8 is not None else []
-        lines += [str(each) for each in (self.graphs, self.training, self.reuse) if each is not None]
+        if self.passes is not None:
+            lines.append(f"  passes     {self.passes}")
+        if self.ranks is not None:
+            lines.append(f"  shared     {self.ranks}")
+        if self.fp8 is not None:
+            lines.append(f"  fp8        {self.fp8}")
+        lines += [str(part) for part in (self.graphs, self.training, self.reuse) if part is not None]
         lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
         lines += [f"  not fast   {why}" for why in self.against_fast]
-        rejected = {name: reasons[0] for of_kind in self.rejected.values() for name, reasons in of_kind.items()}
-        for label, reasons in (("not fused", self.unfused), ("not used ", rejected)):
-            for reason in dict.fromkeys(reasons.values()):  # once, with all that it holds for
-                names = ", ".join(name for name, why in reasons.items() if why == reason)
-                lines.append(f"  {label}  {names}: {reason}")
+        first_reasons: dict[str, str] = {}
+        for reasons_by_backend in self.rejected.values():
+            first_reasons |= {name: reasons[0] for name, reasons in reasons_by_backend.items()}
+        lines += _lines_by_reason("not fused", self.unfused)
+        lines += _lines_by_reason("not used ", first_reasons)
         return "\n".join(lines)
+
+
+def _lines_by_reason(label: str, reasons: Mapping[str, str]) -> list[str]:
+    """Return one line per reason, with all names that it holds for."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names_by_reason.setdefault(why, []).append(name)
+    return [f"  {label}  {', '.join(names)}: {why}" for why, names in names_by_reason.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The status of every tower in a model; prints as text, `to_dict()` for JSON."""
+    """The status of every tower in a model. It prints as text; `to_dict()` is for JSON.
+
+    Attributes:
+        towers: The status of every tower, in the order of the model.
+    """
 
     towers: tuple[TowerStatus, ...]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.towers))
+        return "\n".join(str(tower) for tower in self.towers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return plain dicts, lists, strings and numbers."""
         return asdict(self)
 
 
 def status(model: nn.Module) -> Status:
-    """What runs in each tower of a model, and every fallback with its reason."""
-    return Status(towers=tuple(_tower_status(*found) for found in towers_of(model)))
+    """Report what runs in every tower of a model, and every fallback with its reason.
+
+    Args:
+        model: Any module that holds a supported tower, or the tower itself.
+
+    Raises:
+        ValueError: If the model has no supported tower.
+    """
+    return Status(towers=tuple(_tower_status(path, tower, family) for path, tower, family in towers_of(model)))
 
 
-def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
-    told: dict[str, Any] = dict(path=path, family=family.name, attention_only=family.attention_only)
-    if (state := state_of(tower)) is None:
-        return TowerStatus(**told, patched=False, attention=tower.config._attn_implementation)
-    told |= dict(
+def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
+    fields: dict[str, Any] = dict(path=path, family=family.name, attention_only=family.attention_only)
+    state = state_of(tower)
+    if state is None:
+        return TowerStatus(**fields, patched=False, attention=tower.config._attn_implementation)
+    fields |= dict(
         patched=True,
         attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
         calls=state.calls,
@@ -118,33 +154,30 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
         layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
     )
     if family.attention_only:
-        return TowerStatus(**told, backends=dict(state.served), unfused=beyond_attention(state.settings))
-    snapshot, name = state.snapshot(tower), tower.config._attn_implementation
+        return TowerStatus(**fields, backends=dict(state.served), unfused=beyond_attention(state.settings))
+    snapshot = state.snapshot(tower)
+    name = tower.config._attn_implementation
     against, spec = reasons_now(tower, state, snapshot, name, state.former_forward)
-    last, places = state.last, {id(made): (key[0], key[4]) for key, made in snapshot.specs.items()}
-    if last is not None and spec is not None and places.get(id(last.spec)) != places.get(id(spec)):
-        last = None  # the weights were on another device, or of another dtype
+    last = _last_route(state, snapshot, spec)
     choices = {} if last is None else last.choices
     if spec is not None and not choices:
-        kinds: tuple[Kind, ...] = ("full", "window") if family.windows else ("full",)
         try:
-            choices = {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
+            choices = _choices_now(spec, family)
         except BackendUnavailableError as error:
-            against, spec = [*against, str(error)], None
+            against = [*against, str(error)]
+            spec = None
     ops = None if spec is None else spec.ops
     if ops is not None and last is not None and last.spec.ops is not None:
         ops = last.spec.ops
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
-    if ops is not None and ops.attend_window is not None:
-        side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
-        if "window" not in (last.choices if last else ()) and (last or side**2 <= LONGEST):
-            backends["window"] = "fused kernel"
+    if ops is not None and ops.attend_window is not None and _uses_window_kernel(snapshot, last):
+        backends["window"] = "fused kernel"
     return TowerStatus(
-        **told,
+        **fields,
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
-        unfused={} if ops is None else ops.unfused,
+        unfused=dict(ops.unfused) if ops is not None else {},
         against_fast=tuple(against),
         graphs=None if state.runner is None else state.runner.status(),
         training=None if state.training is None or not state.training.used else state.training.status(),
@@ -155,35 +188,70 @@ def _tower_status(path: str, tower: Any, family: Family) -> TowerStatus:
     )
 
 
+def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Route | None:
+    """Return the route of the last call; None if the weights were on another device then, or of another dtype."""
+    last = state.last
+    if last is None or spec is None:
+        return last
+    places = {id(known_spec): (key[0], key[4]) for key, known_spec in snapshot.specs.items()}
+    return last if places.get(id(last.spec)) == places.get(id(spec)) else None
+
+
+def _choices_now(spec: Spec, family: Family) -> dict[Kind, Choice]:
+    """Choose the backend of every kind of layer, for a call whose layout is unknown."""
+    kinds: tuple[Kind, ...] = ("full", "window") if family.windows else ("full",)
+    return {kind: resolve(spec.settings.attention, replace(spec.request, kind=kind)) for kind in kinds}
+
+
+def _uses_window_kernel(snapshot: Snapshot, last: Route | None) -> bool:
+    """Return whether our fused kernel runs the windows: in the last call or, before any, by their size."""
+    if last is not None:
+        return "window" not in last.choices
+    side = (snapshot.geometry.window or 0) * snapshot.geometry.merge
+    return side**2 <= LONGEST
+
+
 def beyond_attention(settings: Settings) -> dict[str, str]:
-    """What was asked for, and is not to be had for a tower whose attention alone is ours."""
-    asked = {
+    """Return the requested options that a family without more than attention ignores, with the reason."""
+    requested = {
         "cuda_graphs": settings.graphs,
         "fp8": settings.fp8,
         "data_parallel": settings.ranks,
         "reuse": settings.reuse,
         **dict.fromkeys(settings.fuse or (), True),
     }
-    return {name: "this family is served attention only" for name, wanted in asked.items() if wanted}
+    return {name: "this family is served attention only" for name, option in requested.items() if option}
 
 
-def _weights_of_calls(tower: Any, snapshot: Snapshot) -> Weights:
-    """The weights between calls, as calls find them: FSDP2 brings what are shards then, by its policies.
+def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> Weights:
+    """Return the weights as calls will see them: FSDP2 gathers sharded weights, in the dtype of its policy.
 
-    (Where a parent of the tower is sharded with it, by the policy of the layers: the parent's is not known here.)
+    If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
     """
     weights = snapshot.weights()[1]
     if snapshot.brought and weights.reasons:
         holder = tower if isinstance(tower, sharding.wrapper()) else next(iter(snapshot.sharded.values()))
         weights = copy.copy(weights)
-        weights.dtype, weights.reasons = sharding.brought(holder, weights.dtype), []
+        weights.dtype = sharding.brought(holder, weights.dtype)
+        weights.reasons = []
     return weights
 
 
 def reasons_now(
-    tower: Any, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Any
+    tower: Tower, state: TowerState, snapshot: Snapshot, name: str | None, former_forward: Any
 ) -> tuple[list[str], Spec | None]:
-    """What keeps every call off the fast path, under an attention of that name; and what decides routes, if known."""
+    """List what keeps every call off the fast path, and return what decides its routes.
+
+    Args:
+        tower: The tower.
+        state: Its state.
+        snapshot: What the tower holds now.
+        name: The name of the attention to assume.
+        former_forward: A forward that was replaced on the instance before patching; None for the class's own.
+
+    Returns:
+        The reasons, and the spec of a call without gradients. The spec is None if no call can be fast.
+    """
     reasons = guard.reasons_stock(tower, former_forward, name, snapshot, {})
     if snapshot.stock:
         return reasons, None
@@ -194,19 +262,25 @@ def reasons_now(
 
 
 def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:
-    if state.settings.fp8 is None:
+    """Describe how attention in FP8 is scaled, and where it was not used."""
+    fp8 = state.settings.fp8
+    if fp8 is None:
         return None
-    path = state.settings.fp8.amax_file
-    text = f"scaled by {f'the amax in {path}' if path is not None else 'the amax of each call'}"
-    if saturated := state.saturated():
-        text += f", cut off beyond them in layers {', '.join(map(str, saturated))}"
-    if why := choices["full"].not_worth if "full" in choices else None:
-        text += f"; not used by the last call: {why}"
-    return text
+    source = "the amax of each call" if fp8.amax_file is None else f"the amax in {fp8.amax_file}"
+    text = f"scaled by {source}"
+    saturated = state.saturated()
+    if saturated:
+        text += f", cut off beyond them in layers {', '.join(str(layer) for layer in saturated)}"
+    why_not_worth = choices["full"].not_worth if "full" in choices else None
+    return text if why_not_worth is None else f"{text}; not used by the last call: {why_not_worth}"
 
 
-def towers_of(model: nn.Module) -> list[tuple[str, Any, Family]]:
-    """(path, tower, family) of every supported tower in a model; ValueError where there is none."""
+def towers_of(model: nn.Module) -> list[tuple[str, Tower, Family]]:
+    """Return (path, tower, family) of every supported tower in a model.
+
+    Raises:
+        ValueError: If the model is no torch module or has no supported tower.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch module, got {type(model).__name__}; pass the loaded model")
     towers = list(find_towers(model))

@@ -43,16 +43,23 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 FP8 = CudnnFp8()
-"""What comes before all of them where attention in FP8 is asked for; not exact, so never otherwise."""
+"""Tried before all others if attention in FP8 is requested. It is not exact, so it cannot be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """The order in which "auto" tries backends for some requests. The first rule of `AUTO` that matches applies.
 
-    What is left out (flex, which compiles for seconds before its first result) runs only where it is named.
-    longest, rows: from how many rows of the longest segment, and of all of them, on it matches. replayed: only where
-    what the host does for a call does not count.
+    No rule lists flex, which compiles for seconds before its first result: it runs only if it is named.
+
+    Args:
+        kind: The kind of layers that the rule is for.
+        order: Names of backends, the fastest first.
+        measured: The measurement behind the order.
+        grad: Whether the rule is for requests with gradients.
+        longest: The fewest rows of the longest segment.
+        rows: The fewest rows of the request.
+        replayed: Whether the rule is only for layouts that a CUDA graph replays, where the host's work does not count.
     """
 
     kind: Kind
@@ -64,10 +71,14 @@ class Rule:
     replayed: bool = False
 
     def matches(self, request: Request) -> bool:
-        """Whether it is for such a request."""
-        large = request.max_seqlen >= self.longest and request.rows >= self.rows
-        large = large and (request.replayed or not self.replayed)
-        return request.kind == self.kind and large and (request.grad or not self.grad)
+        """Return whether the rule is for a request."""
+        return (
+            request.kind == self.kind
+            and request.max_seqlen >= self.longest
+            and request.rows >= self.rows
+            and (request.replayed or not self.replayed)
+            and (request.grad or not self.grad)
+        )
 
 
 AUTO: tuple[Rule, ...] = (
@@ -135,7 +146,13 @@ AUTO: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend that serves a request, and why those tried before it do not. not_worth: why FP8 would not pay."""
+    """The backend that runs a request, and why the backends tried before it do not.
+
+    Args:
+        backend: The chosen backend.
+        rejected: Reasons against other backends, by name.
+        not_worth: Why FP8 would not be faster, if it is requested and could run.
+    """
 
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]]
@@ -143,19 +160,28 @@ class Choice:
 
 
 def backend_named(name: str) -> Backend:
-    """The backend of that name; ValueError with the possible names for another."""
+    """Return the backend with a name.
+
+    Raises:
+        ValueError: If there is no such backend. The message lists all names.
+    """
     for backend in BACKENDS:
         if backend.name == name:
             return backend
-    known = ", ".join(repr(known) for known in ("auto", *(backend.name for backend in BACKENDS)))
+    names = ", ".join(repr(possible) for possible in ("auto", *(backend.name for backend in BACKENDS)))
     hint = f"; {name} is what models are loaded with, here it is 'auto'" if name == "flash_vit_auto" else ""
-    raise ValueError(f"expected attention to be one of {known}, got {name!r}{hint}")
+    raise ValueError(f"expected attention to be one of {names}, got {name!r}{hint}")
 
 
 def require(name: str, *, fp8: bool = False) -> None:
-    """Raise BackendUnavailableError, with every reason and what else there is, if this machine cannot run `name`.
+    """Check that this machine can run a backend, and attention in FP8 if it is requested.
 
-    fp8: also if it cannot run attention in FP8.
+    Args:
+        name: The name of a backend; "auto" needs nothing.
+        fp8: Whether attention in FP8 is requested.
+
+    Raises:
+        BackendUnavailableError: If it cannot. The message holds every reason and the alternatives.
     """
     if fp8 and (reasons := FP8.reasons_against_machine()):
         raise BackendUnavailableError(
@@ -166,13 +192,16 @@ def require(name: str, *, fp8: bool = False) -> None:
     reasons = backend_named(name).reasons_against_machine()
     if not reasons:
         return
-    others = {backend.name: backend.reasons_against_machine() for backend in BACKENDS if backend.name != name}
-    told = [f"  {other}: {'; '.join(against) or 'usable'}" for other, against in others.items()]
+    alternatives = []
+    for backend in BACKENDS:
+        if backend.name != name:
+            verdict = "; ".join(backend.reasons_against_machine()) or "usable"
+            alternatives.append(f"  {backend.name}: {verdict}")
     raise BackendUnavailableError(
         f"attention backend {name!r} cannot run on this machine:\n  - "
         + "\n  - ".join(reasons)
         + "\nThe others:\n"
-        + "\n".join(told)
+        + "\n".join(alternatives)
         + "\nUse attention='auto' (at load time attn_implementation='flash_vit_auto') for the fastest that can run."
     )
 
@@ -180,32 +209,57 @@ def require(name: str, *, fp8: bool = False) -> None:
 def resolve(
     name: str, request: Request, segments: Segments | None = None, faults: Mapping[str, str] = MappingProxyType({})
 ) -> Choice:
-    """The named backend if it can serve the request, else (or for "auto") the fastest that can by measurement.
+    """Choose the backend for a request: the named one if it can run it, else the fastest that can by measurement.
 
-    If FP8 is requested, full layers use it where it is supported and faster for `segments`; without segments only the
-    reasons against it are given. faults: backends that failed when they ran, and how; they are not chosen again.
-    Raises BackendUnavailableError where none can: only with a score_mod, which no other backend may ignore.
+    If FP8 is requested, full layers use it where it is supported and faster.
+
+    Args:
+        name: The name of a backend, or "auto".
+        request: The request.
+        segments: The layout. None if it is unknown: then FP8 is never chosen, and only reasons against it are listed.
+        faults: Backends that failed when they ran, with the error. They are not chosen again.
+
+    Raises:
+        BackendUnavailableError: If a `score_mod` is given and no backend can apply it to this request.
     """
     if request.fp8 is not None and request.kind == "full":
-        reasons = [faults[FP8.name]] if FP8.name in faults else FP8.reasons_against(request)
-        why = None if reasons or segments is None else FP8.why_not_worth(segments, request)
-        if not reasons and why is None and segments is not None:
-            return Choice(backend=FP8, rejected={})
-        choice = resolve(name, replace(request, fp8=None), segments, faults)
-        rejected = {FP8.name: tuple(reasons)} if reasons else {}
-        return replace(choice, rejected=rejected | dict(choice.rejected), not_worth=why)
-    order = [backend_named(known) for known in next(rule for rule in AUTO if rule.matches(request)).order]
+        return _resolve_fp8(name, request, segments, faults)
+    rule = next(rule for rule in AUTO if rule.matches(request))
+    candidates = [backend_named(candidate) for candidate in rule.order]
     if name != "auto":
-        order.insert(0, backend_named(name))
-    rejected = {}
-    for backend in order:
-        reasons = [faults[backend.name]] if backend.name in faults else backend.reasons_against(request)
-        if not reasons and segments is not None:
-            reasons = backend.reasons_against_layout(segments, request)
+        candidates.insert(0, backend_named(name))
+    rejected: dict[str, tuple[str, ...]] = {}
+    for backend in candidates:
+        reasons = _reasons_against(backend, request, segments, faults)
         if reasons:
             rejected[backend.name] = tuple(reasons)
         elif segments is None or backend.name == name or backend.why_not_worth(segments, request) is None:
             return Choice(backend=backend, rejected=rejected)
-    assert request.score_mod is not None, "sdpa serves every request"
-    why = "; ".join(f"{name}: {reasons[0]}" for name, reasons in rejected.items())
+    assert request.score_mod is not None, "sdpa can run every request without a score_mod"
+    why = "; ".join(f"{backend_name}: {reasons[0]}" for backend_name, reasons in rejected.items())
     raise BackendUnavailableError(f"no attention backend can apply the score_mod to this call: {why}")
+
+
+def _resolve_fp8(name: str, request: Request, segments: Segments | None, faults: Mapping[str, str]) -> Choice:
+    """Choose FP8 if it can run a layout and is faster, else the backend that `resolve` chooses without FP8."""
+    reasons = [faults[FP8.name]] if FP8.name in faults else FP8.reasons_against(request)
+    not_worth = None
+    if not reasons and segments is not None:
+        not_worth = FP8.why_not_worth(segments, request)
+        if not_worth is None:
+            return Choice(backend=FP8, rejected={})
+    choice = resolve(name, replace(request, fp8=None), segments, faults)
+    rejected = {FP8.name: tuple(reasons)} if reasons else {}
+    return replace(choice, rejected=rejected | dict(choice.rejected), not_worth=not_worth)
+
+
+def _reasons_against(
+    backend: Backend, request: Request, segments: Segments | None, faults: Mapping[str, str]
+) -> list[str]:
+    """List why a backend cannot run a request, or the layout if it is known; empty if it can."""
+    if backend.name in faults:
+        return [faults[backend.name]]
+    reasons = backend.reasons_against(request)
+    if not reasons and segments is not None:
+        reasons = backend.reasons_against_layout(segments, request)
+    return reasons

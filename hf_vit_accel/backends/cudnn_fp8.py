@@ -1,8 +1,8 @@
-"""cuDNN's attention in FP8 (e4m3), through FlashInfer as in `flashinfer_cudnn`; for full layers, where it is asked for.
+"""cuDNN's attention in FP8 (e4m3), through FlashInfer as in `flashinfer_cudnn`; for full layers, on request.
 
-On Hopper cuDNN writes FP8 attention in e4m3 only, and FlashInfer passes no scale for it. The output is a mix of rows of
-v with weights that add up to one, so in v's quantised units it always fits and uses e4m3's range: v is declared to
-have no scale, and the kernel that drops the padding multiplies by what v was divided by, head by head.
+On Hopper cuDNN writes FP8 attention in e4m3 only, and FlashInfer passes no scale for the output. The output is a convex
+mix of the rows of v. So in v's quantised units it always fits and uses the range of e4m3: v is declared to have no
+scale. The kernel that drops the padding multiplies by the divisor of v, head by head.
 
 `T` packed rows, `S` segments, `H` heads, `D` head dim, `P` that dim padded.
 """
@@ -10,8 +10,6 @@ have no scale, and the kernel that drops the padding multiplies by what v was di
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import Attend, Plan, Request
-from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, FlashinferCudnn, graph_for
+from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, FlashinferCudnn, Graph, Tensors, graph_for
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.fp8.e4m3 import E4M3
 from hf_vit_accel.ops.fp8.quantize import dequantize, quantize
@@ -27,16 +25,20 @@ from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.launch import why_not_triton
 
 MIN_SEQLEN = 5120
-"""Rows of the segment that a row is in, on average, from which FP8 is faster than the best of the others (H200: a tower
-of Qwen3-VL-8B with FlashAttention-3 and in FP8 takes 13.7 and 14.8 ms at 4096 rows, 19.3 and 18.6 at 5184)."""
+"""Rows that a row attends to, on average, from which FP8 is faster than every other backend. On an H200 a tower of
+Qwen3-VL-8B takes 13.7 ms with FlashAttention-3 and 14.8 in FP8 at 4096 rows, but 19.3 and 18.6 ms at 5184."""
 
 _WEIGHTS_SCALE = 256.0
-"""What softmax weights, at most 1, are multiplied by before they are rounded to e4m3: without it all those below 1/1000
-of the largest would be lost, which in thousands of keys may be most of the sum."""
+"""Factor of softmax weights (at most 1) before they are rounded to e4m3. Without it, weights below 1/1000 of the
+largest would be lost; among thousands of keys, these may be most of the sum."""
 
 
 class CudnnFp8(FlashinferCudnn):
-    """One kernel samples rows, one rotates, quantises and pads q, k and v, one call attends, one kernel unpads."""
+    """Attend in FP8 in four launches.
+
+    One kernel samples rows for their maxima. One rotates, quantises and pads q, k and v. cuDNN attends. The last kernel
+    removes the padding and the scale of v.
+    """
 
     name = "cudnn_fp8"
     needs = replace(FlashinferCudnn.needs, capability=((9, 0), (13, 0)))
@@ -47,15 +49,21 @@ class CudnnFp8(FlashinferCudnn):
             reasons.append("windows are faster without FP8")
         if not request.packed:
             reasons.append("the stock blocks run, which rotate q and k themselves")
-        unfit = None if request.fp8 is None else request.fp8.why_unfit()
-        return reasons + [why for why in (why_not_triton(request.device, request.dtype), unfit) if why]
+        why_no_kernels = why_not_triton(request.device, request.dtype)
+        if why_no_kernels:
+            reasons.append(why_no_kernels)
+        why_unfit = None if request.fp8 is None else request.fp8.why_unfit()
+        if why_unfit:
+            reasons.append(why_unfit)
+        return reasons
 
     def why_not_worth(self, segments: Segments, request: Request) -> str | None:
-        """Why another backend is faster for a layout, or the only one that serves it; None if FP8 is."""
+        """Return why a layout must or should run in another backend; None if FP8 is the fastest."""
         lengths_S = segments.lengths_S.astype(np.int64)
         mean = float((lengths_S**2).sum() / lengths_S.sum())
-        asked = None if request.fp8 is None else request.fp8.min_seqlen
-        min_seqlen = MIN_SEQLEN if asked is None else asked
+        min_seqlen = MIN_SEQLEN
+        if request.fp8 is not None and request.fp8.min_seqlen is not None:
+            min_seqlen = request.fp8.min_seqlen
         if mean < min_seqlen:
             return f"rows attend to {mean:.0f} others on average, it is used from {min_seqlen} on"
         if not lengths_S.all():
@@ -68,7 +76,7 @@ class CudnnFp8(FlashinferCudnn):
         return segments, rows
 
     def plan(self, segments: Segments, request: Request) -> Plan:
-        # As many as there are: an empty segment that stands in for one is an illegal instruction to cuDNN 9.19 in FP8.
+        # The number of segments is exact: an empty segment is an illegal instruction to cuDNN 9.19 in FP8.
         cu_seqlens_S1 = segments.cu_seqlens_S1.astype(np.int64) * (request.heads * _padded(request.head_dim))
         arrays = {
             "lengths": segments.lengths_S.reshape(-1, 1, 1, 1),
@@ -84,62 +92,82 @@ class CudnnFp8(FlashinferCudnn):
     def prepare(self, plan: Plan) -> None:
         request = plan.request
         row_THP = torch.empty(1, request.heads, _padded(request.head_dim), dtype=E4M3, device=request.device)
-        _graph(plan, *(row_THP,) * 3)
+        _graph(plan, (row_THP, row_THP, row_THP))
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         scales = plan.request.fp8
         assert scales is not None and scales.layers == layers
-        return [partial(_attend_packed, plan, scales, layer) for layer in range(layers)]
+        return [_attend_of_layer(plan, scales, layer) for layer in range(layers)]
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
+        # q and k are rotated already: cos = 1 and sin = 0 rotate by nothing.
         scales = Scales(device=q_THD.device, layers=1, heads=q_THD.shape[1])
-        still = q_THD.new_zeros(1, q_THD.shape[2]).expand(q_THD.shape[0], -1)
-        return _attend_packed(plan, scales, 0, torch.stack((q_THD, k_THD, v_THD), dim=1), still + 1, still.contiguous())
+        zeros_TD = q_THD.new_zeros(1, q_THD.shape[2]).expand(q_THD.shape[0], -1)
+        qkv_T3HD = torch.stack((q_THD, k_THD, v_THD), dim=1)
+        return _attend_packed(plan, scales, 0, qkv_T3HD, zeros_TD + 1, zeros_TD.contiguous())
 
 
 def round_max_seqlen(length: int) -> int:
-    """The longest segment to declare: at most 1/32 more, so that lengths share plans.
+    """Return the max_seqlen to declare: at most 1/32 more, so that lengths share cuDNN plans.
 
-    In FP8 cuDNN works for the declared length: 9216 rows declared as 16384 took 1245 us on an H200, as 9216 718.
+    In FP8 cuDNN computes for the declared length: 9216 rows declared as 16384 took 1245 us on an H200, declared as 9216
+    718 us.
     """
     step = max(128, 1 << max(length.bit_length() - 6, 0))
     return -(-length // step) * step
 
 
 def _padded(head_dim: int) -> int:
-    """What is fastest on an H200, at any length: 128 for 72 and 80 (1736 us at 14416 rows; 96: 1837, 80: 2029)."""
+    """Return the padded head dim P that is fastest: for 72 and 80 it is 128.
+
+    On an H200, 14416 rows take 1736 us with P = 128, 1837 with 96 and 2029 with 80.
+    """
     return 64 if head_dim <= 64 else 128
 
 
 def _written(request: Request) -> torch.dtype:
-    """The dtype of the output: Hopper writes e4m3 alone."""
+    """Return the dtype of cuDNN's output. Hopper can write e4m3 only."""
     return request.dtype if machine.cuda_capability(request.device.index)[0] >= 10 else E4M3
 
 
-def _graph(plan: Plan, q_THP: Tensor, k_THP: Tensor, v_THP: Tensor) -> Any:
-    """cuDNN's plan, and the lengths and offsets that it takes."""
-    request, sequences = plan.request, (plan.tensors["lengths"], *(plan.tensors["offsets"],) * 4)
-    length, written = plan.host["max_seqlen"], _written(request)
-    return graph_for((q_THP, k_THP, v_THP), sequences, length, request.scale, written), sequences
+def _graph(plan: Plan, qkv: Tensors) -> tuple[Graph, Tensors]:
+    """Return cuDNN's plan for q, k and v (T, H, P), and its lengths and offsets."""
+    offsets = plan.tensors["offsets"]
+    sequences = (plan.tensors["lengths"], offsets, offsets, offsets, offsets)
+    request = plan.request
+    graph = graph_for(qkv, sequences, plan.host["max_seqlen"], request.scale, _written(request))
+    return graph, sequences
+
+
+def _attend_of_layer(plan: Plan, scales: Scales, layer: int) -> Attend:
+    """Return the attention function of one layer."""
+
+    def attend(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        return _attend_packed(plan, scales, layer, qkv_T3HD, cos_TD, sin_TD)
+
+    return attend
 
 
 def _attend_packed(plan: Plan, scales: Scales, layer: int, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """One layer: packed projection (T, 3, H, D), cos and sin to attended rows (T, H, D)."""
-    dim, heads = qkv_T3HD.shape[-1], qkv_T3HD.shape[-2]
+    """Run one layer: packed projection (T, 3, H, D), cos and sin to attended rows (T, H, D)."""
+    heads, dim = qkv_T3HD.shape[-2:]
     if qkv_T3HD.stride()[1:] != (heads * dim, dim, 1):
         qkv_T3HD = qkv_T3HD.contiguous()
-    used_1, call_43H, final = plan.tensors["used_1"], scales.call(layer), scales.fixed is not None
-    qkv_3THP, center_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, _padded(dim), final=final)
+    call_43H = scales.call(layer)
+    has_file = scales.fixed is not None
+    used_1 = plan.tensors["used_1"]
+    qkv_3THP, center_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, _padded(dim), final=has_file)
     out_THP = _attend(plan, qkv_3THP, call_43H[3, 0, :1])
     return dequantize(out_THP, call_43H[2, 2], center_HD, qkv_T3HD.dtype)
 
 
 def _attend(plan: Plan, qkv_3THP: Tensor, descale_1: Tensor) -> Tensor:
-    """cuDNN's call: rows (T, H, P) in v's quantised units."""
+    """Call cuDNN. Return rows (T, H, P) in v's quantised units."""
     out_THP = torch.empty_like(qkv_3THP[0], dtype=_written(plan.request))
-    qkv, one = qkv_3THP.unbind(0), plan.tensors["one"]
-    graph, sequences = _graph(plan, *qkv)
-    # Of q and k only the product matters: it is declared for q. v's own units come back.
-    scales = descale_1, one, one, plan.tensors["weights_scale"], plan.tensors["weights_descale"], one
+    qkv = qkv_3THP.unbind(0)
+    graph, sequences = _graph(plan, qkv)
+    one = plan.tensors["one"]
+    # Only the product of q's and k's scales matters, so it is declared for q. v has none: its units come back.
+    scales = (descale_1, one, one, plan.tensors["weights_scale"], plan.tensors["weights_descale"], one)
     graph.run(qkv, sequences, out_THP, scales)
     return out_THP

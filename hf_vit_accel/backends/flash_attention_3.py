@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ PACKAGE = machine.Package(
 
 
 class FlashAttention3(Backend):
-    """One call for all segments, any row stride. Forward only here: with gradients another backend takes over."""
+    """Attend all segments in one call, with any row stride. Forward only: other backends run with gradients."""
 
     name = "flash_attention_3"
     needs = replace(HALF, packages=(PACKAGE,), capability=((9, 0), (10, 0)), head_dim_max=256)
@@ -32,13 +31,24 @@ class FlashAttention3(Backend):
         return _attend(q_THD, k_THD, v_THD, plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], plan.request.scale)
 
 
-def _attend_cuda(*arguments: Any) -> Tensor:
+def _attend_cuda(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    """Call the package for q, k and v with the same segments."""
     from flash_attn_interface import flash_attn_varlen_func
 
-    *qkv, cu_seqlens_S1, longest, scale = arguments
-    lengths = cu_seqlens_S1, cu_seqlens_S1, longest, longest
-    out = flash_attn_varlen_func(*qkv, *lengths, softmax_scale=scale, causal=False)
-    return out[0] if isinstance(out, tuple) else out  # early releases add the log-sum-exp
+    out = flash_attn_varlen_func(
+        q_THD,
+        k_THD,
+        v_THD,
+        cu_seqlens_S1,
+        cu_seqlens_S1,
+        max_seqlen,
+        max_seqlen,
+        softmax_scale=scale,
+        causal=False,
+    )
+    return out[0] if isinstance(out, tuple) else out  # early releases return the log-sum-exp, too
 
 
 _attend = attention_op("flash_attention_3", _attend_cuda)

@@ -1,4 +1,4 @@
-"""FlashAttention-4, forward and backward: pure Python from pip, compiled by its package when it is first used.
+"""FlashAttention-4, forward and backward: a pure Python package that compiles its kernels at their first call.
 
 `T` packed rows, `S` segments, `H` heads, `D` head dim.
 """
@@ -8,29 +8,32 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import FunctionType
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_tried
+from hf_vit_accel.backends.base import HALF, Attend, Backend, Plan, Request, attention_op, reasons_from_trial
 from hf_vit_accel.ops.rope import rope_, rope_back_, rotate
 from hf_vit_accel.ops.training.trained import Trained
 
 PACKAGE = machine.Package(
     module="flash_attn.cute", distribution="flash-attn-4", install="pip install --pre flash-attn-4 (Hopper, Blackwell)"
 )
+Kernel = Callable[..., object]
+"""A function of the package that launches kernels."""
+
 _rotate_ = machine.guarded(machine.KERNELS, rope_)
 
 
 class FlashAttention4(Backend):
-    """One call for all segments, any row stride.
+    """Attend all segments in one call, with any row stride.
 
-    Its first call for a dtype and head dim compiles for seconds. So it is tried, and compared with attention by its
-    definition, when a route is laid out; the package keeps what it compiled in a folder for later processes.
+    The first call for a dtype and head dim compiles for seconds. So a trial runs before the backend is chosen, and is
+    compared with the plain-torch reference. The package caches compiled kernels in a folder for later processes.
     """
 
     name = "flash_attention_4"
@@ -42,8 +45,11 @@ class FlashAttention4(Backend):
 
     def reasons_against(self, request: Request) -> list[str]:
         reasons = super().reasons_against(request)
-        at = request.device, request.dtype, request.head_dim
-        return reasons or list(_backward(*at)[1] if request.grad else _against_results(*at))
+        if reasons:
+            return reasons
+        if request.grad:
+            return list(_find_backward(request.device, request.dtype, request.head_dim).reasons)
+        return list(_reasons_from_results(request.device, request.dtype, request.head_dim))
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         if not plan.request.grad:
@@ -59,44 +65,56 @@ class FlashAttention4(Backend):
 
 
 def _settings(plan: Plan) -> tuple[Any, ...]:
-    """cu_seqlens, the longest segment, the scale and, with gradients, the backward."""
+    """Return cu_seqlens, max_seqlen, the scale and, with gradients, the backward."""
     request = plan.request
     settings = plan.tensors["cu_seqlens_S1"], plan.host["max_seqlen"], request.scale
     if not request.grad:
         return settings
-    return *settings, _backward(request.device, request.dtype, request.head_dim)[0]
+    return *settings, _find_backward(request.device, request.dtype, request.head_dim).run
 
 
-def _interface() -> Any:
-    # What it compiles outlives the process, unless the user says otherwise.
+def _interface() -> ModuleType:
+    # Cache compiled kernels for later processes, unless the user decided otherwise.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute import interface
 
     return interface
 
 
-def _attend_cuda(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *rest: Any) -> Tensor:
-    return _forward((q_THD, k_THD, v_THD), *rest, lse=False)[0]
+def _attend_cuda(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    out_THD, _ = _forward((q_THD, k_THD, v_THD), cu_seqlens_S1, max_seqlen, scale, needs_lse=False)
+    return out_THD
 
 
 _attend = attention_op("flash_attention_4", _attend_cuda)
 
 
 def _lengths(cu_seqlens_S1: Tensor, max_seqlen: int) -> dict[str, Any]:
-    both = {f"cu_seqlens_{side}": cu_seqlens_S1 for side in "qk"}
-    return both | {f"max_seqlen_{side}": max_seqlen for side in "qk"}
+    """Return the package's arguments for the segments, which are the same for queries and keys."""
+    return {
+        "cu_seqlens_q": cu_seqlens_S1,
+        "cu_seqlens_k": cu_seqlens_S1,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+    }
 
 
 def _forward(
-    qkv: Sequence[Tensor], cu_seqlens_S1: Tensor, max_seqlen: int, scale: float, *, lse: bool
+    qkv: Sequence[Tensor], cu_seqlens_S1: Tensor, max_seqlen: int, scale: float, *, needs_lse: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return attended rows (T, H, D) and, if needed, the log-sum-exp (H, T). qkv holds three of (T, H, D)."""
     lengths = _lengths(cu_seqlens_S1, max_seqlen)
-    out, lse_HT, *_ = _interface()._flash_attn_fwd(*qkv, softmax_scale=scale, return_lse=lse, **lengths)
-    return out, lse_HT
+    out_THD, lse_HT, *_ = _interface()._flash_attn_fwd(*qkv, softmax_scale=scale, return_lse=needs_lse, **lengths)
+    return out_THD, lse_HT
 
 
 class _Attention(torch.autograd.Function):
-    """qkv to attended rows; rotated first, in place, where there are tables, and its gradient rotated back."""
+    """Packed projection (T, 3, H, D) to attended rows.
+
+    With cos and sin, q and k are first rotated in place, and their gradients are rotated back.
+    """
 
     @staticmethod
     def forward(
@@ -107,12 +125,14 @@ class _Attention(torch.autograd.Function):
         cu_seqlens_S1: Tensor,
         max_seqlen: int,
         scale: float,
-        backward: Callable[..., Any],
+        backward: Kernel,
     ) -> Tensor:
         if cos_TD is not None and sin_TD is not None:
             _rotate_(qkv_T3HD, cos_TD, sin_TD)
-        out_THD, lse_HT = _forward(qkv_T3HD.unbind(1), cu_seqlens_S1, max_seqlen, scale, lse=True)
-        ctx.max_seqlen, ctx.scale, ctx.run = max_seqlen, scale, backward
+        out_THD, lse_HT = _forward(qkv_T3HD.unbind(1), cu_seqlens_S1, max_seqlen, scale, needs_lse=True)
+        ctx.max_seqlen = max_seqlen
+        ctx.scale = scale
+        ctx.run = backward
         ctx.save_for_backward(qkv_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1)
         return out_THD
 
@@ -121,69 +141,90 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         rotated_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         dqkv_T3HD = torch.empty_like(rotated_T3HD, memory_format=torch.contiguous_format)
-        gradients = dict(zip(("dq", "dk", "dv"), dqkv_T3HD.unbind(1), strict=True))
+        q_THD, k_THD, v_THD = rotated_T3HD.unbind(1)
+        dq_THD, dk_THD, dv_THD = dqkv_T3HD.unbind(1)
         lengths = _lengths(cu_seqlens_S1, ctx.max_seqlen)
-        ctx.run(*rotated_T3HD.unbind(1), out_THD, dout_THD, lse_HT, ctx.scale, **lengths, **gradients)
+        ctx.run(q_THD, k_THD, v_THD, out_THD, dout_THD, lse_HT, ctx.scale, **lengths, dq=dq_THD, dk=dk_THD, dv=dv_THD)
         if cos_TD is not None:
             rope_back_(dqkv_T3HD, cos_TD, sin_TD)
         return dqkv_T3HD, None, None, None, None, None, None
 
 
-def _aligned() -> Callable[..., Any]:
-    """The package's backward over functions that round head dims to multiples of 16, as on Hopper its main kernel does.
+def _aligned_backward() -> Kernel:
+    """Return the package's backward with helpers that round head dims to multiples of 16, as its main kernel does.
 
-    Those that fill and read the accumulator of dQ round to 32 in 4.0.0b36, so that dQ is wrong for head dims of 72 and
-    80 (flash-attention #2896). To go when a release has that fix.
+    In 4.0.0b36 the helpers that fill and read the accumulator of dQ round to 32. So dQ is wrong for the head dims 72
+    and 80 on Hopper (flash-attention #2896). Remove this once a release has that fix.
     """
     interface = _interface()
-
-    def rounding(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: function(*args, **(kwargs | {"hdim_multiple_of": 16}))
-
-    names = {name: rounding(getattr(interface, name)) for name in ("_bwd_preprocess", "_bwd_postprocess_convert")}
+    helpers = {}
+    for name in ("_bwd_preprocess", "_bwd_postprocess_convert"):
+        helpers[name] = _rounding_to_16(getattr(interface, name))
     backward = interface._flash_attn_bwd
-    aligned = FunctionType(backward.__code__, vars(interface) | names, argdefs=backward.__defaults__)
+    # The same code with other globals: a copy that finds our helpers under their names.
+    aligned = FunctionType(backward.__code__, vars(interface) | helpers, argdefs=backward.__defaults__)
     aligned.__kwdefaults__ = backward.__kwdefaults__
     return aligned
 
 
-_LENGTHS = 200, 130, 321
+def _rounding_to_16(function: Kernel) -> Kernel:
+    return lambda *args, **kwargs: function(*args, **(kwargs | {"hdim_multiple_of": 16}))
 
 
-def _against(
-    device: torch.device, dtype: torch.dtype, head_dim: int, make: Callable[[], Callable[..., Any]] | None
+_TRIAL_LENGTHS = (200, 130, 321)
+
+
+def _trial(
+    device: torch.device, dtype: torch.dtype, head_dim: int, backward_of: Callable[[], Kernel] | None
 ) -> tuple[str, ...]:
-    """Why it is not used here: it is tried, against attention by its definition; so it is also compiled.
+    """Run the kernels once, which also compiles them, and list what is wrong with them.
 
-    make: its backward; None for its results alone.
+    Args:
+        device: The device to run on.
+        dtype: The dtype of the rows.
+        head_dim: Head dim D.
+        backward_of: Returns the backward to try. None tries the forward alone.
     """
-    cu_seqlens_S1 = torch.tensor((0, *_LENGTHS)).cumsum(0).to(device, torch.int32)
+    cu_seqlens_S1 = torch.tensor((0, *_TRIAL_LENGTHS)).cumsum(0).to(device, torch.int32)
+    max_seqlen = max(_TRIAL_LENGTHS)
+    scale = head_dim**-0.5
 
     def attend(qkv_T3HD: Tensor) -> Tensor:
-        settings = cu_seqlens_S1, max(_LENGTHS), head_dim**-0.5
-        if make is None:
+        if backward_of is None:
             q_THD, k_THD, v_THD = qkv_T3HD.unbind(1)
-            return _attend_cuda(q_THD, k_THD, v_THD, *settings)
-        return _Attention.apply(qkv_T3HD, None, None, *settings, make())
+            return _attend_cuda(q_THD, k_THD, v_THD, cu_seqlens_S1, max_seqlen, scale)
+        return _Attention.apply(qkv_T3HD, None, None, cu_seqlens_S1, max_seqlen, scale, backward_of())
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its compiler's, about its own code
-        return reasons_tried(attend, _LENGTHS, device, dtype, head_dim, grad=make is not None)
+        warnings.simplefilter("ignore")  # the package's compiler warns about its own code
+        return reasons_from_trial(attend, _TRIAL_LENGTHS, device, dtype, head_dim, grad=backward_of is not None)
 
 
 @machine.probe
-def _against_results(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
-    return _against(device, dtype, head_dim, None)
+def _reasons_from_results(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
+    """List what is wrong with the forward on this machine."""
+    return _trial(device, dtype, head_dim, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Backward:
+    """The backward that is right on this machine, or the reasons why there is none."""
+
+    run: Kernel | None = None
+    reasons: tuple[str, ...] = ()
 
 
 @machine.probe
-def _backward(
-    device: torch.device, dtype: torch.dtype, head_dim: int
-) -> tuple[Callable[..., Any] | None, tuple[str, ...]]:
-    """What of both is right here, the package's own first; or None, and what is wrong with that."""
-    against_own: tuple[str, ...] = ()
-    for make in (lambda: _interface()._flash_attn_bwd, _aligned):
-        if not (reasons := _against(device, dtype, head_dim, make)):
-            return make(), ()
-        against_own = against_own or reasons
-    return None, against_own
+def _find_backward(device: torch.device, dtype: torch.dtype, head_dim: int) -> _Backward:
+    """Try the package's own backward, then the aligned one. If both are wrong, report the reasons against the first."""
+    reasons_against_own = _trial(device, dtype, head_dim, _own_backward)
+    if not reasons_against_own:
+        return _Backward(run=_own_backward())
+    if not _trial(device, dtype, head_dim, _aligned_backward):
+        return _Backward(run=_aligned_backward())
+    return _Backward(reasons=reasons_against_own)
+
+
+def _own_backward() -> Kernel:
+    run: Kernel = _interface()._flash_attn_bwd
+    return run

@@ -1,16 +1,20 @@
 """cuDNN's fused attention through FlashInfer (`flashinfer.cudnn`), for bf16 and fp16.
 
-FlashInfer's public call resolves metadata, cache key and cuDNN plan each time, about 0.3 ms of Python; here that is
-done once per (layout class, strides) and every layer only rebinds pointers. Segment offsets are in elements for the
-strides at hand, so q, k and v may be views of the packed projection.
+FlashInfer's public call resolves metadata, cache key and cuDNN plan every time: about 0.3 ms of Python. Here that
+happens once per class of layouts and strides, and every layer only rebinds pointers. Segment offsets are in elements
+and follow the strides. So q, k and v may be views of the packed projection.
+
+`T` packed rows, `S` segments, `H` heads, `D` head dim. A cuDNN plan is a `Graph`, as cuDNN calls it; it is no CUDA
+graph.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -26,35 +30,37 @@ _REMEDY = 'pip install "hf-vit-accel[cuda]"'
 FLASHINFER = machine.Package(module="flashinfer", distribution="flashinfer-python", install=_REMEDY)
 CUDNN_FRONTEND = machine.Package(module="cudnn", distribution="nvidia-cudnn-frontend", install=_REMEDY)
 
-_OLDEST_CUDNN = 91900  # the oldest release that this backend was run with
+_OLDEST_CUDNN = 91900
+"""The oldest release that this backend was run with, as `cudnn.backend_version()` numbers them."""
 INT32_END = 2**31
+"""Offsets are int32, so every offset in elements must be below it."""
 _OFFSETS = ("batch_offsets_q", "batch_offsets_k", "batch_offsets_v", "batch_offsets_o")
 _UIDS = (
     *("Q_UID", "K_UID", "V_UID", "O_UID", "ACTUAL_SEQ_LENS_Q_UID", "ACTUAL_SEQ_LENS_KV_UID"),
     *("RAGGED_Q_UID", "RAGGED_K_UID", "RAGGED_V_UID", "RAGGED_O_UID"),
 )
 _FP8_UIDS = (*("Q_SCALE_UID", "K_SCALE_UID", "V_SCALE_UID"), *("S_SCALE_UID", "S_DESCALE_UID", "O_SCALE_UID"))
-_PIECES = "prepare_cudnn_batch_prefill", "_PrefillMetadata", "UIDs", "_create_cudnn_handle"
-"""What is used of FlashInfer, most of it semi-private: 0.7.2 has all of it."""
+_USED_NAMES = ("prepare_cudnn_batch_prefill", "_PrefillMetadata", "UIDs", "_create_cudnn_handle")
+"""The names that we use of `flashinfer.cudnn.prefill`. Most are semi-private; 0.7.2 has all of them."""
 
 
 def round_segments(count: int) -> int:
-    """The segment count to declare: at most 1/8 more, exact up to 8.
+    """Return the number of segments to declare: at most 1/8 more, exact up to 8.
 
-    A new count is a new cuDNN plan (about 50 ms), and every declared segment costs time even when empty: 256 windows
-    declared as 512 took 180 us instead of 137 on an H200. So counts are rounded, finely.
+    Every new count needs a new cuDNN plan (about 50 ms), so counts are rounded. They are rounded finely because a
+    declared segment costs time even if it is empty: 256 windows declared as 512 took 180 us instead of 137 on an H200.
     """
     step = 1 << max(count.bit_length() - 4, 0)
     return -(-count // step) * step
 
 
 def round_max_seqlen(length: int) -> int:
-    """The longest segment to declare: the next power of two, at least 64. Declaring 16x too much cost nothing."""
+    """Return the max_seqlen to declare: the next power of two, at least 64. Declaring 16x too much cost no time."""
     return max(64, 1 << (length - 1).bit_length())
 
 
 class FlashinferCudnn(Backend):
-    """One call for all segments, of rows whose element offsets fit into int32."""
+    """Attend all segments in one call. Offsets in elements must fit into int32, which bounds the rows."""
 
     name = "flashinfer_cudnn"
     needs = replace(HALF, packages=(FLASHINFER, CUDNN_FRONTEND))
@@ -63,19 +69,19 @@ class FlashinferCudnn(Backend):
         prefill = _prefill_module()
         import cudnn
 
-        found = int(cudnn.backend_version())
+        version = int(cudnn.backend_version())
         if not getattr(prefill, "CUDNN_AVAILABLE", True):  # its name in 0.7.2
             return (f"FlashInfer cannot import the cuDNN frontend ({_REMEDY})",)
-        if found < _OLDEST_CUDNN:
-            return (f"cuDNN {found} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
+        if version < _OLDEST_CUDNN:
+            return (f"cuDNN {version} is older than {_OLDEST_CUDNN} (upgrade nvidia-cudnn or torch)",)
         if "tensor_uids" not in inspect.signature(cudnn.pygraph.execute).parameters:
             return (f"the cuDNN frontend is older than 1.31 ({_REMEDY})",)
-        missing = [name for name in _PIECES if not hasattr(prefill, name)]
+        missing = [name for name in _USED_NAMES if not hasattr(prefill, name)]
         return (f"this FlashInfer has no {', '.join(missing)} ({_REMEDY})",) if missing else ()
 
     def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
-        most = (INT32_END - 1) // (3 * request.heads * request.head_dim)
-        return [] if segments.rows <= most else [f"{segments.rows} rows, its int32 offsets reach {most}"]
+        largest = (INT32_END - 1) // (3 * request.heads * request.head_dim)
+        return [] if segments.rows <= largest else [f"{segments.rows} rows, its int32 offsets reach {largest}"]
 
     def close(self) -> None:
         WORKSPACES.close()
@@ -84,8 +90,9 @@ class FlashinferCudnn(Backend):
         return round_segments(segments), rows
 
     def plan(self, segments: Segments, request: Request) -> Plan:
-        width, spare = request.heads * request.head_dim, round_segments(segments.count) - segments.count
-        # Empty segments at the end: length zero, offset at the end of the rows, so that they address nothing.
+        width = request.heads * request.head_dim
+        spare = round_segments(segments.count) - segments.count
+        # The spare segments have length zero and start at the end of the rows, so they address no row.
         padded_S1 = np.pad(segments.cu_seqlens_S1, (0, spare), mode="edge").reshape(-1, 1, 1, 1)
         arrays = {
             "lengths": np.pad(segments.lengths_S, (0, spare)).reshape(-1, 1, 1, 1),
@@ -104,32 +111,39 @@ class FlashinferCudnn(Backend):
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         heads, head_dim = q_THD.shape[1:]
-        packed_strides = 3 * heads * head_dim, head_dim, 1
-        packed = tuple(x_THD.stride() == packed_strides for x_THD in (q_THD, k_THD, v_THD))
-        qkv = [
-            x_THD if is_packed else x_THD.contiguous()
-            for x_THD, is_packed in zip((q_THD, k_THD, v_THD), packed, strict=True)
-        ]
+        packed_strides = (3 * heads * head_dim, head_dim, 1)
+        qkv = []
+        packed = []
+        for x_THD in (q_THD, k_THD, v_THD):
+            is_packed = x_THD.stride() == packed_strides
+            packed.append(is_packed)
+            qkv.append(x_THD if is_packed else x_THD.contiguous())
         return _attend(*qkv, *_sequences(plan, packed), plan.host["max_seqlen"], plan.request.scale)
 
 
-def _sequences(plan: Plan, packed: tuple[bool, ...]) -> Tensors:
-    """lengths, and element offsets of q, k, v and of the output (always dense)."""
-    offsets = {True: plan.tensors["packed"], False: plan.tensors["dense"]}
-    return plan.tensors["lengths"], *(offsets[layout] for layout in packed), offsets[False]
+def _sequences(plan: Plan, packed: Sequence[bool]) -> Tensors:
+    """Return the lengths, and the offsets of q, k, v and the output, in elements.
+
+    Args:
+        plan: The bound plan.
+        packed: Whether each of q, k and v is a view of the packed projection. The output is always dense.
+    """
+    dense_offsets = plan.tensors["dense"]
+    offsets = [plan.tensors["packed"] if is_packed else dense_offsets for is_packed in packed]
+    return plan.tensors["lengths"], *offsets, dense_offsets
 
 
 @machine.probe
-def _prefill_module() -> Any:
-    import flashinfer.cudnn.prefill as prefill  # 3 to 4 s, so only when used
+def _prefill_module() -> ModuleType:
+    import flashinfer.cudnn.prefill as prefill  # the import takes 3 to 4 s, so it waits for the first use
 
     return prefill
 
 
 class Workspaces:
-    """cuDNN's scratch memory: one buffer per (device, stream), since calls on one stream run one after the other.
+    """cuDNN's scratch memory: one buffer per (device, stream), since the calls on one stream run one after another.
 
-    A buffer only grows. `close` drops them all (kernels still queued keep theirs: the allocator is stream-ordered).
+    A buffer only grows. `close` drops all buffers; queued kernels are safe, because the allocator is stream-ordered.
     """
 
     def __init__(self) -> None:
@@ -137,22 +151,22 @@ class Workspaces:
         self._lock = Lock()
 
     def get(self, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
-        """At least nbytes of uint8 on the stream's device, for calls on that stream."""
+        """Return at least nbytes of uint8 on the stream's device, for calls on that stream."""
         if torch.cuda.is_current_stream_capturing():
-            return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)  # of the graph's own pool
+            return torch.empty(nbytes, dtype=torch.uint8, device=stream.device)  # from the CUDA graph's own pool
         key = stream.device, stream.cuda_stream
         with self._lock:
             buffer = self._buffers.get(key)
             if buffer is None or buffer.numel() < nbytes:
                 try:
                     buffer = torch.empty(max(nbytes, 1 << 20), dtype=torch.uint8, device=stream.device)
-                except torch.OutOfMemoryError as error:  # not the user's to mend: other backends need no workspace
+                except torch.OutOfMemoryError as error:  # a fault, not the user's problem: others need no workspace
                     raise RuntimeError(f"no memory for a workspace of {nbytes} bytes") from error
                 self._buffers[key] = buffer
         return buffer
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all buffers."""
         with self._lock:
             self._buffers.clear()
 
@@ -161,10 +175,19 @@ WORKSPACES = Workspaces()
 
 
 class Graph:
-    """One built cuDNN plan: its graph, the tensors that it takes in order, and the workspace that it needs."""
+    """One built cuDNN plan.
+
+    Args:
+        qkv: q, k and v, (T, H, D) each; their shapes and strides are built into the plan.
+        sequences: Lengths, and offsets of q, k, v and the output, in elements.
+        max_seqlen: The declared longest segment.
+        scale: The factor of q k^T.
+        out_dtype: The dtype of the output.
+    """
 
     def __init__(self, qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype) -> None:
-        prefill, (lengths_S, *offsets) = _prefill_module(), sequences
+        prefill = _prefill_module()
+        lengths_S, *offsets = sequences
         metadata = prefill._PrefillMetadata(
             max_token_per_sequence=max_seqlen,
             max_sequence_kv=max_seqlen,
@@ -181,28 +204,46 @@ class Graph:
         self._workspace_bytes = int(self._graph.get_workspace_size())
 
     def run(self, qkv: Tensors, sequences: Tensors, out_THD: Tensor, fp8: Tensors = ()) -> None:
-        """Launch on the current stream; pointers are bound for this call only. fp8: for `_FP8_UIDS`."""
+        """Launch on the current stream. The pointers are bound for this call only.
+
+        Args:
+            qkv: q, k and v.
+            sequences: Lengths, and offsets of q, k, v and the output.
+            out_THD: The output to write.
+            fp8: The scales for `_FP8_UIDS`, in their order; empty without FP8.
+        """
         stream = torch.cuda.current_stream(out_THD.device)
         workspace = WORKSPACES.get(stream, self._workspace_bytes)
         handle = _prefill_module()._create_cudnn_handle(stream)
-        tensors = *qkv, out_THD, sequences[0], *sequences, *fp8  # in order: a dict would be looked through every time
+        # Tensors in the order of the uids: the frontend would search a dict at every call.
+        tensors = *qkv, out_THD, sequences[0], *sequences, *fp8
         self._graph.execute(tensors, tensor_uids=self._uids, workspace=workspace, handle=handle)
 
 
 GRAPHS: machine.LRU[Graph] = machine.LRU(entries=256, cost=256)
-"""The cuDNN plans built so far; `GRAPHS.misses` counts builds."""
+"""The built cuDNN plans; `GRAPHS.misses` counts builds."""
 
 
 def graph_for(
     qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype | None = None
 ) -> Graph:
-    """The plan for these shapes and strides. qkv: (T, H, D) each. sequences: lengths, offsets of q, k, v, out.
+    """Return the cuDNN plan for these shapes and strides; build it if it is not cached.
 
-    out_dtype: of the output, if it is not q's.
+    Args:
+        qkv: q, k and v, (T, H, D) each.
+        sequences: Lengths, and offsets of q, k, v and the output.
+        max_seqlen: The declared longest segment.
+        scale: The factor of q k^T.
+        out_dtype: The dtype of the output; None for the dtype of q.
+
+    Raises:
+        RuntimeError: If the plan is not cached while a CUDA graph is captured.
     """
-    shape, strides = qkv[0].shape[1:], tuple(x_THD.stride() for x_THD in qkv)
-    out_dtype = out_dtype or qkv[0].dtype
-    key = qkv[0].device, qkv[0].dtype, out_dtype, shape, strides, sequences[0].shape[0], max_seqlen, scale
+    q_THD = qkv[0]
+    out_dtype = out_dtype or q_THD.dtype
+    strides = tuple(x_THD.stride() for x_THD in qkv)
+    count = sequences[0].shape[0]
+    key = (q_THD.device, q_THD.dtype, out_dtype, q_THD.shape[1:], strides, count, max_seqlen, scale)
 
     def make() -> tuple[Graph, int]:
         if torch.cuda.is_current_stream_capturing():
@@ -212,9 +253,21 @@ def graph_for(
     return GRAPHS.get(key, make)
 
 
-def _attend_cuda(*arguments: Any) -> Tensor:
-    qkv, sequences, (max_seqlen, scale) = arguments[:3], arguments[3:8], arguments[8:]
-    out_THD = torch.empty(qkv[0].shape, dtype=qkv[0].dtype, device=qkv[0].device)
+def _attend_cuda(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    lengths: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    v_offsets: Tensor,
+    out_offsets: Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> Tensor:
+    qkv = (q_THD, k_THD, v_THD)
+    sequences = (lengths, q_offsets, k_offsets, v_offsets, out_offsets)
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     graph_for(qkv, sequences, max_seqlen, scale).run(qkv, sequences, out_THD)
     return out_THD
 

@@ -1,7 +1,9 @@
 """torch's own scaled_dot_product_attention, one batched call per distinct segment length.
 
-Runs on every device, in every dtype, with gradients. Stock transformers calls it once per segment: a page through
-Qwen2.5-VL takes thousands of calls; grouped by length its windows take a handful.
+It runs on every device, in every dtype, with gradients. Stock transformers calls it once per segment: thousands of
+calls for one page through Qwen2.5-VL. Grouped by length, the windows of that page take a handful.
+
+`T` packed rows, `S` segments, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from hf_vit_accel.layout import Segments
 
 
 class Sdpa(Backend):
-    """Segments of equal length as one batch; rows are gathered only where equal lengths do not stand together."""
+    """Attend segments of equal length as one batch. Rows are gathered only if equal lengths are not neighbours."""
 
     name = "sdpa"
     needs = Needs(cuda=False, differentiable=True)
@@ -28,7 +30,8 @@ class Sdpa(Backend):
         order_S = np.argsort(segments.lengths_S, kind="stable")
         arrays = {}
         if (order_S != np.arange(segments.count)).any():
-            lengths_S, starts_S = segments.lengths_S[order_S], segments.cu_seqlens_S1[:-1][order_S]
+            lengths_S = segments.lengths_S[order_S]
+            starts_S = segments.cu_seqlens_S1[:-1][order_S]
             packed_starts_S = np.concatenate([[0], np.cumsum(lengths_S)[:-1]])
             order_T = np.arange(segments.rows) + np.repeat(starts_S - packed_starts_S, lengths_S)
             inverse_T = np.empty_like(order_T)
@@ -39,8 +42,11 @@ class Sdpa(Backend):
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         order_T = plan.tensors.get("order_T")
         if order_T is not None:
-            q_THD, k_THD, v_THD = q_THD[order_T], k_THD[order_T], v_THD[order_T]
-        outputs, start = [], 0
+            q_THD = q_THD[order_T]
+            k_THD = k_THD[order_T]
+            v_THD = v_THD[order_T]
+        outputs = []
+        start = 0
         for count, length in plan.host["groups"]:
             rows = slice(start, start + count * length)
             q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q_THD, k_THD, v_THD))

@@ -1,4 +1,4 @@
-"""The families of towers: one file each says how to find the tower and what differs, nothing that is shared.
+"""The families of towers. One file each says how to find the parts of a tower and what differs from other families.
 
 A new family is one file here, its line in `FAMILIES`, and one tiny config in the tests.
 """
@@ -21,9 +21,9 @@ from hf_vit_accel.families import (
     qwen3_5,
     qwen3_vl,
 )
-from hf_vit_accel.families.base import Block, Family, Parts
+from hf_vit_accel.families.base import Block, Family, Parts, Tower
 
-__all__ = ["FAMILIES", "Block", "Family", "Parts", "family_of", "find_towers"]
+__all__ = ["FAMILIES", "Block", "Family", "Parts", "Tower", "family_of", "find_towers"]
 
 FAMILIES: tuple[Family, ...] = (
     qwen2_vl.FAMILY,
@@ -37,19 +37,22 @@ FAMILIES: tuple[Family, ...] = (
     dots3_note.FAMILY,
     *attention_only.FAMILIES,
 )
-
+"""All families."""
 
 _BY_CLASS = {tower: family for family in FAMILIES for tower in family.towers}
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """The family that a module is a tower of, or None."""
-    classes = ((kind.__module__, kind.__name__) for kind in type(module).__mro__)
-    return next((_BY_CLASS[each] for each in classes if each in _BY_CLASS), None)
+    """Return the family of a tower, or None if the module is no supported tower."""
+    for kind in type(module).__mro__:
+        family = _BY_CLASS.get((kind.__module__, kind.__name__))
+        if family is not None:
+            return family
+    return None
 
 
 def find_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
-    """Every tower inside a model (a wrapper, a full model, or the tower itself), with its path and family."""
+    """Yield the path, the module and the family of every tower inside a model, or of the model itself."""
     for path, module in model.named_modules():
         family = family_of(module)
         if family is not None:

@@ -1,43 +1,64 @@
-"""Towers of other bodies, one line each: their own forward runs, on our attention, and is told its segments.
+"""Towers of other structure, one line each: their own forward runs, with our attention.
 
-What stock computes beside attention (tables interpolated per image, 3-D rotations, mergers with loops) stays stock's.
+Beside attention, all computation stays stock's: position tables that are interpolated per image, 3-D rotations, mergers
+with loops. These towers have no parts that Qwen2-VL's operations could replace.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-from hf_vit_accel.families.base import Family
+from hf_vit_accel.families.base import Family, Tower
 from hf_vit_accel.layout import Geometry
 
 
-def _frames(tower: Any) -> Geometry:
+def _frames(tower: Tower) -> Geometry:
+    """Every frame is one segment. Rows are in raster order."""
     return Geometry(merge=1)
 
 
-def _clips(tower: Any) -> Geometry:
+def _clips(tower: Tower) -> Geometry:
+    """All frames of a grid entry are one segment."""
     return Geometry(merge=1, clips=True)
 
 
-def _windows(tower: Any) -> Geometry:
+def _windows(tower: Tower) -> Geometry:
+    """Some layers attend per window, as large as the position table."""
     return Geometry(merge=1, window=tower.config.pos_emb_height)
 
 
-def _family(name: str, tower: str, geometry: Any = _frames, *more: tuple[str, str]) -> Family:
-    towers = ((f"transformers.models.{name}.modeling_{name}", tower), *more)
+def _family(
+    name: str,
+    tower: str,
+    geometry: Callable[[Tower], Geometry] = _frames,
+    other_towers: tuple[tuple[str, str], ...] = (),
+) -> Family:
+    """Return a family that is attention only.
+
+    Args:
+        name: The name of the family, and of its package in transformers.
+        tower: The tower's class.
+        geometry: Returns a tower's geometry.
+        other_towers: (module, class) of further towers.
+    """
     return Family(
-        name=name, towers=towers, geometry=geometry, arguments=("pixel_values", "grid_thw"), attention_only=True
+        name=name,
+        towers=((f"transformers.models.{name}.modeling_{name}", tower), *other_towers),
+        geometry=geometry,
+        arguments=("pixel_values", "grid_thw"),
+        attention_only=True,
     )
 
 
-_SPARK = "transformers.models.muse_spark.modeling_muse_spark", "MuseSparkVisionModel"
+_SPARK = ("transformers.models.muse_spark.modeling_muse_spark", "MuseSparkVisionModel")
 
 FAMILIES = (
     _family("video_llama_3", "VideoLlama3VisionModel"),
     _family("kimi_k25", "Kimi_K25VisionModel", _clips),
     _family("glm_image", "GlmImageVisionModel"),
     _family("minimax_m3_vl", "MiniMaxM3VLVisionModel", _clips),
-    _family("muse_glimmer", "MuseGlimmerVisionModel", _windows, _SPARK),
+    _family("muse_glimmer", "MuseGlimmerVisionModel", _windows, (_SPARK,)),
     _family("hunyuan_vl", "HunYuanVLVisionTransformer"),
     _family("cosmos3_edge", "Cosmos3EdgeVisionModel"),
 )
+"""All families that are attention only."""

@@ -1,6 +1,6 @@
-"""What a family of towers states about itself: where its parts are, and what of it decides a call's metadata.
+"""The contract of a family of towers: where the parts of a tower are, and what decides the metadata of a call.
 
-Everything else is shared. `T` packed patch rows.
+Everything else is shared by all families. `T` packed patch rows, `P` pixels of a patch.
 """
 
 from __future__ import annotations
@@ -8,81 +8,94 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from hf_vit_accel.layout import Geometry
 
+Tower: TypeAlias = Any
+"""A tower of transformers. Its attributes have no types."""
+Part: TypeAlias = Any
+"""A module inside a tower, or None where a tower has no such part. Its attributes have no types."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """The modules of one layer. module: the block itself; attention: what holds heads, head dim and scale.
+    """The modules of one layer.
 
-    qkv: one product for queries, keys and values, or three. head_norms: of each head of queries, and of keys.
+    Args:
+        module: The block itself.
+        norm1: The norm before attention.
+        attention: The module that holds heads, head dim and scale.
+        qkv: One Linear for queries, keys and values, or three.
+        head_norms: The norms of every head of queries, and of keys; empty without.
+        proj: The Linear after attention.
+        norm2: The norm before the MLP.
+        mlp: The MLP.
     """
 
-    module: Any
-    norm1: Any
-    attention: Any
-    qkv: tuple[Any, ...]
-    head_norms: tuple[Any, ...] = ()
-    proj: Any
-    norm2: Any
-    mlp: Any
+    module: Part
+    norm1: Part
+    attention: Part
+    qkv: tuple[Part, ...]
+    head_norms: tuple[Part, ...] = ()
+    proj: Part
+    norm2: Part
+    mlp: Part
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and of values: each serves as many heads of queries."""
+        """The number of heads of keys, and of values. With fewer than of queries, several queries share one."""
         groups: int = getattr(self.attention, "num_key_value_groups", 1)
         return int(self.attention.num_heads // groups)
 
     @property
     def shaped(self) -> bool:
-        """Whether something is done between the products and the rotation: norms of heads, or heads repeated."""
+        """Whether heads are normed or repeated between the Linears and the rotation."""
         return bool(self.head_norms) or self.key_heads != self.attention.num_heads
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """Name the modules of a tower by what they do, in the order in which they run.
+    """The modules of a tower by their role, in the order of the forward, whatever their names.
 
-    All but patch_embed, projection and rotary may be None.
-
-    Attributes:
-        patch_embed: pixels to rows.
-        projection: the convolution or Linear in the patch embedding, or patch_embed itself.
-        embed_norm: norm of the embedded rows.
-        table: learned positions that are added.
-        rotary: positions to angles.
-        full_layers: layers that attend per frame where others attend per window; None where all layers do.
-        deepstack: layer -> the merger of its output, for the layers that run and in their order.
-        final_norm: norm of the last layer's rows.
-        downsample: a convolution over each merge block.
-        merger: rows to features for the text.
-        around: modules beside blocks and attention whose forwards are replaced by operations.
+    Args:
+        patch_embed: Pixels to rows.
+        projection: The convolution or Linear in `patch_embed`, or `patch_embed` itself.
+        embed_norm: The norm of the embedded rows.
+        table: Learned positions, which are added to the rows.
+        rotary: Positions to angles.
+        blocks: The layers.
+        full_layers: The layers that attend per frame, if the others attend per window. None if all attend per frame.
+        deepstack: The merger of a layer's output, by layer, for the layers that run and in their order.
+        final_norm: The norm of the last layer's rows.
+        downsample: A convolution over every merge block.
+        merger: Rows to features for the text model.
+        around: Modules beside blocks and attention whose forwards our operations replace.
     """
 
-    patch_embed: Any
-    projection: Any
-    embed_norm: Any = None
-    table: Any = None
-    rotary: Any
+    patch_embed: Part
+    projection: Part
+    embed_norm: Part = None
+    table: Part = None
+    rotary: Part
     blocks: tuple[Block, ...]
     full_layers: frozenset[int] | None = None
-    deepstack: Mapping[int, Any] = field(default_factory=dict)
-    final_norm: Any = None
-    downsample: Any = None
-    merger: Any = None
-    around: tuple[Any, ...] = ()
+    deepstack: Mapping[int, Part] = field(default_factory=dict)
+    final_norm: Part = None
+    downsample: Part = None
+    merger: Part = None
+    around: tuple[Part, ...] = ()
 
     def full(self, layer: int) -> bool:
-        """Whether a layer attends per frame."""
+        """Return whether a layer attends per frame."""
         return self.full_layers is None or layer in self.full_layers
 
     def mergers(self) -> list[nn.Module]:
-        """The merger of the last layer, if there is one, then those of deepstack layers."""
-        return [*([] if self.merger is None else [self.merger]), *self.deepstack.values()]
+        """Return the merger of the last layer, if there is one, then the mergers of deepstack layers."""
+        last = [] if self.merger is None else [self.merger]
+        return [*last, *self.deepstack.values()]
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield every module that does a part of the work, with all modules inside; none twice."""
@@ -96,28 +109,47 @@ class Parts:
 
 
 def block_of(
-    block: Any, attention: str = "attn", proj: str = "proj", norms: tuple[str, str] = ("norm1", "norm2")
+    block: Part, attention: str = "attn", proj: str = "proj", norms: tuple[str, str] = ("norm1", "norm2")
 ) -> Block:
-    """A block by the names of its attention, of the product after that and of its norms."""
-    attends = getattr(block, attention)
-    names = next((names for names in _PRODUCTS if hasattr(attends, names[0])), _PRODUCTS[0])
+    """Describe a block of transformers.
+
+    Args:
+        block: The block.
+        attention: The name of its attention.
+        proj: The name of the Linear after attention, inside the attention.
+        norms: The names of its norms.
+    """
+    module = getattr(block, attention)
     return Block(
         module=block,
         norm1=getattr(block, norms[0]),
-        attention=attends,
-        qkv=tuple(getattr(attends, name) for name in names),
-        head_norms=tuple(getattr(attends, name) for name in ("q_norm", "k_norm") if hasattr(attends, name)),
-        proj=getattr(attends, proj),
+        attention=module,
+        qkv=tuple(getattr(module, name) for name in _names_of_qkv(module)),
+        head_norms=tuple(getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)),
+        proj=getattr(module, proj),
         norm2=getattr(block, norms[1]),
         mlp=block.mlp,
     )
 
 
-_PRODUCTS = ("qkv",), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj")
+_QKV_NAMES = (("qkv",), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"))
 
 
-def qwen_parts(tower: Any, **more: Any) -> Parts:
-    """The parts by the names that Qwen's towers, and most of those made after them, give them; more: other parts."""
+def _names_of_qkv(attention: Part) -> tuple[str, ...]:
+    """Return the names of the Linears for queries, keys and values."""
+    for names in _QKV_NAMES:
+        if hasattr(attention, names[0]):
+            return names
+    return _QKV_NAMES[0]  # a tower of another version: the missing attribute is reported
+
+
+def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
+    """Describe a tower by the names in Qwen's towers, which most other families use, too.
+
+    Args:
+        tower: The tower.
+        other_parts: Fields of `Parts` that this family has beside Qwen's, or under other names.
+    """
     indexes = getattr(tower, "deepstack_visual_indexes", ())
     full_layers = getattr(tower, "fullatt_block_indexes", None)
     parts: dict[str, Any] = dict(
@@ -125,12 +157,12 @@ def qwen_parts(tower: Any, **more: Any) -> Parts:
         projection=tower.patch_embed.proj,
         table=getattr(tower, "pos_embed", None),
         rotary=tower.rotary_pos_emb,
-        blocks=tuple(map(block_of, tower.blocks)),
+        blocks=tuple(block_of(block) for block in tower.blocks),
         full_layers=None if full_layers is None else frozenset(full_layers),
         deepstack=_reached_mergers(len(tower.blocks), indexes, getattr(tower, "deepstack_merger_list", ())),
         merger=getattr(tower, "merger", None),
     )
-    return Parts(**parts | more)
+    return Parts(**parts | other_parts)
 
 
 def _reached_mergers(depth: int, indexes: Sequence[int], mergers: Sequence[nn.Module]) -> dict[int, nn.Module]:
@@ -156,27 +188,33 @@ def _reached_mergers(depth: int, indexes: Sequence[int], mergers: Sequence[nn.Mo
 TINY: Mapping[str, Any] = dict(
     depth=4, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=2, spatial_merge_size=2
 )
-"""The sizes of most families' towers of four layers, by the names that most give them."""
+"""Config fields of a tiny tower of four layers, under the names that most families use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What differs between families of towers.
+    """The differences between families of towers, as data.
 
-    towers: (module, class) of each tower class in transformers. output: name of the output class in that module.
-    geometry: tower -> what decides its metadata; a ValueError says why that is not known. parts: tower -> `Parts`.
-    windows: whether layers attend per window. deepstack: whether chosen layers' outputs are merged and returned too.
-    arguments: names of the forward's arguments, in order; the first is the pixels. pixel_dims: of the pixels: 2 for
-    (T, P), 5 for (1, T, channels, side, side). videos: whether an entry of the grid may have several frames.
-    attention_only: whether the tower's own forward always runs, on our attention; then parts are of no use.
-    tiny: the fields of the vision config that make a tower of four layers which runs in milliseconds.
+    Args:
+        name: The name of the family.
+        towers: (module, class) of every tower class in transformers.
+        output: The name of the output class, in the same module.
+        geometry: Returns a tower's geometry. A ValueError says why it cannot.
+        parts: Returns a tower's parts.
+        windows: Whether layers attend per window.
+        deepstack: Whether the outputs of chosen layers are merged and returned, too.
+        arguments: The names of the forward's arguments, in order. The first one is the pixels.
+        pixel_dims: The dimensions of the pixels: 2 for (T, P), 5 for (1, T, channels, side, side).
+        videos: Whether a grid entry may have several frames.
+        attention_only: Whether the tower's own forward always runs, with our attention. Then no parts are needed.
+        tiny: The fields of the vision config that make a tower of four layers, which runs in milliseconds.
     """
 
     name: str
     towers: tuple[tuple[str, str], ...]
     output: str = "BaseModelOutputWithPooling"
-    geometry: Callable[[Any], Geometry]
-    parts: Callable[[Any], Parts] = qwen_parts
+    geometry: Callable[[Tower], Geometry]
+    parts: Callable[[Tower], Parts] = qwen_parts
     windows: bool = False
     deepstack: bool = False
     arguments: tuple[str, ...] = ("hidden_states", "grid_thw")
@@ -185,24 +223,31 @@ class Family:
     attention_only: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def pixels(self, tower: Any, pixels_TP: Tensor) -> Tensor:
-        """Flattened patches (T, P) in the shape that the tower takes."""
+    def pixels(self, tower: Tower, pixels_TP: Tensor) -> Tensor:
+        """Return flattened patches (T, P) in the shape that the tower takes."""
         if self.pixel_dims == 2:
             return pixels_TP
         return pixels_TP.view(1, len(pixels_TP), *self.parts(tower).projection.weight.shape[1:])
 
     def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
-        """The tower class that a module is an instance of, or None. Imports nothing: an instance has its class."""
+        """Return the tower class that a module is an instance of, or None. Imports nothing of transformers."""
         return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers), None)
 
     def output_of(self, tower: nn.Module, tensors: list[Tensor]) -> Any:
-        """The stock tower's output class around the last rows, the merged features, if any, and deepstack's."""
-        home = next(module for module, _ in self.towers if any(k.__module__ == module for k in type(tower).__mro__))
-        extra = {"deepstack_features": tensors[2:]} if self.deepstack else {}
-        kind = getattr(sys.modules[home], self.output)
-        return kind(last_hidden_state=tensors[0], pooler_output=tensors[1] if len(tensors) > 1 else None, **extra)
+        """Return the tower's stock output.
+
+        Args:
+            tower: The tower.
+            tensors: The last rows, then the merged features if there are any, then the deepstack features.
+        """
+        kind = self.tower_class(tower)
+        assert kind is not None
+        output_class = getattr(sys.modules[kind.__module__], self.output)
+        deepstack = {"deepstack_features": tensors[2:]} if self.deepstack else {}
+        pooler_output = tensors[1] if len(tensors) > 1 else None
+        return output_class(last_hidden_state=tensors[0], pooler_output=pooler_output, **deepstack)
 
     def tensors_of(self, output: Any) -> list[Tensor]:
-        """The inverse of `output_of`."""
+        """Return the tensors of a stock output: the inverse of `output_of`."""
         tensors = [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
         return [tensor for tensor in tensors if tensor is not None]

@@ -1,14 +1,16 @@
-"""dots3: norms of q and k, SwiGLU without biases or a mixture of experts, norms in the embedding and at the end."""
+"""dots3.
+
+Differs from Qwen2-VL: norms of the heads of q and k, a norm inside the patch embedding and a final norm. The MLP is a
+SwiGLU without biases, or a mixture of experts.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_vit_accel.families import qwen2_vl
-from hf_vit_accel.families.base import Family, Parts, qwen_parts
+from hf_vit_accel.families.base import Family, Parts, Tower, qwen_parts
 
 
-def _parts(tower: Any) -> Parts:
+def _parts(tower: Tower) -> Parts:
     embed = tower.patch_embed
     return qwen_parts(tower, patch_embed=embed.proj, embed_norm=embed.norm, final_norm=tower.norm, around=(embed,))
 

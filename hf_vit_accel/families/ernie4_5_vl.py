@@ -1,14 +1,16 @@
-"""ERNIE-4.5-VL: Qwen2-VL's layers; a Linear embeds one frame a patch; the resampler belongs to the model."""
+"""ERNIE-4.5-VL.
+
+Differs from Qwen2-VL: a Linear embeds patches of a single frame. A final LayerNorm takes the place of the merger,
+because the resampler belongs to the model.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_vit_accel.families import qwen2_vl
-from hf_vit_accel.families.base import TINY, Family, Parts, qwen_parts
+from hf_vit_accel.families.base import TINY, Family, Parts, Tower, qwen_parts
 
 
-def _parts(tower: Any) -> Parts:
+def _parts(tower: Tower) -> Parts:
     return qwen_parts(tower, final_norm=tower.ln)
 
 

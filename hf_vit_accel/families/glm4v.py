@@ -1,14 +1,16 @@
-"""GLM-4.1V, 4.5V and 4.6V: GLM-OCR's tower without norms of q and k, with bicubic positions and a norm before them."""
+"""GLM-4.1V, GLM-4.5V and GLM-4.6V.
+
+Differs from Qwen2-VL as GLM-OCR does, but without norms of q and k and without biases. A norm follows the patch
+embedding, then a position table is interpolated bicubically and added. Videos come as images, frame by frame.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from hf_vit_accel.families.base import TINY, Family, Parts, qwen_parts
+from hf_vit_accel.families.base import TINY, Family, Parts, Tower, qwen_parts
 from hf_vit_accel.layout import Geometry
 
 
-def _geometry(tower: Any) -> Geometry:
+def _geometry(tower: Tower) -> Geometry:
     embeddings = tower.embeddings
     if embeddings.interpolated_method != "bicubic":
         raise ValueError(f"positions are interpolated in a way that is not known, {embeddings.interpolated_method!r}")
@@ -16,7 +18,7 @@ def _geometry(tower: Any) -> Geometry:
     return Geometry(merge=tower.spatial_merge_size, table=side, taps=4, align_corners=False)
 
 
-def _parts(tower: Any) -> Parts:
+def _parts(tower: Tower) -> Parts:
     return qwen_parts(
         tower,
         embed_norm=tower.post_conv_layernorm,

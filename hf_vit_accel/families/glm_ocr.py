@@ -1,17 +1,16 @@
-"""GLM-OCR and GLM-5.3's tower: RMSNorm, norms of q and k, SwiGLU, a convolution over each merge block, then a merger.
+"""GLM-OCR and the tower of GLM-5.3.
 
-GLM-5.3 cuts off what its SwiGLUs multiply.
+Differs from Qwen2-VL: RMSNorm, norms of the heads of q and k, a SwiGLU MLP. After a final norm, a convolution over
+every merge block comes before the merger. GLM-5.3 clamps the inputs of its SwiGLUs.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_vit_accel.families import qwen2_vl
-from hf_vit_accel.families.base import TINY, Family, Parts, qwen_parts
+from hf_vit_accel.families.base import TINY, Family, Parts, Tower, qwen_parts
 
 
-def _parts(tower: Any) -> Parts:
+def _parts(tower: Tower) -> Parts:
     return qwen_parts(tower, final_norm=tower.post_layernorm, downsample=tower.downsample)
 
 

@@ -1,32 +1,34 @@
-"""PaddleOCR-VL: Qwen3-VL's arithmetic under SigLIP's names; rows in raster order, no merger in the tower."""
+"""PaddleOCR-VL.
+
+Differs from Qwen2-VL: GELU (tanh), three Linears for q, k and v, a final LayerNorm and no merger. A position table is
+interpolated bilinearly and added. Rows are in raster order, modules have the names of SigLIP, pixels have 5 dimensions.
+"""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-from hf_vit_accel.families.base import Family, Parts, block_of
+from hf_vit_accel.families.base import Block, Family, Part, Parts, Tower, block_of
 from hf_vit_accel.layout import Geometry
 
 
-def _geometry(tower: Any) -> Geometry:
+def _geometry(tower: Tower) -> Geometry:
     embeddings = tower.embeddings
     if embeddings.interpolation_mode != "bilinear":
         raise ValueError(f"positions are interpolated in a way that is not known, {embeddings.interpolation_mode!r}")
     return Geometry(merge=1, table=embeddings.num_grid_per_side, align_corners=embeddings.interpolation_align_corners)
 
 
-_block = partial(block_of, attention="self_attn", proj="out_proj", norms=("layer_norm1", "layer_norm2"))
+def _block(layer: Part) -> Block:
+    return block_of(layer, attention="self_attn", proj="out_proj", norms=("layer_norm1", "layer_norm2"))
 
 
-def _parts(tower: Any) -> Parts:
+def _parts(tower: Tower) -> Parts:
     embeddings = tower.embeddings
     return Parts(
         patch_embed=embeddings.patch_embedding,
         projection=embeddings.patch_embedding,
         table=embeddings.position_embedding,
         rotary=tower.encoder.rotary_pos_emb,
-        blocks=tuple(map(_block, tower.encoder.layers)),
+        blocks=tuple(_block(layer) for layer in tower.encoder.layers),
         final_norm=tower.post_layernorm,
         around=(embeddings, tower.encoder),
     )

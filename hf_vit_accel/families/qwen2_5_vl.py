@@ -1,17 +1,17 @@
-"""Qwen2.5-VL, Qwen2.5-Omni, EXAONE 4.5: RMSNorm, SwiGLU, most layers attend per window of 112 x 112 pixels.
+"""Qwen2.5-VL, Qwen2.5-Omni, EXAONE 4.5.
 
-Omni has three products for q, k and v, EXAONE fewer heads of k and v.
+Differs from Qwen2-VL: RMSNorm, a SwiGLU MLP, and most layers attend per window of 112 x 112 pixels. Rows are reordered
+window by window, and the merger's output back. Omni has three Linears for q, k and v. EXAONE has fewer heads of k
+and v.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from hf_vit_accel.families.base import Family
+from hf_vit_accel.families.base import Family, Tower
 from hf_vit_accel.layout import Geometry
 
 
-def _geometry(tower: Any) -> Geometry:
+def _geometry(tower: Tower) -> Geometry:
     merge = tower.spatial_merge_size
     return Geometry(merge=merge, window=tower.window_size // merge // tower.patch_size)
 

@@ -1,15 +1,17 @@
-"""Qwen2-VL: LayerNorm, quick_gelu MLP, every layer attends per frame."""
+"""Qwen2-VL: the family that the others are described by.
+
+LayerNorm, one Linear for q, k and v, rotary positions, an MLP with quick_gelu. Every layer attends per frame. A merger
+makes one feature of every 2 x 2 patches.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from hf_vit_accel.families.base import Family
+from hf_vit_accel.families.base import Family, Tower
 from hf_vit_accel.layout import Geometry
 
 
-def geometry(tower: Any) -> Geometry:
-    """Every frame attends by itself; no windows, no table of positions."""
+def geometry(tower: Tower) -> Geometry:
+    """Return a geometry without windows and without a position table: every frame is one segment."""
     return Geometry(merge=tower.spatial_merge_size)
 
 

@@ -1,4 +1,7 @@
-"""Qwen3.5, Qwen3.6 (dense and MoE) and Qwen4-Exp: Qwen3-VL's tower without deepstack."""
+"""Qwen3.5, Qwen3.6 (dense and MoE) and Qwen4-Exp.
+
+Differs from Qwen2-VL as Qwen3-VL does, but without deepstack.
+"""
 
 from __future__ import annotations
 

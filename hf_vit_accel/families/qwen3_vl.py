@@ -1,18 +1,24 @@
-"""Qwen3-VL (dense, MoE), Qwen3-Omni, Cohere Compass: LayerNorm, GELU MLP, interpolated positions, deepstack."""
+"""Qwen3-VL (dense, MoE), Qwen3-Omni, Cohere Compass.
+
+Differs from Qwen2-VL: an MLP with GELU (tanh), a table of learned positions that is interpolated bilinearly, and
+deepstack: mergers after chosen layers, whose features are returned, too.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from hf_vit_accel.families.base import TINY, Family
+from hf_vit_accel.families.base import TINY, Family, Tower
 from hf_vit_accel.layout import Geometry
 
 
-def geometry(tower: Any) -> Geometry:
-    """A square table of positions, interpolated bilinearly between its corners; every frame attends by itself."""
-    known = (tower.interpolation_mode, tower.interpolation_align_corners) == ("bilinear", True)
-    if not known or tower.config.spatial_merge_size != tower.spatial_merge_size:  # stock interpolates by the config's
-        raise ValueError("positions are interpolated in a way that is not known")
+def geometry(tower: Tower) -> Geometry:
+    """Return a geometry with a square position table, whose corners lie on the corner patches of a frame."""
+    mode = tower.interpolation_mode
+    align_corners = tower.interpolation_align_corners
+    if (mode, align_corners) != ("bilinear", True):
+        raise ValueError(f"positions are interpolated in a way that is not known, {mode!r}, {align_corners=}")
+    # Stock interpolates by the config's merge size, and merges by the tower's.
+    if tower.config.spatial_merge_size != tower.spatial_merge_size:
+        raise ValueError("positions are interpolated in a way that is not known: two values of spatial_merge_size")
     return Geometry(merge=tower.spatial_merge_size, table=tower.num_grid_per_side)
 
 

@@ -145,7 +145,7 @@ class Reuse:
     def status(self) -> ReuseStatus:
         """Return the counts so far."""
         counts = dict(items=self._items, encoded=self._encoded, hits=self._hits)
-        return ReuseStatus(**counts, held=len(self._kept), nbytes=self._kept.held)
+        return ReuseStatus(**counts, held=len(self._kept), nbytes=self._kept.total_cost)
 
     def close(self) -> None:
         """Drop all kept features."""

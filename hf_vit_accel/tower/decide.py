@@ -281,7 +281,7 @@ def _decide_metadata(
     route = state.routes.get(call.inputs.grid, spec)
     reasons = slow + route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
-        refuse([*reasons, f"blocks attend by {name!r}"], wanted="a score_mod was given")
+        refuse([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
     if state.settings.strict:
         refuse(reasons)
     return StockPlan(

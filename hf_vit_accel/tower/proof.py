@@ -74,7 +74,7 @@ def prove(tower: nn.Module, family: Family) -> Proof:
     key = kind, repr(sorted(_switches(config, family)))
     proof = _PROOFS.get(key)
     if proof is None or not proof.code.unchanged():
-        proof = _PROOFS[key] = machine.apart(_prove, kind, config, family)
+        proof = _PROOFS[key] = machine.run_isolated(_prove, kind, config, family)
     return proof
 
 

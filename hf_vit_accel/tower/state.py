@@ -145,7 +145,7 @@ class TowerState:
     def refuse_stock(self, reasons: list[str]) -> None:
         """Raise FallbackError for a call that would go the stock way, under `strict` or with a score_mod."""
         if self.settings.score_mod is not None:
-            refuse(reasons, wanted="a score_mod was given")
+            refuse(reasons, because="a score_mod was given")
         if self.settings.strict:
             refuse(reasons)
 

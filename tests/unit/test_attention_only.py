@@ -1,4 +1,4 @@
-"""Towers whose attention alone is ours: their own forward, equal to stock, one plan a kind of layer, no warning."""
+"""Towers whose attention alone is ours. Their own forward equals stock, with one plan per kind of layer, no warning."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from tiny import assert_close, randomise, relative_error
+from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig
+from hf_vit_accel.backends import Plan
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import Routes
 from hf_vit_accel.families import FAMILIES, Family
@@ -29,9 +31,15 @@ _SIGLIP = dict(num_hidden_layers=4, hidden_size=32, num_attention_heads=2, inter
 
 @dataclass(frozen=True)
 class Tiny:
-    """config: fields of the vision config. frames: of a patch. square: whether pixels come as (T, 3, side, side).
+    """How to build and call a tiny tower.
 
-    clips: whether stock takes any; alike: only if all are as long (Kimi's, which fails to concatenate others).
+    Args:
+        config: Fields of the vision config.
+        frames: Frames of a patch.
+        square: Whether pixels come as (T, 3, side, side).
+        clips: Whether stock takes clips of several frames.
+        alike: Whether all clips must be equally long. (Kimi fails to concatenate others.)
+        merge_sizes: Whether the forward takes a merge size per image.
     """
 
     config: dict[str, Any]
@@ -62,7 +70,7 @@ CLASSES = [(family, *tower) for family in FAMILIES if family.attention_only for 
 NO_SEGMENTS = "before transformers 5.23 the layers of MiniMax-M3 know no segments: its pictures attend to each other"
 
 
-def build(module: str, name: str) -> Any:
+def build(module: str, name: str) -> nn.Module:
     kind: Any = getattr(pytest.importorskip(module), name)
     config = kind.config_class()
     for field, value in TINY[name].config.items():
@@ -71,80 +79,93 @@ def build(module: str, name: str) -> Any:
     return randomise(kind(config).eval())
 
 
-@pytest.fixture(params=CLASSES, ids=lambda each: each[2])
-def tower(request: Any) -> Any:
+@pytest.fixture(params=CLASSES, ids=lambda family_module_class: family_module_class[2])
+def tower(request: pytest.FixtureRequest) -> nn.Module:
     _, module, name = request.param
     tower = build(module, name)
-    if (
-        name.startswith("MiniMax")
-        and "cu_seqlens" not in inspect.signature(tower.layers[0].self_attn.forward).parameters
-    ):
+    if name.startswith("MiniMax") and not takes_segments(tower.layers[0]):
         pytest.skip(NO_SEGMENTS)
     return tower
 
 
-def inputs(tower: Any, seed: int = 0) -> dict[str, Any]:
+def takes_segments(layer: nn.Module) -> bool:
+    return "cu_seqlens" in inspect.signature(layer.self_attn.forward).parameters
+
+
+def inputs(tower: nn.Module, seed: int = 0) -> dict[str, Any]:
     tiny = TINY[type(tower).__name__]
     grid = GRID if tiny.clips else [(1, h, w) for t, h, w in GRID for _ in range(t)]
     grid = [(2, h, w) for _, h, w in GRID] if tiny.alike else grid
     rows = sum(t * h * w for t, h, w in grid)
     shape = (rows, 3, 2, 2) if tiny.square else (rows, 3 * 4 * tiny.frames)
     pixels = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    more = {"merge_sizes": torch.tensor([2, 1, 2, 2])} if tiny.merge_sizes else {}
-    return {"pixel_values": pixels, "grid_thw": torch.tensor(grid), **more}
+    merge_sizes = {"merge_sizes": torch.tensor([2, 1, 2, 2])} if tiny.merge_sizes else {}
+    return {"pixel_values": pixels, "grid_thw": torch.tensor(grid), **merge_sizes}
 
 
-def run(tower: Any, *, trained: bool = False) -> list[torch.Tensor]:
-    """Outputs, and the gradients of pixels and parameters."""
-    given = inputs(tower)
+def run(tower: nn.Module, *, trained: bool = False) -> list[torch.Tensor]:
+    """Return the outputs and, if trained, the gradients of pixels and parameters."""
+    arguments = inputs(tower)
     with torch.set_grad_enabled(trained):
-        outputs = [value for value in tower(**given).values() if isinstance(value, torch.Tensor)]
+        outputs = [value for value in tower(**arguments).values() if isinstance(value, torch.Tensor)]
     if not trained:
         return outputs
     loss = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in outputs)
-    leaves = [given["pixel_values"], *tower.parameters()]
+    leaves = [arguments["pixel_values"], *tower.parameters()]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
 
 
+def largest_error(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(relative_error(output, exact) for output, exact in zip(outputs, expected, strict=True))
+
+
 @pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
-def test_it_equals_stock_with_one_plan_for_a_kind_of_layer(tower: Any, trained: bool, monkeypatch: Any) -> None:
-    expected, plans = run(tower, trained=trained), []
+def test_it_equals_stock_with_one_plan_per_kind_of_layer(
+    tower: nn.Module, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(tower, trained=trained)
+    plans = []
     original = registration.plan_alone
-    monkeypatch.setattr(registration, "plan_alone", lambda *args: plans.append(args) or original(*args))
+
+    def counted(*args: Any) -> Plan:
+        plans.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(registration, "plan_alone", counted)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_vit_accel.patch(tower, strict=True)
         for _ in range(2):
-            found = run(tower, trained=trained)
-    assert_close(found[:2], expected[:2])
-    assert max(map(relative_error, found, expected)) < 1e-4
+            outputs = run(tower, trained=trained)
+    assert_close(outputs[:2], expected[:2])
+    assert largest_error(outputs, expected) < 1e-4
     [status] = hf_vit_accel.status(tower).towers
     assert (status.attention_only, status.calls, status.stock_calls, status.fallbacks) == (True, 2, 0, {})
     windows = "Muse" in type(tower).__name__
     assert status.backends == dict.fromkeys(["full", "window"] if windows else ["full"], "sdpa")
-    assert len(plans) == 1 + windows, "layouts of calls before are taken again"
+    assert len(plans) == 1 + windows, "a layout of an earlier call is planned once"
     assert "attention only" in str(status) and "fallback" not in str(status)
 
 
-def test_segments_that_are_stated_wrong_are_seen(tower: Any) -> None:
-    """The control of the test above: whole clips instead of frames, or frames instead of clips."""
+def test_a_family_with_wrong_segments_differs_from_stock(tower: nn.Module) -> None:
+    """Check that the test above would notice clips instead of frames, or frames instead of clips."""
     if not TINY[type(tower).__name__].clips:
         pytest.skip("stock takes no clips")
     expected = run(tower)
     state = state_of(hf_vit_accel.patch(tower))
     wrong = replace(state.family.geometry(tower), clips=not state.family.geometry(tower).clips)
     state.family = replace(state.family, geometry=lambda tower: wrong)
-    assert max(map(relative_error, run(tower), expected)) > 1e-3
+    assert largest_error(run(tower), expected) > 1e-3
 
 
-def test_offsets_are_not_read_from_the_device(tower: Any, monkeypatch: Any) -> None:
+def test_offsets_are_not_read_from_the_device(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_vit_accel.patch(tower)
     monkeypatch.setattr(registration, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
     run(tower)
 
 
-def test_unpatched_it_is_stock_again(tower: Any) -> None:
+def test_unpatched_it_is_stock_again(tower: nn.Module) -> None:
     expected = run(tower)
     hf_vit_accel.patch(tower)
     hf_vit_accel.unpatch(tower)
@@ -152,7 +173,7 @@ def test_unpatched_it_is_stock_again(tower: Any) -> None:
     assert state_of(tower) is None and tower.config._attn_implementation == "sdpa"
 
 
-def test_a_named_backend_serves_all_layers(tower: Any) -> None:
+def test_a_named_backend_runs_all_layers(tower: nn.Module) -> None:
     expected = run(tower)
     hf_vit_accel.patch(tower, attention="flex", strict=True)
     assert_close(run(tower), expected)
@@ -160,27 +181,30 @@ def test_a_named_backend_serves_all_layers(tower: Any) -> None:
     assert set(status.backends.values()) == {"flex"}
 
 
-def test_a_score_mod_is_applied(tower: Any) -> None:
+def test_a_score_mod_is_applied(tower: nn.Module) -> None:
     expected = run(tower)
     hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
-    assert max(map(relative_error, run(tower), expected)) > 1e-3
-    given = inputs(tower)
-    given["grid_thw"] = torch.cat([given["grid_thw"], torch.zeros(1, 3, dtype=torch.int64)])  # as pads a batch
+    assert largest_error(run(tower), expected) > 1e-3
+    arguments = inputs(tower)
+    padding = torch.zeros(1, 3, dtype=torch.int64)
+    arguments["grid_thw"] = torch.cat([arguments["grid_thw"], padding])
     with torch.no_grad(), pytest.raises(FallbackError, match=r"a score_mod was given .* no frames, or no size"):
-        tower(**given)
+        tower(**arguments)
 
 
-@pytest.mark.parametrize("asked", [{}, {"strict": True}, {"attention": FlexConfig(score_mod=lambda score, *_: score)}])
-def test_layers_that_ask_for_no_segments_are_told_as_stock(asked: dict[str, Any], monkeypatch: Any) -> None:
-    """As those of MiniMax-M3 before transformers 5.23: the other tests here are skipped there, not this one."""
+@pytest.mark.parametrize(
+    "options", [{}, {"strict": True}, {"attention": FlexConfig(score_mod=lambda score, *_: score)}]
+)
+def test_layers_that_take_no_segments_count_as_stock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniMax-M3 has such layers before transformers 5.23, where its other tests are skipped."""
     module = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
     tower = build(module, "MiniMaxM3VLVisionModel")
     for layer in tower.layers:
-        if "cu_seqlens" in inspect.signature(layer.self_attn.forward).parameters:
+        if takes_segments(layer):
             monkeypatch.setattr(layer.self_attn, "forward", lambda hidden_states, **_: (hidden_states * 0.5, None))
     expected = run(tower)
-    hf_vit_accel.patch(tower, **asked)
-    if asked:
+    hf_vit_accel.patch(tower, **options)
+    if options:
         with pytest.raises(FallbackError, match=r"no layer attended by segments, .* \(transformers 5\."):
             run(tower)
         return
@@ -190,7 +214,7 @@ def test_layers_that_ask_for_no_segments_are_told_as_stock(asked: dict[str, Any]
     assert (status.calls, status.stock_calls, status.backends, count) == (0, 1, {}, 1) and why in str(status)
 
 
-def test_what_is_beyond_attention_is_told(tower: Any) -> None:
+def test_options_beyond_attention_are_reported(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower, cuda_graphs=True, fuse={"norms"})
     run(tower)
     [status] = hf_vit_accel.status(tower).towers
@@ -200,16 +224,16 @@ def test_what_is_beyond_attention_is_told(tower: Any) -> None:
         hf_vit_accel.patch(tower, cuda_graphs=True, strict=True)
 
 
-def test_segments_of_the_callers_own_are_kept(tower: Any) -> None:
-    """As stock takes them; told in status."""
+def test_segments_of_the_caller_are_used(tower: nn.Module) -> None:
+    """Stock takes them, too; `status` reports the call."""
     hf_vit_accel.patch(tower)
     grid = inputs(tower)["grid_thw"]
     clips = type(tower).__name__.startswith(("Kimi", "MiniMax"))
     lengths = grid.prod(1) if clips else (grid[:, 1] * grid[:, 2]).repeat_interleave(grid[:, 0])
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     expected = run(tower)
-    found = [x for x in tower(**inputs(tower), cu_seqlens=offsets).values() if isinstance(x, torch.Tensor)]
-    assert_close(found, expected)
+    outputs = [x for x in tower(**inputs(tower), cu_seqlens=offsets).values() if isinstance(x, torch.Tensor)]
+    assert_close(outputs, expected)
     [status] = hf_vit_accel.status(tower).towers
     assert status.stock_calls == 1 and "the caller supplies sequence metadata" in status.fallbacks
     hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
@@ -217,7 +241,7 @@ def test_segments_of_the_callers_own_are_kept(tower: Any) -> None:
         tower(**inputs(tower), cu_seqlens=offsets)
 
 
-def test_copies_and_pickles_stay_patched(tower: Any) -> None:
+def test_copies_and_pickles_stay_patched(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower)
     expected = run(tower)
     for other in (copy.deepcopy(tower), pickle.loads(pickle.dumps(tower))):
@@ -234,15 +258,20 @@ def test_every_class_is_tested() -> None:
             continue
 
 
-def test_a_family_names_what_its_forward_takes(tower: Any) -> None:
+def test_a_family_names_the_arguments_of_its_forward(tower: nn.Module) -> None:
     family: Family = next(family for family in FAMILIES if family.tower_class(tower))
     assert tuple(inspect.signature(tower.forward).parameters)[:2] == family.arguments
 
 
-def test_offsets_are_made_anew_for_another_geometry() -> None:
-    """A clip is one segment, or a segment a frame: of equal rows and grids."""
-    routes, rest = Routes(), (Settings(), {}, {})
-    frames, clips = Geometry(merge=1), Geometry(merge=1, clips=True)
-    found = [routes.offsets(((2, 4, 6),), torch.device("cpu"), each, *rest) for each in (frames, clips, frames)]
-    assert [each["cu_seqlens"].tolist() for each in found] == [[0, 24, 48], [0, 48], [0, 24, 48]]
-    assert found[0] is found[2]
+def test_another_geometry_gets_other_offsets() -> None:
+    """A clip is one segment, or one segment per frame, of equal rows and grids."""
+    routes = Routes()
+    frames = Geometry(merge=1)
+    clips = Geometry(merge=1, clips=True)
+
+    def offsets_of(geometry: Geometry) -> dict[str, Any]:
+        return routes.offsets(((2, 4, 6),), torch.device("cpu"), geometry, Settings(), {}, {})
+
+    offsets = [offsets_of(geometry) for geometry in (frames, clips, frames)]
+    assert [tensors["cu_seqlens"].tolist() for tensors in offsets] == [[0, 24, 48], [0, 48], [0, 24, 48]]
+    assert offsets[0] is offsets[2]

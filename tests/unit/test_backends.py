@@ -1,6 +1,6 @@
-"""Every backend against exact attention, generated from the declarations; and the planning logic of each.
+"""Compare every backend with exact attention, generated from the declarations, and test how each of them plans.
 
-Legend: T rows, S segments, H heads, D head dim.
+`T` rows, `S` segments, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_vit_accel.backends import (
     resolve,
 )
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
-from hf_vit_accel.backends.base import Needs, against_machine
+from hf_vit_accel.backends.base import Needs, missing_requirements
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_max_seqlen, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
@@ -58,7 +58,10 @@ def request(device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: i
 
 
 def draw(rows: int, head_dim: int, dtype: torch.dtype, device: str, seed: int, packed: bool) -> list[torch.Tensor]:
-    """q, k, v (T, H, D): views of one packed projection, or q and k apart from it as after stock's rotation."""
+    """Draw q, k and v (T, H, D).
+
+    They are views of one packed projection, or q and k are tensors of their own, as after stock's rotation.
+    """
     generator = torch.Generator().manual_seed(seed)
     qkv_T3HD = torch.randn(rows, 3, HEADS, head_dim, generator=generator).to(dtype).to(device)
     q, k, v = qkv_T3HD.unbind(1)
@@ -66,7 +69,7 @@ def draw(rows: int, head_dim: int, dtype: torch.dtype, device: str, seed: int, p
 
 
 def exact(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Tensor:
-    """Attention within segments in float64."""
+    """Compute attention within segments in float64."""
     outs = []
     for q, k, v in zip(*(x.double().split(lengths) for x in qkv), strict=True):
         weights_HTT = torch.einsum("thd,shd->hts", q, k).mul(scale).softmax(-1)
@@ -75,7 +78,7 @@ def exact(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Te
 
 
 def stock(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Tensor:
-    """As stock transformers does it: one SDPA per segment, in the inputs' dtype."""
+    """Compute attention as stock transformers does: one SDPA per segment, in the inputs' dtype."""
     outs = []
     for q, k, v in zip(*(x.split(lengths) for x in qkv), strict=True):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -84,18 +87,18 @@ def stock(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Te
 
 
 def check(backend: Backend, lengths: list[int], head_dim: int, dtype: torch.dtype, device: str, packed: bool) -> None:
-    wanted = request(device, dtype, head_dim, packed=packed)
-    assert backend.reasons_against(wanted) == []
-    plan = plan_alone(backend, segments_of(lengths), wanted)
+    call = request(device, dtype, head_dim, packed=packed)
+    assert backend.reasons_against(call) == []
+    plan = plan_alone(backend, segments_of(lengths), call)
     for seed in range(5):
         qkv = draw(sum(lengths), head_dim, dtype, device, seed, packed)
-        expected = exact(qkv, lengths, wanted.scale)
-        bound = max(1.1 * relative_error(stock(qkv, lengths, wanted.scale), expected), torch.finfo(dtype).eps)
-        # Freed at once: what an unwritten row of the output would show.
+        expected = exact(qkv, lengths, call.scale)
+        bound = max(1.1 * relative_error(stock(qkv, lengths, call.scale), expected), torch.finfo(dtype).eps)
+        # NaN in memory that is freed at once: an output row that is never written would show it.
         torch.full_like(qkv[0], float("nan"), memory_format=torch.contiguous_format)
-        found = plan.attend(*qkv)
-        assert (found.shape, found.dtype) == (qkv[0].shape, dtype)
-        assert relative_error(found, expected) <= bound
+        out = plan.attend(*qkv)
+        assert (out.shape, out.dtype) == (qkv[0].shape, dtype)
+        assert relative_error(out, expected) <= bound
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def check(backend: Backend, lengths: list[int], head_dim: int, dtype: torch.dtyp
 )
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if not b.needs.cuda], ids=lambda b: b.name)
 def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str) -> None:
-    """Every layout both packed and not, each in one of the dtypes."""
+    """Test every layout packed and not packed, one in each of the two dtypes."""
     packed = (list(LAYOUTS).index(layout) + (dtype == torch.float32)) % 2 == 0
     check(backend, LAYOUTS[layout], 80, dtype, "cpu", packed)
 
@@ -115,7 +118,8 @@ def test_cpu_backend_is_exact(backend: Backend, dtype: torch.dtype, layout: str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 def test_gpu_backend_is_exact(backend: Backend, layout: str, dtype: torch.dtype, head_dim: int) -> None:
-    if reasons := backend.reasons_against_machine():
+    reasons = backend.reasons_against_machine()
+    if reasons:
         pytest.skip("; ".join(reasons))
     for packed in (True, False):
         check(backend, LAYOUTS[layout], head_dim, dtype, "cuda", packed)
@@ -124,38 +128,43 @@ def test_gpu_backend_is_exact(backend: Backend, layout: str, dtype: torch.dtype,
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b.needs.differentiable], ids=lambda b: b.name)
 def test_gpu_gradients(backend: Backend) -> None:
-    lengths, dtype = LAYOUTS["ragged"], torch.bfloat16
-    wanted = request("cuda", dtype, 72, grad=True)
-    if reasons := backend.reasons_against(wanted):
+    lengths = LAYOUTS["ragged"]
+    dtype = torch.bfloat16
+    call = request("cuda", dtype, 72, grad=True)
+    reasons = backend.reasons_against(call)
+    if reasons:
         pytest.skip("; ".join(reasons))
-    plan = plan_alone(backend, segments_of(lengths), wanted)
+    plan = plan_alone(backend, segments_of(lengths), call)
     qkv = [x.detach().requires_grad_() for x in draw(sum(lengths), 72, dtype, "cuda", 0, False)]
     weights = torch.randn_like(qkv[0])
-    found = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
-    expected = torch.autograd.grad((exact(qkv, lengths, wanted.scale) * weights).sum(), qkv)
-    ours = torch.autograd.grad((stock(qkv, lengths, wanted.scale) * weights).sum(), qkv)
-    for f, e, s in zip(found, expected, ours, strict=True):
-        assert relative_error(f, e) <= max(1.1 * relative_error(s, e), torch.finfo(dtype).eps)
+    gradients = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
+    expected = torch.autograd.grad((exact(qkv, lengths, call.scale) * weights).sum(), qkv)
+    stock_gradients = torch.autograd.grad((stock(qkv, lengths, call.scale) * weights).sum(), qkv)
+    for gradient, exact_gradient, stock_gradient in zip(gradients, expected, stock_gradients, strict=True):
+        bound = max(1.1 * relative_error(stock_gradient, exact_gradient), torch.finfo(dtype).eps)
+        assert relative_error(gradient, exact_gradient) <= bound
 
 
 @pytest.mark.gpu
 def test_cudnn_plans_are_built_once_per_class_of_layouts() -> None:
     backend = backend_named("flashinfer_cudnn")
-    if reasons := backend.reasons_against_machine():
+    reasons = backend.reasons_against_machine()
+    if reasons:
         pytest.skip("; ".join(reasons))
-    wanted = request("cuda", torch.bfloat16, 72, packed=True)
+    call = request("cuda", torch.bfloat16, 72, packed=True)
     before = cudnn_backend.GRAPHS.misses
     for lengths in ([333] * 16, [400] * 15 + [257], [512] * 16):  # same count, same power of two
-        plan = plan_alone(backend, segments_of(lengths), wanted)
+        plan = plan_alone(backend, segments_of(lengths), call)
         qkv = draw(sum(lengths), 72, torch.bfloat16, "cuda", 0, True)
-        assert relative_error(plan.attend(*qkv), exact(qkv, lengths, wanted.scale)) < 1e-2
+        assert relative_error(plan.attend(*qkv), exact(qkv, lengths, call.scale)) < 1e-2
         plan.attend(*qkv)
     assert cudnn_backend.GRAPHS.misses == before + 1
 
 
 @pytest.mark.gpu
 def test_cudnn_workspace_is_one_per_stream() -> None:
-    current, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    current = torch.cuda.current_stream()
+    other = torch.cuda.Stream()
     spaces = cudnn_backend.Workspaces()
     first = spaces.get(current, 1000)
     assert spaces.get(current, 10).data_ptr() == first.data_ptr()
@@ -168,7 +177,12 @@ def test_cudnn_workspace_is_one_per_stream() -> None:
 def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+
+    def counted(*args: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append(1)
+        return real(*args, scale=scale)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
     lengths = [64] * 100 + [32] * 10 + [64] * 50 + [16]
     plan = plan_alone(Sdpa(), segments_of(lengths), request())
     plan.attend(*draw(sum(lengths), 80, torch.float32, "cpu", 0, True))
@@ -176,7 +190,7 @@ def test_sdpa_runs_one_call_per_distinct_length(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("lengths", [[64] * 8, [16, 32, 64], [5]])
-def test_sdpa_gathers_nothing_where_equal_lengths_stand_together(lengths: list[int]) -> None:
+def test_sdpa_gathers_nothing_if_equal_lengths_are_neighbours(lengths: list[int]) -> None:
     assert not Sdpa().plan(segments_of(lengths), request()).arrays
 
 
@@ -198,11 +212,11 @@ def test_max_length_is_rounded_coarsely(length: int, expected: int) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_cudnn_offsets_address_every_row_of_every_layout(name: str) -> None:
-    """Follow the offsets and lengths as cuDNN does and see that each row is read and written exactly once."""
+    """Follow offsets and lengths as cuDNN does: every row is read and written exactly once."""
     lengths = LAYOUTS[name]
-    wanted, segments = request(dtype=torch.bfloat16, packed=True), segments_of(lengths)
-    plan = FlashinferCudnn().plan(segments, wanted)
-    width, rows = HEADS * 80, sum(lengths)
+    plan = FlashinferCudnn().plan(segments_of(lengths), request(dtype=torch.bfloat16, packed=True))
+    width = HEADS * 80
+    rows = sum(lengths)
     assert plan.host["max_seqlen"] >= max(lengths)
     declared = plan.arrays["lengths"]
     assert declared.shape == (round_segments(len(lengths)), 1, 1, 1) and declared.dtype == np.int32
@@ -211,22 +225,22 @@ def test_cudnn_offsets_address_every_row_of_every_layout(name: str) -> None:
         assert offsets.shape == (len(declared) + 1, 1, 1, 1) and offsets.dtype == np.int32
         touched = np.zeros(rows, dtype=int)
         for offset, length in zip(offsets.ravel()[:-1], declared.ravel(), strict=True):
-            first, rest = divmod(int(offset), stride)
-            assert rest == 0
-            touched[first : first + length] += 1
+            assert offset % stride == 0
+            row = int(offset) // stride
+            touched[row : row + length] += 1
         assert (touched == 1).all()
         assert (np.diff(offsets.ravel()) >= 0).all() and offsets.ravel()[-1] == rows * stride
 
 
-def test_cudnn_leaves_to_others_what_int32_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = replace(request(dtype=torch.bfloat16, packed=True), heads=16)
-    assert not FlashinferCudnn().reasons_against_layout(segments_of([400_000, 159_240]), wanted)
-    (why,) = FlashinferCudnn().reasons_against_layout(segments_of([400_000, 159_241]), wanted)
+def test_cudnn_refuses_rows_beyond_int32_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = replace(request(dtype=torch.bfloat16, packed=True), heads=16)
+    assert not FlashinferCudnn().reasons_against_layout(segments_of([400_000, 159_240]), call)
+    (why,) = FlashinferCudnn().reasons_against_layout(segments_of([400_000, 159_241]), call)
     assert why == "559241 rows, its int32 offsets reach 559240"
-    plan = FlashinferCudnn().plan(segments_of([400_000, 159_240]), wanted)
+    plan = FlashinferCudnn().plan(segments_of([400_000, 159_240]), call)
     assert (np.diff(plan.arrays["packed"].ravel()) >= 0).all()
     monkeypatch.setattr(FlashinferCudnn, "reasons_against", lambda self, request: [])
-    choice = resolve("flashinfer_cudnn", wanted, segments_of([400_000, 159_241]))
+    choice = resolve("flashinfer_cudnn", call, segments_of([400_000, 159_241]))
     assert choice.backend.name != "flashinfer_cudnn" and choice.rejected["flashinfer_cudnn"] == (why,)
 
 
@@ -255,12 +269,13 @@ def test_needs_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0)])
 def test_blackwell_on_paper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    """Where all is installed, what a capability alone stands against: FlashAttention-3's kernels are Hopper's."""
+    """With everything installed, the capability rules out FlashAttention-3 alone, whose kernels are Hopper's."""
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "why_missing", lambda package: None)
     monkeypatch.setattr(machine, "cuda_capability", lambda index=None: capability)
     needs = {backend.name: backend.needs_on(torch.device("cuda")) for backend in (*BACKENDS, FP8)}
-    refused = {name: why for name, need in needs.items() if (why := against_machine(need))}
+    missing = {name: missing_requirements(need) for name, need in needs.items()}
+    refused = {name: reasons for name, reasons in missing.items() if reasons}
     major, minor = capability
     assert refused == {
         "flash_attention_3": [f"the GPU's compute capability is {major}.{minor}, it needs at least 9.0 and below 10.0"]
@@ -278,7 +293,7 @@ def test_capability_and_cuda_are_checked(backend: Backend, monkeypatch: pytest.M
 
 
 def fake_machine(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[str, ...] = ()) -> None:
-    """A Hopper machine with every package but the missing ones, and a torch without cuDNN."""
+    """Pretend to be a Hopper machine with every package but the missing ones, and a torch without cuDNN."""
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "cuda_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(machine, "why_missing", lambda package: "missing" if package.module in missing else None)
@@ -304,38 +319,46 @@ def test_auto_follows_the_table(monkeypatch, kind, dtype, grad, missing, expecte
     assert resolve("auto", request("cuda", dtype, kind=kind, grad=grad)).backend.name == expected
 
 
-def test_a_named_backend_comes_first_and_its_rejection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_backend_comes_first_and_its_rejection_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_machine(monkeypatch)
     assert resolve("flashinfer_cudnn", request("cuda", torch.bfloat16)).backend.name == "flashinfer_cudnn"
     choice = resolve("flashinfer_cudnn", request("cuda", torch.float32))
     assert choice.backend.name == "sdpa" and "float32" in choice.rejected["flashinfer_cudnn"][0]
 
 
-def test_nothing_heavy_is_imported_for_what_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_heavy_is_imported_for_a_request_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing FlashInfer takes seconds."""
     fake_machine(monkeypatch)
     probed = []
-    monkeypatch.setattr(FlashinferCudnn, "probe", lambda self: probed.append("cuDNN") or [])
+
+    def probe(self: Backend) -> list[str]:
+        probed.append("cuDNN")
+        return []
+
+    monkeypatch.setattr(FlashinferCudnn, "probe", probe)
     for device, changes in (("cpu", {}), ("cuda", dict(dtype=torch.float32)), ("cuda", dict(grad=True))):
-        asked = request(device, **{"dtype": torch.bfloat16} | changes)
-        assert FlashinferCudnn().reasons_against(asked) and FP8.reasons_against(asked) and not probed
+        call = request(device, **{"dtype": torch.bfloat16} | changes)
+        assert FlashinferCudnn().reasons_against(call) and FP8.reasons_against(call) and not probed
     assert not FlashinferCudnn().reasons_against(request("cuda", torch.bfloat16)) and probed
 
 
 def test_rules_of_auto_name_backends_and_cite_a_measurement() -> None:
     for rule in backends.AUTO:
         assert set(rule.order) <= {backend.name for backend in BACKENDS} - {"flex"}, "flex runs by name only"
-        assert len(set(rule.order)) == len(rule.order) and rule.order.count("sdpa") == 1, "which serves everything"
+        assert len(set(rule.order)) == len(rule.order) and rule.order.count("sdpa") == 1, "sdpa can run every request"
         assert any(char.isdigit() for char in rule.measured)
     assert {rule.kind for rule in backends.AUTO} == {"full", "window"}
     assert {name for rule in backends.AUTO for name in rule.order} == {backend.name for backend in BACKENDS} - {"flex"}
 
 
-FA3, FA4, CUDNN, VARLEN = "flash_attention_3", "flash_attention_4", "torch_cudnn", "torch_varlen"
+FA3 = "flash_attention_3"
+FA4 = "flash_attention_4"
+CUDNN = "torch_cudnn"
+VARLEN = "torch_varlen"
 
 
 @pytest.mark.parametrize(
-    ("lengths", "options", "best", "without"),
+    ("lengths", "options", "best", "best_without_fa3"),
     [
         ([784], {}, FA3, CUDNN),
         ([1024] * 16, {}, CUDNN, CUDNN),
@@ -355,37 +378,37 @@ FA3, FA4, CUDNN, VARLEN = "flash_attention_3", "flash_attention_4", "torch_cudnn
     ],
     ids=str,
 )
-def test_auto_takes_what_was_measured_fastest(
-    lengths: list[int], options: dict[str, Any], best: str, without: str, monkeypatch: pytest.MonkeyPatch
+def test_auto_takes_the_backend_that_measured_fastest(
+    lengths: list[int], options: dict[str, Any], best: str, best_without_fa3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """best: where everything is installed; without: where FlashAttention-3 is not, as after a plain install."""
+    """Test "auto" with everything installed, and without FlashAttention-3, as after a plain install."""
     sizes = dict(max_seqlen=max(lengths), rows=sum(lengths))
-    wanted = replace(request("cuda", torch.bfloat16, 72, **options), **sizes)
+    call = replace(request("cuda", torch.bfloat16, 72, **options), **sizes)
     missing: set[str] = set()
 
-    def reasons(self: Backend, asked: Any) -> list[str]:
-        if self.name in missing or (asked.grad and not self.needs.differentiable):
+    def reasons(self: Backend, request: Request) -> list[str]:
+        if self.name in missing or (request.grad and not self.needs.differentiable):
             return ["not here"]
-        return ["no graph"] if asked.graphs and self.name == CUDNN else []
+        return ["no graph"] if request.graphs and self.name == CUDNN else []
 
     for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "reasons_against", reasons)
-    assert resolve("auto", wanted, segments_of(lengths)).backend.name == best
+    assert resolve("auto", call, segments_of(lengths)).backend.name == best
     missing.add(FA3)
-    assert resolve("auto", wanted, segments_of(lengths)).backend.name == without
-    assert resolve(VARLEN, wanted, segments_of(lengths)).backend.name == VARLEN
+    assert resolve("auto", call, segments_of(lengths)).backend.name == best_without_fa3
+    assert resolve(VARLEN, call, segments_of(lengths)).backend.name == VARLEN
     if "graphs" not in options and len(set(lengths)) < 17:
-        assert resolve(CUDNN, wanted, segments_of(lengths)).backend.name == CUDNN, "named, it serves what it can"
+        assert resolve(CUDNN, call, segments_of(lengths)).backend.name == CUDNN, "a named backend runs if it can"
 
 
-def test_cudnn_serves_no_graph_that_others_share() -> None:
-    asked = request("cuda", torch.bfloat16, 72, graphs=True)
-    assert any("CUDA graph" in why for why in backends.backend_named(CUDNN).reasons_against(asked))
+def test_cudnn_refuses_a_graph_for_many_layouts() -> None:
+    call = request("cuda", torch.bfloat16, 72, graphs=True)
+    assert any("CUDA graph" in why for why in backends.backend_named(CUDNN).reasons_against(call))
 
 
 def test_require_lists_reasons_and_alternatives() -> None:
     if torch.cuda.is_available():
-        pytest.skip("tells of a machine without CUDA")
+        pytest.skip("needs a machine without CUDA")
     with pytest.raises(BackendUnavailableError) as error:
         backends.require("flashinfer_cudnn")
     for part in ("no CUDA device", "sdpa: usable", "torch_varlen: ", "attention='auto'"):

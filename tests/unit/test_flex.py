@@ -1,6 +1,6 @@
-"""FlexAttention: its block masks, what makes it compile, a user's score_mod.
+"""FlexAttention: its block masks, how often it compiles, a user's score_mod.
 
-Legend: T rows, S segments, H heads, D head dim, B blocks of rows.
+`T` rows, `S` segments, `H` heads, `D` head dim, `B` blocks of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from standins import SMALL, alike, both_towers, status_of
 from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
 from test_graphs import draw_grid, patch
 from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import AttentionInterface
 
@@ -43,7 +43,7 @@ KINDS = ("partial", "full")
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Blocks of 8 rows, so that short sequences have many."""
+    """Make blocks of 8 rows, so that short sequences have many blocks."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(flex_backend, "BLOCK", 8)
         patched.setattr(flex_backend, "FEWEST", 16)
@@ -51,10 +51,12 @@ def small_blocks() -> Iterator[None]:
 
 
 def brute_force(lengths: list[int]) -> dict[str, list[list[int]]]:
-    """Per block of queries the numbers of its partial and of its full blocks of keys, from the T x T mask."""
-    block, rows = flex_backend.BLOCK, sum(lengths)
+    """Return the partial and full blocks of keys of every block of queries, from the T x T mask."""
+    block = flex_backend.BLOCK
+    rows = sum(lengths)
     if rows < flex_backend.FEWEST:
-        lengths, rows = [*lengths, flex_backend.FEWEST - rows], flex_backend.FEWEST
+        lengths = [*lengths, flex_backend.FEWEST - rows]
+        rows = flex_backend.FEWEST
     segment_T = np.repeat(np.arange(len(lengths)), lengths)
     mask_TT = segment_T[:, None] == segment_T
     starts = range(0, rows, block)
@@ -66,8 +68,9 @@ def brute_force(lengths: list[int]) -> dict[str, list[list[int]]]:
 
 
 def columns(lengths: list[int], longest: int) -> int:
-    """What `block_mask` promises: a spare column after the most blocks that any layout with such segments meets."""
-    block, spare = flex_backend.BLOCK, max(flex_backend.FEWEST - sum(lengths), 0)
+    """Return the columns that `block_mask` promises: one more than any layout with such segments can need."""
+    block = flex_backend.BLOCK
+    spare = max(flex_backend.FEWEST - sum(lengths), 0)
     blocks = -(-(sum(lengths) + spare) // block)
     return min(blocks, 1 + 2 * -(-(max(longest, spare) - 1) // block)) + 1
 
@@ -78,14 +81,15 @@ def check_block_mask(lengths: list[int], longest: int | None = None) -> dict[str
     blocks = len(expected["full"])
     assert all(array.dtype == np.int32 for array in arrays.values())
     for kind in KINDS:
-        counts_B, numbers_BC = arrays[f"{kind}_counts_11B"][0, 0], arrays[f"{kind}_blocks_11BC"][0, 0]
+        counts_B = arrays[f"{kind}_counts_11B"][0, 0]
+        numbers_BC = arrays[f"{kind}_blocks_11BC"][0, 0]
         assert counts_B.shape == (blocks,)
         assert numbers_BC.shape == (blocks, columns(lengths, longest or max(lengths)))
         assert counts_B.max() < numbers_BC.shape[1], "one column to spare"
         assert (numbers_BC >= 0).all() and (numbers_BC < blocks).all(), "unused numbers are valid too"
-        found = [numbers[:count].tolist() for numbers, count in zip(numbers_BC, counts_B, strict=True)]
-        assert found == expected[kind], "in rising order: kernels stop after the last block of keys"
-        pairs = {(i, j) for i, row in enumerate(found) for j in row}
+        by_query = [numbers[:count].tolist() for numbers, count in zip(numbers_BC, counts_B, strict=True)]
+        assert by_query == expected[kind], "in rising order: kernels stop after the last block of keys"
+        pairs = {(i, j) for i, row in enumerate(by_query) for j in row}
         assert pairs == {(j, i) for i, j in pairs}, "its own transpose, for the backward pass"
     assert max(blocks, arrays["segment_T"].shape[0]) >= 2, "no size is one: the compiler would take it for a constant"
     return arrays
@@ -99,9 +103,9 @@ def test_block_masks_of_layouts(layout: str) -> None:
 
 def test_block_masks_of_many_sizes() -> None:
     rng = np.random.default_rng(0)
-    for most in (16, 64, 300, 1000):
+    for longest in (16, 64, 300, 1000):
         for rows in (200, 256, 257, 640, 1500):
-            lengths = rng.integers(1, most, 2000)
+            lengths = rng.integers(1, longest, 2000)
             lengths = lengths[: np.searchsorted(np.cumsum(lengths), rows) + 1]
             check_block_mask(lengths.tolist())
     check_block_mask([1024])
@@ -127,12 +131,13 @@ def test_the_bound_on_columns_is_reached(longest: int) -> None:
 
 
 @given(lists, lists, st.sampled_from([None, 40]))
-def test_shapes_depend_on_rows_and_longest_only(some: list[int], other: list[int], window: int | None) -> None:
-    """Two layouts in the shape of one graph: captured and replayed with the same shapes."""
+def test_shapes_depend_on_rows_and_longest_only(first: list[int], second: list[int], window: int | None) -> None:
+    """Test two layouts in the shape of one graph: a graph of one can replay the other."""
     with small_blocks():
-        rows, count = 64 * -(-(max(sum(some), sum(other)) + 1) // 64), max(len(some), len(other)) + 25
+        rows = 64 * -(-(max(sum(first), sum(second)) + 1) // 64)
+        count = max(len(first), len(second)) + 25
         shapes = []
-        for lengths in (some, other):
+        for lengths in (first, second):
             padded = pad_segments(segments_of(lengths), rows, count, window or rows)
             arrays = check_block_mask(padded.lengths_S.tolist(), window or rows)
             shapes.append({name: (array.shape, array.dtype) for name, array in arrays.items()})
@@ -140,8 +145,9 @@ def test_shapes_depend_on_rows_and_longest_only(some: list[int], other: list[int
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_stands_after_the_counts_is_not_read(layout: str) -> None:
-    lengths, rng = LAYOUTS[layout], np.random.default_rng(0)
+def test_numbers_after_the_counts_are_not_read(layout: str) -> None:
+    lengths = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
     plan = plan_alone(Flex(), segments_of(lengths), request())
     qkv = draw(sum(lengths), 80, torch.float32, "cpu", 0, True)
     expected = plan.attend(*qkv)
@@ -153,7 +159,7 @@ def test_what_stands_after_the_counts_is_not_read(layout: str) -> None:
     for kind in KINDS:
         plan.tensors[f"{kind}_counts_11B"].clamp_(max=1)
     if layout == "one segment":
-        assert not torch.allclose(plan.attend(*qkv), expected), "the counts are"
+        assert not torch.allclose(plan.attend(*qkv), expected), "the counts are read"
 
 
 def test_the_reference_rounds_once() -> None:
@@ -164,13 +170,13 @@ def test_the_reference_rounds_once() -> None:
 
 def test_gradients_of_the_reference() -> None:
     lengths = LAYOUTS["ragged"]
-    wanted = request(dtype=torch.float64, head_dim=16, grad=True)
-    plan = plan_alone(Flex(), segments_of(lengths), wanted)
+    call = request(dtype=torch.float64, head_dim=16, grad=True)
+    plan = plan_alone(Flex(), segments_of(lengths), call)
     qkv = [x.requires_grad_() for x in draw(sum(lengths), 16, torch.float64, "cpu", 0, False)]
     weights = torch.randn_like(qkv[0])
-    found = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
-    expected = torch.autograd.grad((exact(qkv, lengths, wanted.scale) * weights).sum(), qkv)
-    assert all(relative_error(f, e) < 1e-12 for f, e in zip(found, expected, strict=True))
+    gradients = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
+    expected = torch.autograd.grad((exact(qkv, lengths, call.scale) * weights).sum(), qkv)
+    assert all(relative_error(f, e) < 1e-12 for f, e in zip(gradients, expected, strict=True))
 
 
 # --- compilations ---------------------------------------------------------------------------------------------------
@@ -178,13 +184,13 @@ def test_gradients_of_the_reference() -> None:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """The compiled way on the CPU: traced as on a GPU, run by FlexAttention's dense form.
+    """Count compilations on the CPU: traced as on a GPU, run by FlexAttention's dense form.
 
-    Counts compilations; a second one of the same function raises.
+    A second compilation of the same function raises.
     """
     counter = CompileCounterWithBackend("eager")
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", partial(real, backend=counter))
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: real(*args, backend=counter, **options))
     monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
     flex_backend.compiled.cache_clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -199,31 +205,33 @@ FEW = [[784], [1], [64] * 6, [64, 1, 300, 37, 2], [256], [257], [1] * 17, [384, 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), alike((72, torch.bfloat16), (64, torch.float32), (80, torch.float32)), ids=str
 )
-def test_all_layouts_and_kinds_are_compiled_once(compilations: Any, dtype: torch.dtype, head_dim: int) -> None:
+def test_all_layouts_and_kinds_are_compiled_once(
+    compilations: CompileCounterWithBackend, dtype: torch.dtype, head_dim: int
+) -> None:
     for kind in ("full", "window"):
         for lengths in FEW:
-            wanted = request(dtype=dtype, head_dim=head_dim, packed=True, kind=kind)
-            plan = plan_alone(Flex(), segments_of(lengths), wanted)
+            call = request(dtype=dtype, head_dim=head_dim, packed=True, kind=kind)
+            plan = plan_alone(Flex(), segments_of(lengths), call)
             qkv = draw(sum(lengths), head_dim, dtype, "cpu", 0, True)
-            found = plan.attend(*qkv)
-            assert relative_error(found, exact(qkv, lengths, wanted.scale)) < (1e-5 if dtype.itemsize == 4 else 1e-2)
-            assert found.is_contiguous()
+            out = plan.attend(*qkv)
+            assert relative_error(out, exact(qkv, lengths, call.scale)) < (1e-5 if dtype.itemsize == 4 else 1e-2)
+            assert out.is_contiguous()
     assert compilations.frame_count == 1
 
 
-def test_declared_lengths_and_gradient_modes_compile_nothing_more(compilations: Any) -> None:
-    """As the graph runner calls it, and as users do."""
+def test_declared_lengths_and_gradient_modes_compile_nothing_more(compilations: CompileCounterWithBackend) -> None:
+    """Test the calls of a CUDA graph's capture and the calls of users."""
     for longest in (None, 700, 1024):
         for enabled in (True, False):
-            wanted = request(packed=True)
-            plan = plan_alone(Flex(), Segments(np.array([300, 200, 12], dtype=np.int32), longest), wanted)
+            call = request(packed=True)
+            plan = plan_alone(Flex(), Segments(np.array([300, 200, 12], dtype=np.int32), longest), call)
             with torch.set_grad_enabled(enabled):
                 plan.attend(*draw(512, 80, torch.float32, "cpu", 0, True))
     assert compilations.frame_count == 1
 
 
-def test_plans_made_under_inference_mode_compile_nothing_more(compilations: Any) -> None:
-    """They are kept, for calls without it too. (What is computed under it is of another kind: once more for that.)"""
+def test_plans_made_under_inference_mode_compile_nothing_more(compilations: CompileCounterWithBackend) -> None:
+    """Later calls use these plans without inference mode, too. (A call under it would compile once more.)"""
     qkv = draw(512, 80, torch.float32, "cpu", 0, True)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -233,12 +241,12 @@ def test_plans_made_under_inference_mode_compile_nothing_more(compilations: Any)
     assert compilations.frame_count == 1
 
 
-def test_devices_do_not_share_what_torch_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often one function is compiled, which several GPUs in one process would exceed together."""
-    made: list[Any] = []
+def test_every_device_compiles_a_function_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch bounds the compilations of one function, and several GPUs in one process would exceed that together."""
+    functions: list[Any] = []
 
     def compile_(function: Any) -> Any:
-        made.append(function)
+        functions.append(function)
         return lambda qkv_T3HD, *_: qkv_T3HD[:, 0]
 
     monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
@@ -248,11 +256,11 @@ def test_devices_do_not_share_what_torch_bounds(monkeypatch: pytest.MonkeyPatch)
         plan = plan_alone(Flex(), segments_of([300, 212]), request(device, packed=True))
         plan.attend(*draw(512, 80, torch.float32, device, 0, True))
     flex_backend.compiled.cache_clear()
-    assert len(made) == 2 and made[0].__code__ is not made[1].__code__
+    assert len(functions) == 2 and functions[0].__code__ is not functions[1].__code__
 
 
-def test_what_is_compiled_apart(compilations: Any) -> None:
-    """Scales and score_mods are constants of a kernel, the layout of q, k and v is always the same one."""
+def test_scales_and_score_mods_are_compiled_separately(compilations: CompileCounterWithBackend) -> None:
+    """They are constants of a kernel. The strides of q, k and v are not: they are always the same."""
     lengths = [300, 212]
     plan = plan_alone(Flex(), segments_of(lengths), request())
     for packed in (True, False, True):
@@ -260,18 +268,18 @@ def test_what_is_compiled_apart(compilations: Any) -> None:
     assert compilations.frame_count == 1
     with torch._dynamo.config.patch(recompile_limit=2):
         for index in range(4):
-            wanted = request(score_mod=partial(near, slope=index))
-            plan_alone(Flex(), segments_of(lengths), wanted).attend(*draw(512, 80, torch.float32, "cpu", 0, True))
+            call = request(score_mod=sloped(index))
+            plan_alone(Flex(), segments_of(lengths), call).attend(*draw(512, 80, torch.float32, "cpu", 0, True))
             assert compilations.frame_count == 2 + index
 
 
-def test_only_rows_and_blocks_are_unknown_to_the_compiler(compilations: Any) -> None:
-    """Loads of vectors need to know how rows are aligned: their stride, and where the first one lies."""
+def test_only_rows_and_blocks_are_unknown_to_the_compiler(compilations: CompileCounterWithBackend) -> None:
+    """To load vectors, the compiler must know the alignment of rows: their stride, and the offset of the first one."""
     plan = plan_alone(Flex(), segments_of([300, 212]), request())
     plan.attend(*draw(512, 80, torch.float32, "cpu", 0, True))
     (graph,) = compilations.graphs
     inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-    (qkv_T3HD,) = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    (qkv_T3HD,) = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
     assert isinstance(qkv_T3HD.shape[0], torch.SymInt)
     constants = *qkv_T3HD.shape[1:], *qkv_T3HD.stride(), qkv_T3HD.storage_offset()
     assert constants == (3, HEADS, 80, 3 * HEADS * 80, HEADS * 80, 80, 1, 0)
@@ -283,79 +291,90 @@ def test_a_packed_projection_is_not_copied() -> None:
     q, k, v = qkv_T3HD.unbind(1)
     assert flex_backend._packed(q, k, v, False).data_ptr() == qkv_T3HD.data_ptr()
     other = torch.randn(257, 3, HEADS, 80)
-    parts = {
-        "order": (k, q, v),
-        "mixed": (q, k, other[1:, 2]),
+    cases = {
+        "another order": (k, q, v),
+        "another tensor": (q, k, other[1:, 2]),
         "dense": (q.clone(), k, v),
         "short": (q[:9], k[:9], v[:9]),
+        "an offset": other[1:].unbind(1),
     }
-    parts["place"] = other[1:].unbind(1)
-    for what, (q, k, v) in parts.items():
-        found = flex_backend._packed(q, k, v, False)
-        assert found.is_contiguous() and len(found) == 256 and found.data_ptr() != q.data_ptr(), what
-        assert torch.equal(found[: len(q)], torch.stack((q, k, v), 1)) and not found[len(q) :].any(), what
-        assert found.storage_offset() == 0
-    assert flex_backend._packed(*qkv_T3HD.unbind(1), True).data_ptr() != qkv_T3HD.data_ptr(), "gradients reach each"
+    for name, (q, k, v) in cases.items():
+        copied = flex_backend._packed(q, k, v, False)
+        assert copied.is_contiguous() and len(copied) == 256 and copied.data_ptr() != q.data_ptr(), name
+        assert torch.equal(copied[: len(q)], torch.stack((q, k, v), 1)) and not copied[len(q) :].any(), name
+        assert copied.storage_offset() == 0
+    with_gradients = flex_backend._packed(*qkv_T3HD.unbind(1), True)
+    assert with_gradients.data_ptr() != qkv_T3HD.data_ptr(), "gradients reach q, k and v"
 
 
 # --- score_mod ------------------------------------------------------------------------------------------------------
 
 
-def near(score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any, slope: float = 0.01) -> Any:
-    """Scores fall with the distance in the sequence, from head to head twice as fast."""
+def near(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor, slope: float = 0.01) -> Tensor:
+    """Lower scores with the distance in the sequence, twice as fast from head to head."""
     return score - slope * 2.0**head * (q_idx - kv_idx).abs()
 
 
-def dense(qkv: list[torch.Tensor], lengths: list[int], scale: float, change: Callable[..., Any]) -> torch.Tensor:
-    """Attention within segments in float64 with changed scores, each segment's as one (H, L, L) tensor."""
+def sloped(slope: float) -> Callable[..., Tensor]:
+    return partial(near, slope=slope)
+
+
+def dense(qkv: list[Tensor], lengths: list[int], scale: float, change: Callable[..., Tensor]) -> Tensor:
+    """Compute attention in float64 with changed scores, those of a segment as one (H, L, L) tensor."""
     outs = []
     for q, k, v in zip(*(x.double().split(lengths) for x in qkv), strict=True):
-        heads, rows = torch.arange(q.shape[1]), torch.arange(len(q))
+        heads = torch.arange(q.shape[1])
+        rows = torch.arange(len(q))
         scores_HLL = torch.einsum("thd,shd->hts", q, k) * scale
         scores_HLL = change(scores_HLL, 0, heads[:, None, None], rows[:, None], rows)
         outs.append(torch.einsum("hts,shd->thd", scores_HLL.softmax(-1), v))
     return torch.cat(outs)
 
 
+@pytest.fixture
+def fixture_value(request: Any) -> Any:
+    """Return the function that sets up another fixture by its name."""
+    return request.getfixturevalue
+
+
 @pytest.mark.parametrize(
     ("layout", "compiled"), [*((layout, False) for layout in LAYOUTS), *alike(("ragged", True), ("one row", True))]
 )
-def test_score_mod_equals_a_dense_reference(layout: str, compiled: bool, request: Any) -> None:
+def test_score_mod_equals_a_dense_reference(layout: str, compiled: bool, fixture_value: Any) -> None:
     if compiled:
-        request.getfixturevalue("compilations")
-    from test_backends import request as asked
+        fixture_value("compilations")
+    lengths = LAYOUTS[layout]
+    table_H = torch.linspace(0.1, 0.4, HEADS)
 
-    lengths, table_H = LAYOUTS[layout], torch.linspace(0.1, 0.4, HEADS)
-
-    def by_table(score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def by_table(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return torch.where(q_idx > kv_idx, score * table_H[head], score - 0.3)
 
     qkv = draw(sum(lengths), 80, torch.float32, "cpu", 0, True)
     for score_mod in (near, by_table):
-        wanted = asked(score_mod=score_mod)
-        found = plan_alone(Flex(), segments_of(lengths), wanted).attend(*qkv)
-        assert relative_error(found, dense(qkv, lengths, wanted.scale, score_mod)) < 1e-5
-        plain = exact(qkv, lengths, wanted.scale)
-        assert max(lengths) == 1 or relative_error(found, plain) > 1e-3
+        call = request(score_mod=score_mod)
+        out = plan_alone(Flex(), segments_of(lengths), call).attend(*qkv)
+        assert relative_error(out, dense(qkv, lengths, call.scale, score_mod)) < 1e-5
+        plain = exact(qkv, lengths, call.scale)
+        assert max(lengths) == 1 or relative_error(out, plain) > 1e-3
 
 
-def test_rows_that_a_score_mod_leaves_nothing_are_zero() -> None:
-    def odd(score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+def test_rows_without_any_finite_score_are_zero() -> None:
+    def odd(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return torch.where(q_idx % 2 == 1, score, -float("inf"))
 
     plan = plan_alone(Flex(), segments_of([300]), request(score_mod=odd, grad=True))
     qkv = [x.detach().requires_grad_() for x in draw(300, 80, torch.float32, "cpu", 0, True)]
-    found = plan.attend(*qkv)
-    assert (found[::2] == 0).all() and (found[1::2] != 0).any()
-    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(found.sum(), qkv))
+    out = plan.attend(*qkv)
+    assert (out[::2] == 0).all() and (out[1::2] != 0).any()
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(out.sum(), qkv))
 
 
 def test_only_flex_applies_a_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = request(score_mod=near)
+    call = request(score_mod=near)
     for backend in BACKENDS:
-        against = [why for why in backend.reasons_against(wanted) if "score_mod" in why]
+        against = [why for why in backend.reasons_against(call) if "score_mod" in why]
         assert len(against) == (backend.name != "flex")
-    assert resolve("flex", wanted).backend.name == "flex"
+    assert resolve("flex", call).backend.name == "flex"
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "cuda_capability", lambda index=None: (7, 5))
     monkeypatch.setattr(machine, "why_missing", lambda package: None)
@@ -367,7 +386,7 @@ def test_only_flex_applies_a_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_named("flex").reasons_against(request("cuda", torch.float32, grad=True)) == []
 
 
-def test_flex_runs_on_this_machine_whatever_it_has() -> None:
+def test_flex_runs_on_every_machine() -> None:
     backends.require("flex")
 
 
@@ -391,7 +410,7 @@ def test_config_is_checked(wrong: Any) -> None:
 
 
 def test_config_takes_functions_of_five() -> None:
-    for right in (None, near, partial(near, slope=1), lambda *args: args[0], max, nn.Identity()):
+    for right in (None, near, sloped(1), lambda *args: args[0], max, nn.Identity()):
         if not isinstance(right, nn.Module):
             assert FlexConfig(score_mod=right).score_mod is right
     with pytest.raises(TypeError):
@@ -401,12 +420,10 @@ def test_config_takes_functions_of_five() -> None:
 # --- towers ---------------------------------------------------------------------------------------------------------
 
 GRID = [(1, 10, 6), (3, 4, 4), (1, 2, 18), (1, 20, 24)]
-STEEP = FlexConfig(score_mod=partial(near, slope=0.05))
+STEEP = FlexConfig(score_mod=sloped(0.05))
 
 
-def _dense_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-) -> Any:
+def _dense_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
     lengths = kwargs["cu_seq_lens_q"].diff().tolist()
     qkv = [x[0].transpose(0, 1) for x in (query, key, value)]
     assert STEEP.score_mod is not None
@@ -416,8 +433,8 @@ def _dense_attention(
 AttentionInterface.register("dense_flash_for_tests", _dense_attention)
 
 
-def stock_with_score_mod(model: Any, run: Callable[[], Any]) -> Any:
-    """What the stock tower computes with a dense attention that changes scores as STEEP does."""
+def stock_with_score_mod(model: nn.Module, run: Callable[[], Any]) -> Any:
+    """Run the stock tower with a dense attention that changes scores as STEEP does."""
     config = tower_of(model).config
     former = config._attn_implementation
     config._attn_implementation_internal = "dense_flash_for_tests"
@@ -429,7 +446,7 @@ def stock_with_score_mod(model: Any, run: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("fuse", ["auto", False])
 @both_towers
-def test_a_tower_through_flex_equals_stock(model: Any, fuse: Any) -> None:
+def test_a_tower_through_flex_equals_stock(model: nn.Module, fuse: Any) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, GRID)
     hf_vit_accel.patch(model, attention="flex", fuse=fuse, strict=True)
@@ -437,7 +454,7 @@ def test_a_tower_through_flex_equals_stock(model: Any, fuse: Any) -> None:
     assert set(hf_vit_accel.status(model).towers[0].backends.values()) <= {"flex", "fused kernel"}
 
 
-def grads_of(tower: Any) -> list[torch.Tensor]:
+def grads_of(tower: nn.Module) -> list[Tensor]:
     for parameter in tower.parameters():
         parameter.grad = None
     pixels = pixels_for(tower, GRID).requires_grad_()
@@ -448,20 +465,19 @@ def grads_of(tower: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("attention", ["flex", STEEP], ids=["plain", "score_mod"])
 @both_towers
-def test_gradients_of_a_tower(model: Any, attention: Any) -> None:
+def test_gradients_of_a_tower(model: nn.Module, attention: str | FlexConfig) -> None:
     tower = tower_of(model)
-    wanted = partial(grads_of, tower)
-    expected = wanted() if attention == "flex" else stock_with_score_mod(model, wanted)
+    expected = grads_of(tower) if attention == "flex" else stock_with_score_mod(model, lambda: grads_of(tower))
     hf_vit_accel.patch(model, attention=attention)
-    assert_close(wanted(), expected, 1e-4)
+    assert_close(grads_of(tower), expected, 1e-4)
     assert set(hf_vit_accel.status(model).towers[0].backends.values()) == {"flex"}
 
 
-def test_a_tower_with_a_score_mod(on_cpu: Any, model: Any) -> None:
-    """Every layer applies it, eagerly, replayed and the stock way; windows too."""
+def test_a_tower_with_a_score_mod(on_cpu: object, model: nn.Module) -> None:
+    """Every layer applies it, window layers too: eagerly, replayed from a graph, and by the stock forward."""
     tower = tower_of(model)
     plain = run_tower(tower, GRID)
-    expected = stock_with_score_mod(model, partial(run_tower, tower, GRID))
+    expected = stock_with_score_mod(model, lambda: run_tower(tower, GRID))
     assert relative_error(expected[1], plain[1]) > 1e-3
     hf_vit_accel.patch(model, attention=STEEP, strict=True)
     assert_close(run_tower(tower, GRID), expected)
@@ -484,20 +500,21 @@ def test_a_tower_with_a_score_mod(on_cpu: Any, model: Any) -> None:
     assert_close(run_tower(tower, GRID), plain, 0.0)
 
 
-def test_another_score_mod_is_another_graph(on_cpu: Any, model: Any) -> None:
+def test_another_score_mod_is_another_graph(on_cpu: object, model: nn.Module) -> None:
     tower = tower_of(model)
-    found = []
+    outputs = []
     for score_mod in (near, STEEP.score_mod):
         patch(model, SMALL, attention=FlexConfig(score_mod=score_mod))
-        found.append(run_tower(tower, GRID))
-    assert relative_error(found[0][1], found[1][1]) > 1e-4
+        outputs.append(run_tower(tower, GRID))
+    assert relative_error(outputs[0][1], outputs[1][1]) > 1e-4
 
 
-def test_a_score_mod_is_never_left_out(model: Any) -> None:
-    """What cannot apply it raises, without `strict` too."""
+def test_a_score_mod_is_never_left_out(model: nn.Module) -> None:
+    """A call that cannot apply it raises, without `strict`, too."""
     tower = tower_of(model)
     hf_vit_accel.patch(model, attention=STEEP)
-    pixels, grid = pixels_for(tower, GRID), torch.tensor(GRID)
+    pixels = pixels_for(tower, GRID)
+    grid = torch.tensor(GRID)
     with torch.no_grad(), pytest.raises(FallbackError, match=r"score_mod .* supplies sequence metadata"):
         tower(pixels, grid_thw=grid, cu_seqlens=torch.tensor([0, len(pixels)]))
     for block in tower.blocks:
@@ -507,10 +524,11 @@ def test_a_score_mod_is_never_left_out(model: Any) -> None:
         tower(pixels, grid_thw=grid)
     tower.eval()
     hook = tower.blocks[0].register_forward_hook(lambda *_: None)
-    ours, tower.config._attn_implementation = tower.config._attn_implementation, "sdpa"  # as another tower's unpatch
+    our_name = tower.config._attn_implementation
+    tower.config._attn_implementation = "sdpa"  # as unpatching a tower with the same config does
     with torch.no_grad(), pytest.raises(FallbackError, match=r"score_mod .* blocks attend by 'sdpa'"):
         tower(pixels, grid_thw=grid)
-    tower.config._attn_implementation = ours
+    tower.config._attn_implementation = our_name
     hook.remove()
     tower.blocks[1].attn.scaling = 0.2  # layers that differ get plans of their own
     expected = stock_with_score_mod(model, lambda: type(tower).forward(tower, pixels, grid_thw=grid))
@@ -519,7 +537,7 @@ def test_a_score_mod_is_never_left_out(model: Any) -> None:
         hf_vit_accel.patch(model, attention=STEEP, fuse={"norms", "window_attention"})
 
 
-def test_a_score_mod_that_cannot_be_served_shows_in_status(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def test_a_score_mod_that_cannot_be_served_shows_in_status(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
     hf_vit_accel.patch(model, attention=STEEP)
     monkeypatch.setattr(Flex, "reasons_against", lambda self, request: ["it cannot"])
     with pytest.raises(BackendUnavailableError, match="flex: it cannot"):
@@ -527,7 +545,7 @@ def test_a_score_mod_that_cannot_be_served_shows_in_status(monkeypatch: pytest.M
     assert "flex: it cannot" in str(hf_vit_accel.status(model))
 
 
-def test_copies_and_pickles_keep_the_score_mod(model: Any) -> None:
+def test_copies_and_pickles_keep_the_score_mod(model: nn.Module) -> None:
     hf_vit_accel.patch(model, attention=STEEP)
     expected = run_tower(tower_of(model), GRID)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -540,9 +558,10 @@ def test_copies_and_pickles_keep_the_score_mod(model: Any) -> None:
 
 @pytest.fixture
 def on_gpu() -> Iterator[None]:
-    """Compiled anew, and nothing a second time."""
+    """Drop all compilations, and raise if anything is compiled twice."""
     backend = backend_named("flex")
-    if reasons := backend.reasons_against(request("cuda", torch.bfloat16)):
+    reasons = backend.reasons_against(request("cuda", torch.bfloat16))
+    if reasons:
         pytest.skip("; ".join(reasons))
     flex_backend.compiled.cache_clear()
     torch.compiler.reset()
@@ -561,14 +580,14 @@ def test_gpu_all_layouts_and_kinds_are_compiled_once(on_gpu: None, head_dim: int
     before = compiled_graphs()
     for kind in ("full", "window"):
         for lengths in MANY:
-            wanted = request("cuda", dtype, head_dim, packed=True, kind=kind)
-            plan = plan_alone(Flex(), segments_of(lengths), wanted)
+            call = request("cuda", dtype, head_dim, packed=True, kind=kind)
+            plan = plan_alone(Flex(), segments_of(lengths), call)
             qkv = draw(sum(lengths), head_dim, dtype, "cuda", 0, True)
             bound = 1e-5 if dtype == torch.float32 else 1e-2
             with torch.no_grad():
-                found = plan.attend(*qkv)
-            assert relative_error(found, exact(qkv, lengths, wanted.scale)) < bound, (kind, lengths)
-            assert found.is_contiguous()
+                out = plan.attend(*qkv)
+            assert relative_error(out, exact(qkv, lengths, call.scale)) < bound, (kind, lengths)
+            assert out.is_contiguous()
     assert compiled_graphs() == before + 1
 
 
@@ -576,21 +595,23 @@ def test_gpu_all_layouts_and_kinds_are_compiled_once(on_gpu: None, head_dim: int
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 def test_gpu_gradients_of_every_layout(on_gpu: None, head_dim: int) -> None:
     for lengths in MANY:
-        wanted = request("cuda", torch.float32, head_dim, grad=True)
-        plan = plan_alone(Flex(), segments_of(lengths), wanted)
+        call = request("cuda", torch.float32, head_dim, grad=True)
+        plan = plan_alone(Flex(), segments_of(lengths), call)
         qkv = [x.detach().requires_grad_() for x in draw(sum(lengths), head_dim, torch.float32, "cuda", 0, False)]
         weights = torch.randn_like(qkv[0])
-        found = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
-        expected = torch.autograd.grad((exact(qkv, lengths, wanted.scale) * weights).sum(), qkv)
-        for f, e in zip(found, expected, strict=True):
-            # A row that attends to itself alone has no gradient at q and k: nothing to be relative to.
-            assert (f - e).abs().max() < 1e-4 * max(float(e.abs().max()), 1.0), lengths
+        gradients = torch.autograd.grad((plan.attend(*qkv) * weights).sum(), qkv)
+        expected = torch.autograd.grad((exact(qkv, lengths, call.scale) * weights).sum(), qkv)
+        for gradient, exact_gradient in zip(gradients, expected, strict=True):
+            # A row that attends to itself alone has zero gradients at q and k, so the bound is absolute below 1.
+            bound = 1e-4 * max(float(exact_gradient.abs().max()), 1.0)
+            assert (gradient - exact_gradient).abs().max() < bound, lengths
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gpu_what_stands_after_the_counts_is_not_read(on_gpu: None, layout: str) -> None:
-    lengths, rng = LAYOUTS[layout], np.random.default_rng(0)
+def test_gpu_numbers_after_the_counts_are_not_read(on_gpu: None, layout: str) -> None:
+    lengths = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
     plan = plan_alone(Flex(), segments_of(lengths), request("cuda", torch.bfloat16, packed=True))
     qkv = draw(sum(lengths), 80, torch.bfloat16, "cuda", 0, True)
     expected = plan.attend(*qkv)
@@ -605,24 +626,26 @@ def test_gpu_what_stands_after_the_counts_is_not_read(on_gpu: None, layout: str)
 @pytest.mark.gpu
 def test_gpu_a_score_mod_equals_a_dense_reference(on_gpu: None) -> None:
     table_H = torch.linspace(0.1, 0.4, HEADS)
-    table = {"cpu": table_H, "cuda": table_H.cuda()}
 
-    def by_table(where: str, score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return torch.where(q_idx > kv_idx, score * table[where][head], score - 0.3)
+    def by_table(table_H: Tensor) -> Callable[..., Tensor]:
+        def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return torch.where(q_idx > kv_idx, score * table_H[head], score - 0.3)
+
+        return score_mod
 
     for lengths in LAYOUTS.values():
         qkv = draw(sum(lengths), 72, torch.float32, "cuda", 0, True)
         on_host = [x.cpu() for x in qkv]
-        for on_cuda, change in ((near, near), (partial(by_table, "cuda"), partial(by_table, "cpu"))):
-            wanted = request("cuda", torch.float32, 72, score_mod=on_cuda)
-            found = plan_alone(Flex(), segments_of(lengths), wanted).attend(*qkv)
-            assert relative_error(found.cpu(), dense(on_host, lengths, wanted.scale, change)) < 1e-5
+        for on_cuda, on_cpu in ((near, near), (by_table(table_H.cuda()), by_table(table_H))):
+            call = request("cuda", torch.float32, 72, score_mod=on_cuda)
+            out = plan_alone(Flex(), segments_of(lengths), call).attend(*qkv)
+            assert relative_error(out.cpu(), dense(on_host, lengths, call.scale, on_cpu)) < 1e-5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["flex", STEEP], ids=["plain", "score_mod"])
-def test_gpu_a_tower_replayed_equals_eager(on_gpu: None, model: Any, attention: Any) -> None:
-    """Windows through flex as well; nothing is compiled while 100 other layouts are captured and replayed."""
+def test_gpu_a_tower_replayed_equals_eager(on_gpu: None, model: nn.Module, attention: str | FlexConfig) -> None:
+    """Windows run flex, too. Nothing is compiled while 100 other layouts are captured and replayed."""
     tower = tower_of(model.to("cuda", torch.bfloat16))
     parts = PARTS.keys() - {"window_attention"}
     rng = np.random.default_rng(0)
@@ -635,8 +658,8 @@ def test_gpu_a_tower_replayed_equals_eager(on_gpu: None, model: Any, attention: 
     hf_vit_accel.warmup(tower, progress=False)
     before = compiled_graphs()
     for seed, grid in enumerate(grids):
-        found = run_tower(tower, grid, seed)
-        assert max(relative_error(f, e) for f, e in zip(found, expected[seed], strict=True)) < 1e-2, grid
+        outputs = run_tower(tower, grid, seed)
+        assert max(relative_error(f, e) for f, e in zip(outputs, expected[seed], strict=True)) < 1e-2, grid
     status = status_of(tower)
     assert compiled_graphs() == before and status.replays >= 100 and not status.eager
     assert not hf_vit_accel.status(tower).towers[0].stock_calls

@@ -414,7 +414,7 @@ def test_the_cache_of_layouts_is_bounded() -> None:
         for width in range(1, 100):
             run_tower(tower, [(1, 2, 2 * width)])
         prepared = state_of(tower).routes.cache
-        assert len(prepared) <= prepared.entries and prepared.held <= prepared.cost
+        assert len(prepared) <= prepared.entries and prepared.total_cost <= prepared.cost
         hf_vit_accel.patch(shared)
         assert len(prepared) == 0
 

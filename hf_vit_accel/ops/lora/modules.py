@@ -132,7 +132,7 @@ def _trains_scaling(module: Any) -> bool:
 def _is_proven(forward: Any) -> bool:
     """Whether PEFT's forward computes, in this version, the formula above."""
     with suppress(Exception):  # another version of PEFT may need other arguments
-        return machine.apart(_try, forward)
+        return machine.run_isolated(_try, forward)
     return False
 
 

@@ -1,4 +1,4 @@
-"""Every array against transformers' own functions, over random grids; the packed copy; the bounded cache."""
+"""Compare every array with transformers' own functions, over random grids; test the packed copy and the cache."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ def examples(test):
 @given(grid=GRIDS)
 @settings(max_examples=100, deadline=None)
 def test_segments_and_positions(grid) -> None:
-    found, grid_thw = build(tuple(grid), Geometry(merge=MERGE)), torch.tensor(grid)
+    metadata = build(tuple(grid), Geometry(merge=MERGE))
+    grid_thw = torch.tensor(grid)
     offsets = vision_utils.get_vision_cu_seqlens(grid_thw)
-    assert torch.equal(torch.from_numpy(found.full.cu_seqlens_S1), offsets) and offsets.dtype == torch.int32
-    assert found.full.cu_seqlens_S1.dtype == np.int32
-    assert found.full.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
-    assert (found.full.count, found.full.rows) == (len(offsets) - 1, int(offsets[-1]))
+    assert torch.equal(torch.from_numpy(metadata.full.cu_seqlens_S1), offsets) and offsets.dtype == torch.int32
+    assert metadata.full.cu_seqlens_S1.dtype == np.int32
+    assert metadata.full.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
+    assert (metadata.full.count, metadata.full.rows) == (len(offsets) - 1, int(offsets[-1]))
     positions = vision_utils.get_vision_position_ids(grid_thw, MERGE)
-    assert torch.equal(torch.from_numpy(found.position_ids_T2).long(), positions)
-    assert (found.rows, found.merged) == (len(positions), len(positions) // MERGE**2)
-    assert found.window is None and found.interp_indices_T4 is None
-    assert set(found.arrays()) == {"cu_seqlens", "position_ids"}
+    assert torch.equal(torch.from_numpy(metadata.position_ids_T2).long(), positions)
+    assert (metadata.rows, metadata.merged) == (len(positions), len(positions) // MERGE**2)
+    assert metadata.window is None and metadata.interp_indices_T4 is None
+    assert set(metadata.arrays()) == {"cu_seqlens", "position_ids"}
 
 
 @examples
@@ -61,13 +62,13 @@ def test_segments_and_positions(grid) -> None:
 @settings(max_examples=100, deadline=None)
 @pytest.mark.parametrize(("window_size", "patch"), [(112, 14), (32, 4), (24, 4)])
 def test_windows(grid, window_size, patch) -> None:
-    found = build(tuple(grid), Geometry(merge=MERGE, window=window_size // MERGE // patch))
+    metadata = build(tuple(grid), Geometry(merge=MERGE, window=window_size // MERGE // patch))
     index, offsets = vision_utils.get_vision_window_index(torch.tensor(grid), MERGE, window_size, patch)
-    assert torch.equal(torch.from_numpy(found.window_index_M), index)
-    assert torch.equal(torch.from_numpy(found.inverse_index_M), torch.argsort(index))
-    assert torch.equal(torch.from_numpy(found.window.cu_seqlens_S1), offsets)
-    assert found.window.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
-    assert set(found.segments()) == {"full", "window"}
+    assert torch.equal(torch.from_numpy(metadata.window_index_M), index)
+    assert torch.equal(torch.from_numpy(metadata.inverse_index_M), torch.argsort(index))
+    assert torch.equal(torch.from_numpy(metadata.window.cu_seqlens_S1), offsets)
+    assert metadata.window.max_seqlen == int((offsets[1:] - offsets[:-1]).max())
+    assert set(metadata.segments()) == {"full", "window"}
 
 
 @examples
@@ -75,12 +76,12 @@ def test_windows(grid, window_size, patch) -> None:
 @settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("side", [48, 6, 1])
 def test_interpolation(grid, side) -> None:
-    found = build(tuple(grid), Geometry(merge=MERGE, table=side))
+    metadata = build(tuple(grid), Geometry(merge=MERGE, table=side))
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         torch.tensor(grid), side, align_corners=True, spatial_merge_size=MERGE
     )
-    assert torch.equal(torch.from_numpy(found.interp_indices_T4).long(), indices)
-    assert torch.equal(torch.from_numpy(found.interp_weights_T4), weights), "bit for bit"
+    assert torch.equal(torch.from_numpy(metadata.interp_indices_T4).long(), indices)
+    assert torch.equal(torch.from_numpy(metadata.interp_weights_T4), weights), "bit for bit"
 
 
 @examples
@@ -90,42 +91,43 @@ def test_interpolation(grid, side) -> None:
 @pytest.mark.parametrize("align_corners", [True, False])
 def test_other_interpolations(grid, align_corners, taps) -> None:
     geometry = Geometry(merge=1, table=7, taps=taps, align_corners=align_corners, clips=True)
-    found = build(tuple(grid), geometry)
+    metadata = build(tuple(grid), geometry)
     mode = "bilinear" if taps == 2 else "bicubic"
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         torch.tensor(grid), 7, mode=mode, align_corners=align_corners, spatial_merge_size=1
     )
-    assert torch.equal(torch.from_numpy(found.interp_indices_T4).long(), indices)
-    assert torch.equal(torch.from_numpy(found.interp_weights_T4), weights), "bit for bit"
+    assert torch.equal(torch.from_numpy(metadata.interp_indices_T4).long(), indices)
+    assert torch.equal(torch.from_numpy(metadata.interp_weights_T4), weights), "bit for bit"
     offsets = vision_utils.get_vision_cu_seqlens(torch.tensor(grid), merge_temporal=True)
-    assert torch.equal(torch.from_numpy(found.full.cu_seqlens_S1), offsets)
+    assert torch.equal(torch.from_numpy(metadata.full.cu_seqlens_S1), offsets)
 
 
 @given(merge=st.sampled_from([1, 2, 3]), sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)))
 @settings(max_examples=50, deadline=None)
 def test_other_merge_sizes(merge, sizes) -> None:
     grid = [(sizes[2], merge * sizes[0], merge * sizes[1])]
-    found = build(tuple(grid), Geometry(merge=merge))
+    metadata = build(tuple(grid), Geometry(merge=merge))
     assert torch.equal(
-        torch.from_numpy(found.position_ids_T2).long(), vision_utils.get_vision_position_ids(torch.tensor(grid), merge)
+        torch.from_numpy(metadata.position_ids_T2).long(),
+        vision_utils.get_vision_position_ids(torch.tensor(grid), merge),
     )
 
 
 def test_metadata_is_frozen() -> None:
-    found = build(((1, 4, 4),), Geometry(merge=MERGE))
+    metadata = build(((1, 4, 4),), Geometry(merge=MERGE))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.rows = 3
+        metadata.rows = 3
 
 
 def test_the_packed_copy_is_one_buffer_and_exact() -> None:
     arrays = build(((2, 6, 10), (1, 2, 2)), Geometry(merge=MERGE, window=2, table=6)).arrays()
     arrays["empty"] = np.zeros((0, 3), dtype=np.int32)
     arrays["strided"] = np.arange(20, dtype=np.int64).reshape(4, 5)[:, 1:3]
-    found = to_device(arrays, torch.device("cpu"))
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+    tensors = to_device(arrays, torch.device("cpu"))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
     for name, array in arrays.items():
-        assert found[name].shape == array.shape and np.array_equal(found[name].numpy(), array)
-        assert found[name].numpy().dtype == array.dtype and found[name].data_ptr() % 16 == 0
+        assert tensors[name].shape == array.shape and np.array_equal(tensors[name].numpy(), array)
+        assert tensors[name].numpy().dtype == array.dtype and tensors[name].data_ptr() % 16 == 0
 
 
 @pytest.mark.gpu
@@ -134,33 +136,38 @@ def test_gpu_the_packed_copy_does_not_wait() -> None:
     to_device(arrays, torch.device("cuda"))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = to_device(arrays, torch.device("cuda"))
+        tensors = to_device(arrays, torch.device("cuda"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(np.array_equal(found[name].cpu().numpy(), array) for name, array in arrays.items())
+    assert all(np.array_equal(tensors[name].cpu().numpy(), array) for name, array in arrays.items())
 
 
-def test_lru_is_bounded_and_keeps_what_is_used() -> None:
-    made: list[int] = []
+def test_lru_is_bounded_and_evicts_the_least_recently_used() -> None:
+    made_keys: list[int] = []
     lru: LRU[int] = LRU(entries=3, cost=100)
 
     def get(key: int, cost: int = 1) -> int:
-        return lru.get(key, lambda: (made.append(key) or key, cost))
+        def make() -> tuple[int, int]:
+            made_keys.append(key)
+            return key, cost
+
+        return lru.get(key, make)
 
     for key in (1, 2, 3, 1, 4, 1):
         assert get(key) == key
-    assert made == [1, 2, 3, 4] and len(lru) == 3
+    assert made_keys == [1, 2, 3, 4] and len(lru) == 3
     get(2)
-    assert made[-1] == 2, "2 was the least recently used and is gone"
+    assert made_keys[-1] == 2, "2 was the least recently used and is gone"
     assert (lru.hits, lru.misses) == (2, 5)
     get(5, cost=99)
-    assert lru.held <= 100 and len(lru) == 2
+    assert lru.total_cost <= 100 and len(lru) == 2
     get(6, cost=101)
-    assert len(lru) == 2, "what alone is above the bound is not kept"
-    get(7, cost=60), get(8, cost=60)
-    assert lru.held == 60
+    assert len(lru) == 2, "a value above the bound is never cached"
+    get(7, cost=60)
+    get(8, cost=60)
+    assert lru.total_cost == 60
     lru.clear()
-    assert len(lru) == 0 and lru.held == 0
+    assert len(lru) == 0 and lru.total_cost == 0
 
 
 def test_segments_of_one_row() -> None:
