@@ -1,3 +1,20 @@
-"""CUDA graphs of the whole encoder: `budgets` (what is replayed, and whether it pays), `buffers` (the static tensors
-and how their tails are padded), `recorder` (what is CUDA's), `store` (what both runners share), `runner`, `training`.
+"""CUDA graphs of the whole encoder, for inference (`runner`) and for training steps (`training`).
+
+**What a graph captures.** In inference: one `encode` over one padded layout, from static pixels to static outputs.
+In training: two graphs of one layout, the forward and the backward of `encode`.
+A graph reads weights and buffers where they lie in memory. Everything else that it reads is copied in before a replay.
+
+**How a call finds its graph.** By a signature, once its identity is known to be current.
+In inference the signature is `runner.Signature`: rows, array shapes and dtypes, and the host decisions of all plans.
+In training it is the call's grid, and which outputs receive gradients.
+
+**What drops graphs.**
+
+- A call whose `store.Identity` differs makes all graphs stale; `store.stale_reason` decides, and names the reason.
+- `close()`: `unpatch`, another `patch`, modules of the tower that changed, FP8 scales that moved.
+- `max_graphs`: the least recently used graph goes.
+- `max_bytes` and `max_training_bytes`: all graphs go, since they share one memory pool (`GraphStore._make_room`).
+
+The other files: `store` holds what both runners share. `budgets` decides which sizes are captured, and whether a replay
+pays. `buffers` pads layouts. `step` captures a training step. `recorder` makes all calls of CUDA.
 """

@@ -1,6 +1,6 @@
-"""Which graphs serve a call: the ladder of budgets, the packing of images into replays, and whether replaying pays.
+"""Decides which graphs a call replays: the budgets, the packing of images into replays, and whether a replay pays.
 
-Pure functions of sizes. `tokens` are merged tokens, `frames` are segments of full layers, `rows` are patches.
+All functions are pure. Units: `tokens` are merged tokens, `frames` segments of full layers, `rows` patches.
 """
 
 from __future__ import annotations
@@ -12,35 +12,56 @@ from dataclasses import dataclass
 from hf_vit_accel.layout import Grid
 
 FRAMES = 256
-"""Most frames in one replay: every declared segment costs time, even an empty one."""
+"""Most frames of one replay: every declared segment costs time, even an empty one."""
 
 _FINE = 64
-_EAGER_LEAST, _EAGER_MORE, _REPLAY_MORE = 2400, 350, 60
-"""Rows that take as long on an H200 as, in this order: the launches of an eager forward, what they cost a forward that
-hides most of them behind its work, and what surrounds a replay (copies in and out). Qwen2.5-VL-7B and Qwen3-VL-8B:
-784 patches take 7 ms eagerly whatever the GPU does, 4096 patches 12 to 13 ms of which 1.2 are gaps."""
+"""Most tokens between two budgets."""
+
+_EAGER_LEAST = 2400
+"""Rows that a GPU computes while the host launches an eager forward (7 ms on an H200, docs/cuda-graphs.md)."""
+_EAGER_MORE = 350
+"""The same for the gaps of a longer forward, which hides most launches (1.2 ms)."""
+_REPLAY_MORE = 60
+"""The same for the copies in and out that surround a replay."""
 
 
-def ladder(most: int) -> tuple[int, ...]:
-    """Budgets up to `most` tokens: four to an octave, 64 tokens apart from 512 on. The mean padding is about 11%."""
-    budgets, tokens = [], 4
-    while tokens < most:
+def ladder(largest: int) -> tuple[int, ...]:
+    """Return the budgets up to `largest` tokens.
+
+    There are four to an octave, and from 512 on one every 64 tokens. The mean padding is about 11%.
+    """
+    budgets = []
+    tokens = 4
+    while tokens < largest:
         budgets.append(tokens)
         tokens += min(max(4, 1 << (tokens.bit_length() - 3)), _FINE)
-    return (*budgets, most)
+    return (*budgets, largest)
 
 
 def most_windows(tokens: int, frames: int, side: int) -> int:
-    """The largest number of windows of side x side tokens that so many tokens in so many frames can be cut into.
+    """Return the most windows that any layout of this size has.
 
-    A frame one token high and k long has ceil(k / side) of them, no frame has more.
+    A frame that is one token high and k long has ceil(k / side) windows. No other frame of k tokens has more.
+
+    Args:
+        tokens: Merged tokens of the layout.
+        frames: Its frames.
+        side: Tokens along the side of a window.
     """
     return (tokens + (side - 1) * min(frames, tokens)) // side
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Images first to last (exclusive) of a call, replayed together. budget: tokens; None for their exact shape."""
+    """Neighbouring images of a call that are replayed together.
+
+    Attributes:
+        first: Index of the first image.
+        last: Index after the last image.
+        tokens: Merged tokens of the images.
+        frames: Frames of the images.
+        budget: Tokens of the graph, or None for a graph of the exact shape.
+    """
 
     first: int
     last: int
@@ -50,26 +71,35 @@ class Bin:
 
 
 def pack(grid: Grid, merge: int, budgets: Sequence[int]) -> list[Bin] | str:
-    """Neighbouring images into as few replays as hold them by tokens and frames; or why the call runs eagerly."""
-    most = budgets[-1]
-    sizes = [(t * h * w // merge**2, t) for t, h, w in grid]
-    if max(tokens for tokens, _ in sizes) > most:
-        return f"an image or video exceeds the largest budget of {most} merged tokens"
-    if max(frames for _, frames in sizes) >= FRAMES:
+    """Pack neighbouring images into as few bins as tokens and frames allow.
+
+    Returns:
+        The bins, or why the call runs eagerly.
+    """
+    largest = budgets[-1]
+    tokens_of = [t * h * w // merge**2 for t, h, w in grid]
+    frames_of = [t for t, _, _ in grid]
+    if max(tokens_of) > largest:
+        return f"an image or video exceeds the largest budget of {largest} merged tokens"
+    if max(frames_of) >= FRAMES:
         return f"a video exceeds the {FRAMES - 1} frames of one replay"
     bins: list[Bin] = []
     first = tokens = frames = 0
-    for index, (more_tokens, more_frames) in enumerate([*sizes, (most + 1, 0)]):
-        if index == len(sizes) or tokens + more_tokens > most or frames + more_frames >= FRAMES:
+    for index in range(len(grid) + 1):
+        is_end = index == len(grid)
+        if is_end or tokens + tokens_of[index] > largest or frames + frames_of[index] >= FRAMES:
             budget = budgets[bisect_left(budgets, tokens)]
             bins.append(Bin(first=first, last=index, tokens=tokens, frames=frames, budget=budget))
-            first, tokens, frames = index, 0, 0
-        tokens, frames = tokens + more_tokens, frames + more_frames
+            first = index
+            tokens = frames = 0
+        if not is_end:
+            tokens += tokens_of[index]
+            frames += frames_of[index]
     return bins
 
 
 def pays(bins: Sequence[Bin], merge: int) -> bool:
-    """Whether replaying the bins, padding included, takes no longer than one eager forward over all of them."""
+    """Return whether replaying the bins, padding included, takes no longer than one eager forward."""
     rows = sum(bin_.tokens for bin_ in bins) * merge**2
     replayed = sum((bin_.budget or bin_.tokens) * merge**2 + _REPLAY_MORE for bin_ in bins)
     return replayed <= max(rows + _EAGER_MORE, _EAGER_LEAST)

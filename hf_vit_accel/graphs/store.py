@@ -1,4 +1,4 @@
-"""What every runner of CUDA graphs does alike: when its graphs are stale, which of them stay, what is counted."""
+"""Stores the graphs of one tower: when they are stale, how many stay, what is counted."""
 
 from __future__ import annotations
 
@@ -6,23 +6,77 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.graphs.recorder import CudaRecorder
 
-_FAILURES, _REFUSED, _CHANGES, REMEMBERED, _WAITED = 3, 32, 4, 4096, 16
-"""Limits: failed captures in a row; signatures whose capture failed; replaced weights before calls run eagerly;
-signatures that are counted; calls that run eagerly because graphs hold too much, before all of those go."""
+_FAILURES = 3
+"""Captures that fail in a row before no other is tried."""
+_REFUSED = 32
+"""Signatures whose capture failed before no other is tried."""
+_CHANGES = 4
+"""Times that graphs go stale at call after call before calls run eagerly."""
+REMEMBERED = 4096
+"""Signatures whose calls are counted."""
+_PATIENCE = 16
+"""Calls that find no room for a graph before all graphs are dropped; doubled each time."""
 
 _CHANGED = "weights, modules or what gradients are given for changed at call after call"
 
 
+class Identity(NamedTuple):
+    """The state that all graphs of a tower share; another identity makes them stale.
+
+    Attributes:
+        spec: The route's spec, one object while modules, settings, device and dtypes stay.
+        memory: Equal while weights and buffers stay at their addresses.
+        pixel_width: Values per patch (P).
+        numerics: torch's settings of precision and determinism.
+        trained: Whether the pixels and every parameter require gradients; empty in inference.
+    """
+
+    spec: Spec
+    memory: list[object]
+    pixel_width: int
+    numerics: tuple[object, ...]
+    trained: tuple[bool, ...] = ()
+
+
+STALE_REASONS: Mapping[str, str] = {
+    "spec": "modules, settings, the device or dtypes changed",
+    "memory": "weights or buffers moved, or were replaced",
+    "pixel_width": "patches have another width",
+    "numerics": "torch computes in another precision",
+    "trained": "other tensors require gradients",
+}
+"""Field of `Identity` -> why graphs captured under another value are stale."""
+
+
+def stale_reason(captured: Identity, current: Identity) -> str | None:
+    """Return why graphs are stale, or None if they may be replayed.
+
+    Args:
+        captured: The identity under which the graphs were captured.
+        current: The identity of the call at hand.
+    """
+    if captured == current:
+        return None
+    return next(why for name, why in STALE_REASONS.items() if getattr(captured, name) != getattr(current, name))
+
+
 @dataclass(frozen=True)
 class Eager:
-    """A call that runs without graphs, and why. by_choice: it could be replayed, but that would not pay."""
+    """A call that runs without graphs.
+
+    Attributes:
+        why: The reason, as `status` prints it.
+        by_choice: Whether the call could be replayed, but a replay would not pay.
+    """
 
     why: str
     by_choice: bool = False
@@ -30,11 +84,18 @@ class Eager:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphStatus:
-    """What a tower's graphs did. budgets: merged tokens; none for graphs of forward and backward.
+    """Counters of a tower's graphs.
 
-    graphs: (what it serves, bytes that it added, replays) of each one held. replays: graph launches. captures: graphs
-    made. eager: reason -> calls that ran without. padding: rows replayed per row asked for. nbytes: device memory that
-    graphs took, those that went included: what they leave is for later graphs alone. off: why none are tried any more.
+    Attributes:
+        budgets: Merged tokens that graphs are captured for; empty for graphs of training steps.
+        graphs: For every stored graph its label, the bytes that it added, and its replays.
+        replays: Graph launches.
+        captures: Graphs that were captured.
+        eager: Reason -> calls that ran without graphs.
+        stale: Reason -> times that all graphs went stale.
+        padding: Replayed rows per row of the calls.
+        nbytes: Device memory of graphs. It includes dropped graphs, whose memory only later graphs can take.
+        off: Why no capture is tried any more.
     """
 
     budgets: tuple[int, ...] = ()
@@ -42,51 +103,78 @@ class GraphStatus:
     replays: int = 0
     captures: int = 0
     eager: Mapping[str, int] = field(default_factory=dict)
+    stale: Mapping[str, int] = field(default_factory=dict)
     padding: float = 1.0
     nbytes: int = 0
     off: str | None = None
 
     def __str__(self) -> str:
-        name = "graphs" if self.budgets else "training"  # of forward and backward
-        told = f"{len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured"
-        told += f", {self.replays} replays"
+        name = "graphs" if self.budgets else "training"  # training graphs have no budgets
+        counts = f"{len(self.graphs)} held ({self.nbytes / 2**20:.0f} MiB), {self.captures} captured"
+        counts += f", {self.replays} replays"
         if self.budgets:
-            told += f", {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
-        lines = [f"  {name:<11}{told}", *([f"  {name} off {self.off}"] if self.off else [])]
-        return "\n".join(lines + [f"  eager      {count} x {why}" for why, count in self.eager.items()])
+            counts += f", {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
+        lines = [f"  {name:<11}{counts}"]
+        if self.off:
+            lines.append(f"  {name} off {self.off}")
+        lines += [f"  stale      {count} x {why}" for why, count in self.stale.items()]
+        lines += [f"  eager      {count} x {why}" for why, count in self.eager.items()]
+        return "\n".join(lines)
 
 
 class CaptureError(RuntimeError):
-    """A capture that failed, now or before, or was not tried: by_choice."""
+    """A graph could not be captured. `by_choice`: the capture was not tried, for lack of room."""
 
     by_choice = False
 
 
-class GraphStore:
-    """The graphs of one kind of one tower: they are stale together, and share one memory pool.
+class StoredGraph(Protocol):
+    """A captured graph, as `status` reports it.
 
-    Of each: label, what it serves; nbytes, device memory that it took; replays.
+    Attributes:
+        label: What the graph replays.
+        nbytes: Device memory that it took.
+        replays: How often it was launched.
     """
 
+    label: str
+    nbytes: int
+    replays: int
+
+
+G = TypeVar("G", bound=StoredGraph)
+
+
+class GraphStore(Generic[G]):
+    """The graphs of one kind of one tower. They go stale together, and share one memory pool."""
+
     def __init__(self, config: GraphConfig, max_bytes: int) -> None:
-        self.config, self._max_bytes = config, max_bytes
+        self.config = config
+        self._max_bytes = max_bytes
         self._lock = RLock()
-        self._replays = self._captures = self._changes = 0
+        self._replays = 0
+        self._captures = 0
+        self._changes = 0
         self._eager: Counter[str] = Counter()
+        self._stale: Counter[str] = Counter()
         self._reset()
 
     def _reset(self) -> None:
-        self._identity: object = None
+        """Forget all graphs, and every capture that failed."""
+        self._identity: Identity | None = None
         self._off: str | None = None
-        self._failures, self._waiting, self._patience = 0, 0, _WAITED
+        self._failures = 0
+        self._calls_without_room = 0
+        self._patience = _PATIENCE
         self._refused: dict[Hashable, str] = {}
         self._drop()
 
     def _drop(self) -> None:
-        self._recorder: Any = None  # from the first call on, a CudaRecorder
-        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
+        """Drop all graphs and static buffers."""
+        self._recorder: Any = None  # a CudaRecorder from the first call on
+        self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
-        self._retired: list[Any] = []  # a replay may still be running: they go once it is known to be over
+        self._retired: list[G] = []  # dropped graphs whose last replay may still run
         self._nbytes = 0
 
     def close(self) -> None:
@@ -96,97 +184,128 @@ class GraphStore:
                 self._recorder.settle()
             self._reset()
 
+    def static_buffers(self) -> list[Tensor]:
+        """List the tensors that the next call writes before a graph reads them."""
+        raise NotImplementedError
+
     @property
     def used(self) -> bool:
-        """Whether any call was to be replayed."""
+        """Whether any call was replayed, or counted as eager."""
         return bool(self._replays or self._eager)
 
     def status(self) -> GraphStatus:
-        """What happened so far."""
+        """Return the counters so far."""
         with self._lock:
             return GraphStatus(
                 graphs=tuple((graph.label, graph.nbytes, graph.replays) for graph in self._graphs.values()),
                 replays=self._replays,
                 captures=self._captures,
                 eager=dict(self._eager),
+                stale=dict(self._stale),
                 nbytes=self._nbytes,
                 off=self._off,
             )
 
     def eager(self, why: str, *, by_choice: bool = False) -> Eager:
-        """Count a call that runs without graphs."""
+        """Count and return a call that runs without graphs."""
         with self._lock:
             self._eager[why] += 1
         return Eager(why, by_choice)
 
-    def _begin(self, identity: object, device: torch.device) -> Eager | None:
-        """Drop what another identity made stale; why a call runs eagerly, if it does."""
-        if identity == self._identity:
-            self._changes = max(self._changes - 1, 0)
-        else:
+    def _begin(self, identity: Identity, device: torch.device) -> Eager | None:
+        """Drop stale graphs. Return why the call runs eagerly, or None if it may be replayed."""
+        why_stale = None if self._identity is None else stale_reason(self._identity, identity)
+        if self._identity is None or why_stale is not None:
+            if why_stale is not None:
+                self._stale[why_stale] += 1
             self.close()
-            self._identity, self._device = identity, device
+            self._identity = identity
+            self._device = device
             self._count_change(1)
-        self._recorder = self._recorder or CudaRecorder(device)
+        else:
+            self._changes = max(self._changes - 1, 0)
+        if self._recorder is None:
+            self._recorder = CudaRecorder(device)
         if self._changes > _CHANGES:
             return self.eager(_CHANGED, by_choice=True)
         why = self._recorder.against()
         return None if why is None else self.eager(why)
 
     def _count_change(self, weight: int) -> None:
-        self._changes = min(self._changes + weight, 2 * _CHANGES)  # after as many quiet calls all is forgotten
+        """Count a change. Every call without a change takes one off again."""
+        self._changes = min(self._changes + weight, 2 * _CHANGES)
 
-    def _came(self, signature: Hashable) -> int:
-        """How often calls of a signature came, this one included."""
-        count = self._seen[signature] = self._seen.pop(signature, 0) + 1
+    def _count_calls(self, signature: Hashable) -> int:
+        """Count and return the calls of a signature, this one included."""
+        count = self._seen.pop(signature, 0) + 1
+        self._seen[signature] = count
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         return count
 
-    def _held(self, signature: Hashable, capture: Callable[[CudaRecorder], Any]) -> Any:
-        """The graph of a signature, captured if it is not there. Raises CaptureError."""
-        graph, recorder = self._graphs.get(signature), self._recorder
+    def _find_or_capture(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
+        """Return the graph of a signature, captured if none is stored. Raises `CaptureError`."""
+        graph = self._graphs.get(signature)
         if graph is None:
-            if why := self._off or self._refused.get(signature):
-                raise CaptureError(why)
-            if self._nbytes > self._max_bytes:
-                self._waiting += 1
-                full = CaptureError("graphs hold as much memory as they may")
-                full.by_choice = True
-                raise full
-            try:
-                recorder.wait()
-                with torch.inference_mode(False):  # buffers made under it could not be written outside of it
-                    graph = capture(recorder)
-            except Exception as error:
-                self._failures += 1
-                why = self._refused[signature] = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
-                if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
-                    self._off = f"{len(self._refused)} captures failed, the last: {why}"
-                raise CaptureError(why) from error
-            finally:
-                recorder.done()
+            self._check_capture(signature)
+            graph = self._capture_once(signature, capture)
             self._captures += 1
             self._failures = 0
             self._graphs[signature] = graph
             self._nbytes += graph.nbytes
-            if len(self._graphs) > self.config.max_graphs:  # the least recently used one goes
-                if self._retired:
-                    recorder.settle()
-                    self._retired.clear()
-                self._retired.append(self._graphs.popitem(last=False)[1])
+            if len(self._graphs) > self.config.max_graphs:
+                self._retire_oldest()
         self._graphs.move_to_end(signature)
         return graph
 
-    def _make_room(self) -> None:
-        """All graphs go, if they hold too much: before a call chooses its own, for none may be replayed that went.
+    def _check_capture(self, signature: Hashable) -> None:
+        """Raise `CaptureError` where a capture failed before, or has no room."""
+        why = self._off or self._refused.get(signature)
+        if why:
+            raise CaptureError(why)
+        if self._nbytes > self._max_bytes:
+            self._calls_without_room += 1
+            error = CaptureError("graphs hold as much memory as they may")
+            error.by_choice = True
+            raise error
 
-        One that goes alone would give nothing back: they share a pool. So all go at once, after ever more calls that
-        could not be captured; captures never outweigh replays.
-        """
-        if self._waiting >= self._patience:
-            self._waiting, self._patience = 0, 2 * self._patience
+    def _capture_once(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
+        """Capture a graph. Remember a failure, and raise it as `CaptureError`."""
+        recorder = self._recorder
+        try:
+            recorder.wait()
+            with torch.inference_mode(False):  # buffers made in inference mode cannot be written outside of it
+                return capture(recorder)
+        except Exception as error:
+            why = f"capture failed: {type(error).__name__}: {error}".split("\n")[0]
+            self._failures += 1
+            self._refused[signature] = why
+            if self._failures >= _FAILURES or len(self._refused) >= _REFUSED:
+                self._off = f"{len(self._refused)} captures failed, the last: {why}"
+            raise CaptureError(why) from error
+        finally:
+            recorder.done()
+
+    def _retire_oldest(self) -> None:
+        """Drop the least recently used graph, once its last replay is over."""
+        if self._retired:
             self._recorder.settle()
-            self._drop()
-            torch.cuda.empty_cache()  # else the allocator keeps their pool until memory runs out
-            self._recorder = CudaRecorder(self._device)
+            self._retired.clear()
+        _, oldest = self._graphs.popitem(last=False)
+        self._retired.append(oldest)
+
+    def _make_room(self) -> None:
+        """Drop all graphs, if they hold too much memory and many calls found no room.
+
+        All go at once, since graphs share one pool: dropping one would give nothing back.
+        It must run before a call chooses its graphs, so that no dropped graph is replayed.
+        The patience doubles each time, so that captures never outweigh replays.
+        """
+        if self._calls_without_room < self._patience:
+            return
+        self._calls_without_room = 0
+        self._patience *= 2
+        self._recorder.settle()
+        self._drop()
+        torch.cuda.empty_cache()  # the allocator would keep their pool until memory runs out
+        self._recorder = CudaRecorder(self._device)

@@ -1,9 +1,10 @@
-"""Replays forward and backward of calls whose layout comes again, each from a CUDA graph of its own.
+"""Replays training steps whose layout comes again: the forward and the backward, each from a CUDA graph of its own.
 
-With few rows a training step is as long as what Python does between its launches. A layout that came often is captured
-as it is, forward and then backward, and the two stand in autograd's graph as one node. What the forward graph leaves
-for the backward one lies in the memory pool that all layouts share. So one call at a time is under way: a call that
-comes before the gradients of the last one runs eagerly, and gradients whose forward was overwritten are computed anew.
+With few rows a training step takes as long as the Python code between its launches. So a layout that came often is
+captured in its own shape, and its two graphs form one node in autograd's graph.
+The forward graph leaves activations for the backward graph in the memory pool that all layouts share. Only one call
+can therefore be under way: a call that comes before the gradients of the last one runs eagerly. Gradients whose
+activations were overwritten are computed again.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -11,11 +12,7 @@ comes before the gradients of the last one runs eagerly, and gradients whose for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,65 +20,49 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
-from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.recorder import CudaRecorder
-from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore
-from hf_vit_accel.ops.base import Slots, replaced
-
-Tensors = list[Tensor]
-
-_WANTS_GRADIENT: Any = attrgetter("requires_grad")
-_HOOKS: Any = attrgetter("_backward_hooks")
-
-
-@dataclass(kw_only=True, eq=False)
-class _Step:
-    """The two graphs of a layout. pixels_TP, incoming: what they read; outputs, gradients: what they write.
-
-    given: which outputs gradients are given for; incoming are those. differentiable: which outputs could have one.
-    gradients: of the pixels and of the parameters, where they are wanted and there are any.
-    route: bound, for its tensors are read, too. slots, wants, pointers: of the tower's parameters, where modules hold
-    them, whether each is trained, and where its memory is.
-    """
-
-    label: str
-    route: Route
-    given: tuple[bool, ...]
-    differentiable: list[bool]
-    pixels_TP: Tensor
-    incoming: Tensors
-    outputs: Tensors
-    gradients: list[Tensor | None]
-    slots: Slots
-    wants: list[bool]
-    pointers: list[int]
-    forward: Callable[[], None]
-    backward: Callable[[], None]
-    nbytes: int
-    replays: int = 0
+from hf_vit_accel.graphs.step import Gradients, Step, StepCapture, Tensors, distinct_trained, present, run_eagerly
+from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore, Identity
 
 
 class _Call:
-    """A forward that was replayed. outputs, parameters: until they are handed out, and saved. over: its backward was,
-    or can no longer be.
+    """A replayed forward whose backward may still come.
+
+    Attributes:
+        step: The graphs that were replayed.
+        is_over: Whether its backward ran, or can no longer be replayed.
+        outputs: The call's outputs, until they are returned.
+        parameters: The tower's parameters, until autograd has saved them.
     """
 
-    def __init__(self, step: _Step, parameters: Sequence[Tensor]) -> None:
-        self.step, self.over = step, False
-        self.outputs, self.parameters = Tensors(), parameters
+    def __init__(self, step: Step, parameters: Sequence[Tensor]) -> None:
+        self.step = step
+        self.is_over = False
+        self.outputs: Tensors = []
+        self.parameters = parameters
 
 
-class TrainingRunner(GraphStore):
+class TrainingRunner(GraphStore[Step]):
     """The graphs of forward and backward of one tower."""
 
     def __init__(self, config: GraphConfig) -> None:
-        self._given: tuple[bool, ...] = ()
+        self._used: tuple[bool, ...] = ()  # whether the last loss used each output
         super().__init__(config, config.max_training_bytes)
 
     def _drop(self) -> None:
         super()._drop()
         self._last: weakref.ref[_Call] | None = None
+
+    def static_buffers(self) -> Tensors:
+        """List the tensors that the next call writes before a graph reads them."""
+        is_under_way = self._last is not None and self._last() is not None
+        buffers: Tensors = []
+        for step in self._graphs.values():
+            buffers += [tensor.detach() for tensor in (*step.incoming, *step.gradients) if tensor is not None]
+            if not is_under_way:  # a backward that is to come reads the pixels
+                buffers.append(step.pixels_TP)
+        return buffers
 
     def run(
         self,
@@ -91,108 +72,70 @@ class TrainingRunner(GraphStore):
         places: Sequence[dict[str, Any]],
         memory: list[object],
     ) -> Tensors | Eager:
-        """A call's outputs with their gradients, fresh tensors; or why it should run eagerly (counted).
+        """Replay the forward of a call, so that autograd replays its backward.
 
-        parameters: all of the tower. places: what its modules hold them in, in this order. memory: see `Runner.run`.
+        Args:
+            route: The call's route.
+            pixels_TP: The call's pixels.
+            parameters: All parameters of the tower.
+            places: The dictionaries in which modules store them, in this order.
+            memory: Equal while weights and buffers stay at their addresses (see `Identity`).
+
+        Returns:
+            Fresh output tensors, or why the call runs eagerly (counted).
         """
-        if pixels_TP.is_inference():  # which cannot be saved; stock's frozen embedding saves none
+        if pixels_TP.is_inference():  # autograd cannot save inference tensors
             pixels_TP = pixels_TP.clone()
-        wants = [pixels_TP.requires_grad, *map(_WANTS_GRADIENT, parameters)]
-        identity = route.spec, memory, pixels_TP.shape[1], wants, machine.numerics()
+        trained = (pixels_TP.requires_grad, *[parameter.requires_grad for parameter in parameters])
+        identity = Identity(route.spec, memory, pixels_TP.shape[1], machine.numerics(), trained)
         with self._lock:
-            if against := self._begin(identity, route.spec.request.device):
-                return against
-            if against := self._against(route, parameters):
-                return against
+            refused = self._begin(identity, route.spec.request.device) or self._refuse(route, parameters)
+            if refused is not None:
+                return refused
             self._make_room()
-            capture = partial(self._capture, route, pixels_TP, parameters, places)
+
+            def capture(recorder: CudaRecorder) -> Step:
+                slots = [(place, name) for place in places for name, value in place.items() if value is not None]
+                return StepCapture(route, pixels_TP, parameters, slots, self._used).step(recorder)
+
             try:
-                step = self._held((route.metadata.grid, self._given), capture)
+                step = self._find_or_capture((route.metadata.grid, self._used), capture)
             except CaptureError as error:
                 return self.eager(str(error), by_choice=error.by_choice)
             call = self._forward(step, pixels_TP, parameters)
-        return list(_Replay.apply(self, call, route, pixels_TP, *_trained(parameters, wants[1:])))  # as the GPU works
+        leaves = distinct_trained(parameters, trained[1:])  # collected while the GPU works
+        return list(_Replay.apply(self, call, route, pixels_TP, *leaves))
 
-    def _against(self, route: Route, parameters: Sequence[Tensor]) -> Eager | None:
-        """Why a call runs eagerly."""
+    def _refuse(self, route: Route, parameters: Sequence[Tensor]) -> Eager | None:
+        """Return why a call runs eagerly, or None."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return self.eager("what gradients need is saved by hooks of somebody else (checkpointing, offloading)")
-        if any(map(_HOOKS, parameters)):
+        if any(parameter._backward_hooks for parameter in parameters):
             return self.eager("a parameter has a hook on its gradient")
-        most = self.config.max_tokens * max(4, route.spec.geometry.merge**2)
-        if route.metadata.rows > most:
-            return self.eager(f"with gradients, layouts of up to {most} patches are captured", by_choice=True)
-        if not 0 < self.config.exact_after <= self._came(route.metadata.grid):
+        largest = self.config.max_tokens * max(4, route.spec.geometry.merge**2)
+        if route.metadata.rows > largest:
+            return self.eager(f"with gradients, layouts of up to {largest} patches are captured", by_choice=True)
+        if not 0 < self.config.exact_after <= self._count_calls(route.metadata.grid):
             return self.eager("with gradients, a layout is captured when it comes often", by_choice=True)
         last = None if self._last is None else self._last()
-        if last is not None and not last.over:
+        if last is not None and not last.is_over:
             return self.eager("the gradients of an earlier call are still to come", by_choice=True)
         return None
 
-    def _capture(
-        self,
-        route: Route,
-        pixels_TP: Tensor,
-        parameters: Sequence[Tensor],
-        places: Sequence[dict[str, Any]],
-        recorder: CudaRecorder,
-    ) -> _Step:
-        slots = [(place, name) for place in places for name, each in place.items() if each is not None]
-        wants = [*map(_WANTS_GRADIENT, parameters)]
-        request, bound = route.spec.request, route.ready()
-        static_TP = torch.zeros(pixels_TP.shape, dtype=request.dtype, device=request.device)
-        leaf_TP = static_TP.detach().requires_grad_(pixels_TP.requires_grad)
-        last, given = self._given, list[bool]()
-        made, leaves, outputs, incoming = Tensors(), Tensors(), Tensors(), Tensors()
-        gradients: list[Tensor | None] = []
-
-        def forward() -> None:
-            for earlier in (made, outputs, gradients):  # of the warm-up, or of an attempt whose memory ran out
-                earlier.clear()
-            with torch.enable_grad(), _leaves(slots, parameters, wants) as leaves[:]:
-                made[:] = encode(bound, leaf_TP)
-            outputs[:] = [output.detach() for output in made]
-
-        def backward() -> None:
-            if not incoming:  # those of the last call, as far as they can have one; before any, all that can
-                could = [output.requires_grad for output in made]
-                given[:] = [one and before for one, before in zip(could, last or could, strict=True)]
-                given[:] = given if any(given) else could
-                incoming.extend(torch.zeros_like(one) for one, wanted in zip(outputs, given, strict=True) if wanted)
-            gradients[:] = _gradients(made, given, leaf_TP, leaves, incoming)
-
-        replays, nbytes = recorder.record(forward, backward)
-        differentiable = [output.requires_grad for output in made]
-        made.clear()
-        return _Step(
-            label=f"{route.metadata.rows} patches in {route.metadata.full.count} segments",
-            route=bound,
-            given=tuple(given),
-            differentiable=differentiable,
-            pixels_TP=static_TP,
-            incoming=incoming,
-            outputs=outputs,
-            gradients=gradients,
-            slots=slots,
-            wants=wants,
-            pointers=[*map(Tensor.data_ptr, parameters)],
-            forward=replays[0],
-            backward=replays[1],
-            nbytes=nbytes + sum(each.nbytes for each in (static_TP, *incoming)),
-        )
-
     @torch.no_grad()
-    def _forward(self, step: _Step, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
-        recorder, call = self._recorder, _Call(step, parameters)
-        recorder.wait()
+    def _forward(self, step: Step, pixels_TP: Tensor, parameters: Sequence[Tensor]) -> _Call:
+        """Replay a forward and copy its outputs out."""
+        call = _Call(step, parameters)
+        self._recorder.wait()
         try:
             step.pixels_TP.copy_(pixels_TP)
             step.forward()
             call.outputs = [output.clone() for output in step.outputs]
         finally:
-            recorder.done()
+            self._recorder.done()
         self._last = weakref.ref(call)
-        self._replays, step.replays = self._replays + 1, step.replays + 1
+        self._replays += 1
+        step.replays += 1
         return call
 
     def backward(
@@ -200,52 +143,68 @@ class TrainingRunner(GraphStore):
         call: _Call,
         incoming: Sequence[Tensor | None],
         parameters: Sequence[Tensor],
-        anew: Callable[[], list[Tensor | None]],
-    ) -> list[Tensor | None]:
-        """The gradients of a call, fresh tensors, from its graph or computed anew.
+        compute_again: Callable[[], Gradients],
+    ) -> Gradients:
+        """Return the gradients of a call, fresh tensors, from its graph or computed again.
 
-        parameters: those of its forward.
+        Args:
+            call: The replayed forward.
+            incoming: The gradient of every output, None for an output that the loss does not use.
+            parameters: All parameters of the tower, as they were in the forward.
+            compute_again: Runs forward and backward eagerly.
         """
-        given, step = tuple(each is not None for each in incoming), call.step
+        step = call.step
+        used = tuple(gradient is not None for gradient in incoming)
         with self._lock:
-            over, call.over = call.over, True
-            if over or self._last is None or self._last() is not call:
-                return anew()  # its memory was written to since; retained graphs are not held
-            if list(map(Tensor.data_ptr, parameters)) != step.pointers:
-                return anew()  # weights were moved, and what they left may be gone
-            if given != step.given:
-                self._given = given
+            was_over = call.is_over
+            call.is_over = True
+            is_overwritten = was_over or self._last is None or self._last() is not call
+            if is_overwritten:  # by a later replay, or by this call's first backward (`retain_graph`)
+                return compute_again()
+            if [parameter.data_ptr() for parameter in parameters] != step.pointers:
+                return compute_again()  # the graph reads the weights' former memory, which may be freed
+            if used != step.used:
+                self._used = used
                 self._count_change(2)
-                return anew()
-            recorder = self._recorder
-            recorder.wait()
-            try:
-                for static, each in zip(step.incoming, _there(incoming), strict=True):
-                    static.copy_(each)
-                step.backward()
-                fresh = [None if each is None else torch.empty_like(each) for each in step.gradients]
-                torch._foreach_copy_(_there(fresh), _there(step.gradients))
-            finally:
-                recorder.done()
-            return fresh
+                return compute_again()
+            return self._backward(step, present(incoming))
+
+    def _backward(self, step: Step, incoming: Tensors) -> Gradients:
+        """Replay a backward and copy its gradients out."""
+        self._recorder.wait()
+        try:
+            for static, gradient in zip(step.incoming, incoming, strict=True):
+                static.copy_(gradient)
+            step.backward()
+            fresh = [None if gradient is None else torch.empty_like(gradient) for gradient in step.gradients]
+            torch._foreach_copy_(present(fresh), present(step.gradients))
+        finally:
+            self._recorder.done()
+        return fresh
 
 
 class _Replay(torch.autograd.Function):
-    """A whole tower: pixels and parameters to its outputs."""
+    """A replayed tower as one autograd node, from pixels and trained parameters to the outputs."""
 
     @staticmethod
     def forward(
         ctx: Any, runner: TrainingRunner, call: _Call, route: Route, pixels_TP: Tensor, *trained: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Weights that change before the backward pass raise, as in stock: also frozen ones, which gradients go through.
+        # Saved weights raise if they change before the backward, as in stock. Frozen ones count: gradients pass them.
         ctx.save_for_backward(pixels_TP, *call.parameters)
         call.parameters = ()
-        kind = pixels_TP.device.type
-        ctx.runner, ctx.call, ctx.route = runner, call, route
-        outputs, call.outputs = call.outputs, Tensors()
-        ctx.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        constant = [one for one, wanted in zip(outputs, call.step.differentiable, strict=True) if not wanted]
+        device = pixels_TP.device.type
+        ctx.runner = runner
+        ctx.call = call
+        ctx.route = route
+        ctx.autocast = dict(
+            device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
+        )
+        outputs = call.outputs
+        call.outputs = []
+        differentiable = call.step.differentiable
+        constant = [output for output, has_gradient in zip(outputs, differentiable, strict=True) if not has_gradient]
         ctx.mark_non_differentiable(*constant)
         return tuple(outputs)
 
@@ -253,50 +212,10 @@ class _Replay(torch.autograd.Function):
     @machine.once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         pixels_TP, *parameters = ctx.saved_tensors
-        step = ctx.call.step
 
-        def anew() -> list[Tensor | None]:
+        def compute_again() -> Gradients:
             leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
-            enabled, dtype = ctx.autocast
-            with (
-                torch.enable_grad(),
-                torch.autocast(leaf_TP.device.type, dtype=dtype, enabled=enabled),
-                _leaves(step.slots, parameters, step.wants) as leaves,
-            ):
-                outputs = encode(ctx.route.ready(), leaf_TP)
-            return _gradients(outputs, [each is not None for each in incoming], leaf_TP, leaves, _there(incoming))
+            with torch.autocast(**ctx.autocast):
+                return run_eagerly(ctx.call.step, ctx.route.ready(), leaf_TP, parameters, incoming)
 
-        return None, None, None, *ctx.runner.backward(ctx.call, incoming, parameters, anew)
-
-
-def _trained(parameters: Sequence[Tensor], wants: Sequence[bool]) -> Tensors:
-    """Those that are trained, each once: one that several modules share has one gradient."""
-    return [*{id(each): each for each, wanted in zip(parameters, wants, strict=True) if wanted}.values()]
-
-
-@contextmanager
-def _leaves(slots: Slots, parameters: Sequence[Tensor], wants: Sequence[bool]) -> Iterator[Tensors]:
-    """Within the with block, what is trained is leaves of their own over the same memory; those, in order.
-
-    The node at which a parameter's gradient arrives is kept by DDP, and by whoever holds an earlier loss. It runs on
-    the stream on which it was made: by default one that cannot be captured. And it runs hooks, which are for the
-    gradient that comes out of the tower alone; a parameter that was frozen since its forward has none.
-    """
-    leaves = {id(each): each.detach().requires_grad_() for each in _trained(parameters, wants)}
-    with replaced(slots, [leaves.get(id(each), each) for each in parameters]):
-        yield [*leaves.values()]
-
-
-def _gradients(
-    outputs: Tensors, given: Sequence[bool], leaf_TP: Tensor, leaves: Tensors, incoming: Tensors
-) -> list[Tensor | None]:
-    """Of the pixels, if they want one, and of the parameters, from those of the outputs that are given."""
-    chosen = [output for output, one in zip(outputs, given, strict=True) if one]
-    pixels = [leaf_TP] if leaf_TP.requires_grad else []
-    with torch.autocast(leaf_TP.device.type, enabled=False):  # as it is where backward passes are called
-        found = torch.autograd.grad(chosen, [*pixels, *leaves], incoming, allow_unused=True)
-    return [*found] if pixels else [None, *found]
-
-
-def _there(tensors: Sequence[Tensor | None]) -> Tensors:
-    return [tensor for tensor in tensors if tensor is not None]
+        return None, None, None, *ctx.runner.backward(ctx.call, incoming, parameters, compute_again)

@@ -309,17 +309,18 @@ def _other_layers(model: Any) -> None:
         del tower.blocks[-1]
 
 
+MOVED, OTHER_SPEC = store.STALE_REASONS["memory"], store.STALE_REASONS["spec"]
 CHANGES = {
-    "assign": _assign,
-    "move": _move_data,
-    "frequencies": _replace_frequencies,
-    "layers": _other_layers,
-    "double": lambda model: model.double(),
+    "assign": (_assign, {MOVED: 1}),
+    "move": (_move_data, {MOVED: 1}),
+    "frequencies": (_replace_frequencies, {MOVED: 1}),
+    "layers": (_other_layers, {}),  # the tower notices, and closes its graphs
+    "double": (lambda model: model.double(), {OTHER_SPEC: 1}),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: Any) -> None:
+@pytest.mark.parametrize(("change", "reasons"), CHANGES.values(), ids=CHANGES)
+def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: Any, reasons: dict[str, int]) -> None:
     """(Numbers and switches of modules: tests/unit/test_ops.py.)"""
     patch(model)
     grid: Grid = [(1, 6, 8), (1, 12, 12)]
@@ -327,6 +328,8 @@ def test_what_a_graph_bakes_in_makes_it_stale(on_cpu: Any, model: Any, change: A
     change(model)
     found = run_tower(tower_of(model), grid)
     assert status_of(model).captures == 2 and len(status_of(model).graphs) == 1
+    assert status_of(model).stale == reasons
+    assert all(f"stale      1 x {why}" in str(hf_vit_accel.status(model)) for why in reasons)
     hf_vit_accel.unpatch(model)
     assert_close(found, run_tower(tower_of(model), grid))
     different = max(relative_error(f, b) for f, b in zip(found, before, strict=True))

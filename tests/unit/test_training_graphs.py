@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig
+from hf_vit_accel.graphs import step as step_module
 from hf_vit_accel.graphs import store
 from hf_vit_accel.graphs import training as training_module
 from hf_vit_accel.graphs.recorder import CudaRecorder
@@ -130,7 +131,7 @@ def test_steps_of_several_layouts(pair: Any) -> None:
     told = hf_vit_accel.status(tower).towers[0].training
     # The first step told which outputs gradients are given for; from then on they are all replayed.
     assert told.replays == 9 and not told.eager and told.captures == 4
-    assert runner._given[0] is False and all(runner._given[1:])
+    assert runner._used[0] is False and all(runner._used[1:])
     assert "training" in str(hf_vit_accel.status(tower))
 
 
@@ -158,7 +159,7 @@ def test_what_is_trained_may_change(pair: Any) -> None:
         assert_same(step(tower, LARGE, seed), step(stock, LARGE, seed))
 
 
-def test_gradients_of_pixels(pair: Any) -> None:
+def test__gradients_of_pixels(pair: Any) -> None:
     _stock, tower = pair
     patch(tower, strict=True)
     for frozen in (False, True, True):
@@ -543,8 +544,8 @@ def test_a_graph_keeps_all_that_it_reads(one: Any, on_cpu: Any, monkeypatch: pyt
     def forgetful(self: Any, *runs: Any) -> Any:
         return [list for _ in runs], record(self, *runs)[1]  # as CUDA's: these know nothing of what they run
 
-    training_encode = training_module.encode
-    monkeypatch.setattr(training_module, "encode", spied)
+    training_encode = step_module.encode
+    monkeypatch.setattr(step_module, "encode", spied)
     monkeypatch.setattr(on_cpu, "record", forgetful)
     step(tower, SMALL)
     assert runner.status().captures == 1
@@ -560,7 +561,7 @@ def test_nothing_that_is_captured_ends_at_a_parameter(one: Any, monkeypatch: pyt
     tower, ends = one[1], []
     patch(tower)
     nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in tower.parameters()]
-    gradients = training_module._gradients
+    gradients = step_module._gradients_of
 
     def spied(outputs: Any, *rest: Any) -> Any:
         seen, todo = set(), [output.grad_fn for output in outputs if output.requires_grad]
@@ -572,7 +573,7 @@ def test_nothing_that_is_captured_ends_at_a_parameter(one: Any, monkeypatch: pyt
         ends.append([node for node in seen if hasattr(node, "variable")])
         return gradients(outputs, *rest)
 
-    monkeypatch.setattr(training_module, "_gradients", spied)
+    monkeypatch.setattr(step_module, "_gradients_of", spied)
     loss = weighted(forward(tower, SMALL), 0)
     loss.backward()
     assert len(ends) >= 2 and all(len(each) > 10 for each in ends), "warmed up, and captured or replayed"
@@ -582,13 +583,13 @@ def test_nothing_that_is_captured_ends_at_a_parameter(one: Any, monkeypatch: pyt
 def test_parameters_are_back_after_a_capture_that_breaks_off(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, tower = one
     runner, before = patch(tower), dict(tower.named_parameters())
-    encode = training_module.encode
+    encode = step_module.encode
 
     def broken(*args: Any) -> Any:
         encode(*args)
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(training_module, "encode", broken)
+    monkeypatch.setattr(step_module, "encode", broken)
     assert_same(step(tower, SMALL), step(stock, SMALL))
     assert "none left" in str(runner.status())
     after = dict(tower.named_parameters())
