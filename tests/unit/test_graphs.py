@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from standins import SMALL, Recorder, both_towers, status_of
+from support.graphs import Grid, draw_grid, patch
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
@@ -31,24 +32,6 @@ from hf_vit_accel.graphs.buffers import Shape, pad, pad_segments
 from hf_vit_accel.layout import Geometry, Segments, build
 from hf_vit_accel.tower import forward as tower_module
 from hf_vit_accel.tower.state import state_of
-
-Grid = list[tuple[int, int, int]]
-
-
-def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
-    """Patch with graphs, and poison all their buffers before every use."""
-    hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
-    graphs = state_of(tower_of(model)).runner
-    make = store.CudaRecorder
-
-    def recorder(device: torch.device) -> Any:
-        made = make(device)
-        made.poisoned = lambda: [*graphs._arena, *(graph.packed for graph in graphs._graphs.values())]
-        return made
-
-    store.CudaRecorder = recorder  # put back by the fixture
-    return graphs
-
 
 ODD: dict[str, Any] = {
     "integers": lambda p, g: ((p * 10).to(torch.int32), g),
@@ -72,23 +55,6 @@ def test_odd_input_is_replayed(on_cpu: Any, model: Any, case: str) -> None:
             for given, wanted in zip((usual, odd), expected, strict=True):
                 assert_close(outputs_of(tower(*given)), wanted)
     assert status_of(model).replays == 6 and not status_of(model).eager
-
-
-def draw_grid(rng: np.random.Generator, most: int = 128) -> Grid:
-    """Images and videos of random sizes, together at most so many merged tokens."""
-    grid: Grid = []
-    left = int(rng.integers(1, most + 1))
-    while left > 0 and len(grid) < 6:
-        t = int(rng.integers(1, 4)) if rng.random() < 0.3 else 1
-        h = int(rng.integers(1, 9))
-        w = int(rng.integers(1, 9))
-        if t * h * w > left:
-            if grid:
-                break
-            t, h, w = 1, 1, left
-        grid.append((t, 2 * h, 2 * w))
-        left -= t * h * w
-    return grid
 
 
 # --- pure parts -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import torch
 from standins import ONE_TOWER, SMALL, products_on_cpu
 from standins import status_of as graphs_of
-from test_graphs import patch
+from support.graphs import patch
 from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 

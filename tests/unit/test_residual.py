@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from standins import INTERPRETED, both_towers, put
+from support.graphs import patch
 from test_families import one_node_a_layer
-from test_graphs import patch
 from tiny import (
     FAMILIES,
     GRIDS,

@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from standins import INTERPRETED, SMALL, alike
+from support.graphs import patch
+from support.kernels import compile_for_hopper
 from test_fuzz import FUZZ, Inputs, check, inputs, twin_of
-from test_graphs import patch
 from test_guard import entered
-from test_kernels import compile_for_hopper
 from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 

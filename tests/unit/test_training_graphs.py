@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from standins import TOWERS
+from support.graphs import patch_training
 from tiny import TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig
 from hf_vit_accel.graphs import step as step_module
-from hf_vit_accel.graphs import store
 from hf_vit_accel.graphs import training as training_module
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.tower.state import state_of
@@ -38,24 +38,8 @@ LAYOUTS: list[Grid] = [SMALL, LARGE, VIDEO]
 
 
 def patch(tower: Any, config: GraphConfig = CONFIG, **kwargs: Any) -> Any:
-    """Patch with graphs; before each use what it must write is spoilt. Returns the runner."""
-    hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
-    runner, make = state_of(tower).training, store.CudaRecorder
-
-    def poisoned() -> list[torch.Tensor]:
-        last = runner._last and runner._last()
-        steps = list(runner._graphs.values())
-        buffers = [each for step in steps for each in (*step.incoming, *step.gradients) if each is not None]
-        # The pixels of a call whose backward is to come are still needed.
-        return [each.detach() for each in buffers + [s.pixels_TP for s in steps if last is None]]
-
-    def recorder(device: torch.device) -> Any:
-        made = make(device)
-        made.poisoned = poisoned
-        return made
-
-    store.CudaRecorder = recorder  # type: ignore[misc,assignment]  # put back by the fixture
-    return runner
+    """Patch with training graphs whose buffers are poisoned; return the runner."""
+    return patch_training(tower, config, **kwargs)
 
 
 def grown(tower: Any) -> dict[str, torch.Tensor | None]:
