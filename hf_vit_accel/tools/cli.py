@@ -156,9 +156,11 @@ class _Job:
 
     @property
     def dtype_name(self) -> str:
+        """The dtype as documents name it."""
         return str(self.dtype).removeprefix("torch.")
 
     def measure(self, *, weights: bool, with_profile: bool) -> Iterator[list[benchmark.Row]]:
+        """Check all choices, and return the rows of one model and size at a time. Raises ValueError."""
         return benchmark.bench(
             self.models,
             self.sizes,
@@ -175,6 +177,7 @@ class _Job:
         )
 
     def document(self, rows: list[benchmark.Row]) -> dict[str, Any]:
+        """Return the rows and all choices as plain values."""
         return benchmark.document(
             rows,
             dtype=self.dtype,
@@ -329,7 +332,7 @@ def _check_writable(path: Path | None) -> None:
 
 def _read_result(path: Path, job: _Job) -> dict[str, Any]:
     """Read a file that `bench --json` wrote for the same kind of work. Raises ValueError for any other."""
-    kind = {"dtype": job.dtype_name, "train": job.train, "checkpointing": job.checkpointing}
+    kind: dict[str, str | bool] = {"dtype": job.dtype_name, "train": job.train, "checkpointing": job.checkpointing}
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         _check_result(result, kind)
