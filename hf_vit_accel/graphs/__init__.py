@@ -16,5 +16,5 @@ In training it is the call's grid, and which outputs receive gradients.
 - `max_bytes` and `max_training_bytes`: all graphs go, since they share one memory pool (`GraphStore._make_room`).
 
 The other files: `store` holds what both runners share. `budgets` decides which sizes are captured, and whether a replay
-pays. `buffers` pads layouts. `recorder` makes all calls of CUDA.
+pays. `buffers` pads layouts. `step` captures a training step. `recorder` makes all calls of CUDA.
 """

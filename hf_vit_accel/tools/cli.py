@@ -1,26 +1,32 @@
-"""The command line: `hf-vit-accel doctor` says what runs here and if it is right, `hf-vit-accel bench` how fast."""
+"""The command line: `hf-vit-accel doctor` checks what runs here, `hf-vit-accel bench` how fast it is."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 import hf_vit_accel
+from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import bench as benchmark
 from hf_vit_accel.tools import doctor as examination
 
-MODELS, CPU_MODEL, CPU_SIZE = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b", "qwen3-vl-2b", "1x8x8"
-"""What is timed by default; on a CPU little enough to end within a few minutes."""
-TRAIN_SIZES, TRAIN_BASELINES = "one 448²,one 1024²,16 x 512²,one page", "sdpa,flash_attention_2,liger,compile_blocks"
-"""The same of trainings."""
+MODELS = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b"
+"""Models timed by default on a GPU."""
+CPU_MODEL = "qwen3-vl-2b"
+CPU_SIZE = "1x8x8"
+"""Model and size timed by default on a CPU, small enough to end within a few minutes."""
+TRAIN_SIZES = "one 448²,one 1024²,16 x 512²,one page"
+TRAIN_BASELINES = "sdpa,flash_attention_2,liger,compile_blocks"
+"""Sizes and baselines timed by default with --train."""
 
 app = typer.Typer(
     help="Fast, exact vision towers for Hugging Face vision-language models.",
@@ -31,8 +37,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(f"hf-vit-accel {hf_vit_accel.__version__}")
         raise typer.Exit
 
@@ -52,14 +58,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
     Exits with 1 if a backend computes something wrong or crashes, or a GPU that is here cannot be used, else with 0.
     \f
-    The keys of the JSON object; everything else is text, null stands for "none":
+    The keys of the JSON object; every other value is text, null stands for "none":
 
     - ok: bool, whether no backend is wrong and no GPU unusable.
     - versions: name to version or null.
-    - gpus: list of {index, name, capability ("9.0"), memory (bytes)}. gpu_problem: why they could not be asked.
+    - gpus: list of {index, name, capability ("9.0"), memory (bytes)}.
+    - gpu_problem: why the GPUs cannot be used.
     - devices: device to the dtypes checked there (each backend in those that it takes).
-    - backends: in order of preference, list of {name, status, reasons, checks}.
-      status: "usable"; "unusable" (reasons say why); "wrong"; "unchecked" (nothing against it but nothing was run).
+    - backends: list of {name, status, reasons, checks}.
+      status: "usable"; "unusable" (reasons say why); "wrong"; "unchecked" (it may run, but was not run).
       checks: list of {device, dtype, head_dim, packed (q, k, v as views of one projection), bound, error, problem}.
     - auto: {device, dtype, head_dim, layers ({"full": name, "window": name}), problem}.
     """
@@ -74,67 +81,127 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         raise typer.Exit(1)
 
 
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated: a built-in shape ("
+        + ", ".join(benchmark.SHAPES)
+        + f"), a checkpoint's folder or hub id, or a config.json; by default {MODELS}, on a CPU {CPU_MODEL}."
+    ),
+]
+SizesOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Comma-separated: names out of {', '.join(benchmark.SIZES)} (in pixels; ^2 stands for ²), or frames x "
+        "height x width in patches such as 1x64x64*16+8x36x64 (*n repeats, + joins); by default all names, on a CPU "
+        f"{CPU_SIZE}, with --train {TRAIN_SIZES}."
+    ),
+]
+BackendsOption = Annotated[
+    str | None,
+    typer.Option(
+        help='Comma-separated attention backends and "auto". "+fp8" after a name: in FP8 where that pays. "+graph" at '
+        'the end: replayed from a CUDA graph. By default "auto", "auto+graph" and every backend that can run; with '
+        '--train "auto" and "auto+graph", on a CPU "auto".'
+    ),
+]
+BaselinesOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Comma-separated stock set-ups out of {', '.join(benchmark.BASELINES)}; by default sdpa, with --train "
+        f"{TRAIN_BASELINES}."
+    ),
+]
+TrainOption = Annotated[
+    bool, typer.Option("--train", help="Forward and backward, every parameter trained, all gradients verified.")
+]
+CheckpointingOption = Annotated[
+    bool, typer.Option("--checkpointing", help="With --train: with gradient checkpointing, stock and patched.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU.")
+]
+RoundsOption = Annotated[
+    int | None, typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5, on a CPU 1.")
+]
+PeakOption = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="TFLOP/s that the floor assumes; by default this GPU's, measured; none on a CPU."),
+]
+WeightsOption = Annotated[bool, typer.Option("--weights", help="Load the checkpoint's weights instead of random ones.")]
+ProfileOption = Annotated[
+    bool,
+    typer.Option("--profile", help="Break one forward of the first backend down into parts, per model and size."),
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="Draw the times into this PNG (needs matplotlib).")]
+CompareOption = Annotated[Path | None, typer.Option(help="Say what got slower since this file was written by --json.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The choices of one `bench`, defaults filled in. attentions: None for all that run here."""
+
+    models: list[str]
+    sizes: dict[str, Grid]
+    attentions: list[str] | None
+    baselines: list[str]
+    dtype: torch.dtype
+    rounds: int
+    peak: float | None
+    train: bool
+    checkpointing: bool
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as documents name it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def measure(self, *, weights: bool, with_profile: bool) -> Iterator[list[benchmark.Row]]:
+        """Check all choices, and return the rows of one model and size at a time. Raises ValueError."""
+        return benchmark.bench(
+            self.models,
+            self.sizes,
+            attentions=self.attentions,
+            baselines=self.baselines,
+            dtype=self.dtype,
+            rounds=self.rounds,
+            peak=self.peak,
+            weights=weights,
+            with_profile=with_profile,
+            train=self.train,
+            checkpointing=self.checkpointing,
+            say=lambda line: typer.echo(f"... {line}", err=True),
+        )
+
+    def document(self, rows: list[benchmark.Row]) -> dict[str, Any]:
+        """Return the rows and all choices as plain values."""
+        return benchmark.document(
+            rows,
+            dtype=self.dtype,
+            rounds=self.rounds,
+            peak=self.peak,
+            train=self.train,
+            checkpointing=self.checkpointing,
+        )
+
+
 @app.command()
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: a built-in shape ("
-            + ", ".join(benchmark.SHAPES)
-            + f"), a checkpoint's folder or hub id, or a config.json; by default {MODELS}, on a CPU {CPU_MODEL}."
-        ),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Comma-separated: names out of {', '.join(benchmark.SIZES)} (in pixels; ^2 will do for ²), or frames "
-            "x height x width in patches such as 1x64x64*16+8x36x64 (*n repeats, + joins); by default all names, on a "
-            f"CPU {CPU_SIZE}, with --train {TRAIN_SIZES}."
-        ),
-    ] = None,
-    backends: Annotated[
-        str | None,
-        typer.Option(
-            help='Comma-separated attention backends and "auto", each with "+fp8" after it in FP8 where that pays, and '
-            'with "+graph" at the end replayed from a CUDA graph; by default "auto", "auto+graph" and every backend '
-            'that can run; with --train "auto".'
-        ),
-    ] = None,
-    baselines: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Comma-separated stock set-ups out of {', '.join(benchmark.BASELINES)}; by default sdpa, with "
-            f"--train {TRAIN_BASELINES}."
-        ),
-    ] = None,
-    train: Annotated[
-        bool, typer.Option("--train", help="Forward and backward, every parameter trained, all gradients verified.")
-    ] = False,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="With --train: with gradient checkpointing, stock and patched.")
-    ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5, on a CPU 1.")
-    ] = None,
-    peak: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="TFLOP/s that the floor assumes; by default this GPU's, measured; none on a CPU."),
-    ] = None,
-    weights: Annotated[bool, typer.Option("--weights", help="Load the checkpoint's weights, not random ones.")] = False,
-    profile: Annotated[
-        bool,
-        typer.Option("--profile", help="Break one forward of the first backend down into parts, per model and size."),
-    ] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
-    plot_path: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the times into this PNG (needs matplotlib).")
-    ] = None,
-    compare: Annotated[
-        Path | None, typer.Option(help="Say what got slower since this file was written by --json.")
-    ] = None,
+    model: ModelOption = None,
+    sizes: SizesOption = None,
+    backends: BackendsOption = None,
+    baselines: BaselinesOption = None,
+    train: TrainOption = False,
+    checkpointing: CheckpointingOption = False,
+    dtype: DtypeOption = None,
+    rounds: RoundsOption = None,
+    peak: PeakOption = None,
+    weights: WeightsOption = False,
+    profile: ProfileOption = False,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+    compare: CompareOption = None,
 ) -> None:
     """Verify a vision tower with every backend against an fp32 run of stock transformers, then time it beside stock.
 
@@ -142,77 +209,114 @@ def bench(
     \f
     The keys of the JSON object; null stands for "none":
 
-    - versions: name to version or null. device, dtype: text. train, checkpointing: bool. rounds: int. peak_tflops: what
-      floor_ms assumes, or null. machine: {cpu, cores, driver, clock, largest_clock (MHz), power (W)}, as far as they
-      are known.
-    - rows: list of {model, size, patches, contender, status, floor_ms, bound, ms, ms_low, ms_high, ratio (ms over
-      floor_ms), speedup (over the first contender), error, worst, error_ratio, error_ratio_mean, peak_gb, problem,
-      parts}. worst: the output or gradient whose error comes nearest to its bound; error and bound are its.
-      error_ratio: the largest error over stock's own in the dtype. peak_gb: beyond the weights, with --train on CUDA.
+    - versions: name to version or null.
+    - device, dtype: text.
+    - train, checkpointing: bool.
+    - rounds: int.
+    - peak_tflops: the speed that floor_ms assumes, or null.
+    - machine: {cpu, cores, driver, clock, largest_clock (MHz), power (W)}, as far as they are known.
+    - rows: list of objects with these keys.
+      model, size, contender: text.
+      patches: int.
       status: "timed"; "wrong" (the error is above the bound, or it crashed); "skipped" (it cannot run here).
+      problem: why it is wrong or was skipped.
+      ms, ms_low, ms_high: median, least and most milliseconds.
+      floor_ms: milliseconds of the matrix FLOPs at peak speed.
+      ratio: ms over floor_ms.
+      speedup: over the first contender.
+      worst: the output or gradient whose error comes nearest to its bound.
+      error, bound: the relative L2 error of worst, and the largest that passes.
+      error_ratio, error_ratio_mean: the largest and the mean error over stock's own in the dtype.
+      peak_gb: memory beyond the weights, with --train on CUDA.
       parts: list of {part, us, share (0 to 1), kernels, per_layer}, for the row that was profiled.
     """
     with _usage_errors():
-        if plot_path is not None:
-            benchmark.require_matplotlib()
-        for path in (json_path, plot_path):
-            _check_writable(path)
-        if dtype is not None and dtype not in benchmark.DTYPES:
-            raise ValueError(f"expected a dtype out of {', '.join(benchmark.DTYPES)}, got {dtype}")
-        device = benchmark.device_of_choice()
-        on_cpu = device.type == "cpu"
-        chosen = benchmark.DTYPES[dtype] if dtype else benchmark.default_dtype(device)
-        if checkpointing and not train:
-            raise ValueError("expected --train with --checkpointing: without gradients nothing is computed again")
-        kind = {"dtype": str(chosen).removeprefix("torch."), "train": train, "checkpointing": checkpointing}
-        before = None if compare is None else _read_result(compare, **kind)
-        if train or (on_cpu and model is None):  # several backends are as many copies of the tower
-            backends = backends or ("auto,auto+graph" if train and not on_cpu else "auto")
-        sizes = sizes or (CPU_SIZE if on_cpu else TRAIN_SIZES if train else ",".join(benchmark.SIZES))
-        baselines = (TRAIN_BASELINES if train else "sdpa") if baselines is None else baselines
-        rounds = rounds or (1 if on_cpu else 5)
-        peak = peak or benchmark.peak_of(device, chosen)
-        blocks = benchmark.bench(
-            _listed(model or (CPU_MODEL if on_cpu else MODELS)),
-            dict(benchmark.parse_size(size) for size in _listed(sizes)),
-            attentions=None if backends is None else _listed(backends),
-            baselines=_listed(baselines),
-            dtype=chosen,
-            rounds=rounds,
-            peak=peak,
-            weights=weights,
-            with_profile=profile,
-            train=train,
-            checkpointing=checkpointing,
-            say=lambda line: typer.echo(f"... {line}", err=True),
+        _check_outputs(json_path, plot_path)
+        job = _job(
+            model, sizes, backends, baselines, dtype, rounds=rounds, peak=peak, train=train, checkpointing=checkpointing
         )
-    times = ", three times," if train else ""
-    floor = f"floor: all matrix FLOPs{times} at {peak:.4g} TFLOP/s" if peak else "no floor on a CPU"
-    typer.echo(f"{str(chosen).removeprefix('torch.')}; {floor}")
-    rows: list[benchmark.Row] = []
-    output = sys.stdout
-    with redirect_stdout(sys.stderr):  # libraries may print when they are first used
-        for block in blocks:
-            known_model = bool(rows) and rows[-1].model == block[0].model
-            rows += block
-            for line in benchmark.lines(block, train=train, skipped=not known_model):
-                typer.echo(line, file=output)
-            result = benchmark.document(
-                rows, dtype=chosen, rounds=rounds, peak=peak, train=train, checkpointing=checkpointing
-            )
-            if json_path is not None:  # after every block: a run that is stopped leaves what it found
-                json_path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    if before is not None and rows:
-        for line in benchmark.slower(result, before):
+        earlier = None if compare is None else _read_result(compare, job)
+        blocks = job.measure(weights=weights, with_profile=profile)
+    rows = _print_blocks(blocks, job, json_path)
+    if earlier is not None and rows:
+        for line in benchmark.slower(job.document(rows), earlier):
             typer.echo(line)
     if plot_path is not None and any(row.ms is not None for row in rows):
-        benchmark.plot(result, plot_path)
+        benchmark.plot(job.document(rows), plot_path)
     if any(row.status == "wrong" for row in rows):
         raise typer.Exit(1)
 
 
+def _job(
+    model: str | None,
+    sizes: str | None,
+    backends: str | None,
+    baselines: str | None,
+    dtype: str | None,
+    *,
+    rounds: int | None,
+    peak: float | None,
+    train: bool,
+    checkpointing: bool,
+) -> _Job:
+    """Fill in the defaults of this machine. Raises ValueError for options that do not exist or do not fit."""
+    if dtype is not None and dtype not in benchmark.DTYPES:
+        raise ValueError(f"unknown dtype {dtype}: choose one of {', '.join(benchmark.DTYPES)}")
+    if checkpointing and not train:
+        raise ValueError("--checkpointing needs --train: without gradients nothing is computed again")
+    device = benchmark.device_of_choice()
+    on_cpu = device.type == "cpu"
+    torch_dtype = benchmark.default_dtype(device) if dtype is None else benchmark.DTYPES[dtype]
+    if train:
+        backends = backends or ("auto" if on_cpu else "auto,auto+graph")
+    elif on_cpu and model is None:  # every backend takes a copy of the tower
+        backends = backends or "auto"
+    if not sizes:
+        default_sizes = TRAIN_SIZES if train else ",".join(benchmark.SIZES)
+        sizes = CPU_SIZE if on_cpu else default_sizes
+    if baselines is None:
+        baselines = TRAIN_BASELINES if train else "sdpa"
+    return _Job(
+        models=_split(model or (CPU_MODEL if on_cpu else MODELS)),
+        sizes=dict(benchmark.parse_size(size) for size in _split(sizes)),
+        attentions=None if backends is None else _split(backends),
+        baselines=_split(baselines),
+        dtype=torch_dtype,
+        rounds=rounds or (1 if on_cpu else 5),
+        peak=peak or benchmark.peak_of(device, torch_dtype),
+        train=train,
+        checkpointing=checkpointing,
+    )
+
+
+def _print_blocks(blocks: Iterator[list[benchmark.Row]], job: _Job, json_path: Path | None) -> list[benchmark.Row]:
+    """Print every block of rows as it is measured, and save all rows so far; return them."""
+    times = ", three times," if job.train else ""
+    floor = f"floor: all matrix FLOPs{times} at {job.peak:.4g} TFLOP/s" if job.peak else "no floor on a CPU"
+    typer.echo(f"{job.dtype_name}; {floor}")
+    rows: list[benchmark.Row] = []
+    output = sys.stdout
+    with redirect_stdout(sys.stderr):  # libraries may print when they are first used
+        for block in blocks:
+            is_known_model = bool(rows) and rows[-1].model == block[0].model
+            rows += block
+            for line in benchmark.lines(block, train=job.train, skipped=not is_known_model):
+                typer.echo(line, file=output)
+            if json_path is not None:  # after every block, so that a stopped run keeps its results
+                json_path.write_text(json.dumps(job.document(rows), indent=1, allow_nan=False) + "\n")
+    return rows
+
+
+def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
+    """Raise ValueError or ImportError for files that could not be written once all is measured."""
+    if plot_path is not None:
+        benchmark.require_matplotlib()
+    for path in (json_path, plot_path):
+        _check_writable(path)
+
+
 def _check_writable(path: Path | None) -> None:
-    """Raise ValueError for a file that could not be written when all is done."""
+    """Raise ValueError for a file that cannot be written."""
     if path is None:
         return
     folder = path.parent
@@ -224,27 +328,39 @@ def _check_writable(path: Path | None) -> None:
         raise ValueError(f"cannot write {path}: permission denied")
 
 
-def _read_result(path: Path, **same: Any) -> dict[str, Any]:
-    """What `bench --json` wrote of the same kind of work. Raises ValueError for anything else."""
+def _read_result(path: Path, job: _Job) -> dict[str, Any]:
+    """Read a file that `bench --json` wrote for the same kind of work. Raises ValueError for any other."""
+    kind: dict[str, str | bool] = {"dtype": job.dtype_name, "train": job.train, "checkpointing": job.checkpointing}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if all({"model", "size", "contender", "ms", "ms_high"} <= row.keys() for row in found["rows"]):
-            told = {key: found.get(key, False) for key in same}
-            if other := [f"{key} {told[key]}, not {value}" for key, value in same.items() if told[key] != value]:
-                raise ValueError(f"it is of {' and '.join(other)}")
-            return dict(found)
+        result = json.loads(path.read_text(encoding="utf-8"))
+        _check_result(result, kind)
+        return dict(result)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"expected a file that bench --json wrote, got {path}: {error}") from error
-    raise ValueError(f"expected a file that bench --json wrote, got {path}: its rows are of something else")
+        raise ValueError(f"cannot compare with {path}, which is not what bench --json wrote here: {error}") from error
 
 
-def _listed(names: str) -> list[str]:
+def _check_result(result: Any, kind: Mapping[str, str | bool]) -> None:
+    """Raise ValueError for a document of another kind, and other errors for what is no document."""
+    for row in result["rows"]:
+        if not {"model", "size", "contender", "ms", "ms_high"} <= row.keys():
+            raise ValueError("its rows hold something else")
+    differences = []
+    for key, value in kind.items():
+        stored = result.get(key, False)
+        if stored != value:
+            differences.append(f"{key} {stored}, not {value}")
+    if differences:
+        raise ValueError(f"it holds {' and '.join(differences)}")
+
+
+def _split(names: str) -> list[str]:
+    """Split at commas; leave out blanks."""
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """The user's mistakes as typer reports them."""
+    """Report the user's mistakes as typer does."""
     try:
         yield
     except (ValueError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""What runs on this machine, and whether it computes the right thing: the logic of `hf-vit-accel doctor`.
+"""Examines this machine for `hf-vit-accel doctor`: which backends run here, and whether their results are right.
 
 `T` packed rows, `H` heads, `D` head dim.
 """
@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby, product
 from typing import Literal, get_args
 
 import numpy as np
@@ -22,7 +21,7 @@ from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.window_attention import attention_reference
 
 LENGTHS = (1, 64, 64, 37, 200)
-"""Rows of the segments: a single one, two equal ones that stand together, and ones that fill no tile of a kernel."""
+"""Rows of the segments: a single row, two equal segments in a row, and lengths that fill no tile of a kernel."""
 HEADS = 4
 HEAD_DIMS = (64, 72, 80)
 DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
@@ -30,7 +29,7 @@ DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
 }
 BOUNDS: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Largest relative L2 error: a few times what rounding the weights and the result to the dtype costs."""
+"""Largest relative L2 error per dtype: a few times the error of rounding weights and results to it."""
 SEED = 20240229
 
 Status = Literal["usable", "unusable", "wrong", "unchecked"]
@@ -38,7 +37,14 @@ Status = Literal["usable", "unusable", "wrong", "unchecked"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One CUDA device. capability: "major.minor". memory: bytes."""
+    """A CUDA device.
+
+    Attributes:
+        index: torch's index of the device.
+        name: The name that its driver reports.
+        capability: Compute capability, "major.minor".
+        memory: Bytes in all.
+    """
 
     index: int
     name: str
@@ -48,7 +54,17 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One run of a backend. error: relative L2, None without a finite one. problem: None where it passed."""
+    """One run of a backend, compared with the reference.
+
+    Attributes:
+        device: Where it ran.
+        dtype: The dtype of its inputs.
+        head_dim: Values per head.
+        packed: Whether q, k and v were views of one projection.
+        bound: The largest relative L2 error that passes.
+        error: The relative L2 error; None if it is not finite, or the run raised.
+        problem: Why the check failed; None if it passed.
+    """
 
     device: str
     dtype: str
@@ -61,7 +77,14 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came out for one backend. reasons: everything that stands against running or checking it."""
+    """The verdict on one backend.
+
+    Attributes:
+        name: The backend's name.
+        status: "usable", "unusable", "wrong", or "unchecked" if it may run but was not run.
+        reasons: Why it cannot run, or was not checked.
+        checks: All runs of it.
+    """
 
     name: str
     status: Status
@@ -71,7 +94,15 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """What attention="auto" takes for each kind of layer; problem: why that could not be told, or None."""
+    """The backends that attention="auto" takes.
+
+    Attributes:
+        device: The device that was asked for.
+        dtype: The dtype that was asked for.
+        head_dim: Values per head.
+        layers: Kind of layer -> name of the backend.
+        problem: Why "auto" could not be resolved, or None.
+    """
 
     device: str
     dtype: str
@@ -82,7 +113,7 @@ class Auto:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that doctor found; its fields are the keys of `doctor --json`."""
+    """The result of `examine`; its fields are the keys of `doctor --json`."""
 
     ok: bool
     versions: Mapping[str, str | None]
@@ -95,20 +126,22 @@ class Report:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep torch to one CPU thread: for work this small, several on busy cores took 4.2 s instead of 0.08 s."""
-    threads = torch.get_num_threads()
+    """Limit torch to one CPU thread: several threads on busy cores took 4.2 s, one takes 0.08 s."""
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads_before)
 
 
 @_one_thread()
 def examine() -> Report:
-    """Ask the machine, run every backend of `backends.BACKENDS` that is usable on it, and resolve "auto"."""
+    """Probe the machine, run every backend of `backends.BACKENDS` that is usable on it, and resolve "auto"."""
     gpus, gpu_problem, best = _gpus()
-    devices = [torch.device("cpu")] + ([best] if best.type == "cuda" else [])
+    devices = [torch.device("cpu")]
+    if best.type == "cuda":
+        devices.append(best)
     lost: dict[torch.device, str] = {}
     verdicts = tuple(_examine_backend(backend, devices, lost) for backend in backends.BACKENDS)
     return Report(
@@ -123,7 +156,7 @@ def examine() -> Report:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
-    """The CUDA devices, why they cannot be used although torch sees them, and the device to run on."""
+    """Return the CUDA devices, why they cannot be used although torch sees them, and the device to run on."""
     if not machine.has_cuda():
         return (), None, torch.device("cpu")
     try:
@@ -137,39 +170,53 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
             for index in range(torch.cuda.device_count())
         )
         return gpus, None, torch.device("cuda", torch.cuda.current_device())
-    except Exception as error:  # a GPU that is full or taken exclusively: the rest can still be told
+    except Exception as error:  # a full GPU, or another process holds it; the report goes on without it
         return (), machine.one_line(error), torch.device("cpu")
 
 
 def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: dict[torch.device, str]) -> Verdict:
     """Run one backend on every device, dtype, head dim and layout that it takes.
 
-    lost: devices that no longer work and why; one on which this backend breaks everything is added.
+    Args:
+        backend: The backend.
+        devices: Where it may run.
+        lost: Device -> why it no longer works. A device on which this backend breaks everything is added.
     """
     try:
-        against = backend.reasons_against_machine()
+        reasons_against = backend.reasons_against_machine()
     except Exception as error:
         return Verdict(name=backend.name, status="wrong", reasons=(machine.one_line(error),), checks=())
-    if against:
-        return Verdict(name=backend.name, status="unusable", reasons=tuple(against), checks=())
+    if reasons_against:
+        return Verdict(name=backend.name, status="unusable", reasons=tuple(reasons_against), checks=())
     checks: list[Check] = []
-    reasons: dict[str, None] = {}  # in order, each once
-    cases = (case for at in devices for case in product([at], DTYPES[at.type], HEAD_DIMS, (False, True)))
-    for device, dtype, head_dim, packed in cases:
-        request = _request(device, dtype, head_dim, packed=packed)
+    reasons: list[str] = []
+    for request in _requests(devices):
         if backend.reasons_against(request):
             continue
+        device = request.device
         if device in lost:
-            reasons[lost[device]] = None
+            if lost[device] not in reasons:
+                reasons.append(lost[device])
             continue
-        checks.append(_check(backend, request))
-        if checks[-1].problem is not None and not _still_works(device):
+        check = _check(backend, request)
+        checks.append(check)
+        if check.problem is not None and not _still_works(device):
             lost[device] = f"{device} stopped working while {backend.name} ran; nothing more was run on it"
     if not checks and not reasons:
-        reasons["it takes none of the devices, dtypes and head dims that are checked"] = None
+        reasons.append("it takes none of the devices, dtypes and head dims that are checked")
     status: Status = "usable" if checks else "unchecked"
-    status = "wrong" if any(check.problem is not None for check in checks) else status
+    if any(check.problem is not None for check in checks):
+        status = "wrong"
     return Verdict(name=backend.name, status=status, reasons=tuple(reasons), checks=tuple(checks))
+
+
+def _requests(devices: Sequence[torch.device]) -> Iterator[Request]:
+    """Yield every case that is checked."""
+    for device in devices:
+        for dtype in DTYPES[device.type]:
+            for head_dim in HEAD_DIMS:
+                for packed in (False, True):
+                    yield _request(device, dtype, head_dim, packed=packed)
 
 
 def _request(device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool, kind: Kind = "full") -> Request:
@@ -179,16 +226,19 @@ def _request(device: torch.device, dtype: torch.dtype, head_dim: int, *, packed:
 
 
 def _check(backend: Backend, request: Request) -> Check:
-    """Run a backend once on random rows and compare; whatever it raises becomes the check's problem."""
-    bound, error, problem = BOUNDS[request.dtype], None, None
+    """Run a backend once on random rows and compare. An exception becomes the check's problem."""
+    bound = BOUNDS[request.dtype]
+    error: float | None = None
+    problem: str | None = None
     try:
         error = _relative_error(backend, request)
-        if not math.isfinite(error):
-            error, problem = None, "the result holds NaN or infinity"
-        elif error > bound:
-            problem = f"relative error {error:.1e}, at most {bound:.0e} is allowed"
     except Exception as raised:
         problem = machine.one_line(raised)
+    if error is not None and not math.isfinite(error):
+        error = None
+        problem = "the result holds NaN or infinity"
+    elif error is not None and error > bound:
+        problem = f"relative error {error:.1e}, at most {bound:.0e} is allowed"
     return Check(
         device=str(request.device),
         dtype=_name(request.dtype),
@@ -202,7 +252,10 @@ def _check(backend: Backend, request: Request) -> Check:
 
 @torch.no_grad()
 def _relative_error(backend: Backend, request: Request) -> float:
-    """|out - reference| / |reference| in L2; inputs are rounded to the dtype first, the reference is float64 on CPU."""
+    """Return |out - reference| / |reference| in L2.
+
+    Inputs are rounded to the dtype first. The reference runs in float64 on the CPU.
+    """
     generator = torch.Generator("cpu").manual_seed(SEED)
     shape = sum(LENGTHS), 3, request.heads, request.head_dim
     host_T3HD = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(request.dtype)
@@ -222,7 +275,7 @@ def _relative_error(backend: Backend, request: Request) -> float:
 
 
 def _still_works(device: torch.device) -> bool:
-    """Whether a device survived a failed check: after a fault in a kernel every later CUDA call fails too."""
+    """Return whether a device survived a failed check. After a fault in a kernel, every later CUDA call fails too."""
     try:
         return bool(torch.ones(1, device=device).item() == 1)
     except Exception:
@@ -230,9 +283,11 @@ def _still_works(device: torch.device) -> bool:
 
 
 def _resolve_auto(device: torch.device) -> Auto:
-    """What "auto" takes on the device, in bf16 on CUDA and fp32 on CPU, without gradients."""
-    dtype, head_dim = torch.bfloat16 if device.type == "cuda" else torch.float32, HEAD_DIMS[-1]
-    layers, problem = {}, None
+    """Resolve "auto" for a device, in bf16 on CUDA and fp32 on CPU, without gradients."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    head_dim = HEAD_DIMS[-1]
+    layers: dict[str, str] = {}
+    problem = None
     try:
         for kind in get_args(Kind):
             request = _request(device, dtype, head_dim, packed=True, kind=kind)
@@ -247,9 +302,27 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The report as plain text."""
+    """Yield the report as lines of plain text."""
+    yield from _machine_lines(report)
+    yield from _check_lines(report)
+    yield from _backend_lines(report.backends)
+
+    wrong = [verdict.name for verdict in report.backends if verdict.status == "wrong"]
+    yield from _auto_lines(report.auto, wrong)
+
+    yield "Result"
+    if wrong:
+        yield f"  wrong or crashed: {', '.join(wrong)}"
+    else:
+        yield "  every backend that was run agrees with the reference"
+    if report.gpu_problem is not None:
+        yield "  the GPU that is here cannot be used"
+
+
+def _machine_lines(report: Report) -> Iterator[str]:
+    """Yield versions and GPUs."""
     yield "Versions"
-    width = max(map(len, report.versions))
+    width = max(len(name) for name in report.versions)
     for name, version in report.versions.items():
         yield f"  {name:{width}}  {version or 'none'}"
 
@@ -262,43 +335,52 @@ def lines(report: Report) -> Iterator[str]:
         memory = f"{gpu.memory / 2**30:.1f} GiB"
         yield f"  cuda:{gpu.index}  {gpu.name}, compute capability {gpu.capability}, {memory}"
 
+
+def _check_lines(report: Report) -> Iterator[str]:
+    """Yield the devices, dtypes and sizes that backends were run with."""
     yield "Checked (each backend in what it takes; the largest relative L2 error allowed in parentheses)"
     for device, dtypes in report.devices.items():
         yield f"  {device:9}  " + ", ".join(f"{dtype} ({BOUNDS[getattr(torch, dtype)]:.0e})" for dtype in dtypes)
-    yield f"  segments   {', '.join(map(str, LENGTHS))} rows"
-    yield f"  head dims  {', '.join(map(str, HEAD_DIMS))}; {HEADS} heads; q, k, v separate and packed"
+    yield f"  segments   {', '.join(str(length) for length in LENGTHS)} rows"
+    head_dims = ", ".join(str(head_dim) for head_dim in HEAD_DIMS)
+    yield f"  head dims  {head_dims}; {HEADS} heads; q, k, v separate and packed"
 
+
+def _backend_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yield every backend's verdict, with its reasons and checks."""
     yield "Backends"
-    width = max(len(verdict.name) for verdict in report.backends)
-    for verdict in report.backends:
+    width = max(len(verdict.name) for verdict in verdicts)
+    for verdict in verdicts:
         yield f"  {verdict.name:{width}}  {'WRONG' if verdict.status == 'wrong' else verdict.status}"
-        yield from (f"    - {reason}" for reason in verdict.reasons)
-        for (device, dtype), group in groupby(verdict.checks, key=lambda check: (check.device, check.dtype)):
-            yield from (f"    {device:6}  {dtype:8}  {outcome}" for outcome in _outcomes(list(group)))
+        for reason in verdict.reasons:
+            yield f"    - {reason}"
+        groups: dict[tuple[str, str], list[Check]] = {}
+        for check in verdict.checks:
+            groups.setdefault((check.device, check.dtype), []).append(check)
+        for (device, dtype), checks in groups.items():
+            for outcome in _outcomes(checks):
+                yield f"    {device:6}  {dtype:8}  {outcome}"
 
-    auto, wrong = report.auto, [verdict.name for verdict in report.backends if verdict.status == "wrong"]
+
+def _auto_lines(auto: Auto, wrong: Sequence[str]) -> Iterator[str]:
+    """Yield the backends that "auto" takes, with a warning for wrong ones."""
     yield f'attention="auto" takes on {auto.device} in {auto.dtype}'
     if auto.problem is not None:
         yield f"  unknown: {auto.problem}"
     for kind, name in auto.layers.items():
-        yield f"  {kind + ' layers':13}  {name}{' (WRONG here, name another)' if name in wrong else ''}"
-
-    yield "Result"
-    if wrong:
-        yield f"  wrong or crashed: {', '.join(wrong)}"
-    else:
-        yield "  every backend that was run agrees with the reference"
-    if report.gpu_problem is not None:
-        yield "  the GPU that is here cannot be used"
+        warning = " (WRONG here, name another)" if name in wrong else ""
+        yield f"  {kind + ' layers':13}  {name}{warning}"
 
 
 def _outcomes(checks: Sequence[Check]) -> Iterator[str]:
-    """One line for all checks that passed, and one for each distinct problem with where it arose."""
+    """Yield one line for all checks that passed, and one for every distinct problem with the cases that had it."""
     errors = [check.error for check in checks if check.problem is None and check.error is not None]
     if errors:
         yield f"{len(errors)} of {len(checks)} passed, largest error {max(errors):.1e}"
-    where: dict[str, list[str]] = {}
+    cases_of: dict[str, list[str]] = {}
     for check in checks:
         if check.problem is not None:
-            where.setdefault(check.problem, []).append(f"{check.head_dim} {'packed' if check.packed else 'separate'}")
-    yield from (f"{problem} [head dim {', '.join(places)}]" for problem, places in where.items())
+            layout = "packed" if check.packed else "separate"
+            cases_of.setdefault(check.problem, []).append(f"{check.head_dim} {layout}")
+    for problem, cases in cases_of.items():
+        yield f"{problem} [head dim {', '.join(cases)}]"

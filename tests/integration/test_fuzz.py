@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from standins import ONE_TOWER, SMALL, alike
-from test_graphs import draw_grid
+from support.graphs import draw_grid
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 
 import hf_vit_accel

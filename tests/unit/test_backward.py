@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from standins import INTERPRETED
-from test_kernels import compile_for_hopper, draw, tables
+from support.kernels import compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 

@@ -29,7 +29,7 @@ from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.families import FAMILIES
 from hf_vit_accel.tools import bench, cli
-from hf_vit_accel.tools.bench import baselines, contenders, towers
+from hf_vit_accel.tools.bench import baselines, contenders, towers, verify
 from hf_vit_accel.tools.bench.measure import _time
 from hf_vit_accel.tools.bench.profile import part_of
 from hf_vit_accel.tools.bench.work import Errors, draw_batch, outputs_of, results
@@ -126,7 +126,7 @@ def test_sizes() -> None:
     assert bench.parse_size("1x64x64*2+8x36x64") == ("1x64x64*2+8x36x64", ((1, 64, 64), (1, 64, 64), (8, 36, 64)))
     assert bench.parse_size(" 16 x 512^2") == ("16 x 512²", ((1, 32, 32),) * 16)
     for wrong in ("", "64x64", "1x64x0", "1x64x64*0", "one 512²", "1x4x4+"):
-        with pytest.raises(ValueError, match="expected a size"):
+        with pytest.raises(ValueError, match="unknown size"):
             bench.parse_size(wrong)
 
 
@@ -321,18 +321,18 @@ def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--model", "no-such-model"), "expected a built-in shape"),
-        (("--model", "no-such/model"), "expected a built-in shape"),
+        (("--model", "no-such-model"), "unknown model 'no-such"),
+        (("--model", "no-such/model"), "unknown model 'no-such"),
         (("--backends", "flashinfer_cudnn"), "flashinfer_cudnn cannot run: "),
         (("--json", "no-such-folder/a.json"), "cannot write no-such-folder/a.json: there is no folder no-such-folder"),
         (("--json", "."), "cannot write .: it is a folder"),
         (("--plot", "no-such-folder/a.png"), "a.png|matplotlib"),
-        (("--sizes", "big"), "expected a size"),
+        (("--sizes", "big"), "unknown size"),
         (("--sizes", "1x3x4"), "multiples of the merge size"),
         (("--backends", "fast"), "expected attention to be one of"),
-        (("--baselines", "slow"), "expected baselines out of"),
-        (("--dtype", "int8"), "expected a dtype"),
-        (("--weights",), "expected a checkpoint's folder or hub id for its weights, got 'qwen3-vl-2b'"),
+        (("--baselines", "slow"), "unknown baselines slow: choose out of"),
+        (("--dtype", "int8"), "unknown dtype int8: choose one of bf16"),
+        (("--weights",), "'qwen3-vl-2b' has no weights to load: pass a checkpoint's folder"),
         (("--backends", "", "--baselines", ""), "nothing to time"),
     ],
 )
@@ -377,7 +377,8 @@ def test_an_error_near_its_bound_is_measured_in_more_batches(
 ) -> None:
     """A gradient of few numbers is not called wrong by chance, and not called right before it is."""
     module = sys.modules["hf_vit_accel.tools.bench.measure"]
-    judge, seen = module._judge, []
+    judge = verify.judge
+    seen: list[str] = []
 
     def judged(contender: Any, errors: Any, own: Any, tower: Any) -> Any:
         verdict = judge(contender, errors, own, tower)
@@ -385,7 +386,7 @@ def test_an_error_near_its_bound_is_measured_in_more_batches(
         near = contender.name == "auto" and seen.count("auto") < settles
         return replace(verdict, error=1.05 * verdict.bound) if near else verdict
 
-    monkeypatch.setattr(module, "_judge", judged)
+    monkeypatch.setattr(verify, "judge", judged)
     monkeypatch.setattr(module, "_time", lambda steps, *args, **kwargs: {name: [1.0] for name in steps})
     tower = tiny.tower_of(tiny.TINY["qwen2_vl"].build()).to(torch.bfloat16).requires_grad_(True)
     chosen = contenders.choose(tower, ["auto"], ["sdpa"])
@@ -423,7 +424,7 @@ def test_checkpointing(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_pa
     timed = module._time
 
     def counted(steps: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        assert all(step.args[0].tower.is_gradient_checkpointing for step in steps.values())
+        assert all(step.run.tower.is_gradient_checkpointing for step in steps.values())
         again.extend(steps)
         return timed(steps, *args, **kwargs)
 
@@ -432,7 +433,7 @@ def test_checkpointing(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_pa
     assert command("--train", *options, "--json", tmp_path / "r.json").exit_code == 0
     assert again == ["stock sdpa", "auto"] and json.loads((tmp_path / "r.json").read_text())["checkpointing"] is True
     refused = command(*options)
-    assert refused.exit_code == 2 and "expected --train with --checkpointing" in refused.output
+    assert refused.exit_code == 2 and "--checkpointing needs --train" in refused.output
 
 
 def test_the_defaults_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,7 +611,7 @@ def test_the_published_measurements_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     bench.plot(json.loads(MEASURED.read_text()), tmp_path / "towers.png")
     assert (tmp_path / "towers.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="at least one contender"):
+    with pytest.raises(ValueError, match="nothing to draw"):
         bench.plot({"rows": []}, tmp_path / "none.png")
 
 
@@ -682,7 +683,7 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     tower = bench.build_tower(str(tmp_path), torch.device("cpu"), torch.float32, weights=True)
     loaded, saved = tower.state_dict(), tiny.tower_of(model).state_dict()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-    with pytest.raises(ValueError, match="for its weights"):
+    with pytest.raises(ValueError, match="cannot load weights"):
         bench.build_tower("qwen3-vl-8b", torch.device("cpu"), torch.float32, weights=True)
 
 

@@ -380,7 +380,7 @@ def _replays(rank: int, patch: Any) -> None:
 
 
 def test_each_rank_replays_its_share(references: Any, on_cpu: Any, on_ranks: Any) -> None:
-    from test_graphs import patch
+    from support.graphs import patch
 
     on_ranks(_replays, 2, patch)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from standins import INTERPRETED
+from support.kernels import compile_for_hopper, draw, tables
 from tiny import relative_error
 
 from hf_vit_accel.ops import launch
@@ -63,23 +64,12 @@ def where(test: Any) -> Any:
     return pytest.mark.parametrize("at", cases)(test)
 
 
-def draw(*shape: int, at: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype or at["dtype"]).to(at["device"])
-
-
 def check(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
     """As near to exact arithmetic as the reference is (which rounds as stock does), element for element nearly all."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     bound = max(1.05 * relative_error(expected, exact), 0.02 * torch.finfo(found.dtype).eps)
     assert relative_error(found, exact) <= bound
     assert float((found != expected).float().mean()) < 0.01
-
-
-def tables(rows: int, dim: int, at: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    half = 50 * draw(rows, dim // 2, at=at, dtype=torch.float32)
-    angles = torch.cat([half, half], dim=-1)
-    return angles.cos(), angles.sin()
 
 
 @where
@@ -643,25 +633,3 @@ def test_a_kernel_is_looked_up_again_where_it_may_be_another(monkeypatch: pytest
         assert again(x, y, 5, 1e-6, **(constants | {name: 8}))
     device = 1
     assert again(x, y, 5, 1e-6, **constants)
-
-
-def compile_for_hopper(
-    module: str,
-    kernel: str,
-    arguments: str,
-    constants: dict[str, Any],
-    options: dict[str, Any] | None = None,
-    capability: int = 90,
-) -> Any:
-    """A kernel of an operation, compiled: its arguments as "name:type ...", its constants by name."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = getattr(importlib.import_module(f"hf_vit_accel.{module}"), kernel)
-    types = dict(argument.split(":") for argument in arguments.split()) | dict.fromkeys(constants, "constexpr")
-    assert list(types) == list(function.arg_names)
-    values = {(list(types).index(constant),): value for constant, value in constants.items()}
-    source = ASTSource(fn=function, signature=types, constexprs=values)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.asm["cubin"]
-    return compiled

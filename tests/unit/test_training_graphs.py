@@ -1,7 +1,6 @@
-"""Graphs of forward and backward, without a GPU: the recorder replays by running again, on poisoned buffers.
+"""The graphs of training steps without a GPU: the recorder replays by running again, on poisoned buffers.
 
-What is asked: gradients are stock's whatever a program does between a forward and its backward. On a GPU: the same with
-real captures.
+Gradients must be stock's whatever a program does between a forward and its backward. On a GPU the captures are real.
 """
 
 from __future__ import annotations
@@ -10,209 +9,224 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from standins import TOWERS
+from standins import TOWERS, Recorder
+from support.graphs import Grid, patch_training
 from tiny import TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig
+from hf_vit_accel.graphs import step as step_module
 from hf_vit_accel.graphs import store
-from hf_vit_accel.graphs import training as training_module
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.tower.state import state_of
 
-Grid = list[tuple[int, int, int]]
 CONFIG = GraphConfig(max_tokens=128, exact_after=1)
-SMALL, LARGE, VIDEO = [(1, 6, 8)], [(1, 4, 6), (1, 8, 8)], [(2, 6, 4), (1, 2, 2)]
+SMALL: Grid = [(1, 6, 8)]
+LARGE: Grid = [(1, 4, 6), (1, 8, 8)]
+VIDEO: Grid = [(2, 6, 4), (1, 2, 2)]
 LAYOUTS: list[Grid] = [SMALL, LARGE, VIDEO]
 
-
-def patch(tower: Any, config: GraphConfig = CONFIG, **kwargs: Any) -> Any:
-    """Patch with graphs; before each use what it must write is spoilt. Returns the runner."""
-    hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
-    runner, make = state_of(tower).training, store.CudaRecorder
-
-    def poisoned() -> list[torch.Tensor]:
-        last = runner._last and runner._last()
-        steps = list(runner._graphs.values())
-        buffers = [each for step in steps for each in (*step.incoming, *step.gradients) if each is not None]
-        # The pixels of a call whose backward is to come are still needed.
-        return [each.detach() for each in buffers + [s.pixels_TP for s in steps if last is None]]
-
-    def recorder(device: torch.device) -> Any:
-        made = make(device)
-        made.poisoned = poisoned
-        return made
-
-    store.CudaRecorder = recorder  # type: ignore[misc,assignment]  # put back by the fixture
-    return runner
+Tensors = list[torch.Tensor]
+Gradients = dict[str, torch.Tensor | None]
 
 
-def grown(tower: Any) -> dict[str, torch.Tensor | None]:
-    """The gradient of every parameter, taken off."""
-    found = {name: parameter.grad for name, parameter in tower.named_parameters()}
-    tower.zero_grad(set_to_none=True)
-    return found
+class Pair(NamedTuple):
+    """A stock tower, and one like it that the test patches."""
+
+    stock: nn.Module
+    tower: nn.Module
 
 
-def weighted(outputs: list[torch.Tensor], seed: int, among: Callable[[int], bool] = bool) -> torch.Tensor:
-    """A loss of outputs; `among`: by their index, by default all but the first, as models use them."""
+@pytest.fixture(params=TOWERS)
+def pair(request: pytest.FixtureRequest, on_cpu: type[Recorder]) -> Pair:
+    """A pair of every family."""
+    return pair_of(request.param)
+
+
+@pytest.fixture
+def one_pair(on_cpu: type[Recorder]) -> Pair:
+    """A pair of one family, for behaviour that families share."""
+    return pair_of("qwen3_vl")
+
+
+def pair_of(family: str) -> Pair:
+    model = TINY[family].build()
+    return Pair(tower_of(model), tower_of(copy.deepcopy(model)))
+
+
+def patch(tower: nn.Module, config: GraphConfig = CONFIG, **kwargs: object) -> TrainingRunner:
+    """Patch with training graphs whose buffers are poisoned; return the runner."""
+    return patch_training(tower, config, **kwargs)
+
+
+def forward(tower: nn.Module, grid: Grid, seed: int = 0) -> Tensors:
+    """Run a forward on random pixels."""
+    weight = tower.patch_embed.proj.weight
+    pixels = pixels_for(tower, grid, seed, device=weight.device, dtype=weight.dtype)
+    return outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))
+
+
+def loss_of(outputs: Tensors, seed: int, uses: Callable[[int], bool] = bool) -> torch.Tensor:
+    """Sum randomly weighted outputs. uses: whether an index counts; by default all but the first, as in models."""
     generator = torch.Generator().manual_seed(seed)
     terms = []
     for index, output in enumerate(outputs):
         weight = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
-        if among(index):
+        if uses(index):
             terms.append((output * weight).sum())
     return torch.stack(terms).sum()
 
 
-def forward(tower: Any, grid: Grid, seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
-    weight = tower.patch_embed.proj.weight
-    pixels = pixels_for(tower, grid, seed, device=weight.device, dtype=weight.dtype)
-    return outputs_of(tower(pixels, grid_thw=torch.tensor(grid), **kwargs))
+def take_gradients(tower: nn.Module) -> Gradients:
+    """Return the gradient of every parameter, and clear them."""
+    gradients = {name: parameter.grad for name, parameter in tower.named_parameters()}
+    tower.zero_grad(set_to_none=True)
+    return gradients
 
 
-def step(tower: Any, grid: Grid, seed: int = 0, **kwargs: Any) -> dict[str, torch.Tensor | None]:
-    weighted(forward(tower, grid, seed), seed, **kwargs).backward()
-    return grown(tower)
+def train(tower: nn.Module, grid: Grid, seed: int = 0, uses: Callable[[int], bool] = bool) -> Gradients:
+    """Run a forward and backward; return the gradients."""
+    loss_of(forward(tower, grid, seed), seed, uses).backward()
+    return take_gradients(tower)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], bound: float = 1e-4) -> None:
-    """Gradients where stock has one, none elsewhere, and near."""
-    assert {name for name, each in found.items() if each is None} == {n for n, each in expected.items() if each is None}
-    for name, each in found.items():
-        if each is not None:
-            assert relative_error(each, expected[name]) < bound or float(expected[name].abs().max()) < 1e-6, name
+def assert_same(gradients: Gradients, expected: Gradients, bound: float = 1e-4) -> None:
+    """Check that gradients are near stock's, and None where stock's are."""
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        stock_gradient = expected[name]
+        assert (gradient is None) == (stock_gradient is None), name
+        if gradient is not None and float(stock_gradient.abs().max()) >= 1e-6:
+            assert relative_error(gradient, stock_gradient) < bound, name
 
 
-@pytest.fixture(params=TOWERS)
-def pair(request: Any, on_cpu: Any) -> Iterator[tuple[Any, Any]]:
-    """A stock tower and one like it, to be patched."""
-    model = TINY[request.param].build()
-    yield tower_of(model), tower_of(copy.deepcopy(model))
+def compare(pair: Pair, run: Callable[[nn.Module], Gradients | None]) -> None:
+    """Run the same on both towers and compare the gradients: those that it returns, and the parameters'."""
+    results = []
+    for tower in pair:
+        returned = run(tower) or {}
+        results.append(take_gradients(tower) | returned)
+    expected, gradients = results
+    assert_same(gradients, expected)
 
 
-@pytest.fixture
-def one(on_cpu: Any) -> tuple[Any, Any]:
-    """The same of one family, where families do not differ."""
-    model = TINY["qwen3_vl"].build()
-    return tower_of(model), tower_of(copy.deepcopy(model))
+def assert_equal(tensors: Tensors, expected: Tensors) -> None:
+    """Check that tensors are equal bit for bit."""
+    for tensor, other in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, other)
 
 
 # --- steps as programs make them --------------------------------------------------------------------------------------
 
 
-def test_steps_of_several_layouts(pair: Any) -> None:
-    """New pixels each time, weights that an optimiser changes in place, the graphs' buffers spoilt between."""
-    _stock, tower = pair
-    runner = patch(tower, strict=True)
-    optimisers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in pair]
+def test_steps_of_several_layouts(pair: Pair) -> None:
+    """Every step has new pixels, weights that an optimiser changed in place, and poisoned buffers."""
+    runner = patch(pair.tower, strict=True)
+    optimisers = [torch.optim.SGD(tower.parameters(), lr=1e-3) for tower in pair]
     for seed, grid in enumerate(itertools.islice(itertools.cycle(LAYOUTS), 9)):
-        losses = []
-        for each in pair:
-            losses.append(weighted(forward(each, grid, seed), seed))
-            losses[-1].backward()
+        losses = [loss_of(forward(tower, grid, seed), seed) for tower in pair]
         assert relative_error(losses[1], losses[0]) < 1e-4
-        kept = [{name: p.grad.clone() for name, p in each.named_parameters() if p.grad is not None} for each in pair]
-        assert_same(kept[1], kept[0])
+        for loss in losses:
+            loss.backward()
+        stock_gradients, gradients = (
+            {name: parameter.grad for name, parameter in tower.named_parameters()} for tower in pair
+        )
+        assert_same(gradients, stock_gradients)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad()
-    told = hf_vit_accel.status(tower).towers[0].training
-    # The first step told which outputs gradients are given for; from then on they are all replayed.
-    assert told.replays == 9 and not told.eager and told.captures == 4
+    status = hf_vit_accel.status(pair.tower).towers[0].training
+    # The first step showed which outputs the loss uses; from then on all steps are replayed.
+    assert status.replays == 9 and not status.eager and status.captures == 4
     assert runner._used[0] is False and all(runner._used[1:])
-    assert "training" in str(hf_vit_accel.status(tower))
+    assert "training" in str(hf_vit_accel.status(pair.tower))
 
 
-def test_which_outputs_have_gradients_may_change(pair: Any) -> None:
+def test_the_loss_may_use_other_outputs(pair: Pair) -> None:
     """A parameter that a loss does not reach has no gradient, not one of zeros."""
-    stock, tower = pair
-    patch(tower)
-    count = len(forward(stock, SMALL))
-    for seed, among in enumerate([bool, bool, lambda i: i == 0, lambda i: True, lambda i: i == count - 1, bool] * 2):
-        assert_same(step(tower, SMALL, seed, among=among), step(stock, SMALL, seed, among=among))
-    assert state_of(tower).training.status().replays
+    runner = patch(pair.tower)
+    last = len(forward(pair.stock, SMALL)) - 1
+    choices = [bool, bool, lambda index: index == 0, lambda index: True, lambda index: index == last, bool]
+    for seed, uses in enumerate(choices * 2):
+        assert_same(train(pair.tower, SMALL, seed, uses), train(pair.stock, SMALL, seed, uses))
+    assert runner.status().replays
 
 
-def test_what_is_trained_may_change(pair: Any) -> None:
-    stock, tower = pair
-    patch(tower)
-
-    def freeze(part: str) -> None:
-        for each in pair:
-            for name, parameter in each.named_parameters():
-                parameter.requires_grad_(part in name)
-
+def test_other_parameters_may_be_trained(pair: Pair) -> None:
+    patch(pair.tower)
     for seed, part in enumerate(["", "blocks.1", "merger", "merger", "patch_embed", "bias", "bias", ""]):
-        freeze(part)
-        assert_same(step(tower, LARGE, seed), step(stock, LARGE, seed))
+        for tower in pair:
+            for name, parameter in tower.named_parameters():
+                parameter.requires_grad_(part in name)
+        assert_same(train(pair.tower, LARGE, seed), train(pair.stock, LARGE, seed))
 
 
-def test_gradients_of_pixels(pair: Any) -> None:
-    _stock, tower = pair
-    patch(tower, strict=True)
-    for frozen in (False, True, True):
-        found = []
-        for each in pair:
-            each.requires_grad_(not frozen)
-            pixels = pixels_for(each, LARGE, 3).double().requires_grad_()
-            weighted(outputs_of(each(pixels.float(), grid_thw=torch.tensor(LARGE))), 5).backward()
-            found.append(grown(each) | {"pixels": pixels.grad})
-        assert found[1]["pixels"].dtype == torch.float64
-        assert_same(found[1], found[0])
-    runner = state_of(tower).training
+def test_gradients_of_pixels(pair: Pair) -> None:
+    runner = patch(pair.tower, strict=True)
+
+    def run(tower: nn.Module) -> Gradients:
+        pixels = pixels_for(tower, LARGE, 3).double().requires_grad_()
+        loss_of(outputs_of(tower(pixels.float(), grid_thw=torch.tensor(LARGE))), 5).backward()
+        assert pixels.grad.dtype == torch.float64
+        return {"pixels": pixels.grad}
+
+    for is_frozen in (False, True, True):
+        for tower in pair:
+            tower.requires_grad_(not is_frozen)
+        compare(pair, run)
     assert runner.status().replays == 3
-    assert not any(each.pixels_TP.requires_grad for each in runner._graphs.values()), "a buffer holds a graph"
+    assert not any(step.pixels_TP.requires_grad for step in runner._graphs.values()), "a buffer holds a graph"
 
 
-def test_gradients_are_added_up_and_never_overwritten(one: Any) -> None:
-    stock, tower = one
+def test_gradients_are_added_up_and_never_overwritten(one_pair: Pair) -> None:
+    stock, tower = one_pair
     patch(tower)
     for seed in range(3):
-        for each in one:
-            weighted(forward(each, SMALL, seed), seed).backward()
-    first, expected = grown(tower), grown(stock)
-    assert_same(first, expected)
+        for either in one_pair:
+            loss_of(forward(either, SMALL, seed), seed).backward()
+    gradients = take_gradients(tower)
+    expected = take_gradients(stock)
+    assert_same(gradients, expected)
     outputs = forward(tower, SMALL, 7)
-    copies = [each.detach().clone() for each in outputs]
-    weighted(outputs, 7).backward()
-    grown(tower)
-    step(tower, SMALL, 8)
-    assert_same(first, expected)
-    assert all(map(torch.equal, outputs, copies)), "what a call returned is its caller's"
+    copies = [output.detach().clone() for output in outputs]
+    loss_of(outputs, 7).backward()
+    take_gradients(tower)
+    train(tower, SMALL, 8)
+    assert_same(gradients, expected)
+    assert_equal(outputs, copies)
 
 
-def test_two_forwards_before_their_backwards(one: Any) -> None:
-    """As the halves of a contrastive batch: the second one runs eagerly, and so do their gradients come right."""
-    stock, tower = one
-    runner = patch(tower, strict=True)
-    step(tower, SMALL), step(tower, SMALL)
+def test_two_forwards_before_their_backwards(one_pair: Pair) -> None:
+    """The halves of a contrastive batch: the second forward runs eagerly, and all gradients are right."""
+    runner = patch(one_pair.tower, strict=True)
+    for _ in range(2):
+        train(one_pair.tower, SMALL)
     for order in (1, -1):
-        found = []
-        for each in (tower, stock):
-            losses = [weighted(forward(each, grid, seed), seed) for seed, grid in enumerate([SMALL, SMALL, LARGE])]
+
+        def run(tower: nn.Module, order: int = order) -> None:
+            losses = [loss_of(forward(tower, grid, seed), seed) for seed, grid in enumerate([SMALL, SMALL, LARGE])]
             for loss in losses[::order]:
                 loss.backward()
-            found.append(grown(each))
-        assert_same(*found)
+
+        compare(one_pair, run)
     assert runner.status().eager == {"the gradients of an earlier call are still to come": 4}
     assert runner.status().replays == 4
 
 
-def test_a_forward_without_a_backward_stands_in_nobodys_way(one: Any) -> None:
-    stock, tower = one
+def test_a_forward_without_a_backward_does_not_block_the_next(one_pair: Pair) -> None:
+    stock, tower = one_pair
     runner = patch(tower, strict=True)
-    step(tower, SMALL)
+    train(tower, SMALL)
     gc.disable()
     try:
         for seed in range(3):
@@ -222,191 +236,206 @@ def test_a_forward_without_a_backward_stands_in_nobodys_way(one: Any) -> None:
             assert call() is None, "kept by a cycle"
     finally:
         gc.enable()
-    assert_same(step(tower, SMALL, 5), step(stock, SMALL, 5))
+    assert_same(train(tower, SMALL, 5), train(stock, SMALL, 5))
     assert not runner.status().eager
 
 
-def test_a_retained_graph(one: Any) -> None:
-    """Its second backward finds the memory of the first one written to."""
-    _stock, tower = one
-    patch(tower)
-    step(tower, SMALL)
-    for again in (False, True):
-        found = []
-        for each in one:
-            loss = weighted(forward(each, SMALL, 3), 3)
-            loss.backward(retain_graph=True)
-            if again:
-                step(each, SMALL, 4)
-            loss.backward()
-            found.append(grown(each))
-        assert_same(found[1], found[0])
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_a_retained_graph(one_pair: Pair, is_overwritten: bool) -> None:
+    """The second backward is computed again: the first one, or another step, wrote to the memory of its forward."""
+    patch(one_pair.tower)
+    train(one_pair.tower, SMALL)
+
+    def run(tower: nn.Module) -> None:
+        loss = loss_of(forward(tower, SMALL, 3), 3)
+        loss.backward(retain_graph=True)
+        if is_overwritten:
+            train(tower, SMALL, 4)
+        loss.backward()
+
+    compare(one_pair, run)
 
 
 @pytest.mark.parametrize(
-    "between", ["closed", "repatched", "unpatched", "another layout", "no gradients", "weights move"]
+    "event", ["closed", "repatched", "unpatched", "another layout", "no gradients", "weights move"]
 )
-def test_what_happens_between_forward_and_backward(one: Any, between: str) -> None:
-    _stock, tower = one
-    patch(tower)
-    step(tower, SMALL), step(tower, LARGE)
-    found = []
-    for each in one:
-        losses = [weighted(forward(each, SMALL, 3), 3)]
-        if between == "closed" and each is tower:
+def test_events_between_forward_and_backward(one_pair: Pair, event: str) -> None:
+    patch(one_pair.tower)
+    train(one_pair.tower, SMALL)
+    train(one_pair.tower, LARGE)
+
+    def run(tower: nn.Module) -> None:
+        losses = [loss_of(forward(tower, SMALL, 3), 3)]
+        if event == "closed" and tower is one_pair.tower:
             state_of(tower).close()
-        elif between == "repatched" and each is tower:
+        elif event == "repatched" and tower is one_pair.tower:
             hf_vit_accel.patch(tower, cuda_graphs=True)
-        elif between == "unpatched" and each is tower:
+        elif event == "unpatched" and tower is one_pair.tower:
             hf_vit_accel.unpatch(tower)
-        elif between == "another layout":
-            losses.append(weighted(forward(each, LARGE, 1), 1))
-        elif between == "no gradients":
+        elif event == "another layout":
+            losses.append(loss_of(forward(tower, LARGE, 1), 1))
+        elif event == "no gradients":
             with torch.no_grad():
-                forward(each, SMALL, 9), forward(each, LARGE, 9)
-        elif between == "weights move":  # with the same values, and a call that notices
-            for parameter in each.parameters():
+                forward(tower, SMALL, 9)
+                forward(tower, LARGE, 9)
+        elif event == "weights move":  # with the same values, and a call that notices
+            for parameter in tower.parameters():
                 parameter.data = parameter.data.clone()
-            losses.append(weighted(forward(each, LARGE, 1), 1))
+            losses.append(loss_of(forward(tower, LARGE, 1), 1))
         torch.stack(losses).sum().backward()
-        found.append(grown(each))
-    assert_same(found[1], found[0])
+
+    compare(one_pair, run)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_weights_that_change_before_the_backward_raise_as_in_stock(one: Any, frozen: bool) -> None:
-    """Gradients go through frozen ones, too; a graph would read them as they are now."""
-    for each in one:
-        each.blocks[0].attn.qkv.weight.requires_grad_(not frozen)
-    runner = patch(one[1])
-    step(one[1], SMALL), step(one[1], SMALL)
-    spoil_replays(runner)
-    for each in one:
-        loss = weighted(forward(each, SMALL), 0)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_weights_that_change_before_the_backward_raise_as_in_stock(one_pair: Pair, is_frozen: bool) -> None:
+    """Gradients go through frozen weights, too; a graph would read them as they are now."""
+    for tower in one_pair:
+        tower.blocks[0].attn.qkv.weight.requires_grad_(not is_frozen)
+    runner = patch(one_pair.tower)
+    for _ in range(2):
+        train(one_pair.tower, SMALL)
+    forbid_replays(runner)
+    for tower in one_pair:
+        loss = loss_of(forward(tower, SMALL), 0)
         with torch.no_grad():
-            each.blocks[0].attn.qkv.weight.mul_(2)
+            tower.blocks[0].attn.qkv.weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
-def spoil_replays(runner: Any) -> None:
-    """Backward graphs must not be replayed from here on."""
-    for step_ in runner._graphs.values():
-        step_.backward = partial(pytest.fail, "replayed")
+def forbid_replays(runner: TrainingRunner) -> None:
+    """Fail the test if a backward graph is replayed from here on."""
+    for step in runner._graphs.values():
+        step.backward = lambda: pytest.fail("replayed")
 
 
-def test_pixels_of_inference_mode(one: Any) -> None:
-    """They cannot be saved for a gradient; a frozen embedding needs none of them."""
-    patch(one[1])
+def test_pixels_of_inference_mode(one_pair: Pair) -> None:
+    """Autograd cannot save them; a frozen embedding needs none of them."""
+    patch(one_pair.tower)
     with torch.inference_mode():
-        pixels = pixels_for(one[1], SMALL)
+        pixels = pixels_for(one_pair.tower, SMALL)
+    for tower in one_pair:
+        tower.patch_embed.requires_grad_(False)
+
+    def run(tower: nn.Module) -> None:
+        loss_of(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL))), 0).backward()
+
     for _ in range(3):
-        found = []
-        for each in one:
-            each.patch_embed.requires_grad_(False)
-            weighted(outputs_of(each(pixels, grid_thw=torch.tensor(SMALL))), 0).backward()
-            found.append(grown(each))
-        assert_same(found[1], found[0])
+        compare(one_pair, run)
 
 
-@pytest.mark.parametrize("how", ["moved", "replaced"])
-def test_a_graph_whose_weights_moved_before_the_backward_is_not_replayed(one: Any, how: str) -> None:
-    """It would read where they were (frozen ones, too), though no call came that could have noticed."""
-    for each in one:
-        each.blocks[0].requires_grad_(False)
-    runner = patch(one[1])
-    step(one[1], SMALL), step(one[1], SMALL)
-    if how == "moved":
-        spoil_replays(runner)
-    found = []
-    for each in one:
-        loss, kept = weighted(forward(each, SMALL), 0), dict(each.named_parameters())
-        for linear in (each.blocks[0].attn.qkv, each.blocks[1].attn.qkv):
-            if how == "moved":
+@pytest.mark.parametrize("change", ["moved", "replaced"])
+def test_weights_that_move_before_the_backward(one_pair: Pair, change: str) -> None:
+    """A backward graph would read the former memory (of frozen weights, too), though no call could notice."""
+    for tower in one_pair:
+        tower.blocks[0].requires_grad_(False)
+    runner = patch(one_pair.tower)
+    for _ in range(2):
+        train(one_pair.tower, SMALL)
+    if change == "moved":
+        forbid_replays(runner)
+    gradients = []
+    for tower in one_pair:
+        loss = loss_of(forward(tower, SMALL), 0)
+        parameters = dict(tower.named_parameters())
+        for linear in (tower.blocks[0].attn.qkv, tower.blocks[1].attn.qkv):
+            if change == "moved":
                 linear.weight.data = linear.weight.data.clone()
-            else:  # a gradient goes to the one that was there
+            else:  # the gradient belongs to the former parameter
                 linear.weight = nn.Parameter(torch.zeros_like(linear.weight))
         loss.backward(retain_graph=True)
         loss.backward()
-        found.append({name: parameter.grad for name, parameter in kept.items()})
-    assert_same(found[1], found[0])
+        gradients.append({name: parameter.grad for name, parameter in parameters.items()})
+    assert_same(gradients[1], gradients[0])
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["replayed", "computed anew"])
-@pytest.mark.parametrize("what", ["frozen", "hooked"])
-def test_parameters_that_are_frozen_or_hooked_before_the_backward(one: Any, what: str, again: bool) -> None:
-    """A frozen one gets no gradient, a hook is called as often as in stock."""
-    patch(one[1])
-    step(one[1], SMALL), step(one[1], SMALL)
-    found, calls = [], []
-    for each in one:
-        loss = weighted(forward(each, SMALL), 0)
-        if again:
+@pytest.mark.parametrize("is_second", [False, True], ids=["replayed", "computed again"])
+@pytest.mark.parametrize("change", ["frozen", "hooked"])
+def test_parameters_that_are_frozen_or_hooked_before_the_backward(one_pair: Pair, change: str, is_second: bool) -> None:
+    """A frozen parameter gets no gradient; a hook is called as often as in stock."""
+    patch(one_pair.tower)
+    for _ in range(2):
+        train(one_pair.tower, SMALL)
+    hooked: list[nn.Module] = []
+
+    def run(tower: nn.Module) -> None:
+        def double(gradient: torch.Tensor) -> torch.Tensor:
+            hooked.append(tower)
+            return gradient * 2
+
+        loss = loss_of(forward(tower, SMALL), 0)
+        if is_second:
             loss.backward(retain_graph=True)
-        if what == "frozen":
-            each.blocks[1].requires_grad_(False)
+        if change == "frozen":
+            tower.blocks[1].requires_grad_(False)
         else:
-            each.blocks[1].attn.qkv.weight.register_hook(lambda grad: calls.append(1) or grad * 2)
+            tower.blocks[1].attn.qkv.weight.register_hook(double)
         loss.backward()
-        found.append(grown(each))
-    assert_same(found[1], found[0])
-    assert len(calls) == (2 if what == "hooked" else 0)
+
+    compare(one_pair, run)
+    assert hooked == (list(one_pair) if change == "hooked" else [])
 
 
-def test_a_parameter_of_two_layers_has_one_gradient(one: Any) -> None:
-    for each in one:
-        each.blocks[1].attn.qkv.weight = each.blocks[0].attn.qkv.weight
-    stock, tower = one
+def test_a_parameter_of_two_layers_has_one_gradient(one_pair: Pair) -> None:
+    stock, tower = one_pair
+    for either in one_pair:
+        either.blocks[1].attn.qkv.weight = either.blocks[0].attn.qkv.weight
     runner = patch(tower, strict=True)
     for seed in range(3):
-        assert_same(step(tower, SMALL, seed), step(stock, SMALL, seed))
-        loss = weighted(forward(tower, SMALL, seed), seed)
-        for _ in range(2):  # computed anew, too
-            grown(tower)
+        expected = train(stock, SMALL, seed)
+        assert_same(train(tower, SMALL, seed), expected)
+        loss = loss_of(forward(tower, SMALL, seed), seed)
+        for _ in range(2):  # replayed, and computed again
+            take_gradients(tower)
             loss.backward(retain_graph=True)
-        assert_same(grown(tower), step(stock, SMALL, seed))
+        assert_same(take_gradients(tower), expected)
     assert runner.status().replays == 6
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_as_a_whole(one: Any, reentrant: bool) -> None:
-    """A forward that is run again for its gradient must save what it saved."""
-    _stock, tower = one
-    runner = patch(tower, strict=reentrant)
-    step(tower, SMALL)
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpointed_tower(one_pair: Pair, is_reentrant: bool) -> None:
+    """A forward that checkpointing runs again must save as many tensors as before."""
+    runner = patch(one_pair.tower, strict=is_reentrant)
+    train(one_pair.tower, SMALL)
     for seed in range(3):
-        found = []
-        for each in one:
-            pixels = pixels_for(each, SMALL, seed).requires_grad_()
-            run = partial(lambda each, p: tuple(outputs_of(each(p, grid_thw=torch.tensor(SMALL)))), each)
-            weighted(list(checkpoint(run, pixels, use_reentrant=reentrant)), seed).backward()
-            found.append(grown(each) | {"pixels": pixels.grad})
-        assert_same(found[1], found[0])
-    assert (runner.status().replays > 1) == reentrant
+
+        def run(tower: nn.Module, seed: int = seed) -> Gradients:
+            def checkpointed(pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return tuple(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL))))
+
+            pixels = pixels_for(tower, SMALL, seed).requires_grad_()
+            outputs = checkpoint(checkpointed, pixels, use_reentrant=is_reentrant)
+            loss_of(list(outputs), seed).backward()
+            return {"pixels": pixels.grad}
+
+        compare(one_pair, run)
+    assert (runner.status().replays > 1) == is_reentrant
 
 
-def test_hooks_of_others(one: Any) -> None:
-    stock, tower = one
+def test_third_party_hooks_run_eagerly(one_pair: Pair) -> None:
+    stock, tower = one_pair
     runner = patch(tower)
-    step(tower, SMALL)
-    calls, weight = [], tower.blocks[0].attn.qkv.weight
-    handle = weight.register_hook(lambda grad: calls.append(1) or grad * 2)
-    expected = step(stock, SMALL, 1)
-    found = step(tower, SMALL, 1)
+    train(tower, SMALL)
+    calls = []
+    weight = tower.blocks[0].attn.qkv.weight
+    handle = weight.register_hook(lambda gradient: calls.append("gradient") or gradient * 2)
+    expected = train(stock, SMALL, 1)
+    gradients = train(tower, SMALL, 1)
     handle.remove()
-    assert calls == [1]
+    assert calls == ["gradient"]
     expected["blocks.0.attn.qkv.weight"] *= 2
-    assert_same(found, expected)
-    weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(2))
-    assert_same(step(tower, SMALL, 2), step(stock, SMALL, 2))
-    assert calls == [1, 2] and list(runner.status().eager.values()) == [1]
+    assert_same(gradients, expected)
+    weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+    assert_same(train(tower, SMALL, 2), train(stock, SMALL, 2))
+    assert calls == ["gradient", "accumulated"] and list(runner.status().eager.values()) == [1]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-        assert_same(step(tower, SMALL, 3), step(stock, SMALL, 3))
+        assert_same(train(tower, SMALL, 3), train(stock, SMALL, 3))
     assert list(runner.status().eager.values()) == [1, 1]
 
 
-def test_layers_that_are_checkpointed_and_modules_of_others_run_eagerly(one: Any) -> None:
-    stock, tower = one
+def test_checkpointed_layers_and_third_party_modules_run_eagerly(one_pair: Pair) -> None:
+    stock, tower = one_pair
     runner = patch(tower)
 
     class Adapter(nn.Linear):
@@ -414,330 +443,400 @@ def test_layers_that_are_checkpointed_and_modules_of_others_run_eagerly(one: Any
             return super().forward(x)
 
     checkpoint_layers(tower.train(), reentrant=False)
-    assert_same(step(tower, SMALL), step(stock, SMALL))
+    assert_same(train(tower, SMALL), train(stock, SMALL))
     tower.eval()
     tower.blocks[0].attn.qkv.__class__ = Adapter
-    assert_same(step(tower, SMALL), step(stock, SMALL))
+    assert_same(train(tower, SMALL), train(stock, SMALL))
     assert len(runner.status().eager) == 2 and not runner.status().captures
 
 
-def test_under_autocast(one: Any) -> None:
-    """As eagerly, bit for bit, also where gradients are computed anew."""
-    _, tower = one
-    twin = hf_vit_accel.patch(copy.deepcopy(tower))
-    patch(tower)
-    for seed, again in enumerate([False, False, True]):
-        found = []
-        for each in (tower, twin):
+def test_autocast(one_pair: Pair) -> None:
+    """Results are those of eager calls bit for bit, also where gradients are computed again."""
+    tower = one_pair.tower
+    eager = hf_vit_accel.patch(copy.deepcopy(tower))
+    runner = patch(tower)
+    for seed, is_second in enumerate([False, False, True]):
+        results: list[Tensors] = []
+        for either in (tower, eager):
             with torch.autocast("cpu", torch.bfloat16):
-                outputs = forward(each, SMALL, seed)
-            loss = weighted(outputs, seed)
-            loss.backward(retain_graph=again)
-            if again:
+                outputs = forward(either, SMALL, seed)
+            loss = loss_of(outputs, seed)
+            loss.backward(retain_graph=is_second)
+            if is_second:
                 loss.backward()
-            found.append((*outputs, *[p.grad for p in each.parameters() if p.grad is not None]))
-            grown(each)
-        assert all(map(torch.equal, *found))
-    assert state_of(tower).training.status().replays == 3
+            gradients = take_gradients(either).values()
+            results.append([*outputs, *(gradient for gradient in gradients if gradient is not None)])
+        assert_equal(*results)
+    assert runner.status().replays == 3
 
 
-def test_parts_of_a_call(one: Any) -> None:
-    """Equal pictures encoded once, and passes with gradients."""
-    _stock, tower = one
-    for options in ({"reuse": True}, {"max_rows": 48}):
-        patch(tower, **options)
-        for seed in range(4):
-            found = []
-            for each in one:
-                pixels = pixels_for(each, SMALL, seed).repeat(3, 1)
-                weighted(outputs_of(each(pixels, grid_thw=torch.tensor(SMALL * 3))), seed).backward()
-                found.append(grown(each))
-            assert_same(found[1], found[0])
+@pytest.mark.parametrize("options", [{"reuse": True}, {"max_rows": 48}], ids=str)
+def test_parts_of_a_call(one_pair: Pair, options: dict[str, object]) -> None:
+    """Equal pictures are encoded once; passes have gradients."""
+    patch(one_pair.tower, **options)
+    for seed in range(4):
+
+        def run(tower: nn.Module, seed: int = seed) -> None:
+            pixels = pixels_for(tower, SMALL, seed).repeat(3, 1)
+            loss_of(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL * 3))), seed).backward()
+
+        compare(one_pair, run)
 
 
-# --- what is captured, what is held -----------------------------------------------------------------------------------
+# --- what is captured, what is stored ---------------------------------------------------------------------------------
 
 
-def test_layouts_are_captured_when_they_come_often_and_are_small(one: Any) -> None:
-    stock, tower = one
+def test_small_layouts_that_come_often_are_captured(one_pair: Pair) -> None:
+    stock, tower = one_pair
     runner = patch(tower, GraphConfig(max_tokens=16, exact_after=3), strict=True)
     for seed in range(5):
-        assert_same(step(tower, SMALL, seed), step(stock, SMALL, seed))
-        assert_same(step(tower, LARGE, seed), step(stock, LARGE, seed))
+        assert_same(train(tower, SMALL, seed), train(stock, SMALL, seed))
+        assert_same(train(tower, LARGE, seed), train(stock, LARGE, seed))
     assert runner.status().replays == 3 and sum(runner.status().eager.values()) == 7
     for config in (GraphConfig(max_training_bytes=0), GraphConfig(exact_after=0)):
         hf_vit_accel.patch(tower, cuda_graphs=config)
-        assert_same(step(tower, SMALL), step(stock, SMALL))
+        assert_same(train(tower, SMALL), train(stock, SMALL))
         training = state_of(tower).training
         assert training is None or not training.status().captures
 
 
-def test_memory_is_bounded(one: Any, on_cpu: Any) -> None:
-    """When graphs took too much all go, after some steps that ran eagerly."""
-    stock, tower = one
-    del stock.blocks[1:], tower.blocks[1:]
+def test_memory_is_bounded(one_pair: Pair, on_cpu: type[Recorder]) -> None:
+    """All graphs go once they take too much, after some steps that ran eagerly."""
+    stock, tower = one_pair
+    for either in one_pair:
+        del either.blocks[1:]
     on_cpu.nbytes = 1 << 20
-    bound = GraphConfig(max_tokens=128, exact_after=1, max_training_bytes=3 << 19)
-    runner, gone = patch(tower, bound, strict=True), 0
+    runner = patch(tower, GraphConfig(max_tokens=128, exact_after=1, max_training_bytes=3 << 19), strict=True)
+    times_dropped = 0
     for seed in range(24):
         for grid in LAYOUTS:
             before = runner.status().graphs
-            assert_same(step(tower, grid, seed), step(stock, grid, seed))
+            assert_same(train(tower, grid, seed), train(stock, grid, seed))
             assert len(runner.status().graphs) <= 2 and runner.status().nbytes < 3 << 20
-            gone += len(runner.status().graphs) < len(before)
-    assert gone and 4 <= runner.status().captures <= 8
+            times_dropped += len(runner.status().graphs) < len(before)
+    assert times_dropped and 4 <= runner.status().captures <= 8
 
 
-def test_a_backward_whose_graph_is_gone(one: Any) -> None:
-    stock, tower = one
+def test_a_backward_whose_graph_was_dropped(one_pair: Pair) -> None:
+    stock, tower = one_pair
     runner = patch(tower)
-    step(tower, SMALL), step(tower, SMALL)
-    losses = [weighted(forward(each, SMALL), 0) for each in one]
+    for _ in range(2):
+        train(tower, SMALL)
+    losses = [loss_of(forward(either, SMALL), 0) for either in one_pair]
     assert runner.status().replays == 3
     runner._drop()
     for loss in losses:
         loss.backward()
-    assert_same(grown(tower), grown(stock))
+    assert_same(take_gradients(tower), take_gradients(stock))
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])
 def test_a_capture_without_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    """From the first graph on, once what is cached was given back: within a capture the allocator frees none of it."""
-    told: list[Any] = []
-    graphs = SimpleNamespace(current_stream=lambda device: stream, mem_get_info=lambda device: (1000 - len(told), 0))
-    graphs.stream, graphs.CUDAGraph = lambda stream: nullcontext(), lambda: SimpleNamespace(replay=len(told))
-    graphs.empty_cache, stream = partial(told.append, "emptied"), SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in vars(graphs).items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    """From the first graph on, after cached memory was given back: within a capture the allocator frees none."""
+    events: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {
+        "current_stream": lambda device: stream,
+        "mem_get_info": lambda device: (1000 - len(events), 0),
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=len(events)),
+        "empty_cache": lambda: events.append("emptied"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
 
-    def capture(graph: Any, run: Any) -> None:
+    def forward() -> None:
+        events.append("forward")
+
+    def backward() -> None:
+        events.append("backward")
+
+    def capture(graph: object, run: Callable[[], None]) -> None:
         run()
-        if run is runs[1] and told.count("captured") < 2 * failures:
-            told.append("captured")
+        is_out_of_memory = run is backward and events.count("captured") < 2 * failures
+        events.append("captured")
+        if is_out_of_memory:
             raise torch.OutOfMemoryError("none left")
-        told.append("captured")
 
-    runs = [partial(told.append, "forward"), partial(told.append, "backward")]
     recorder = object.__new__(CudaRecorder)
     vars(recorder).update(_device=None, _stream=stream, _capture=capture)
     once = ["forward", "captured", "backward", "captured"]
-    wanted = ["forward", "backward", *once, *["emptied", *once] * min(failures, 1)]
+    expected = ["forward", "backward", *once]
+    if failures:
+        expected += ["emptied", *once]
     if failures == 2:
         with pytest.raises(torch.OutOfMemoryError):
-            recorder.record(*runs)
+            recorder.record(forward, backward)
     else:
-        replays, nbytes = recorder.record(*runs)
+        replays, nbytes = recorder.record(forward, backward)
         assert len(replays) == 2 and nbytes == 4
-    assert told == wanted
+    assert events == expected
 
 
-def test_a_graph_keeps_all_that_it_reads(one: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured graph holds memory only by its address; routes that were long unused are dropped."""
-    tower, bound = one[1], []
-    runner, record = patch(tower), on_cpu.record
+def test_a_graph_keeps_the_tensors_that_it_reads(
+    one_pair: Pair, on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured graph refers to memory by address alone; routes that were long unused are dropped."""
+    tower = one_pair.tower
+    routes: list[Any] = []
+    runner = patch(tower)
+    record = on_cpu.record
+    encode = step_module.encode
 
-    def spied(*args: Any) -> Any:
-        bound.append(args[0])
-        return training_encode(*args)
+    def spied(route: Any, *args: Any) -> Tensors:
+        routes.append(route)
+        return encode(route, *args)
 
-    def forgetful(self: Any, *runs: Any) -> Any:
-        return [list for _ in runs], record(self, *runs)[1]  # as CUDA's: these know nothing of what they run
+    def forgetful(self: Recorder, *runs: Callable[[], None]) -> tuple[list[Callable[[], object]], int]:
+        _, nbytes = record(self, *runs)
+        return [list for _ in runs], nbytes  # like CUDA's, these replays refer to nothing
 
-    training_encode = training_module.encode
-    monkeypatch.setattr(training_module, "encode", spied)
+    monkeypatch.setattr(step_module, "encode", spied)
     monkeypatch.setattr(on_cpu, "record", forgetful)
-    step(tower, SMALL)
+    train(tower, SMALL)
     assert runner.status().captures == 1
-    read = [weakref.ref(each) for each in bound[0].tensors.values()]
-    bound.clear()
+    tensors = [weakref.ref(tensor) for tensor in routes[0].tensors.values()]
+    routes.clear()
     state_of(tower).routes.cache.clear()
     gc.collect()
-    assert read and all(each() is not None for each in read)
+    assert tensors and all(tensor() is not None for tensor in tensors)
 
 
-def test_nothing_that_is_captured_ends_at_a_parameter(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its node may be held by DDP or an earlier loss, and belong to a stream that cannot be captured."""
-    tower, ends = one[1], []
+def test_no_capture_ends_at_a_parameter(one_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP or an earlier loss may keep a parameter's node, which belongs to a stream that cannot be captured."""
+    tower = one_pair.tower
+    captured_ends: list[set[int]] = []
     patch(tower)
     nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in tower.parameters()]
-    gradients = training_module._gradients
+    gradients_of = step_module._gradients_of
 
-    def spied(outputs: Any, *rest: Any) -> Any:
-        seen, todo = set(), [output.grad_fn for output in outputs if output.requires_grad]
-        while todo:
-            node = todo.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                todo += [each for each, _ in node.next_functions]
-        ends.append([node for node in seen if hasattr(node, "variable")])
-        return gradients(outputs, *rest)
+    def spied(outputs: Tensors, *args: Any) -> list[torch.Tensor | None]:
+        captured_ends.append({id(node) for node in leaf_nodes(outputs)})
+        return gradients_of(outputs, *args)
 
-    monkeypatch.setattr(training_module, "_gradients", spied)
-    loss = weighted(forward(tower, SMALL), 0)
-    loss.backward()
-    assert len(ends) >= 2 and all(len(each) > 10 for each in ends), "warmed up, and captured or replayed"
-    assert not {id(node) for each in ends for node in each} & set(map(id, nodes))
+    monkeypatch.setattr(step_module, "_gradients_of", spied)
+    loss_of(forward(tower, SMALL), 0).backward()
+    assert len(captured_ends) >= 2, "warmed up, and captured or computed again"
+    for ends in captured_ends:
+        assert len(ends) > 10 and ends.isdisjoint(id(node) for node in nodes)
 
 
-def test_parameters_are_back_after_a_capture_that_breaks_off(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, tower = one
-    runner, before = patch(tower), dict(tower.named_parameters())
-    encode = training_module.encode
+def leaf_nodes(outputs: Tensors) -> list[Any]:
+    """Return the autograd nodes at which gradients of leaves arrive."""
+    seen = set()
+    todo = [output.grad_fn for output in outputs if output.requires_grad]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return [node for node in seen if hasattr(node, "variable")]
 
-    def broken(*args: Any) -> Any:
+
+def test_parameters_are_back_after_a_capture_that_breaks_off(one_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, tower = one_pair
+    runner = patch(tower)
+    before = dict(tower.named_parameters())
+    encode = step_module.encode
+
+    def broken(*args: Any) -> None:
         encode(*args)
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(training_module, "encode", broken)
-    assert_same(step(tower, SMALL), step(stock, SMALL))
+    monkeypatch.setattr(step_module, "encode", broken)
+    assert_same(train(tower, SMALL), train(stock, SMALL))
     assert "none left" in str(runner.status())
     after = dict(tower.named_parameters())
     assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
 
 
-def test_another_precision_makes_graphs_stale(one: Any) -> None:
-    """What products in fp32 and 16 bits compute in is a decision of the host's, and stands in the graph."""
-    runner, matmul = patch(one[1]), torch.backends.cuda.matmul
-    ways = ("allow_tf32", True), ("fp32_precision", "tf32"), ("allow_fp16_reduced_precision_reduction", False)
-    for name, value in ways:
+def test_another_precision_makes_graphs_stale(one_pair: Pair) -> None:
+    """The host decides in which precision products are computed, and a graph contains that decision."""
+    tower = one_pair.tower
+    runner = patch(tower)
+    matmul = torch.backends.cuda.matmul
+    settings = {
+        "allow_tf32": True,
+        "fp32_precision": "tf32",
+        "allow_fp16_reduced_precision_reduction": False,
+    }
+    for name, value in settings.items():
         for seed in range(3):
-            step(one[1], SMALL, seed)  # weights that are replaced at call after call run eagerly
-        before, captures = getattr(matmul, name), runner.status().captures
+            train(tower, SMALL, seed)  # calm steps: graphs that go stale at call after call run eagerly
+        captures = runner.status().captures
+        before = getattr(matmul, name)
         setattr(matmul, name, value)
         try:
-            step(one[1], SMALL)
+            train(tower, SMALL)
             assert runner.status().captures == captures + 1, name
         finally:
             setattr(matmul, name, before)
+    assert runner.status().stale == {store.STALE_REASONS["numerics"]: 5}, "set, and set back"
 
 
-def test_a_capture_that_fails(one: Any, on_cpu: Any) -> None:
-    stock, tower = one
+def test_other_trained_parameters_make_graphs_stale(one_pair: Pair) -> None:
+    runner = patch(one_pair.tower)
+    for is_trained in (True, False, True):
+        one_pair.tower.merger.requires_grad_(is_trained)
+        train(one_pair.tower, SMALL)
+    assert runner.status().stale == {store.STALE_REASONS["trained"]: 2}
+
+
+def test_a_capture_that_fails(one_pair: Pair, on_cpu: type[Recorder]) -> None:
+    stock, tower = one_pair
     runner = patch(tower)
     on_cpu.fail = torch.OutOfMemoryError("none left")
-    assert_same(step(tower, SMALL), step(stock, SMALL))
+    assert_same(train(tower, SMALL), train(stock, SMALL))
     on_cpu.fail = None
-    assert_same(step(tower, SMALL), step(stock, SMALL))
+    assert_same(train(tower, SMALL), train(stock, SMALL))
     assert runner.status().eager == {"capture failed: OutOfMemoryError: none left": 2}
-    assert_same(step(tower, LARGE), step(stock, LARGE))
+    assert_same(train(tower, LARGE), train(stock, LARGE))
     assert runner.status().captures == 1
     patch(tower, strict=True)
     on_cpu.fail = RuntimeError("again")
     with pytest.raises(FallbackError, match="capture failed"):
-        step(tower, SMALL)
+        train(tower, SMALL)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
+def towers_on_gpu(family: str, dtype: torch.dtype) -> Pair:
+    """Return an eager patched tower, and one like it to patch with graphs."""
+    model = TINY[family].build().to("cuda", dtype)
+    eager = tower_of(copy.deepcopy(model))
+    hf_vit_accel.patch(eager)
+    return Pair(eager, tower_of(model))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", TOWERS)
-def test_gpu_steps_are_as_eagerly(family: str, dtype: torch.dtype) -> None:
-    """Layouts in random order, weights that change, losses that are kept, routes that are dropped, calls without
-    gradients and foreign work between.
+def test_gpu_replayed_steps_equal_eager_steps(family: str, dtype: torch.dtype) -> None:
+    """Between the steps: layouts in random order, changed weights, losses that stay, dropped routes, calls without
+    gradients, and third-party work.
     """
-    model = TINY[family].build().to("cuda", dtype)
-    twin, tower = tower_of(copy.deepcopy(model)), tower_of(model)
-    # In fp32 there is sdpa alone, which serves no graph without gradients.
-    hf_vit_accel.patch(twin), hf_vit_accel.patch(tower, cuda_graphs=CONFIG, strict=dtype == torch.bfloat16)
+    pair = towers_on_gpu(family, dtype)
+    eager, tower = pair
+    # fp32 has sdpa alone, whose inference calls cannot be captured.
+    hf_vit_accel.patch(tower, cuda_graphs=CONFIG, strict=dtype == torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
-    optimisers = [torch.optim.SGD(each.parameters(), lr=1e-3, foreach=True) for each in (twin, tower)]
-    bound, kept = 2e-2 if dtype == torch.bfloat16 else 1e-4, {}
+    optimisers = [torch.optim.SGD(either.parameters(), lr=1e-3, foreach=True) for either in pair]
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    losses: dict[nn.Module, torch.Tensor] = {}
     for seed in range(24):
         if seed % 5 == 4:
             state_of(tower).routes.cache.clear()
         grid = LAYOUTS[int(torch.randint(3, (), generator=generator))]
-        found = []
-        for each in (tower, twin):
-            loss = kept[each] = weighted(forward(each, grid, seed), seed)
+        gradients: dict[nn.Module, Gradients] = {}
+        for either in (tower, eager):
+            losses[either] = loss_of(forward(either, grid, seed), seed)
             if seed % 3 == 0:
                 with torch.no_grad():
-                    forward(each, LAYOUTS[seed % 2], seed)
-            spoilt = [torch.full((size,), float("nan"), device="cuda") for size in (1 << 20, 1 << 8) for _ in range(40)]
-            del spoilt
-            loss.backward()
-            found.append({name: None if p.grad is None else p.grad.clone() for name, p in each.named_parameters()})
-        assert_same(*found, bound=bound)
+                    forward(either, LAYOUTS[seed % 2], seed)
+            poison_free_memory()
+            losses[either].backward()
+            gradients[either] = {}
+            for name, parameter in either.named_parameters():
+                gradients[either][name] = None if parameter.grad is None else parameter.grad.clone()
+        assert_same(gradients[tower], gradients[eager], bound=bound)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad()
-        for one_, other in zip(twin.parameters(), tower.parameters(), strict=True):
-            other.data.copy_(one_.data)
-    told = state_of(tower).training.status()
-    assert told.replays == 24 and not told.eager
+        for source, target in zip(eager.parameters(), tower.parameters(), strict=True):
+            target.data.copy_(source.data)
+    status = state_of(tower).training.status()
+    assert status.replays == 24 and not status.eager
+
+
+def poison_free_memory() -> None:
+    """Fill memory that torch's allocator holds free with NaN."""
+    tensors = []
+    for size in (1 << 20, 1 << 8):
+        for _ in range(40):
+            tensors.append(torch.full((size,), float("nan"), device="cuda"))
 
 
 @pytest.mark.gpu
 def test_gpu_a_step_waits_for_nothing_and_runs_on_any_stream() -> None:
-    tower = tower_of(TINY["qwen2_5_vl"].build().to("cuda", torch.bfloat16))
-    twin = hf_vit_accel.patch(copy.deepcopy(tower))
+    eager, tower = towers_on_gpu("qwen2_5_vl", torch.bfloat16)
     hf_vit_accel.patch(tower, cuda_graphs=CONFIG, strict=True)
-    step(tower, SMALL), step(tower, SMALL)
+    for _ in range(2):
+        train(tower, SMALL)
     pixels = pixels_for(tower, SMALL, device="cuda", dtype=torch.bfloat16)
-    incoming = [torch.ones_like(each) for each in forward(twin, SMALL)[1:]]
-    torch.autograd.backward(outputs_of(twin(pixels, grid_thw=torch.tensor(SMALL)))[1:], incoming)
-    expected = grown(twin)
+    incoming = [torch.ones_like(output) for output in forward(eager, SMALL)[1:]]
+
+    def run(either: nn.Module) -> None:
+        torch.autograd.backward(outputs_of(either(pixels, grid_thw=torch.tensor(SMALL)))[1:], incoming)
+
+    run(eager)
+    expected = take_gradients(eager)
     torch.cuda.synchronize()
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             torch.cuda.set_sync_debug_mode("error")
             try:
-                torch.autograd.backward(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL)))[1:], incoming)
+                run(tower)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
-            assert_same(grown(tower), expected, bound=2e-2)
+            assert_same(take_gradients(tower), expected, bound=2e-2)
     assert state_of(tower).training.status().replays == 5
-    assert training_module.TrainingRunner is type(state_of(tower).training)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("held_before", [False, True])
-def test_gpu_a_capture_whose_memory_ran_out_is_tried_again(held_before: bool) -> None:
-    recorder, found = CudaRecorder(torch.device("cuda")), torch.zeros(4, device="cuda")
-    if held_before:
-        (other,), _ = recorder.record(lambda: found.add_(torch.ones(1 << 20, device="cuda")[:4]))
-    fails = 1
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_gpu_a_capture_without_memory_is_tried_again(has_graph: bool) -> None:
+    """has_graph: whether the pool already holds another graph."""
+    recorder = CudaRecorder(torch.device("cuda"))
+    result = torch.zeros(4, device="cuda")
+    if has_graph:
+        (add_one,), _ = recorder.record(lambda: result.add_(torch.ones(1 << 20, device="cuda")[:4]))
+    failures = 1
 
     def run() -> None:
-        nonlocal fails
-        kept = torch.full((1 << 20,), 3.0, device="cuda")
-        if torch.cuda.is_current_stream_capturing() and fails:
-            fails -= 1
+        nonlocal failures
+        threes = torch.full((1 << 20,), 3.0, device="cuda")
+        if torch.cuda.is_current_stream_capturing() and failures:
+            failures -= 1
             raise torch.OutOfMemoryError("none left")
-        found.copy_(kept[:4])
+        result.copy_(threes[:4])
 
     (replay,), _ = recorder.record(run)
     for _ in range(2):
-        found.zero_()
+        result.zero_()
         replay()
-        assert found.tolist() == [3.0] * 4
-    if held_before:
-        other()
-        assert found.tolist() == [4.0] * 4
-    (replay,), _ = recorder.record(lambda: found.fill_(5.0))
+        assert result.tolist() == [3.0] * 4
+    if has_graph:
+        add_one()
+        assert result.tolist() == [4.0] * 4
+    (replay,), _ = recorder.record(lambda: result.fill_(5.0))
     replay()
-    assert found.tolist() == [5.0] * 4
+    assert result.tolist() == [5.0] * 4
+
+
+def bytes_in_pools() -> int:
+    """Return the device memory that pools of graphs hold."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] != (0, 0))
 
 
 @pytest.mark.gpu
-def test_gpu_what_graphs_hold_is_told_and_bounded() -> None:
-    def in_pools() -> int:
-        return sum(each["total_size"] for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] != (0, 0))
-
+def test_gpu_status_counts_the_memory_of_graphs_which_is_bounded() -> None:
     gc.collect()
     torch.cuda.empty_cache()  # pools of other tests
-    tower, others = tower_of(TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)), in_pools()
-    bound, gone = 96 << 20, 0
+    tower = tower_of(TINY["qwen3_vl"].build().to("cuda", torch.bfloat16))
+    bytes_before = bytes_in_pools()
+    bound = 96 << 20
+    times_dropped = 0
     hf_vit_accel.patch(tower, cuda_graphs=GraphConfig(max_tokens=4096, exact_after=1, max_training_bytes=bound))
     for seed in range(3):
         for tokens in range(512, 4096, 256):
             before = state_of(tower).training.status()
-            step(tower, [(1, 8, tokens // 2)], seed)
+            train(tower, [(1, 8, tokens // 2)], seed)
             after = state_of(tower).training.status()
-            assert in_pools() - others <= after.nbytes + (24 << 20), (tokens, after)
-            gone += len(after.graphs) < len(before.graphs)
+            assert bytes_in_pools() - bytes_before <= after.nbytes + (24 << 20), (tokens, after)
+            times_dropped += len(after.graphs) < len(before.graphs)
             if after.captures > before.captures:
                 assert before.nbytes <= bound or len(after.graphs) == 1, "captured although there was no room"
-    assert gone
+    assert times_dropped

@@ -1,8 +1,8 @@
-"""Verify, then time whole vision towers: this machine, real shapes, every backend, stock transformers for comparison.
+"""Verify, then time whole vision towers: on this machine, in real shapes, every backend, and stock for comparison.
 
-`towers` (what is timed: shapes, sizes, matrix FLOPs), `contenders` (who runs), `baselines` (stock's best set-ups),
-`work` (a forward, or forward and backward), `measure` (verify, time), `profile` (where the time goes), `report` (table,
-JSON, figure). The command line is `hf-vit-accel bench`.
+The files, in the order of a run: `towers` builds what is timed. `baselines` opens stock's best set-ups, `contenders`
+chooses who runs. `work` runs a forward, or a forward and backward. `verify` compares with fp32, `measure` times.
+`profile` says where the time goes. `report` writes tables, JSON and figures. The command line is `hf-vit-accel bench`.
 """
 
 from hf_vit_accel.tools.bench.baselines import BASELINES

@@ -1,7 +1,7 @@
-"""Stock transformers in its best known set-ups: its attentions, torch.compile, CUDA graphs, Liger's kernels.
+"""Opens stock transformers in its best known set-ups: its attentions, torch.compile, CUDA graphs, Liger's kernels.
 
-`BASELINES` is the registry: each entry looks at a tower and says how to open it there, or everything that stands
-against it. A tower whose parameters require gradients is one that is trained, and asks for what has a backward.
+`BASELINES` is the registry. Every entry looks at a tower, and returns how to open it there or the reasons against it.
+A tower whose parameters require gradients is trained, and needs set-ups that have a backward.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -24,70 +24,91 @@ from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
 from hf_vit_accel.engine.route import POPPED
 from hf_vit_accel.layout import Grid, build, to_device
-from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
+from hf_vit_accel.tools.bench.towers import Tower, family_of_tower, weight_of
 from hf_vit_accel.tower.snapshot import Snapshot
 
 LIGER = machine.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
 _NO_GRAPHS = "a CUDA graph of a forward has no backward"
 _BY_MODULE = {"flash_attention_2": "flash_attention_2_of_torch", "flash_attention_3": "flash_attention_3_by_module"}
-"""Our names in transformers for what it does not recognise: FlashAttention-2 as built into torch, FlashAttention-3 as a
-module alone. "flash" in them makes them varlen attentions."""
+"""Our names in transformers for attentions that it does not recognise: FlashAttention-2 as built into torch, and
+FlashAttention-3 as a module alone. "flash" in a name makes it a varlen attention."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A set-up that is open: pixels (T, P) to the output of its tower, whose parameters take part."""
+    """A set-up that is open.
+
+    Attributes:
+        tower: The tower whose parameters take part.
+        forward: Pixels (T, P) to the tower's output.
+    """
 
     tower: nn.Module
     forward: Callable[[Tensor], Any]
 
     def __call__(self, pixels_TP: Tensor) -> Any:
-        """The tower's output."""
+        """Return the tower's output."""
         return self.forward(pixels_TP)
 
 
-Open: TypeAlias = Callable[[Any, Grid], AbstractContextManager[Run]]
-Baseline: TypeAlias = Callable[[Any], Open | list[str]]
+Open: TypeAlias = Callable[[Tower, Grid], AbstractContextManager[Run]]
+"""Opens a set-up on a tower, for one grid."""
+OpenFlash: TypeAlias = Callable[[str, Tower, Grid], AbstractContextManager[Run]]
+"""Opens a set-up with a named attention."""
+Baseline: TypeAlias = Callable[[Tower], Open | list[str]]
+"""Looks at a tower, and returns how to open a set-up on it, or all reasons against it."""
 
 
 def trained(tower: nn.Module) -> bool:
-    """Whether gradients are asked for."""
+    """Return whether any parameter requires a gradient."""
     return any(parameter.requires_grad for parameter in tower.parameters())
 
 
-def request_of(tower: Any, device: torch.device | None = None, *, grad: bool | None = None) -> Request:
-    """What a tower's layers ask of a backend; gradients where it is trained."""
+def request_of(tower: Tower, device: torch.device | None = None, *, grad: bool | None = None) -> Request:
+    """Return what a tower's layers ask of a backend.
+
+    Args:
+        tower: The tower.
+        device: Where it will be; by default where it is.
+        grad: Whether gradients are asked for; by default where the tower is trained.
+    """
     snapshot = Snapshot(tower, family_of_tower(tower))
-    where = device or snapshot.parts.projection.weight.device
-    return snapshot.request(where, grad=trained(tower) if grad is None else grad)
+    return snapshot.request(
+        device or snapshot.parts.projection.weight.device, grad=trained(tower) if grad is None else grad
+    )
 
 
 @contextmanager
-def stock(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
-    """The stock tower with one of transformers' attentions, called as users call it."""
+def stock(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+    """Open the stock tower with one of transformers' attentions, called as users call it."""
     _set_attention(tower, attention)
     grid_thw = grid_tensor(grid, tower)
     yield Run(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw))
 
 
 @contextmanager
-def _stock_without_syncs(attention: str, tower: Any, grid: Grid, *, compiled: bool = False) -> Iterator[Run]:
-    """The stock tower given all sequence metadata, so that it never waits for the device; compiled or not."""
+def _stock_without_syncs(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+    """Open the stock tower with all sequence metadata passed in, so that it never waits for the device."""
     _set_attention(tower, attention)
     kwargs = {"grid_thw": grid_tensor(grid, tower), **_metadata(tower, grid)}
-    if not compiled:
-        yield Run(tower, lambda pixels_TP: tower(pixels_TP, **kwargs))
-        return
+    yield Run(tower, lambda pixels_TP: tower(pixels_TP, **kwargs))
+
+
+@contextmanager
+def _compiled(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+    """Open the same, compiled as a whole."""
+    _set_attention(tower, attention)
+    kwargs = {"grid_thw": grid_tensor(grid, tower), **_metadata(tower, grid)}
     forward = torch.compile(tower, dynamic=False)
     try:
         yield Run(tower, lambda pixels_TP: forward(pixels_TP, **kwargs))
     finally:
-        torch.compiler.reset()  # the next size would otherwise count against the limit of recompiles
+        torch.compiler.reset()  # the next size would count against the limit of recompiles
 
 
 @contextmanager
-def _compiled_blocks(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
-    """The same with each block compiled on its own, as models are compiled that train."""
+def _compiled_blocks(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+    """Open the same with each block compiled on its own, as programs that train compile models."""
     blocks = [block.module for block in family_of_tower(tower).parts(tower).blocks]
     # All blocks share their code: beyond the limit they would silently run eagerly.
     limit = max(64, 4 * len(blocks))
@@ -101,77 +122,99 @@ def _compiled_blocks(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
             torch.compiler.reset()
 
 
+class _Replay:
+    """Captures a forward in a CUDA graph at its first call, and replays it; a call copies the pixels in."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._graph = torch.cuda.CUDAGraph()
+        self._pixels_TP: Tensor | None = None
+        self._output: Any = None
+
+    def __call__(self, pixels_TP: Tensor) -> Any:
+        if self._pixels_TP is None:
+            self._pixels_TP = pixels_TP.clone()
+            self._capture(self._pixels_TP)
+        self._pixels_TP.copy_(pixels_TP)
+        self._graph.replay()
+        return self._output
+
+    def _capture(self, pixels_TP: Tensor) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # a capture forbids to compile, and to allocate library workspaces
+            for _ in range(3):
+                self._run(pixels_TP)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph):
+            self._output = self._run(pixels_TP)
+
+    def close(self) -> None:
+        """Give back the graph and its memory."""
+        self._pixels_TP = None
+        self._output = None
+        self._graph.reset()
+
+
 @contextmanager
-def _graphed(inner: Open, tower: Any, grid: Grid) -> Iterator[Run]:
-    """Another contender recorded into a CUDA graph at its first call; a call copies the pixels in and replays."""
-    graph = torch.cuda.CUDAGraph()
-    held: dict[str, Any] = {}
-
-    with inner(tower, grid) as run:
-
-        def replay(pixels_TP: Tensor) -> Any:
-            if not held:
-                held["pixels"] = pixels_TP.clone()
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):  # compiles and allocates what must exist before the capture
-                    for _ in range(3):
-                        run(held["pixels"])
-                torch.cuda.current_stream().wait_stream(stream)
-                with torch.cuda.graph(graph):
-                    held["output"] = run(held["pixels"])
-            held["pixels"].copy_(pixels_TP)
-            graph.replay()
-            return held["output"]
-
+def _graphed(open_inner: OpenFlash, attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+    """Open another set-up, replayed from a CUDA graph."""
+    with open_inner(attention, tower, grid) as run:
+        replay = _Replay(run)
         try:
             yield Run(tower, replay)
         finally:
-            held.clear()
-            graph.reset()
+            replay.close()
 
 
 @contextmanager
-def _liger(attention: str, tower: Any, grid: Grid) -> Iterator[Run]:
-    """The stock tower with Liger's kernels for its family.
+def _liger(attention: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+    """Open the stock tower with Liger's kernels for its family.
 
     Liger replaces names in the modeling module: classes count when a tower is built, functions when it runs. So the
-    tower is built again under them, and they stand there only while it runs: other contenders use the same module.
+    tower is built again under these names. They stand there only while it runs, since others use the same module.
     """
     module = importlib.import_module(type(tower).__module__)
-    changed = _apply_liger(tower)
-    originals = {name: vars(module)[name] for name in changed}
-    vars(module).update(changed)
+    replacements = _apply_liger(tower)
+    with _replaced_names(module, replacements), weight_of(tower).device:
+        copy = type(tower)(tower.config)
+    _load_copy(copy, tower)
+    functions = type(copy.blocks[0].attn).forward.__code__.co_names
+    has_liger_module = any(type(part).__module__.startswith("liger_kernel") for part in copy.modules())
+    if not has_liger_module and not any(name in functions for name in replacements):
+        raise RuntimeError("Liger replaces nothing that this tower uses")
+    with stock(attention, copy, grid) as run:
+
+        def run_replaced(pixels_TP: Tensor) -> Any:
+            with _replaced_names(module, replacements):
+                return run(pixels_TP)
+
+        yield Run(copy, run_replaced)
+
+
+@contextmanager
+def _replaced_names(module: ModuleType, replacements: Mapping[str, object]) -> Iterator[None]:
+    """Give names of a module other values, within the with block."""
+    originals = {name: vars(module)[name] for name in replacements}
+    vars(module).update(replacements)
     try:
-        with weight_of(tower).device:
-            own = type(tower)(tower.config)
+        yield
     finally:
         vars(module).update(originals)
-    own.to(weight_of(tower).dtype)
-    own.rotary_pos_emb = tower.rotary_pos_emb  # its frequencies stay fp32
-    own.load_state_dict(tower.state_dict())
-    own.train(tower.training)
-    for parameter, other in zip(own.parameters(), tower.parameters(), strict=True):
-        parameter.requires_grad_(other.requires_grad)
-    functions = type(own.blocks[0].attn).forward.__code__.co_names
-    if not any(type(part).__module__.startswith("liger_kernel") for part in own.modules()) and not any(
-        name in functions for name in changed
-    ):
-        raise RuntimeError("Liger replaces nothing that this tower uses")
-    with stock(attention, own, grid) as run:
-
-        def swapped(pixels_TP: Tensor) -> Any:
-            vars(module).update(changed)
-            try:
-                return run(pixels_TP)
-            finally:
-                vars(module).update(originals)
-
-        yield Run(own, swapped)
 
 
-def _apply_liger(tower: Any) -> dict[str, Any]:
-    """What Liger's function for the tower's family replaces in the modeling module; the module is left as it was."""
+def _load_copy(copy: Tower, tower: Tower) -> None:
+    """Give a tower that was just built the state of another one."""
+    copy.to(weight_of(tower).dtype)
+    copy.rotary_pos_emb = tower.rotary_pos_emb  # its frequencies stay fp32
+    copy.load_state_dict(tower.state_dict())
+    copy.train(tower.training)
+    for parameter, original in zip(copy.parameters(), tower.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
+
+
+def _apply_liger(tower: Tower) -> dict[str, object]:
+    """Return what Liger replaces in the tower's modeling module: name -> value. The module is left as it was."""
     liger = importlib.import_module("liger_kernel.transformers")
     module = importlib.import_module(type(tower).__module__)
     before = dict(vars(module))
@@ -184,68 +227,87 @@ def _apply_liger(tower: Any) -> dict[str, Any]:
         vars(module).update(before)
 
 
-def _liger_function(tower: Any) -> str:
+def _liger_function(tower: Tower) -> str:
     return f"apply_liger_kernel_to_{type(tower).__module__.split('.')[-2]}"
 
 
-def _baseline_of_attention(attention: str, tower: Any) -> Open | list[str]:
-    return _against_attention(attention, tower) or partial(stock, attention)
+def _opener(open_flash: OpenFlash, attention: str) -> Open:
+    """Fix the attention with which a set-up is opened."""
+    return lambda tower, grid: open_flash(attention, tower, grid)
 
 
-def _baseline_of_flash(make: Callable[..., Any], tower: Any, *, graph: bool = False) -> Open | list[str]:
-    """make: from the best flash attention's name how it is opened."""
-    flash, against = _best_flash(tower)
-    if graph and trained(tower):
-        against = [_NO_GRAPHS, *against]
-    if flash is None or against:
-        return against
-    inner = partial(make, flash)
-    return partial(_graphed, inner) if graph else inner
+def _baseline_of_attention(attention: str) -> Baseline:
+    """Return the baseline of one of transformers' attentions."""
+    return lambda tower: _reasons_against(attention, tower) or _opener(stock, attention)
 
 
-def _baseline_liger(tower: Any) -> Open | list[str]:
-    against = [] if machine.has_cuda() else ["it needs a CUDA device"]
-    if missing := machine.why_missing(LIGER):
-        return [*against, missing]
+def _baseline_of_flash(open_flash: OpenFlash) -> Baseline:
+    """Return the baseline that opens a set-up with the best flash attention."""
+
+    def choose(tower: Tower) -> Open | list[str]:
+        flash, reasons = _best_flash(tower)
+        return reasons if flash is None else _opener(open_flash, flash)
+
+    return choose
+
+
+def _baseline_of_graph(open_flash: OpenFlash) -> Baseline:
+    """Return the baseline that replays a set-up with the best flash attention from a CUDA graph."""
+
+    def choose(tower: Tower) -> Open | list[str]:
+        flash, reasons = _best_flash(tower)
+        if trained(tower):
+            reasons = [_NO_GRAPHS, *reasons]
+        if flash is None or reasons:
+            return reasons
+        return lambda tower, grid: _graphed(open_flash, flash, tower, grid)
+
+    return choose
+
+
+def _baseline_liger(tower: Tower) -> Open | list[str]:
+    reasons = [] if machine.has_cuda() else ["it needs a CUDA device"]
+    missing = machine.why_missing(LIGER)
+    if missing:
+        return [*reasons, missing]
     if not hasattr(importlib.import_module("liger_kernel.transformers"), _liger_function(tower)):
-        against.append(f"the installed Liger has no {_liger_function(tower)}")
-    return against or partial(_liger, _best_flash(tower)[0] or "sdpa")
+        reasons.append(f"the installed Liger has no {_liger_function(tower)}")
+    flash, _ = _best_flash(tower)
+    return reasons or _opener(_liger, flash or "sdpa")
 
 
-_compiled = partial(_stock_without_syncs, compiled=True)
 BASELINES: Mapping[str, Baseline] = {
-    "sdpa": partial(_baseline_of_attention, "sdpa"),
-    "flash_attention_2": partial(_baseline_of_attention, "flash_attention_2"),
-    "flash_attention_3": partial(_baseline_of_attention, "flash_attention_3"),
-    "compile": partial(_baseline_of_flash, _compiled),
-    "compile_blocks": partial(_baseline_of_flash, _compiled_blocks),
-    "compile+graph": partial(_baseline_of_flash, _compiled, graph=True),
-    "graph": partial(_baseline_of_flash, _stock_without_syncs, graph=True),
+    "sdpa": _baseline_of_attention("sdpa"),
+    "flash_attention_2": _baseline_of_attention("flash_attention_2"),
+    "flash_attention_3": _baseline_of_attention("flash_attention_3"),
+    "compile": _baseline_of_flash(_compiled),
+    "compile_blocks": _baseline_of_flash(_compiled_blocks),
+    "compile+graph": _baseline_of_graph(_compiled),
+    "graph": _baseline_of_graph(_stock_without_syncs),
     "liger": _baseline_liger,
 }
-"""Stock set-ups: transformers' attentions; torch.compile of the tower or of each block, a CUDA graph and both with the
-best installed flash attention and all metadata given (no host syncs); Liger's kernels."""
+"""Stock set-ups: transformers' attentions; torch.compile of the tower or of each block, a CUDA graph, and both, with
+the best installed flash attention and all metadata passed in (no host syncs); Liger's kernels."""
 
 
-def _best_flash(tower: Any) -> tuple[str | None, list[str]]:
-    """The first flash attention that can run, or None and everything against all of them."""
-    against = []
+def _best_flash(tower: Tower) -> tuple[str | None, list[str]]:
+    """Return the first flash attention that can run, or None and the reasons against all of them."""
+    reasons: list[str] = []
     for name in ("flash_attention_3", "flash_attention_2"):
-        reasons = _against_attention(name, tower)
-        if not reasons:
+        reasons_here = _reasons_against(name, tower)
+        if not reasons_here:
             return name, []
-        against += [f"{name}: {reason}" for reason in reasons]
-    return None, against
+        reasons += [f"{name}: {reason}" for reason in reasons_here]
+    return None, reasons
 
 
-def _against_attention(attention: str, tower: Any) -> list[str]:
-    """Why stock transformers cannot run a tower with this attention here."""
+def _reasons_against(attention: str, tower: Tower) -> list[str]:
+    """Return why stock transformers cannot run a tower with this attention here."""
     weight = weight_of(tower)
     if attention == "flash_attention_3":
-        # The package that transformers knows has a backward; the operator of our backend has none.
-        return FlashAttention3().reasons_against(
-            request_of(tower, grad=trained(tower) and not is_flash_attn_3_available())
-        )
+        # The package that transformers recognises has a backward; the operator of our backend has none.
+        needs_gradient = trained(tower) and not is_flash_attn_3_available()
+        return FlashAttention3().reasons_against(request_of(tower, grad=needs_gradient))
     if attention != "flash_attention_2":
         return []
     if not is_flash_attn_2_available():
@@ -255,56 +317,63 @@ def _against_attention(attention: str, tower: Any) -> list[str]:
     return [f"the dtype is {str(weight.dtype).removeprefix('torch.')}, it takes bfloat16 or float16"]
 
 
-def _set_attention(tower: Any, attention: str) -> None:
-    own = {
-        "flash_attention_2": None if is_flash_attn_2_available() else _flash_attention_2,
-        "flash_attention_3": None if is_flash_attn_3_available() else _flash_attention_3,
-    }.get(attention)
-    if own is None:
+def _set_attention(tower: Tower, attention: str) -> None:
+    """Let a stock tower attend by an attention of transformers, or by ours that stands for it."""
+    substitute = None
+    if attention == "flash_attention_2" and not is_flash_attn_2_available():
+        substitute = _flash_attention_2
+    if attention == "flash_attention_3" and not is_flash_attn_3_available():
+        substitute = _flash_attention_3
+    if substitute is None:
         tower.set_attn_implementation(attention)
         return
-    AttentionInterface.register(_BY_MODULE[attention], own)
+    AttentionInterface.register(_BY_MODULE[attention], substitute)
     tower.config._attn_implementation_internal = _BY_MODULE[attention]  # the public setter would ask the Hub for it
 
 
 def _flash_attention_2(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """torch's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None)."""
+    """Run torch's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if (groups := query.shape[1] // key.shape[1]) > 1:  # which stock's own sdpa repeats, too
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # stock's own sdpa repeats keys and values, too
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    cu_seqlens, longest = options["cu_seq_lens_q"], int(options["max_length_q"])  # a tensor where stock computes it
+    cu_seqlens = options["cu_seq_lens_q"]
+    longest = int(options["max_length_q"])  # a tensor where stock computes it
     out_THD = varlen_attn(q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, longest, longest, scale=options["scaling"])
     assert isinstance(out_THD, Tensor)
     return out_THD.unsqueeze(0), None
 
 
 def _flash_attention_3(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """FlashAttention-3's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None).
+    """Run FlashAttention-3's varlen function behind transformers' interface: (1, H, T, D) to ((1, T, H, D), None).
 
-    Through the operator of our own backend, which torch.compile can trace: a peer must not lose to a graph break.
+    It calls the operator of our own backend, which torch.compile can trace: a peer must not lose to a graph break.
     """
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    rest = options["cu_seq_lens_q"], options["max_length_q"], options["scaling"]
-    return torch.ops.hf_vit_accel.flash_attention_3(q_THD, k_THD, v_THD, *rest).unsqueeze(0), None
+    out_THD = torch.ops.hf_vit_accel.flash_attention_3(
+        q_THD, k_THD, v_THD, options["cu_seq_lens_q"], options["max_length_q"], options["scaling"]
+    )
+    return out_THD.unsqueeze(0), None
 
 
-def _metadata(tower: Any, grid: Grid) -> dict[str, Any]:
-    """The keyword arguments that a stock tower takes instead of computing them with host syncs."""
+def _metadata(tower: Tower, grid: Grid) -> dict[str, Tensor | int]:
+    """Return the keyword arguments that a stock tower takes instead of computing them with host syncs."""
     metadata = build(grid, family_of_tower(tower).geometry(tower))
     arrays = {name: array for name, array in metadata.arrays().items() if name in POPPED}
-    kwargs: dict[str, Any] = dict(to_device(arrays, weight_of(tower).device))
+    kwargs: dict[str, Tensor | int] = dict(to_device(arrays, weight_of(tower).device))
     kwargs["max_seqlen"] = metadata.full.max_seqlen
     if metadata.window is not None:
         kwargs["max_window_seqlen"] = metadata.window.max_seqlen
     return kwargs
 
 
-def grid_tensor(grid: Grid, tower: Any) -> Tensor:
-    """A grid as towers take it."""
+def grid_tensor(grid: Grid, tower: Tower) -> Tensor:
+    """Return a grid as towers take it."""
     return torch.tensor(grid, device=weight_of(tower).device)

@@ -1,7 +1,7 @@
-"""Who is timed: the tower patched with each backend, and stock transformers in its best known set-ups (`baselines`).
+"""Chooses who is timed: the tower patched with each backend, and stock transformers in its best set-ups (`baselines`).
 
-A contender is opened on a tower of its own for one grid and yields a `Run`. A tower whose parameters require gradients
-is one that is trained: it asks for what has a backward.
+A contender is opened on a tower of its own for one grid, and yields a `Run`. A tower whose parameters require gradients
+is trained, and needs contenders that have a backward.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,15 +18,26 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools.bench.baselines import BASELINES, Open, Run, grid_tensor, request_of, trained
+from hf_vit_accel.tools.bench.towers import Tower
 
-_GRAPH, _FP8 = "+graph", "+fp8"
+_GRAPH = "+graph"
+_FP8 = "+fp8"
+_FP8_BOUND = 0.1
+"""Largest relative error that passes in FP8: of rows whose cosine similarity is 0.995."""
+_ALL_LAYOUTS = GraphConfig(exact_after=1, max_tokens=1 << 20, budgets=(1280,), max_training_bytes=1 << 40)
+"""Captures every layout at its first call, in its exact shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One set-up. against: why it cannot run here, empty if it can. baseline: stock rather than patched.
+    """One set-up.
 
-    bound: the largest error that passes where it is not that of the dtype.
+    Attributes:
+        name: As rows and tables name it.
+        open: Opens it on a tower, for one grid; None if it cannot run here.
+        against: Why it cannot run here; empty if it can.
+        baseline: Whether it is stock rather than patched.
+        bound: The largest error that passes, if it is not that of the dtype.
     """
 
     name: str
@@ -39,42 +48,53 @@ class Contender:
 
 
 def choose(
-    tower: Any, attentions: Sequence[str] | None, baselines: Sequence[str], *, device: torch.device | None = None
+    tower: Tower, attentions: Sequence[str] | None, baselines: Sequence[str], *, device: torch.device | None = None
 ) -> list[Contender]:
-    """The contenders for a tower, baselines first. attentions: None for "auto" and each backend that can serve it.
+    """Return the contenders for a tower, baselines first.
 
-    A backend's name or "auto" with "+graph" after it is replayed from a CUDA graph of the size's exact shape; with
-    "+fp8" before that it attends in FP8 where that pays.
+    Args:
+        tower: The tower.
+        attentions: Names of backends, and "auto"; None for "auto" and each backend that can run it.
+            "+graph" at the end of a name replays a CUDA graph of the size's exact shape.
+            "+fp8" before it attends in FP8 where that pays.
+        baselines: Names of `BASELINES`.
+        device: Where the tower will be; by default where it is.
 
-    device: where the tower will be; by default where it is. Raises ValueError for unknown names.
+    Raises:
+        ValueError: A name is unknown.
     """
     check_names(attentions or (), baselines)
     request = request_of(tower, device)
     against = {backend.name: tuple(backend.reasons_against(request)) for backend in backends.BACKENDS}
     if attentions is None:
+        usable = [name for name, reasons in against.items() if not reasons]
         graphed = [f"auto{_GRAPH}"] if request.device.type == "cuda" else []
-        attentions = ["auto", *graphed, *(name for name, reasons in against.items() if not reasons)]
-    contenders = []
-    for name in baselines:
-        found = BASELINES[name](tower)
-        able = None if isinstance(found, list) else found
-        reasons = tuple(found) if isinstance(found, list) else ()
-        contenders.append(Contender(name=f"stock {name}", open=able, against=reasons, baseline=True))
+        attentions = ["auto", *graphed, *usable]
+    contenders = [_stock_contender(name, tower) for name in baselines]
     for name in attentions:
-        attention, graph, fp8 = _parts(name)
-        reasons = against.get(attention, ())
-        if graph and (why := why_not_graphs(request.device)):
-            reasons = (*reasons, why)
-        if fp8:
-            reasons = (*reasons, *backends.FP8.reasons_against(replace(request, packed=True)))
-        able = None if reasons else partial(_patched, name)
-        # Rows at a cosine similarity of 0.995 are a tenth of their length apart.
-        contenders.append(Contender(name=name, open=able, against=reasons, bound=0.1 if fp8 else None))
+        attention, is_graph, is_fp8 = _parts(name)
+        reasons = list(against.get(attention, ()))
+        why_not = why_not_graphs(request.device) if is_graph else None
+        if why_not:
+            reasons.append(why_not)
+        if is_fp8:
+            reasons += backends.FP8.reasons_against(replace(request, packed=True))
+        bound = _FP8_BOUND if is_fp8 else None
+        opens = None if reasons else _opener(name)
+        contenders.append(Contender(name=name, open=opens, against=tuple(reasons), bound=bound))
     return contenders
 
 
+def _stock_contender(name: str, tower: Tower) -> Contender:
+    """Return the contender of a baseline."""
+    opens = BASELINES[name](tower)
+    if isinstance(opens, list):
+        return Contender(name=f"stock {name}", open=None, against=tuple(opens), baseline=True)
+    return Contender(name=f"stock {name}", open=opens, baseline=True)
+
+
 def _parts(name: str) -> tuple[str, bool, bool]:
-    """A contender's backend, and whether it is replayed from a graph and attends in FP8."""
+    """Return a contender's backend, whether it replays a graph, and whether it attends in FP8."""
     plain = name.removesuffix(_GRAPH)
     return plain.removesuffix(_FP8), plain != name, plain.endswith(_FP8)
 
@@ -82,20 +102,26 @@ def _parts(name: str) -> tuple[str, bool, bool]:
 def check_names(attentions: Sequence[str], baselines: Sequence[str]) -> None:
     """Raise ValueError for a backend or a baseline that does not exist."""
     for name in attentions:
-        if (attention := _parts(name)[0]) != "auto":
+        attention, _, _ = _parts(name)
+        if attention != "auto":
             backends.backend_named(attention)
-    if unknown := [name for name in baselines if name not in BASELINES]:
-        raise ValueError(f"expected baselines out of {', '.join(BASELINES)}, got {', '.join(unknown)}")
+    unknown = [name for name in baselines if name not in BASELINES]
+    if unknown:
+        raise ValueError(f"unknown baselines {', '.join(unknown)}: choose out of {', '.join(BASELINES)}")
+
+
+def _opener(name: str) -> Open:
+    """Return how a patched contender is opened."""
+    return lambda tower, grid: _patched(name, tower, grid)
 
 
 @contextmanager
-def _patched(name: str, tower: Any, grid: Grid) -> Iterator[Run]:
-    """Our tower; strict, so that nothing but what is named is ever timed."""
+def _patched(name: str, tower: Tower, grid: Grid) -> Iterator[Run]:
+    """Open our tower; strict, so that only what is named is ever timed."""
     grid_thw = grid_tensor(grid, tower)
-    attention, graph, fp8 = _parts(name)
-    every: Any = dict(exact_after=1, max_tokens=1 << 20, budgets=(1280,), max_training_bytes=1 << 40)
-    graphs = GraphConfig(**every) if graph else False
-    with patched(tower, attention=attention, cuda_graphs=graphs, fp8=fp8, strict=True):
-        if not (graph or trained(tower)):
+    attention, is_graph, is_fp8 = _parts(name)
+    graphs = _ALL_LAYOUTS if is_graph else False
+    with patched(tower, attention=attention, cuda_graphs=graphs, fp8=is_fp8, strict=True):
+        if not (is_graph or trained(tower)):
             warmup(tower, [grid], progress=False)
         yield Run(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw))

@@ -1,6 +1,6 @@
-"""Verify every contender against an fp32 run of the stock tower, then time those that passed, interleaved.
+"""Verifies every contender, then times those that passed, interleaved.
 
-A forward each, or a forward and backward of a tower whose parameters require gradients.
+A step is one forward, or one forward and backward of a tower whose parameters require gradients.
 """
 
 from __future__ import annotations
@@ -9,55 +9,57 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hf_vit_accel import machine
 from hf_vit_accel.engine.inputs import Expected, read
 from hf_vit_accel.layout import Grid, rows_of
-from hf_vit_accel.tools.bench.baselines import Run, stock, trained
+from hf_vit_accel.tools.bench.baselines import Run, trained
 from hf_vit_accel.tools.bench.contenders import Contender, check_names, choose
 from hf_vit_accel.tools.bench.profile import Part, profile
-from hf_vit_accel.tools.bench.towers import SHAPES, build_tower, family_of_tower, matrix_flops, weight_of
-from hf_vit_accel.tools.bench.work import Batch, Errors, draw_batch, milliseconds, peak_gigabytes, results, work
+from hf_vit_accel.tools.bench.towers import SHAPES, Tower, build_tower, family_of_tower, matrix_flops
+from hf_vit_accel.tools.bench.verify import Problem, Status, Verdict, problem_of, reference_of, twin_of, verify
+from hf_vit_accel.tools.bench.work import Batch, milliseconds, peak_gigabytes, work
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ROUNDING: Mapping[torch.dtype, float] = {
-    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
-    torch.float16: torch.finfo(torch.float16).eps,
-    torch.float32: 1e-5,  # the reference is itself rounded to fp32, layer after layer
-}
-"""An error that passes in any case."""
-WARM_UPS, TIMED = 2, 4
-CALLS, STEPS = 2, 5
-"""Batches to verify by: a second call meets what the first one cached; errors of gradients in half precision are
-measured, which takes more of them than to see that nothing but rounding is wrong."""
-_NEAR = 1.25
-"""Errors above what is allowed by less than that are compared in more batches, up to four times as many."""
-PROMISED, PEERS = 1.1, 2.0
-"""Times stock's own error in the dtype: what is allowed, and what is allowed for the gradients of other libraries,
-which promise less; a wrong gradient is many times off."""
+WARM_UPS = 2
+"""Steps before a contender's turn that are not timed."""
+TIMED = 4
+"""Steps of a contender's turn that are timed."""
 
-Status = Literal["timed", "wrong", "skipped"]
+Step = Callable[[], object]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What came out for one contender on one input of one model.
+    """The result of one contender on one input of one model.
 
-    ms, ms_low, ms_high: median, least and most milliseconds of a forward, or of a forward and backward. floor_ms: the
-    input's matrix FLOPs at peak speed, None without one. ratio: ms / floor_ms. speedup: over the first contender of the
-    input. worst: of all outputs and gradients the one whose error comes nearest to what passes; error: its relative L2
-    error; bound: the largest that passes. error_ratio, error_ratio_mean: error over stock's own in the dtype, the
-    largest and the mean of all; None where stock has none. peak_gb: most memory beyond the weights, of a training on
-    CUDA. problem: why it is wrong or was skipped. parts: its profile, if asked for.
+    Attributes:
+        model: The model's name.
+        size: The input's name.
+        patches: Patch rows of the input.
+        contender: The contender's name.
+        status: "timed", "wrong" or "skipped".
+        floor_ms: The input's matrix FLOPs at peak speed, None without a peak.
+        bound: The largest error that passes, of `worst`.
+        ms: Median milliseconds of a step.
+        ms_low: Least milliseconds.
+        ms_high: Most milliseconds.
+        ratio: ms / floor_ms.
+        speedup: Over the first contender of the input.
+        error: The relative L2 error of `worst`.
+        worst: The output or gradient whose error comes nearest to its bound.
+        error_ratio: The largest error over stock's own in the dtype, None where stock has none.
+        error_ratio_mean: The mean of these.
+        peak_gb: Most memory beyond the weights, of a training on CUDA.
+        problem: Why it is wrong or was skipped.
+        parts: Its profile, if asked for.
     """
 
     model: str
@@ -82,12 +84,12 @@ class Row:
 
 
 def device_of_choice() -> torch.device:
-    """The current CUDA device, or the CPU."""
+    """Return the current CUDA device, or the CPU."""
     return torch.device("cuda" if machine.has_cuda() else "cpu")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bf16 on CUDA, fp32 on CPU."""
+    """Return bf16 on CUDA, fp32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -104,38 +106,45 @@ def bench(
     with_profile: bool = False,
     train: bool = False,
     checkpointing: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Iterator[list[Row]]:
-    """Build each model's tower, choose the contenders and measure; the rows of one model and size at a time.
+    """Build each model's tower, choose the contenders and measure them.
 
-    attentions: names of backends and "auto"; None for "auto" and each that can run. peak: TFLOP/s of the floor, None
-    for no floor. train: forward and backward, every parameter trained. checkpointing: with gradient checkpointing,
-    stock and patched. say: is told what cannot run, before anything does, and then what runs.
-    Raises ValueError, before anything runs, for models, contenders and sizes that do not exist or do not fit, and if
-    none of the backends that are named can run.
+    Args:
+        models: Built-in shapes, checkpoints or config files.
+        sizes: Name -> grid of every input.
+        attentions: Names of backends and "auto"; None for "auto" and each that can run.
+        baselines: Names of stock set-ups.
+        dtype: Of the towers; by default bf16 on CUDA, fp32 on a CPU.
+        rounds: Rounds of timing.
+        peak: TFLOP/s of the floor, None for no floor.
+        weights: Load the checkpoint's weights instead of random ones.
+        with_profile: Profile the first patched contender.
+        train: Time forward and backward, with every parameter trained.
+        checkpointing: With gradient checkpointing, stock and patched.
+        say: Takes what cannot run, before anything does, and then what runs.
+
+    Returns:
+        The rows of one model and size at a time.
+
+    Raises:
+        ValueError: Before anything runs: a model, contender or size does not exist or fit, or no named backend can run.
     """
     check_names(attentions or (), baselines)
     if attentions is not None and not [*attentions, *baselines]:
-        raise ValueError("expected at least one backend or baseline, got none; there is nothing to time")
+        raise ValueError("nothing to time: there are neither backends nor baselines; name at least one")
     device = device_of_choice()
-    chosen_dtype = dtype or default_dtype(device)
+    dtype = dtype or default_dtype(device)
     for model in models:
         if weights and (model in SHAPES or Path(model).is_file()):
-            raise ValueError(f"expected a checkpoint's folder or hub id for its weights, got {model!r}")
-        outline = _prepared(build_tower(model, torch.device("meta"), chosen_dtype), train, checkpointing)
-        for grid in sizes.values():
-            _check_grid(outline, grid)
-        against = [c for c in choose(outline, attentions, (), device=device) if c.against]
-        reasons = [f"{contender.name} cannot run: {'; '.join(contender.against)}" for contender in against]
-        if attentions and len(against) == len(attentions):
-            raise ValueError("; ".join(reasons))
-        for reason in reasons:
-            say(f"{model}: {reason}")
+            raise ValueError(f"{model!r} has no weights to load: pass a checkpoint's folder or hub id")
+        outline = _prepared(build_tower(model, torch.device("meta"), dtype), train, checkpointing)
+        _check_model(model, outline, sizes, attentions, device, say)
 
     def blocks() -> Iterator[list[Row]]:
         for model in models:
             say(f"{model}: building the tower")
-            tower = _prepared(build_tower(model, device, chosen_dtype, weights=weights), train, checkpointing)
+            tower = _prepared(build_tower(model, device, dtype, weights=weights), train, checkpointing)
             contenders = choose(tower, attentions, baselines)
             yield from measure(
                 model, tower, sizes, contenders, rounds=rounds, peak=peak, with_profile=with_profile, say=say
@@ -144,99 +153,192 @@ def bench(
     return blocks()
 
 
-def _prepared(tower: Any, train: bool, checkpointing: bool) -> Any:
-    if checkpointing:  # by the name that it has in newer transformers, or in older ones
-        (getattr(tower, "activation_checkpointing_enable", None) or tower.gradient_checkpointing_enable)()
+def _check_model(
+    model: str,
+    outline: Tower,
+    sizes: Mapping[str, Grid],
+    attentions: Sequence[str] | None,
+    device: torch.device,
+    say: Say,
+) -> None:
+    """Raise ValueError for sizes that do not fit a model, and if no named backend can run it. Say which cannot."""
+    for grid in sizes.values():
+        _check_grid(outline, grid)
+    unusable = [contender for contender in choose(outline, attentions, (), device=device) if contender.against]
+    reasons = [f"{contender.name} cannot run: {'; '.join(contender.against)}" for contender in unusable]
+    if attentions and len(unusable) == len(attentions):
+        raise ValueError("; ".join(reasons))
+    for reason in reasons:
+        say(f"{model}: {reason}")
+
+
+def _check_grid(tower: Tower, grid: Grid) -> None:
+    """Raise ValueError for a grid that the tower does not take."""
+    family = family_of_tower(tower)
+    expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
+    read(expected, None, torch.empty(rows_of(grid), 1, device="meta"), torch.tensor(grid))
+    if not family.videos and any(t > 1 for t, _, _ in grid):
+        raise ValueError(f"{family.name} takes videos frame by frame, but a size is {grid}: pass images")
+
+
+def _prepared(tower: Tower, train: bool, checkpointing: bool) -> Tower:
+    """Turn on training and gradient checkpointing, where asked for."""
+    if checkpointing:
+        # Newer transformers call it activation checkpointing.
+        enable = getattr(tower, "activation_checkpointing_enable", None) or tower.gradient_checkpointing_enable
+        enable()
     return tower.requires_grad_(True).train() if train else tower
 
 
 def measure(
     model: str,
-    tower: Any,
+    tower: Tower,
     sizes: Mapping[str, Grid],
     contenders: Sequence[Contender],
     *,
     rounds: int,
     peak: float | None = None,
     with_profile: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Iterator[list[Row]]:
-    """Verify and time contenders on a stock tower; every one gets modules of its own, and sees no other's traces.
+    """Verify and time contenders on a stock tower.
 
-    Parameters, and so gradients, are the tower's own: a copy for each would not fit, where they take a tenth of a GPU.
+    Every contender gets modules of its own, and sees no other's traces. Parameters and gradients are shared, since
+    copies for all contenders would not fit a GPU.
 
-    with_profile: profile the first patched contender that was timed, else the first baseline.
+    Args:
+        model: The model's name.
+        tower: The stock tower.
+        sizes: Name -> grid of every input.
+        contenders: Who is measured.
+        rounds: Rounds of timing.
+        peak: TFLOP/s of the floor, None for no floor.
+        with_profile: Profile the first patched contender that was timed, else the first baseline.
+        say: Takes what runs.
+
+    Yields:
+        The rows of one size.
     """
-    reference, train = deepcopy(tower).float(), trained(tower)
-    blocks = [block.module for block in family_of_tower(reference).parts(reference).blocks]
-    for block in blocks if train else ():  # in fp32 stock keeps more than a GPU may hold
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    reference = reference_of(tower)
+    passes = 3 if trained(tower) else 1  # a backward takes twice the products of a forward
     for size, grid in sizes.items():
-        now: Any = lambda what, where=f"{model}, {size}": say(f"{where}: {what}")  # noqa: E731
-        floor_ms = (3 if train else 1) * matrix_flops(tower, grid) / (peak * 1e9) if peak else None
-        with ExitStack() as stack:
-            runs, problems = _open(stack, contenders, tower, grid)
-            verdicts, batch = _verify(runs, problems, contenders, reference, tower, grid, now)
-            peaks = {name: peak_gigabytes(run, batch) if train else None for name, run in runs.items()}
-            steps = {name: partial(work, run, batch) for name, run in runs.items()}
-            clear = {name: partial(run.tower.zero_grad, set_to_none=True) for name, run in runs.items()}
-            times = _time(steps, rounds, cuda=batch.pixels_TP.is_cuda, now=now, before=clear if train else {})
-            profiled = next((c.name for c in sorted(contenders, key=lambda c: c.baseline) if c.name in runs), None)
-            parts = None
-            if with_profile and profiled is not None:
-                layers = len(family_of_tower(tower).parts(tower).blocks)
-                parts = profile(steps[profiled], layers, cuda=batch.pixels_TP.is_cuda)
-            tower.zero_grad(set_to_none=True)  # a graph's memory may hold what its contenders have left
-        first = times.get(contenders[0].name) if contenders else None
-        found = []
-        for name, verdict in verdicts.items():
-            told: dict[str, Any] = dict(
-                model=model, size=size, patches=rows_of(grid), contender=name, floor_ms=floor_ms
-            )
-            told |= dict(bound=verdict.bound, worst=verdict.worst, peak_gb=peaks.get(name))
-            told["status"], told["problem"] = problems.get(name, ("timed", None))
-            if name in times:
-                ms, low, high = statistics.median(times[name]), min(times[name]), max(times[name])
-                told |= dict(ms=ms, ms_low=low, ms_high=high, ratio=ms / floor_ms if floor_ms else None)
-                told |= dict(speedup=None if first is None else statistics.median(first) / ms)
-            if math.isfinite(verdict.error):
-                mean = statistics.fmean(verdict.ratios) if verdict.ratios else None
-                told |= dict(error=verdict.error, error_ratio=max(verdict.ratios, default=None), error_ratio_mean=mean)
-            found.append(Row(**told, parts=parts if name == profiled else None))
-        yield found
+        measured = _measure_size(
+            contenders, reference, tower, grid, rounds, with_profile, _prefixed(say, f"{model}, {size}")
+        )
+        floor_ms = passes * matrix_flops(tower, grid) / (peak * 1e9) if peak else None
+        first_name = contenders[0].name if contenders else None
+        first = measured.times.get(first_name) if first_name else None
+        rows = []
+        for name in measured.verdicts:
+            fields = _fields(measured, name, floor_ms, None if first is None else statistics.median(first))
+            rows.append(Row(model=model, size=size, patches=rows_of(grid), contender=name, **fields))
+        yield rows
 
 
-def _check_grid(tower: Any, grid: Grid) -> None:
-    """Raise ValueError for a grid that the tower does not take."""
-    family = family_of_tower(tower)
-    expected = Expected(merge=family.geometry(tower).merge, width=None, device=None)
-    read(expected, None, torch.empty(rows_of(grid), 1, device="meta"), torch.tensor(grid))
-    if not family.videos and any(t > 1 for t, _, _ in grid):
-        raise ValueError(f"expected images for {family.name}, which takes videos frame by frame, got {grid}")
+def _prefixed(say: Say, prefix: str) -> Say:
+    return lambda line: say(f"{prefix}: {line}")
 
 
-def _twin(tower: Any) -> Any:
-    """The same tower again: modules and buffers are copies, parameters are the same."""
-    return deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """The raw results of one input: all by the contender's name, parts of the profiled one."""
+
+    verdicts: Mapping[str, Verdict]
+    problems: Mapping[str, Problem]
+    times: Mapping[str, list[float]]
+    peaks: Mapping[str, float | None]
+    profiled: str | None
+    parts: tuple[Part, ...] | None
 
 
-Problem = tuple[Status, str]
+def _measure_size(
+    contenders: Sequence[Contender],
+    reference: Tower,
+    tower: Tower,
+    grid: Grid,
+    rounds: int,
+    with_profile: bool,
+    say: Say,
+) -> _Measured:
+    """Open, verify, time and profile all contenders on one input."""
+    is_training = trained(tower)
+    with ExitStack() as stack:
+        runs, problems = _open(stack, contenders, tower, grid)
+        verdicts, batch = verify(runs, problems, contenders, reference, tower, grid, say)
+        peaks = {name: peak_gigabytes(run, batch) if is_training else None for name, run in runs.items()}
+        steps: dict[str, Step] = {name: _Work(run, batch) for name, run in runs.items()}
+        clear: dict[str, Step] = {name: _Clear(run) for name, run in runs.items()} if is_training else {}
+        is_cuda = batch.pixels_TP.is_cuda
+        times = _time(steps, rounds, cuda=is_cuda, now=say, before=clear)
+        profiled = _profiled(contenders, runs)
+        parts = None
+        if with_profile and profiled is not None:
+            layers = len(family_of_tower(tower).parts(tower).blocks)
+            parts = profile(steps[profiled], layers, cuda=is_cuda)
+        tower.zero_grad(set_to_none=True)  # gradients may lie in the memory of a graph, which goes now
+    return _Measured(verdicts=verdicts, problems=problems, times=times, peaks=peaks, profiled=profiled, parts=parts)
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """worst: the name of the output or gradient whose error comes nearest to its bound. ratios: over stock's errors."""
+class _Work:
+    """A contender's step."""
 
-    bound: float
-    error: float = math.inf
-    worst: str | None = None
-    ratios: tuple[float, ...] = ()
+    run: Run
+    batch: Batch
+
+    def __call__(self) -> object:
+        return work(self.run, self.batch)
+
+
+@dataclass(frozen=True)
+class _Clear:
+    """Drops the gradients of a contender."""
+
+    run: Run
+
+    def __call__(self) -> None:
+        self.run.tower.zero_grad(set_to_none=True)
+
+
+def _profiled(contenders: Sequence[Contender], runs: Mapping[str, Run]) -> str | None:
+    """Return the name of the first patched contender that runs, else of the first baseline."""
+    for is_baseline in (False, True):
+        for contender in contenders:
+            if contender.baseline == is_baseline and contender.name in runs:
+                return contender.name
+    return None
+
+
+def _fields(measured: _Measured, name: str, floor_ms: float | None, first_ms: float | None) -> dict[str, Any]:
+    """Return the fields of a row beside its input and name. first_ms: the first contender's median."""
+    verdict = measured.verdicts[name]
+    status, problem = measured.problems.get(name, ("timed", None))
+    fields: dict[str, Any] = dict(
+        status=status,
+        problem=problem,
+        floor_ms=floor_ms,
+        bound=verdict.bound,
+        worst=verdict.worst,
+        peak_gb=measured.peaks.get(name),
+        parts=measured.parts if name == measured.profiled else None,
+    )
+    if name in measured.times:
+        times = measured.times[name]
+        ms = statistics.median(times)
+        fields |= dict(ms=ms, ms_low=min(times), ms_high=max(times))
+        fields["ratio"] = ms / floor_ms if floor_ms else None
+        fields["speedup"] = None if first_ms is None else first_ms / ms
+    if math.isfinite(verdict.error):
+        fields["error"] = verdict.error
+        if verdict.ratios:
+            fields |= dict(error_ratio=max(verdict.ratios), error_ratio_mean=statistics.fmean(verdict.ratios))
+    return fields
 
 
 def _open(
-    stack: ExitStack, contenders: Sequence[Contender], tower: Any, grid: Grid
+    stack: ExitStack, contenders: Sequence[Contender], tower: Tower, grid: Grid
 ) -> tuple[dict[str, Run], dict[str, Problem]]:
-    """Every contender that can run, opened on the stack on a tower of its own; and why others cannot."""
+    """Open every contender that can run, on a tower of its own; return the runs, and why others cannot."""
     runs: dict[str, Run] = {}
     problems: dict[str, Problem] = {}
     for contender in contenders:
@@ -244,104 +346,44 @@ def _open(
             problems[contender.name] = "skipped", "; ".join(contender.against)
             continue
         try:
-            runs[contender.name] = stack.enter_context(contender.open(_twin(tower), grid))
+            runs[contender.name] = stack.enter_context(contender.open(twin_of(tower), grid))
         except Exception as raised:
-            problems[contender.name] = _failed(contender, raised)
+            problems[contender.name] = problem_of(contender, raised)
     return runs, problems
 
 
-def _failed(contender: Contender, raised: Exception) -> Problem:
-    """A backend that raises is wrong; a baseline may be another library's that does not fit the installed versions."""
-    return "skipped" if contender.baseline else "wrong", machine.one_line(raised)[:300]
-
-
-def _verify(
-    runs: dict[str, Run],
-    problems: dict[str, Problem],
-    contenders: Sequence[Contender],
-    reference: Any,
-    tower: Any,
-    grid: Grid,
-    now: Callable[[str], None],
-) -> tuple[dict[str, _Verdict], Batch]:
-    """Compare every run with stock in fp32, beside stock in the dtype; those that fail leave `runs` for `problems`.
-
-    Returns what was found of every contender, and the batch to time with.
-    """
-    train, own, errors = trained(tower), Errors(), {contender.name: Errors() for contender in contenders}
-    verdicts: dict[str, _Verdict] = {}
-    with stock("sdpa", reference, grid) as exact, stock("sdpa", _twin(tower), grid) as same:
-        count = STEPS if train and ROUNDING[weight_of(tower).dtype] > 1e-4 else CALLS
-        for seed in range(4 * count if train else count):
-            if seed >= count and not _undecided(verdicts, runs, contenders):
-                break
-            now(f"running stock in fp32, {seed + 1} of {max(count, seed + 1)}")
-            batch = draw_batch(same, grid, seed)
-            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products have no TF32 by default
-                expected = results(exact, batch.float())
-            own.add(results(same, batch), expected)
-            for contender in contenders:
-                if (run := runs.get(contender.name)) is None:
-                    continue
-                now(f"verifying {contender.name}")
-                try:
-                    errors[contender.name].add(results(run, batch), expected)
-                except Exception as raised:
-                    del runs[contender.name]
-                    problems[contender.name] = _failed(contender, raised)
-            known = own.by_name()
-            verdicts = {c.name: _judge(c, errors[c.name].by_name(), known, tower) for c in contenders}
-    for contender in contenders:
-        verdict = verdicts[contender.name]
-        if contender.name in runs and not verdict.error <= verdict.bound:
-            del runs[contender.name]
-            told = f"relative error {verdict.error:.1e}, at most {verdict.bound:.1e} is allowed"
-            problems[contender.name] = "wrong", told + (f", of {verdict.worst}" if train else "")
-    return verdicts, batch
-
-
-def _undecided(verdicts: Mapping[str, _Verdict], runs: Mapping[str, Run], contenders: Sequence[Contender]) -> bool:
-    """Whether more batches may tell: what few numbers, as of a norm, say of an error scatters by some percent."""
-    own = [verdicts[contender.name] for contender in contenders if not contender.baseline and contender.name in runs]
-    return any(verdict.bound < verdict.error < _NEAR * verdict.bound for verdict in own)
-
-
-def _judge(contender: Contender, errors: Mapping[str, float], own: Mapping[str, float], tower: Any) -> _Verdict:
-    """The error that comes nearest to what is allowed: a tenth above stock's own in the dtype, or a rounding.
-
-    Of a forward the outputs share one bound; of a training every gradient has its own.
-    """
-    rounding, train = ROUNDING[weight_of(tower).dtype], trained(tower)
-    times = PEERS if train and contender.baseline else PROMISED
-    bounds = {name: max(times * (error if train else max(own.values())), rounding) for name, error in own.items()}
-    bounds = {name: contender.bound or bound for name, bound in bounds.items()}
-    if not errors:
-        return _Verdict(max(bounds.values()))
-    worst = max(errors, key=lambda name: errors[name] / bounds.get(name, rounding))
-    ratios = tuple(errors[name] / error for name, error in own.items() if error and name in errors)
-    return _Verdict(bounds.get(worst, rounding), errors[worst], worst, ratios)
-
-
 def _time(
-    steps: Mapping[str, Callable[[], Any]],
+    steps: Mapping[str, Step],
     rounds: int,
     *,
     cuda: bool,
-    now: Callable[[str], None] = lambda _: None,
-    before: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+    now: Say = lambda _: None,
+    before: Mapping[str, Step] = MappingProxyType({}),
 ) -> dict[str, list[float]]:
-    """Milliseconds of every timed call: each round gives each contender its turn, warmed up anew.
-
-    before: what is done before each call, by name, and not timed.
+    """Time every contender in turns, warmed up anew in each round.
 
     Every other round goes backwards: a GPU near its power limit is slower after a neighbour that heats it more.
+
+    Args:
+        steps: Contender -> its step.
+        rounds: Turns of each contender.
+        cuda: Whether steps run on a GPU.
+        now: Takes the round that begins.
+        before: Contender -> what runs before each of its steps, and is not timed.
+
+    Returns:
+        Contender -> milliseconds of every timed step.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
         now(f"timing, round {index + 1} of {rounds}")
-        for name in list(steps)[:: -1 if index % 2 else 1]:
+        names = list(steps)
+        if index % 2:
+            names.reverse()
+        for name in names:
             for _ in range(WARM_UPS):
                 steps[name]()
             first = before.get(name, lambda: None)
-            times[name] += [milliseconds(steps[name], cuda=cuda, before=first) for _ in range(TIMED)]
+            for _ in range(TIMED):
+                times[name].append(milliseconds(steps[name], cuda=cuda, before=first))
     return times

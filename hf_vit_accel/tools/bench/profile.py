@@ -1,4 +1,4 @@
-"""Where the time of one step goes: its kernels (on CPU its operators) grouped into parts of a tower."""
+"""Says where the time of one step goes: groups its kernels (on a CPU its operators) into parts of a tower."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -30,7 +29,15 @@ _EPILOGUE = re.compile(r"gemm|nvjet|cutlass|addmm", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of a forward. us: microseconds. share: of the whole, 0 to 1. per_layer: kernels per layer."""
+    """One part of a step.
+
+    Attributes:
+        part: Its name.
+        us: Microseconds.
+        share: Of the step's time, 0 to 1.
+        kernels: Kernels launched.
+        per_layer: Kernels per layer.
+    """
 
     part: str
     us: float
@@ -39,27 +46,41 @@ class Part:
     per_layer: float
 
 
-def profile(step: Callable[[], Any], depth: int, *, cuda: bool) -> tuple[Part, ...]:
-    """Run once to warm up and once under torch's profiler; the parts that took time, the longest first."""
+def profile(step: Callable[[], object], depth: int, *, cuda: bool) -> tuple[Part, ...]:
+    """Run a step once to warm up and once under torch's profiler.
+
+    Args:
+        step: The step.
+        depth: Layers of the tower.
+        cuda: Whether it runs on a GPU.
+
+    Returns:
+        The parts that took time, the longest first.
+    """
     step()
-    with torch_profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as recorded:
+    activities = [ProfilerActivity.CPU]
+    if cuda:
+        activities.append(ProfilerActivity.CUDA)
+    with torch_profile(activities=activities) as recorded:
         step()
         if cuda:
             torch.cuda.synchronize()
-    times, counts = defaultdict[str, float](float), Counter[str]()
+    times: defaultdict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
     for event in recorded.key_averages():
         if (event.device_type.name == "CUDA") == cuda:
             part = part_of(event.key)
             times[part] += event.self_device_time_total if cuda else event.self_cpu_time_total
             counts[part] += event.count
     total = sum(times.values()) or 1.0
-    return tuple(
-        Part(part=part, us=us, share=us / total, kernels=counts[part], per_layer=counts[part] / depth)
-        for part, us in sorted(times.items(), key=lambda item: -item[1])
-    )
+    parts = []
+    for part, us in sorted(times.items(), key=lambda item: -item[1]):
+        kernels = counts[part]
+        parts.append(Part(part=part, us=us, share=us / total, kernels=kernels, per_layer=kernels / depth))
+    return tuple(parts)
 
 
 def part_of(kernel: str) -> str:
-    """The part that a kernel's name belongs to."""
+    """Return the part that a kernel's name belongs to."""
     part = next((part for part, pattern in PARTS.items() if pattern.search(kernel)), "other")
     return "GEMM" if part == "activation" and _EPILOGUE.search(kernel) else part

@@ -1,4 +1,4 @@
-"""What is timed: towers in the shapes of public checkpoints, inputs by name or literal, and their matrix FLOPs."""
+"""Builds what is timed: towers in the shapes of public checkpoints, inputs by name or literal; counts their FLOPs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,17 +19,20 @@ from hf_vit_accel import machine
 from hf_vit_accel.families import FAMILIES, Family, family_of, find_towers
 from hf_vit_accel.layout import Grid, build
 
+Tower: TypeAlias = Any
+"""A vision tower of transformers, whose classes have no common type."""
+
 PEAK = 790.0
 """TFLOP/s that the floor assumes on an H200: what large bf16 matrix products reach there."""
 
-_QWEN2 = dict(depth=32, embed_dim=1280, num_heads=16, mlp_ratio=4, patch_size=14)
-_QWEN2_5: dict[str, Any] = dict(depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, patch_size=14)
+_QWEN2: dict[str, object] = dict(depth=32, embed_dim=1280, num_heads=16, mlp_ratio=4, patch_size=14)
+_QWEN2_5: dict[str, object] = dict(depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, patch_size=14)
 _QWEN2_5 |= dict(window_size=112, fullatt_block_indexes=[7, 15, 23, 31])
-_QWEN3: dict[str, Any] = dict(num_heads=16, patch_size=16, num_position_embeddings=2304)
+_QWEN3: dict[str, object] = dict(num_heads=16, patch_size=16, num_position_embeddings=2304)
 _QWEN3_SMALL = _QWEN3 | dict(depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])
 _QWEN3_LARGE = _QWEN3 | dict(depth=27, hidden_size=1152, intermediate_size=4304, deepstack_visual_indexes=[8, 16, 24])
 
-_SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_SHAPES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen2-vl-2b": ("Qwen2VLVisionConfig", _QWEN2 | dict(hidden_size=1536)),
     "qwen2-vl-7b": ("Qwen2VLVisionConfig", _QWEN2 | dict(hidden_size=3584)),
     "qwen2.5-vl-3b": ("Qwen2_5_VLVisionConfig", _QWEN2_5 | dict(out_hidden_size=2048)),
@@ -39,7 +42,7 @@ _SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-vl-2b": ("Qwen3VLVisionConfig", _QWEN3_SMALL | dict(out_hidden_size=2048)),
     "qwen3-vl-4b": ("Qwen3VLVisionConfig", _QWEN3_SMALL | dict(out_hidden_size=2560)),
     "qwen3-vl-8b": ("Qwen3VLVisionConfig", _QWEN3_LARGE | dict(out_hidden_size=4096)),
-    # What follows is the default of each config in transformers, which says whose shape that is where one is named.
+    # From here on: the defaults of the configs in transformers, whose docstrings name the checkpoint.
     "qwen3.5": ("Qwen3_5VisionConfig", {}),  # Qwen3-VL-8B's without deepstack
     "glm-ocr": ("GlmOcrVisionConfig", {}),
     "glm-4.1v-9b": ("Glm4vVisionConfig", {}),
@@ -48,14 +51,14 @@ _SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "paddleocr-vl": ("PaddleOCRVisionConfig", {}),
     "ernie-4.5-vl": ("Ernie4_5_VLMoeVisionConfig", {}),
     "dots3-note": ("Dots3NoteVisionConfig", {}),
-    # Not the defaults of the next two configs, whose width of 3584 is no tower's. Omni's is Qwen2.5-VL's (windows
-    # of 112, MLPs of 3420, head dim 80); EXAONE's was not to be found, and is taken as the same, with 8 heads of keys.
+    # The defaults of the next two configs have a width of 3584, which no tower has. Omni's tower is Qwen2.5-VL's
+    # (windows of 112, MLPs of 3420, head dim 80). EXAONE's shape is not published: assumed the same, 8 heads of keys.
     "qwen2.5-omni-7b": ("Qwen2_5OmniVisionEncoderConfig", _QWEN2_5 | dict(out_hidden_size=3584)),
     "exaone-4.5": ("Exaone4_5_VisionConfig", _QWEN2_5 | dict(out_hidden_size=5120)),
 }
-_KNOWN = frozenset(transformers.__all__)  # type: ignore[attr-defined]  # 5.15 lacks GLM-5.3 and dots3
-SHAPES = {model: shape for model, shape in _SHAPES.items() if shape[0] in _KNOWN}
-"""Name -> the class of the vision config in transformers, and its arguments; those that this transformers has."""
+_EXPORTED = frozenset(transformers.__all__)  # type: ignore[attr-defined]  # 5.15 lacks GLM-5.3 and dots3
+SHAPES = {model: shape for model, shape in _SHAPES.items() if shape[0] in _EXPORTED}
+"""Name -> class of the vision config in transformers and its arguments, if the installed transformers has the class."""
 
 SIZES: Mapping[str, Grid] = {
     "one 448²": ((1, 28, 28),),
@@ -74,75 +77,98 @@ _LITERAL = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:\*([1-9]\d*))?")
 
 
 def parse_size(text: str) -> tuple[str, Grid]:
-    """The name and grid of a size: one of SIZES ("^2" for "²" will do) or a literal like `1x64x64*16+8x36x64`.
+    """Return the name and the grid of a size.
 
-    In a literal, t x h x w count patches, `*n` repeats and `+` joins. Raises ValueError for anything else.
+    Args:
+        text: A name of `SIZES` ("^2" stands for "²"), or a literal like `1x64x64*16+8x36x64`.
+            In a literal, t x h x w count patches, `*n` repeats and `+` joins.
+
+    Raises:
+        ValueError: The text is neither.
     """
     name = text.strip().replace("^2", "²")
     if name in SIZES:
         return name, SIZES[name]
     grid: list[tuple[int, int, int]] = []
     for term in name.split("+"):
-        found = _LITERAL.fullmatch(term.strip())
-        if found is None:
+        match = _LITERAL.fullmatch(term.strip())
+        if match is None:
             raise ValueError(
-                f"expected a size out of {', '.join(SIZES)}, or frames x height x width in patches such as "
-                f"1x64x64*16+8x36x64, got {text!r}"
+                f"unknown size {text!r}: choose one of {', '.join(SIZES)}, or frames x height x width in patches such "
+                "as 1x64x64*16+8x36x64"
             )
-        t, h, w, repeats = (int(number or 1) for number in found.groups())
+        t, h, w, repeats = (int(number or 1) for number in match.groups())
         grid += [(t, h, w)] * repeats
     return name, tuple(grid)
 
 
 def vision_config(model: str) -> Any:
-    """The vision config of a built-in shape, a checkpoint (folder or hub id) or a config.json; else ValueError."""
+    """Return a vision config.
+
+    Args:
+        model: A built-in shape, a checkpoint (folder or hub id) or a config.json.
+
+    Raises:
+        ValueError: There is no such model.
+    """
     if model in SHAPES:
         name, arguments = SHAPES[model]
         return getattr(transformers, name)(**arguments)
     try:
-        # Asked once: where there is none, `from_pretrained` would try again and again.
-        if not Path(model).exists() and not (model.count("/") == 1 and has_file(model, "config.json")):
+        # `from_pretrained` would ask the hub again and again for a repository that does not exist.
+        is_repository = model.count("/") == 1 and has_file(model, "config.json")
+        if not Path(model).exists() and not is_repository:
             raise ValueError("no such folder or file, and no config.json by that name on the hub or in its cache")
         config = transformers.AutoConfig.from_pretrained(model)
-    except Exception as error:  # also what the hub's HTTP client raises
+    except Exception as error:  # also errors of the hub's HTTP client
         raise ValueError(
-            f"expected a built-in shape ({', '.join(SHAPES)}), a checkpoint's folder or hub id, or a config.json, got "
-            f"{model!r}: {machine.one_line(error)[:300]}"
+            f"unknown model {model!r}: pass a built-in shape ({', '.join(SHAPES)}), a checkpoint's folder or hub id, "
+            f"or a config.json ({machine.one_line(error)[:300]})"
         ) from error
     return getattr(config, "vision_config", config)
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """TFLOP/s of large matrix products in a dtype on a GPU, for the floor: measured, but on an H200. None for a CPU."""
+    """Return the TFLOP/s of large matrix products on a GPU, or None for a CPU.
+
+    It is measured, except in bf16 on an H200 (`PEAK`).
+    """
     if device.type != "cuda":
         return None
     if dtype == torch.bfloat16 and "H200" in machine.cuda_device_name():
         return PEAK
-    size, best = 8192, float("inf")
+    size = 8192
+    best_seconds = float("inf")
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     for _ in range(10):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         torch.mm(a, b)
         torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best / 1e12
+        best_seconds = min(best_seconds, time.perf_counter() - begin)
+    return 2 * size**3 / best_seconds / 1e12
 
 
-def tower_class(config: Any) -> type[nn.Module]:
-    """The tower class that a vision config belongs to; ValueError for a family that is not supported."""
+def tower_class(config: object) -> type[nn.Module]:
+    """Return the tower class of a vision config. Raises ValueError for a family that is not supported."""
     home = type(config).__module__.replace(".configuration_", ".modeling_")
-    fast = [family for family in FAMILIES if not family.attention_only]
-    for module, name in (tower for family in fast for tower in family.towers if tower[0] == home):
-        return getattr(importlib.import_module(module), name)
-    supported = ", ".join(family.name for family in fast)
-    raise ValueError(f"expected a model with a vision tower of {supported}, got {type(config).__name__}")
+    families = [family for family in FAMILIES if not family.attention_only]
+    for family in families:
+        for module, name in family.towers:
+            if module == home:
+                return getattr(importlib.import_module(module), name)
+    names = ", ".join(family.name for family in families)
+    raise ValueError(f"{type(config).__name__} is no config of a vision tower of {names}: choose a model of these")
 
 
-def build_tower(model: str, device: torch.device, dtype: torch.dtype, *, weights: bool = False) -> Any:
-    """A tower as `from_pretrained` leaves it (buffers such as rotary frequencies stay fp32), without gradients.
+def build_tower(model: str, device: torch.device, dtype: torch.dtype, *, weights: bool = False) -> Tower:
+    """Build a tower as `from_pretrained` leaves it, without gradients. Buffers such as rotary frequencies stay fp32.
 
-    weights: load the checkpoint's tower; otherwise the weights are random, always the same for a model and device.
+    Args:
+        model: See `vision_config`.
+        device: Where it is built.
+        dtype: The dtype of its parameters.
+        weights: Load the checkpoint's weights. Otherwise they are random, and equal for equal model and device.
     """
     if weights:
         tower = _load_tower(model, dtype).to(device)
@@ -157,58 +183,63 @@ def build_tower(model: str, device: torch.device, dtype: torch.dtype, *, weights
 
 
 def _load_tower(model: str, dtype: torch.dtype) -> nn.Module:
+    """Load a checkpoint and return its vision tower."""
     try:
         loaded = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=dtype)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"expected a checkpoint's folder or hub id for its weights, got {model!r}: {reason}"
+            f"cannot load weights of {model!r}: pass a checkpoint's folder or hub id ({reason})"
         ) from error
-    found = next(find_towers(loaded), None)
-    if found is None:
-        raise ValueError(f"expected a checkpoint with a supported vision tower, found none in {model!r}")
-    return found[1]
+    for _, tower, _ in find_towers(loaded):
+        return tower
+    raise ValueError(f"{model!r} has no supported vision tower: pass a checkpoint that has one")
 
 
-def matrix_flops(tower: Any, grid: Grid) -> int:
-    """Floating-point operations of all matrix products of one forward, two per multiply-add.
+def matrix_flops(tower: Tower, grid: Grid) -> int:
+    """Count the floating-point operations of all matrix products of one forward, two per multiply-add.
 
-    Patch embed, every linear of the blocks and mergers (deepstack's included), and for attention q k^T and weights v:
-    4 L^2 E per segment of L rows, segments being windows in window layers and frames in the others.
+    Counted are the patch embedding, every linear of the blocks and mergers (deepstack's included), and attention.
+    Attention (q k^T, and weights times v) takes 4 L^2 E per segment of L rows. Segments are windows in window layers,
+    and frames in the others.
     """
     family = family_of_tower(tower)
     metadata = build(grid, family.geometry(tower))
-    squares = {
-        kind: int(np.square(segments.lengths_S, dtype=np.int64).sum()) for kind, segments in metadata.segments().items()
-    }
+    squared_rows = {}
+    for kind, segments in metadata.segments().items():
+        squared_rows[kind] = int(np.square(segments.lengths_S, dtype=np.int64).sum())
     parts = family.parts(tower)
     flops = 2 * metadata.rows * parts.projection.weight.numel()
     for index, block in enumerate(parts.blocks):
         width = block.attention.num_heads * block.attention.head_dim
         flops += 2 * metadata.rows * _linear_weights(block.module)
-        flops += 4 * width * squares["full" if parts.full(index) else "window"]
+        flops += 4 * width * squared_rows["full" if parts.full(index) else "window"]
     if parts.downsample is not None:
         flops += 2 * metadata.merged * parts.downsample.weight.numel()
-    return int(flops + 2 * metadata.merged * sum(map(_linear_weights, parts.mergers())))
+    for merger in parts.mergers():
+        flops += 2 * metadata.merged * _linear_weights(merger)
+    return int(flops)
 
 
 def _linear_weights(module: nn.Module) -> int:
-    """Weights that each row meets: of a mixture of experts, those of the chosen ones."""
+    """Count the weights that a row is multiplied with; in a mixture of experts, those of the chosen experts."""
     experts = getattr(module, "experts", None)
     if experts is not None:
-        each = sum(parameter[0].numel() for parameter in experts.parameters())
-        return int(each * module.gate.top_k + module.gate.weight.numel())  # type: ignore[union-attr, operator]
-    own = module.weight.numel() if isinstance(module, nn.Linear) else 0
-    return own + sum(map(_linear_weights, module.children()))
+        weights_per_expert = sum(parameter[0].numel() for parameter in experts.parameters())
+        return int(weights_per_expert * module.gate.top_k + module.gate.weight.numel())  # type: ignore[union-attr, operator]
+    weights = module.weight.numel() if isinstance(module, nn.Linear) else 0
+    for child in module.children():
+        weights += _linear_weights(child)
+    return weights
 
 
 def family_of_tower(tower: nn.Module) -> Family:
-    """The family of what is known to be a tower."""
+    """Return the family of a supported tower."""
     family = family_of(tower)
     assert family is not None
     return family
 
 
 def weight_of(tower: nn.Module) -> Tensor:
-    """The weight of the patch embedding: a row of it is as wide as a patch."""
+    """Return the weight of the patch embedding; a row of it is as wide as a patch."""
     return family_of_tower(tower).parts(tower).projection.weight

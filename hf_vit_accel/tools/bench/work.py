@@ -1,4 +1,4 @@
-"""What is verified and timed: one forward, or one forward and backward of a tower that is trained.
+"""Runs what is verified and timed: one forward, or one forward and backward of a tower that is trained.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -21,22 +21,28 @@ from hf_vit_accel.tools.bench.towers import family_of_tower, weight_of
 
 @dataclass(frozen=True)
 class Batch:
-    """pixels_TP, and the gradients that come into the outputs (None: a forward alone). pixel_grad: the pixels', too."""
+    """Inputs of one forward, or of one forward and backward.
+
+    Attributes:
+        pixels_TP: The pixels.
+        incoming: The gradients that come into the outputs; None for a forward alone.
+        pixel_grad: Whether the pixels get a gradient, too.
+    """
 
     pixels_TP: Tensor
     incoming: tuple[Tensor, ...] | None = None
     pixel_grad: bool = False
 
     def float(self) -> Batch:
-        """The same numbers in fp32."""
-        incoming = None if self.incoming is None else tuple(each.float() for each in self.incoming)
+        """Return the same numbers in fp32."""
+        incoming = None if self.incoming is None else tuple(gradient.float() for gradient in self.incoming)
         return replace(self, pixels_TP=self.pixels_TP.float(), incoming=incoming)
 
 
 def draw_batch(run: Run, grid: Grid, seed: int) -> Batch:
-    """Random patches for a grid and, for a tower that is trained, random gradients, in the tower's dtype.
+    """Draw random patches for a grid in the tower's dtype, and random gradients if the tower is trained.
 
-    The pixels' gradient is asked for with the first seed only: training needs none, and none is timed.
+    The pixels get a gradient with seed 0 only: training needs none, and none is timed.
     """
     weight = weight_of(run.tower)
     generator = torch.Generator(weight.device).manual_seed(seed)
@@ -53,13 +59,16 @@ def draw_batch(run: Run, grid: Grid, seed: int) -> Batch:
 
 
 def outputs_of(output: Any) -> list[Tensor]:
-    """Merged features, or the last rows of a tower that merges nothing, and deepstack features: what a model takes."""
+    """Return the features that a model takes: merged rows and deepstack features.
+
+    A tower that merges nothing gives its last rows instead.
+    """
     merged = output.last_hidden_state if output.pooler_output is None else output.pooler_output
     return [merged, *(output.get("deepstack_features") or [])]
 
 
 def work(run: Run, batch: Batch) -> list[Tensor]:
-    """What is timed: a forward; with incoming gradients the backward, too, whose gradients are added up."""
+    """Run what is timed: a forward, and with incoming gradients the backward, whose gradients are added up."""
     if batch.incoming is None:
         with torch.no_grad():
             return outputs_of(run(batch.pixels_TP))
@@ -69,50 +78,61 @@ def work(run: Run, batch: Batch) -> list[Tensor]:
 
 
 def results(run: Run, batch: Batch) -> dict[str, Tensor]:
-    """All that is compared, by name: outputs and, of a tower that is trained, every parameter's gradient."""
+    """Run a batch; return all that is compared by name: outputs, and the gradients of a tower that is trained."""
     if batch.pixel_grad:
         batch = replace(batch, pixels_TP=batch.pixels_TP.detach().clone().requires_grad_())
     run.tower.zero_grad(set_to_none=True)
-    found = {f"output {index}": output.detach() for index, output in enumerate(work(run, batch))}
+    values = {f"output {index}": output.detach() for index, output in enumerate(work(run, batch))}
     if batch.incoming is None:
-        return found
-    found |= {name: value.grad for name, value in run.tower.named_parameters() if value.grad is not None}
+        return values
+    for name, parameter in run.tower.named_parameters():
+        if parameter.grad is not None:
+            values[name] = parameter.grad
     if batch.pixels_TP.grad is not None:
-        found["pixels"] = batch.pixels_TP.grad
+        values["pixels"] = batch.pixels_TP.grad
     run.tower.zero_grad(set_to_none=True)
-    return found
+    return values
 
 
 @dataclass
 class Errors:
-    """Relative L2 errors by name, each the root of the mean square over all batches; infinite where one is not finite,
-    of another shape, or missing.
+    """Relative L2 errors by name, each the root of the mean square over all batches.
+
+    An error is infinite where a value is missing, not finite, or of another shape.
     """
 
     squares: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    def add(self, values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Compare one batch's results."""
-        for name in found.keys() | expected.keys():
+        for name in values.keys() | expected.keys():
             square = math.inf
-            if name in found and name in expected and found[name].shape == expected[name].shape:
-                difference, norm = (found[name].float() - expected[name]).norm(), expected[name].norm()
+            if name in values and name in expected and values[name].shape == expected[name].shape:
+                difference = (values[name].float() - expected[name]).norm()
+                norm = expected[name].norm()
                 square = float(difference / norm) ** 2 if norm else float(difference)
             self.squares.setdefault(name, []).append(square if math.isfinite(square) else math.inf)
 
     def by_name(self) -> dict[str, float]:
-        """The error of every output and gradient."""
-        return {name: math.sqrt(sum(each) / len(each)) for name, each in self.squares.items()}
+        """Return the error of every output and gradient."""
+        return {name: math.sqrt(sum(squares) / len(squares)) for name, squares in self.squares.items()}
 
 
-def milliseconds(step: Callable[[], Any], *, cuda: bool, before: Callable[[], Any] = lambda: None) -> float:
-    """One call: by CUDA events after a synchronisation, on CPU by the clock. before: what is done first, not timed."""
+def milliseconds(step: Callable[[], object], *, cuda: bool, before: Callable[[], object] = lambda: None) -> float:
+    """Time one call: by CUDA events after a synchronisation, on a CPU by the clock.
+
+    Args:
+        step: The call.
+        cuda: Whether it runs on a GPU.
+        before: Runs first, and is not timed.
+    """
     before()
     if not cuda:
         begin = time.perf_counter()
         step()
         return (time.perf_counter() - begin) * 1e3
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
     step()
@@ -122,14 +142,14 @@ def milliseconds(step: Callable[[], Any], *, cuda: bool, before: Callable[[], An
 
 
 def peak_gigabytes(run: Run, batch: Batch) -> float | None:
-    """Most memory of one call beyond what lies there before it, the weights; None on a CPU, which does not tell."""
+    """Return the most memory that one call takes beyond the weights, or None on a CPU, which does not report it."""
     if not batch.pixels_TP.is_cuda:
         return None
     run.tower.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     work(run, batch)
     torch.cuda.synchronize()
     run.tower.zero_grad(set_to_none=True)
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
+    return (torch.cuda.max_memory_allocated() - bytes_before) / 1e9

@@ -1,0 +1,62 @@
+"""Patch with CUDA graphs whose buffers are poisoned, and draw layouts to replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from standins import SMALL
+from tiny import tower_of
+
+import hf_vit_accel
+from hf_vit_accel import GraphConfig
+from hf_vit_accel.graphs import store
+from hf_vit_accel.tower.state import state_of
+
+Grid = list[tuple[int, int, int]]
+
+
+def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
+    """Patch with graphs and poison their buffers before every use; return the tower's runner of inference graphs."""
+    hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
+    return poison_before_use(state_of(tower_of(model)).runner)
+
+
+def patch_training(tower: Any, config: GraphConfig, **kwargs: Any) -> Any:
+    """Patch with graphs and poison their buffers before every use; return the tower's runner of training graphs."""
+    hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
+    return poison_before_use(state_of(tower).training)
+
+
+def poison_before_use(runner: Any) -> Any:
+    """Spoil all static buffers before every replay, so that a graph reads only values that were written for it.
+
+    The fixture `on_cpu` puts the recorder's class back.
+    """
+    make = store.CudaRecorder
+
+    def recorder(device: torch.device) -> Any:
+        made: Any = make(device)
+        made.poisoned = runner.static_buffers
+        return made
+
+    store.CudaRecorder = recorder  # type: ignore[misc,assignment]
+    return runner
+
+
+def draw_grid(rng: np.random.Generator, most_tokens: int = 128) -> Grid:
+    """Draw up to six images and videos of random sizes, together at most `most_tokens` merged tokens."""
+    grid: Grid = []
+    room = int(rng.integers(1, most_tokens + 1))
+    while room > 0 and len(grid) < 6:
+        t = int(rng.integers(1, 4)) if rng.random() < 0.3 else 1
+        h = int(rng.integers(1, 9))
+        w = int(rng.integers(1, 9))
+        if t * h * w > room:
+            if grid:
+                break
+            t, h, w = 1, 1, room
+        grid.append((t, 2 * h, 2 * w))
+        room -= t * h * w
+    return grid
