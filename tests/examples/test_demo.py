@@ -15,8 +15,8 @@ import pytest
 import torch
 import typer
 from accelerate import PartialState
-from caption_cli import EXAMPLES, ROOT, RUNNER
 from PIL import Image
+from programs import EXAMPLES, ROOT, RUNNER
 from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel

@@ -27,11 +27,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from caption_cli import EXAMPLES, ROOT, RUNNER, UNIT, batch_caption, draw, encode
 from captioning.journal import Journal, Record, lock
-from launched import WAYS
-from launched import launched as in_two
 from PIL import Image
+from programs import EXAMPLES, ROOT, RUNNER, UNIT, WAYS, draw, encode
+from programs import launched as in_two
+from support_captioning import batch_caption
 
 GOOD, BAD = 90, 20  # six of every kind
 ALL = GOOD + BAD

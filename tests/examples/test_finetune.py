@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from caption_cli import EXAMPLES, RUNNER, words
-from launched import WAYS, launched
+from programs import EXAMPLES, RUNNER, WAYS, launched, words
 from safetensors.torch import load_file
 from standins import alike
 from tiny import FAMILIES

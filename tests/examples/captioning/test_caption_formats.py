@@ -9,9 +9,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from caption_cli import call, caption, captions_in, draw, encode, lines, put, words, write_tar
+from programs import draw, encode, words
+from support_captioning import call, caption, captions_in, lines, put, write_tar
 
-pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
 
 

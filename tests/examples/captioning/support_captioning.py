@@ -5,52 +5,28 @@ from __future__ import annotations
 import copy
 import io
 import json
-import random
-import sys
 import tarfile
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import batch_caption
+from captioning.journal import Journal, Record
 from click.testing import Result
-from PIL import Image
-from typer.testing import CliRunner
-
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tiny_captioner")]
-
-import batch_caption  # noqa: E402
-import scenes  # noqa: E402
-from captioning.journal import Journal, Record  # noqa: E402
+from programs import EXAMPLES, RUNNER, draw
 
 MODEL = EXAMPLES / "tiny_captioner" / "qwen3_vl"
-HELD_OUT, UNIT = 1 << 40, 32
 PROMPT = "describe this {kind} ."
 WORDS = 4
 """Of a caption: "a large red star", which tells pictures apart; WHOLE lets it go on to its end."""
 WHOLE = "--max-new-tokens=24"
-RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
 LOAD = lru_cache(maxsize=4)(batch_caption.load_model)
 
 
 def load_once(*arguments: Any) -> Any:
     """In place of `batch_caption.load_model`: reads each checkpoint once."""
     return copy.deepcopy(LOAD(*arguments))
-
-
-def draw(seed: int, unit: int = UNIT) -> tuple[Image.Image, str]:
-    """A scene that no model was trained on, and its caption. unit: pixels along a side of a merged token."""
-    scene, chance = scenes.scene(HELD_OUT + seed, video=False), random.Random(seed)
-    return scenes.draw(scene, unit * chance.randint(4, 7), unit * chance.randint(4, 7))[0], scene.caption
-
-
-def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    """The bytes of a file that holds an image."""
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 def put(folder: Path, *names: str) -> dict[str, str]:
@@ -72,11 +48,6 @@ def write_tar(path: Path, *members: tuple[str, bytes], **options: Any) -> Path:
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     return path
-
-
-def words(result: Result) -> str:
-    """All that was printed, without line ends and boxes."""
-    return " ".join(result.output.replace("│", " ").split())
 
 
 def call(*arguments: object) -> Result:

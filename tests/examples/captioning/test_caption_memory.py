@@ -18,7 +18,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from caption_cli import EXAMPLES, MODEL, batch_caption, caption, captions_in, draw, encode, load_once
 from captioning import captioner as captioner_module
 from captioning import worker
 from captioning.batches import Task, limit_pixels, memory_of, reduced
@@ -27,7 +26,9 @@ from captioning.pictures import Gate, read_image
 from captioning.sources import Item
 from captioning.worker import _ahead
 from PIL import Image
+from programs import EXAMPLES, draw, encode
 from standins import alike
+from support_captioning import MODEL, batch_caption, caption, captions_in, load_once
 from torch.multiprocessing import start_processes
 
 

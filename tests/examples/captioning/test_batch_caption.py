@@ -29,7 +29,6 @@ import PIL
 import pytest
 import torch
 import transformers
-from caption_cli import EXAMPLES, batch_caption, draw, encode, write_tar
 from captioning import captioner as captioner_module
 from captioning import sources
 from captioning.batches import Task, cost, pack, spread, vision_tokens
@@ -54,7 +53,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 from PIL import Image, ImageFile, PngImagePlugin
+from programs import EXAMPLES, draw, encode
 from standins import alike
+from support_captioning import batch_caption, write_tar
 
 import hf_vit_accel
 

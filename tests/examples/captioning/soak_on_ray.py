@@ -1,11 +1,13 @@
 """A run of `examples/caption_on_ray.py` on a cluster of three nodes, of which some are killed and others added.
 
-    python tests/examples/soak_on_ray.py build/soak --pictures 5000 --kills 8
+    python tests/examples/captioning/soak_on_ray.py build/soak --pictures 5000 --kills 8
 
 Draws the pictures of `soak_captioning.py`, has one undisturbed process caption them, then a cluster on this machine,
 and compares the records. Kills processes of models and of decoders, and nodes, for which others come but for the last.
 Prints figures and exits with 1 if something is wrong. Needs `ray[data]`.
 """
+
+# ruff: noqa: E402, as a program it finds its helpers by itself
 
 from __future__ import annotations
 
@@ -24,11 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+FOLDERS = ("tests/examples", "examples", "examples/tiny_captioner")
+sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
+
 import psutil
 import typer
-from caption_cli import EXAMPLES, MODEL, ROOT
 from captioning.journal import Journal
+from programs import EXAMPLES, ROOT
 from soak_captioning import ENVIRONMENT, PROMPTS, lay_out, spellings
+from support_captioning import MODEL
 
 OPTIONS = [f"--model={MODEL}", f"--prompt={PROMPTS[0]}", "--max-new-tokens=8", "--max-failures=1", "--batch-size=16"]
 STORE = 120 << 20

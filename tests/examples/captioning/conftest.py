@@ -1,11 +1,11 @@
-"""Fixtures that the tests of `examples/batch_caption.py` share: `pytest_plugins = ("caption_fixtures",)`."""
+"""Fixtures that the tests of captioning share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from caption_cli import batch_caption, load_once, put
+from support_captioning import batch_caption, load_once, put
 
 
 @pytest.fixture

@@ -13,29 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from caption_cli import (
-    EXAMPLES,
-    MODEL,
-    ROOT,
-    WHOLE,
-    batch_caption,
-    call,
-    caption,
-    captions_in,
-    draw,
-    encode,
-    lines,
-    texts,
-    words,
-    write_tar,
-)
 from captioning import sources
 from captioning.journal import Journal
 from captioning.plan import make_plan
 from captioning.sources import Item, checksum
 from PIL import Image
+from programs import EXAMPLES, ROOT, draw, encode, words
+from support_captioning import MODEL, WHOLE, batch_caption, call, caption, captions_in, lines, texts, write_tar
 
-pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
 
 

@@ -22,22 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-from caption_cli import (
-    EXAMPLES,
-    MODEL,
-    PROMPT,
-    RUNNER,
-    WORDS,
-    batch_caption,
-    caption,
-    draw,
-    encode,
-    lines,
-    load_once,
-    put,
-    words,
-    write_tar,
-)
 from captioning import stages
 from captioning.batches import Task
 from captioning.journal import Batches, Journal, Record, lock
@@ -48,7 +32,9 @@ from captioning.sources import checksum
 from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import EXAMPLES, RUNNER, draw, encode, words
 from standins import alike
+from support_captioning import MODEL, PROMPT, WORDS, batch_caption, caption, lines, load_once, put, write_tar
 from test_caption_same import FIRST, KINDS, SECOND, anew
 
 pytest.importorskip("pyarrow")
@@ -516,7 +502,7 @@ def test_a_small_soak_on_three_nodes(tmp_path: Path) -> None:
     """A node is killed with all that is on it, and another one comes."""
     command = [
         sys.executable,
-        str(ROOT / "tests" / "examples" / "soak_on_ray.py"),
+        str(ROOT / "tests" / "examples" / "captioning" / "soak_on_ray.py"),
         str(tmp_path),
         "--pictures=60",
         "--kills=1",

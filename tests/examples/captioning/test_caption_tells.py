@@ -17,28 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from caption_cli import (
-    MODEL,
-    WHOLE,
-    batch_caption,
-    call,
-    caption,
-    captions_in,
-    draw,
-    load_once,
-    merged,
-    put,
-    texts,
-    words,
-)
 from captioning import progress as progress_module
 from captioning.journal import Journal
 from captioning.progress import Progress
 from captioning.records import json_lines
 from PIL import Image
+from programs import draw, words
+from support_captioning import MODEL, WHOLE, batch_caption, call, caption, captions_in, load_once, merged, put, texts
 from typer.testing import CliRunner
 
-pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
 
 

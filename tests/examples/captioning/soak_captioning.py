@@ -1,11 +1,13 @@
 """A long run of `examples/batch_caption.py` that is killed again and again: is anything lost, doubled, torn or changed?
 
-    python tests/examples/soak_captioning.py build/soak --pictures 20000 --kills 12
+    python tests/examples/captioning/soak_captioning.py build/soak --pictures 20000 --kills 12
 
 Draws pictures of all kinds, many of them odd, some damaged, in linked folders, tar shards and a table, some with a text
 written by hand. Two processes caption them; both are killed at random moments; each start spells the input otherwise,
 and in the middle the prompt changes. Prints figures and exits with 1 if something is wrong.
 """
+
+# ruff: noqa: E402, as a program it finds its helpers by itself
 
 from __future__ import annotations
 
@@ -22,14 +24,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+FOLDERS = ("tests/examples", "examples", "examples/tiny_captioner")
+sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
+
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
-from caption_cli import EXAMPLES, MODEL, ROOT, call, draw, encode, write_tar
 from captioning.journal import Journal
 from PIL import Image
+from programs import EXAMPLES, ROOT, draw, encode
+from support_captioning import MODEL, call, write_tar
 
 PROMPTS = ("describe this picture .", "is the text above ?")
 SCRIPT = EXAMPLES / "batch_caption.py"

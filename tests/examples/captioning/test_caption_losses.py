@@ -9,25 +9,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from caption_cli import (
-    MODEL,
-    WHOLE,
-    batch_caption,
-    call,
-    caption,
-    captions_in,
-    draw,
-    encode,
-    lines,
-    put,
-    texts,
-    words,
-    write_tar,
-)
 from captioning import sources
 from captioning.journal import Journal
+from programs import draw, encode, words
+from support_captioning import MODEL, WHOLE, batch_caption, call, caption, captions_in, lines, put, texts, write_tar
 
-pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
 
 

@@ -1,8 +1,10 @@
-"""Runs an example in two processes: by `accelerate launch`, or, quicker, forked and told what that would tell them."""
+"""What the tests of several examples share: runs of a program in one or two processes, drawn scenes."""
 
 from __future__ import annotations
 
+import io
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -11,13 +13,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scenes
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from caption_cli import ROOT, RUNNER
+from click.testing import Result
+from PIL import Image
 from torch.multiprocessing import start_processes
+from typer.testing import CliRunner
 
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+HELD_OUT, UNIT = 1 << 40, 32
+RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
 WAYS = ["forked", pytest.param("accelerate launch", marks=pytest.mark.matrix)]
 """For a test of two processes: what `accelerate launch` tells them, the forked are told, too."""
+
+
+def draw(seed: int, unit: int = UNIT) -> tuple[Image.Image, str]:
+    """A scene that no model was trained on, and its caption. unit: pixels along a side of a merged token."""
+    scene, chance = scenes.scene(HELD_OUT + seed, video=False), random.Random(seed)
+    return scenes.draw(scene, unit * chance.randint(4, 7), unit * chance.randint(4, 7))[0], scene.caption
+
+
+def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    """The bytes of a file that holds an image."""
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def words(result: Result) -> str:
+    """All that was printed, without line ends and boxes."""
+    return " ".join(result.output.replace("│", " ").split())
 
 
 def launched(way: str, script: Path, app: Any, command: Sequence[object], folder: Path) -> str:
