@@ -22,9 +22,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -57,35 +56,24 @@ import torch
 import transformers
 import typer
 from accelerate import PartialState
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, parse_flag_from_env
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, parse_flag_from_env
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from captioning.batches import Task, cost, header_of, limit_pixels, pack, spread
-from captioning.captioner import Captioner, load_model, load_processor, reuse_for, why_not_on_gpu
+from captioning.captioner import Captioner, load_model, reuse_for, why_not_on_gpu
 from captioning.exports import Export, Texts
-from captioning.journal import Journal, Record, lock
+from captioning.journal import Journal, Record
 from captioning.options import MaxFailures, Options, command
-from captioning.pictures import REFUSE_ABOVE
 from captioning.plan import missing_processes
-from captioning.prepare import Prepared, prepare, say, some
+from captioning.prepare import Prepared, prepare
 from captioning.progress import Progress, clear, read_counts, summary
-from captioning.records import CANNOT_WRITE
 from captioning.worker import Worker
+from media.batches import cost, measured, pack, spread
+from media.files import CANNOT_WRITE, lock, say, some
+from media.pictures import REFUSE_ABOVE
+from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
-
-
-def measured(
-    tasks: Sequence[Task], processor: Any, refuse_above: int, decoders: int, state: PartialState
-) -> list[Task]:
-    """The tasks with their sizes, from headers that the processes read together."""
-    mine = [task.item for task in tasks[state.process_index :: state.num_processes]]
-    with ThreadPoolExecutor(decoders) as pool:
-        sizes = list(pool.map(lambda item: header_of(item, processor, refuse_above), mine))
-    by_process = gather_object([sizes])
-    found = (by_process[index % state.num_processes][index // state.num_processes] for index in range(len(tasks)))
-    return [replace(task, tokens=tokens, pixels=pixels) for task, (tokens, pixels) in zip(tasks, found, strict=True)]
 
 
 def entry_of(options: Options, ready: Prepared, processes: int | None, device: str, status: str) -> dict[str, Any]:

@@ -23,13 +23,13 @@ from ray.data.exceptions import ExecutionTimeoutError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from batch_caption import entry_of, exit_by, processor_for, sentence, stop
-from captioning.batches import cost, pack
 from captioning.cluster import captioned, connect, measured
 from captioning.journal import Batches, Journal
 from captioning.options import OnRay, command
 from captioning.prepare import Prepared, prepare
 from captioning.progress import Progress, clear, read_counts, summary
 from captioning.stages import Job, anywhere
+from media.batches import cost, pack
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +14,7 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import (
-    PROCESSOR_MAPPING,
-    AutoConfig,
     AutoModelForImageTextToText,
-    AutoProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -36,38 +32,11 @@ __all__ = [
     "Caption",
     "Captioner",
     "Clip",
-    "fill",
-    "halve_on_oom",
     "load_model",
-    "load_processor",
-    "named",
     "reuse_for",
     "takes_encoded",
     "why_not_on_gpu",
 ]
-
-
-def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin:
-    """Loads the processor of a model, padding on the left as generation needs it, with or without torchvision.
-
-    Without torchvision transformers has no video processors, and cannot build a processor that contains one; so the
-    same class is then loaded without that part. Its image processor is the Pillow one.
-    """
-    if is_torchvision_available():
-        processor = AutoProcessor.from_pretrained(model_id, revision=revision)
-    else:
-        config = AutoConfig.from_pretrained(model_id, revision=revision)
-        if type(config) not in PROCESSOR_MAPPING:
-            raise ValueError(f"transformers knows no processor of pictures for {type(config).__name__}")
-
-        class WithoutVideo(PROCESSOR_MAPPING[type(config)]):  # type: ignore[misc]
-            @classmethod
-            def get_attributes(cls) -> list[str]:
-                return [name for name in super().get_attributes() if name != "video_processor"]
-
-        processor = WithoutVideo.from_pretrained(model_id, revision=revision)
-    processor.tokenizer.padding_side = "left"
-    return processor
 
 
 def load_model(model: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> Any:
@@ -90,23 +59,6 @@ def why_not_on_gpu(processor: Any, device: torch.device) -> list[str]:
 
 
 _PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
-_FIELD = re.compile(r"\{(\w+)\}")
-
-
-def named(prompts: Iterable[str]) -> set[str]:
-    """The fields that prompts name."""
-    return {name for prompt in prompts for name in _FIELD.findall(prompt)}
-
-
-def fill(prompt: str, fields: Mapping[str, Any]) -> str:
-    """A prompt with `{field}` replaced; braces around anything but a word stay. ValueError for a field not there."""
-
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in fields:
-            raise ValueError(f"the prompt names {{{match[1]}}}; there are {', '.join(sorted(fields))}")
-        return str(fields[match[1]])
-
-    return _FIELD.sub(value, prompt)
 
 
 @dataclass(frozen=True)
@@ -306,20 +258,3 @@ def takes_encoded(model: Any) -> bool:
 def reuse_for(model: Any, prompts: Sequence[str]) -> ReuseConfig | bool:
     """What `patch` is told so that a picture is encoded once for several prompts where transformers cannot."""
     return ReuseConfig(across_calls=True) if len(prompts) > 1 and not takes_encoded(model) else False
-
-
-def halve_on_oom(run: Callable[[Sequence[Any]], list[Any]], rows: Sequence[Any]) -> list[Any]:
-    """`run(rows)`, or in halves where the memory does not hold all; one row alone that is too large gives its error.
-
-    Only torch's own out-of-memory error counts: a CUDNN_STATUS_NOT_SUPPORTED is no smaller for half a batch.
-    """
-    try:
-        return run(rows)
-    except torch.OutOfMemoryError as error:
-        if len(rows) == 1:
-            return [error.with_traceback(None)]
-    # Outside of the handler, whose traceback keeps the failed batch's tensors alive.
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    middle = len(rows) // 2
-    return [*halve_on_oom(run, rows[:middle]), *halve_on_oom(run, rows[middle:])]

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import ray
 import torch
+from media.batches import Task
 from ray.data import ActorPoolStrategy, DataContext
 
-from captioning.batches import Task
 from captioning.options import OnRay
 from captioning.stages import Answer, Job, make_ready, measure
 
@@ -28,7 +28,8 @@ _CALLS = 2  # batches in a process with a model: one is captioned, one on its wa
 
 def connect(options: OnRay) -> bool:
     """Joins the cluster of RAY_ADDRESS or of this machine, or starts one. Whether models are to be on GPUs."""
-    ray.init(runtime_env={"py_modules": [str(Path(__file__).resolve().parent)]})
+    examples = Path(__file__).resolve().parents[1]
+    ray.init(runtime_env={"py_modules": [str(examples / name) for name in ("captioning", "media")]})
     context = DataContext.get_current()
     context.max_errored_blocks, context.max_consecutive_actor_init_deaths = _GIVEN_UP, _GIVEN_UP
     context.enable_progress_bars = context.print_on_execution_start = False

@@ -15,12 +15,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from media.files import FULL, part_of
+from media.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
 from PIL import Image
 
 from captioning.journal import SHARDS
 from captioning.plan import same_picture
-from captioning.records import FULL, Record, json_lines, part_of, write_table
-from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
+from captioning.records import Record, json_lines, write_table
 
 __all__ = ["Export", "Texts"]
 

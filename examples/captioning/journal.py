@@ -7,18 +7,18 @@ the same one. In the end, or before the next run, they become one file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from captioning.records import Record, json_lines, part_of, read_line, read_table, replace_file, write_whole
+from media.files import replace_file
+
+from captioning.records import Record, json_lines, read_line, read_table, write_whole
 
 __all__ = [
     "SHARDS",
@@ -26,11 +26,7 @@ __all__ = [
     "Journal",
     "Record",
     "Selection",
-    "fingerprint",
     "json_lines",
-    "lock",
-    "part_of",
-    "replace_file",
 ]
 
 _FOLDERS = "captions-ray-" + "[0-9]" * 5
@@ -46,39 +42,6 @@ class Selection:
     records: list[Record]
     prompts: int
     runs: int
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """A short name for model and settings: equal settings have equal names, in any order."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-@contextmanager
-def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
-    """Keeps other runs out of a folder for the length of a with block, however it ends.
-
-    alone: nobody else is in it (then ValueError); else others of the same run may be. Yields what ends being alone.
-    Where the file system or the operating system has no locks, nobody is kept out.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
-    with file:
-        try:
-            import fcntl
-        except ImportError:  # pragma: no cover, on Windows there is none
-            yield lambda: None
-            return
-        try:
-            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing to {folder}; wait for it, or name another output") from None
-        except OSError:
-            yield lambda: None
-        else:
-            yield lambda: fcntl.flock(file, fcntl.LOCK_SH)
 
 
 class Batches:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
+from media.pictures import REFUSE_ABOVE
 
-from captioning.pictures import REFUSE_ABOVE
 from captioning.prepare import Wanted
 
 __all__ = ["MaxFailures", "OnRay", "Options", "command"]

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
+from media.batches import Task
+from media.prompts import fill, named
+from media.sources import Item, checksum, fields, open_item, size, stamp
 
-from captioning.batches import Task
-from captioning.captioner import fill, named
 from captioning.journal import Record
-from captioning.sources import Item, checksum, fields, open_item, size, stamp
 
-__all__ = ["Plan", "checkpoint", "differences", "filled", "holds", "make_plan", "missing_processes", "same_picture"]
+__all__ = ["Plan", "differences", "filled", "holds", "make_plan", "missing_processes", "same_picture"]
 
 _OF_THE_NAME = {"name", "stem", "folder", "key", "kind"}
 _LIMIT = re.compile(r"TooLarge: .* the limit is (\d+)")
-_OF_A_CHECKPOINT = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
-_OF_TRAINING = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
 
 
 @dataclass
@@ -137,26 +133,6 @@ def filled(prompt: str, item: Item) -> str:
     """What is asked of an item. Raises ValueError for fields that it does not have, OSError for unreadable ones."""
     kind = {"kind": "video" if item.kind == "video" else "picture"}
     return fill(prompt, fields(item, named([prompt])) | kind)
-
-
-def checkpoint(folder: Path, known: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The contents of a checkpoint as checksums, wherever it lies and whenever it was copied there; and all checksums.
-
-    known: checksums of earlier runs, by path, size and time, which are not computed again.
-    """
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in _OF_A_CHECKPOINT and file.is_file()]
-    files = [file for file in files if file.name not in _OF_TRAINING]
-    stats = {file: f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files}
-
-    def checksum(file: Path) -> str:
-        if (found := known.get(stats[file])) is not None:
-            return str(found)
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(8) as pool:
-        sums = dict(zip(files, pool.map(checksum, files), strict=True))
-    return {file.name: digest for file, digest in sums.items()}, {stats[file]: sums[file] for file in files}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from media.checkpoints import identity
+from media.files import fingerprint, lock, say, some
+from media.sources import Found, Item, find
 
-from captioning.journal import Journal, fingerprint, lock, replace_file
-from captioning.plan import Plan, checkpoint, differences, make_plan
-from captioning.sources import Found, Item, find
+from captioning.journal import Journal
+from captioning.plan import Plan, differences, make_plan
 
-__all__ = ["Prepared", "Wanted", "identity", "prepare", "say", "some"]
+__all__ = [
+    "Prepared",
+    "Wanted",
+    "prepare",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,37 +109,6 @@ def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
     )
 
 
-def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[dict[str, Any], str]:
-    """What tells one checkpoint from another, and its name for people: a folder's contents, a commit of the Hub.
-
-    Checksums that were computed once are kept in the output folder.
-    """
-    if Path(model).is_file():
-        raise ValueError(f"{model} is a file; name the folder of the checkpoint")
-    if Path(model).is_dir():
-        if revision is not None:
-            raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
-        file = output / ".checksums.json"
-        known: dict[str, str] = {}
-        with suppress(OSError, ValueError):  # there is none yet, or it is damaged
-            known = json.loads(file.read_text())
-        files, sums = checkpoint(Path(model), known)
-        if not files:
-            raise ValueError(f"{model} holds no checkpoint")
-        if write and not sums.items() <= known.items():
-            with suppress(OSError):  # a full disk: what cannot do without it says so
-                replace_file(file, json.dumps(known | sums))
-        return {"files": files}, f"{model} (checksum {fingerprint(files)})"
-    try:
-        config = AutoConfig.from_pretrained(model, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        missing = "no folder is there, and as a name on the Hub: "
-        raise ValueError(f"cannot load {model}: {missing}{reason}") from None
-    commit = getattr(config, "_commit_hash", None) or revision
-    return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"
-
-
 def _root(wanted: Wanted, last: dict[str, Any]) -> str | None:
     if wanted.root is not None:
         if not wanted.root.is_dir():
@@ -162,14 +134,3 @@ def _say_passed_over(found: Found, captioned: int, extension: str | None) -> Non
         say(f"passed over: {captioned} pictures that have a {extension} beside them")
     if found.clashes:
         say(f"error: {len(found.clashes)} names that more than one item has: {some(found.clashes)}")
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def say(line: str) -> None:
-    """Print a line that may hold names of files."""
-    # A file name that is no valid UTF-8 is not to stop a run.
-    print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)

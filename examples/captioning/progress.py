@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 
+from media.files import replace_file
 from tqdm import tqdm
-
-from captioning.journal import replace_file
 
 __all__ = ["Counts", "Progress", "Tally", "clear", "read_counts", "summary"]
 

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from media.files import part_of
+
 __all__ = [
-    "CANNOT_WRITE",
-    "FULL",
     "Record",
     "json_lines",
-    "part_of",
     "read_line",
     "read_table",
-    "replace_file",
     "write_table",
     "write_whole",
 ]
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-CANNOT_WRITE = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +53,6 @@ _NUMBERS = ("width", "height", "tokens", "bytes", "row")
 _AT_ONCE = 10_000  # rows that are read
 _LINE = "line"
 """Column of files that are read again: the JSON of a record whose strings, as names of files may be, are no UTF-8."""
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a whole file or, if it is interrupted, none of it."""
-    with part_of(path) as part:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-@contextmanager
-def part_of(path: Path) -> Iterator[Path]:
-    """A file to write into, that becomes `path` if all goes well. Its name is short, for `path` may be a long one."""
-    part = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
 
 
 def json_lines(records: Iterable[Record]) -> str:

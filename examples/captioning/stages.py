@@ -17,14 +17,16 @@ from threading import Lock
 from typing import Any
 
 import torch
+from media.batches import Task, header_of
+from media.files import lock
+from media.pictures import REFUSE_ABOVE
+from media.processors import limit_pixels, load_processor
 from PIL import Image
 
 import hf_vit_accel
-from captioning.batches import Task, header_of, limit_pixels
-from captioning.captioner import Absent, Captioner, load_model, load_processor, reuse_for
-from captioning.journal import Batches, lock
+from captioning.captioner import Absent, Captioner, load_model, reuse_for
+from captioning.journal import Batches
 from captioning.options import Options
-from captioning.pictures import REFUSE_ABOVE
 from captioning.progress import Tally
 from captioning.worker import Worker
 

@@ -12,15 +12,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from media.batches import Task, cost, halve_on_oom, memory_of, pack
+from media.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
+from media.processors import reduced
+from media.sources import Item, checksum, holds_bytes, open_item, size, stamp
 from PIL import Image
 
-from captioning.batches import Task, cost, memory_of, pack, reduced
-from captioning.captioner import Captioner, Clip, halve_on_oom
+from captioning.captioner import Captioner, Clip
 from captioning.journal import Batches, Journal, Record
-from captioning.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
 from captioning.plan import filled
 from captioning.progress import Progress, Tally
-from captioning.sources import Item, checksum, holds_bytes, open_item, size, stamp
 
 __all__ = ["Row", "Worker", "decode"]
 

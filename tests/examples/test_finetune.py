@@ -22,11 +22,10 @@ from tiny import FAMILIES
 assert str(EXAMPLES) in sys.path
 import finetune  # noqa: E402
 import scenes  # noqa: E402
-from captioning.batches import limit_pixels  # noqa: E402
-from captioning.captioner import load_processor  # noqa: E402
-from captioning.sources import Item  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
 from finetuning.data import Collator, Example, Examples, find_examples, hold_out, text_column  # noqa: E402
+from media.processors import limit_pixels, load_processor  # noqa: E402
+from media.sources import Item  # noqa: E402
 
 PROMPT = "describe this picture ."
 SETTINGS: dict[str, Any] = {

@@ -30,27 +30,22 @@ import pytest
 import torch
 import transformers
 from captioning import captioner as captioner_module
-from captioning import sources
-from captioning.batches import Task, cost, pack, spread, vision_tokens
-from captioning.captioner import (
-    Caption,
-    Captioner,
-    fill,
-    halve_on_oom,
-    load_processor,
-    named,
-    reuse_for,
-    takes_encoded,
-)
+from captioning.captioner import Caption, Captioner, reuse_for, takes_encoded
 from captioning.exports import Export
-from captioning.journal import Journal, Record, fingerprint, lock, replace_file
-from captioning.pictures import read_image, upright_size
-from captioning.plan import checkpoint, differences, make_plan
+from captioning.journal import Journal, Record
+from captioning.plan import differences, make_plan
 from captioning.progress import Counts, Progress, clear, read_counts, state, summary
-from captioning.sources import Found, Item, fields, open_item, size
 from captioning.worker import Worker, decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from media import sources
+from media.batches import Task, cost, halve_on_oom, pack, spread
+from media.checkpoints import checkpoint
+from media.files import fingerprint, lock, replace_file
+from media.pictures import read_image, upright_size
+from media.processors import load_processor, vision_tokens
+from media.prompts import fill, named
+from media.sources import Found, Item, fields, open_item, size
 from packaging.version import Version
 from PIL import Image, ImageFile, PngImagePlugin
 from programs import EXAMPLES, draw, encode
@@ -352,7 +347,7 @@ LOCKED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from captioning.journal import lock
+from media.files import lock
 with lock(Path(sys.argv[2]), alone=sys.argv[3] == "alone"):
     print("locked", flush=True)
     time.sleep(60)

@@ -20,11 +20,12 @@ import pytest
 import torch
 from captioning import captioner as captioner_module
 from captioning import worker
-from captioning.batches import Task, limit_pixels, memory_of, reduced
-from captioning.captioner import Captioner, load_processor, why_not_on_gpu
-from captioning.pictures import Gate, read_image
-from captioning.sources import Item
+from captioning.captioner import Captioner, why_not_on_gpu
 from captioning.worker import _ahead
+from media.batches import Task, memory_of
+from media.pictures import Gate, read_image
+from media.processors import limit_pixels, load_processor, reduced
+from media.sources import Item
 from PIL import Image
 from programs import EXAMPLES, draw, encode
 from standins import alike

@@ -23,15 +23,16 @@ from typing import Any
 import pytest
 import torch
 from captioning import stages
-from captioning.batches import Task
-from captioning.journal import Batches, Journal, Record, lock
+from captioning.journal import Batches, Journal, Record
 from captioning.options import OnRay
 from captioning.plan import Plan
 from captioning.prepare import prepare
-from captioning.sources import checksum
 from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
+from media.batches import Task
+from media.files import lock
+from media.sources import checksum
 from programs import EXAMPLES, RUNNER, draw, encode, words
 from standins import alike
 from support_captioning import MODEL, PROMPT, WORDS, batch_caption, caption, lines, load_once, put, write_tar

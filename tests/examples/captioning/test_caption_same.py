@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captioning import sources
 from captioning.journal import Journal
 from captioning.plan import make_plan
-from captioning.sources import Item, checksum
+from media import sources
+from media.sources import Item, checksum
 from PIL import Image
 from programs import EXAMPLES, ROOT, draw, encode, words
 from support_captioning import MODEL, WHOLE, batch_caption, call, caption, captions_in, lines, texts, write_tar

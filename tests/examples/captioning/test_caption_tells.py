@@ -57,9 +57,7 @@ def test_a_revision_of_the_hub_is_another_run(photos: Path, output: Path, monkey
         asked.append(arguments[-1])
         return load_once(str(MODEL), *arguments[:-1])
 
-    from captioning import prepare
-
-    monkeypatch.setattr(prepare, "AutoConfig", SimpleNamespace(from_pretrained=config))
+    monkeypatch.setattr("media.checkpoints.AutoConfig", SimpleNamespace(from_pretrained=config))
     processor = batch_caption.load_processor
     monkeypatch.setattr(batch_caption, "load_processor", lambda name, revision: processor(str(MODEL)))
     monkeypatch.setattr(batch_caption, "load_model", load)

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Literal
 
-from captioning.places import PassedOver, key_of, matches, open_file, read_list, root_of, walk
+from media.places import PassedOver, key_of, matches, open_file, read_list, root_of, walk
 
 __all__ = [
     "IMAGE_SUFFIXES",

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import heapq
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
-from captioning.pictures import Resize, upright_size
-from captioning.sources import Item, open_item
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from media.pictures import upright_size
+from media.processors import vision_tokens
+from media.sources import Item, open_item
 
 __all__ = [
     "VIDEO_TOKENS",
     "Task",
     "cost",
+    "halve_on_oom",
     "header_of",
-    "limit_pixels",
+    "measured",
     "memory_of",
     "pack",
-    "reduced",
     "spread",
-    "vision_tokens",
 ]
 
 VIDEO_TOKENS = 8192
@@ -40,42 +44,6 @@ class Task:
     pixels: int = 0
 
 
-def reduced(processor: Any, slack: float = 1.0) -> Resize:
-    """What pictures may be reduced to when they are decoded: the size that the processor makes of them, if it makes
-    them smaller by more than `slack` times. Reduced so, a picture is resized no more."""
-    images = processor.image_processor
-    smart_resize = getattr(sys.modules[type(images).__module__], "smart_resize", None)  # each family's own
-
-    def size(width: int, height: int) -> tuple[int, int] | None:
-        if smart_resize is None:
-            return None
-        limits = dict(min_pixels=images.size["shortest_edge"], max_pixels=images.size["longest_edge"])
-        factor = images.patch_size * images.merge_size
-        try:
-            found: tuple[int, int] = smart_resize(height, width, factor, **limits)
-            if smart_resize(*found, factor, **limits) != found:
-                return None
-        except ValueError:  # an aspect ratio that it refuses
-            return None
-        smaller = found[0] <= height and found[1] <= width and found[0] * found[1] * slack < height * width
-        return found[::-1] if smaller else None
-
-    return size
-
-
-def limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
-    """Has the processor resize pictures to at least and at most so many pixels, as Qwen's own settings do."""
-    size = processor.image_processor.size
-    limits = {"shortest_edge": least or size["shortest_edge"], "longest_edge": most or size["longest_edge"]}
-    if limits["shortest_edge"] > limits["longest_edge"]:
-        raise ValueError(
-            f"--min-pixels {limits['shortest_edge']} is above --max-pixels {limits['longest_edge']}; name both: "
-            "one may be the checkpoint's own"
-        )
-    if least or most:
-        processor.image_processor.size = limits
-
-
 def memory_of(task: Task, unit: int) -> tuple[int, int]:
     """Bytes of a task on its way to the model: most while it is made ready, and then. unit: pixels of a merged token.
 
@@ -85,15 +53,6 @@ def memory_of(task: Task, unit: int) -> tuple[int, int]:
         return VIDEO_BYTES, VIDEO_BYTES
     pixels = task.tokens * unit or task.pixels
     return 60 * pixels, 27 * pixels
-
-
-def vision_tokens(processor: Any, width: int, height: int) -> int:
-    """Merged tokens that the processor's own resize rule makes of a picture; 0 for a picture that it refuses."""
-    images = processor.image_processor
-    try:
-        return int(images.get_number_of_image_patches(height, width, {})) // images.merge_size**2
-    except ValueError:  # an aspect ratio that it refuses: an error record, later
-        return 0
 
 
 def header_of(item: Item, processor: Any, refuse_above: int) -> tuple[int, int]:
@@ -148,3 +107,32 @@ def pack(tasks: Sequence[Task], most_tokens: int, most_items: int) -> Iterator[l
         tokens += task.tokens
     if batch:
         yield batch
+
+
+def measured(
+    tasks: Sequence[Task], processor: Any, refuse_above: int, decoders: int, state: PartialState
+) -> list[Task]:
+    """The tasks with their sizes, from headers that the processes read together."""
+    mine = [task.item for task in tasks[state.process_index :: state.num_processes]]
+    with ThreadPoolExecutor(decoders) as pool:
+        sizes = list(pool.map(lambda item: header_of(item, processor, refuse_above), mine))
+    by_process = gather_object([sizes])
+    found = (by_process[index % state.num_processes][index // state.num_processes] for index in range(len(tasks)))
+    return [replace(task, tokens=tokens, pixels=pixels) for task, (tokens, pixels) in zip(tasks, found, strict=True)]
+
+
+def halve_on_oom(run: Callable[[Sequence[Any]], list[Any]], rows: Sequence[Any]) -> list[Any]:
+    """`run(rows)`, or in halves where the memory does not hold all; one row alone that is too large gives its error.
+
+    Only torch's own out-of-memory error counts: a CUDNN_STATUS_NOT_SUPPORTED is no smaller for half a batch.
+    """
+    try:
+        return run(rows)
+    except torch.OutOfMemoryError as error:
+        if len(rows) == 1:
+            return [error.with_traceback(None)]
+    # Outside of the handler, whose traceback keeps the failed batch's tensors alive.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    middle = len(rows) // 2
+    return [*halve_on_oom(run, rows[:middle]), *halve_on_oom(run, rows[middle:])]

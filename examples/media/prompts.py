@@ -1,0 +1,27 @@
+"""Fill the fields of prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["fill", "named"]
+
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+def named(prompts: Iterable[str]) -> set[str]:
+    """The fields that prompts name."""
+    return {name for prompt in prompts for name in _FIELD.findall(prompt)}
+
+
+def fill(prompt: str, fields: Mapping[str, Any]) -> str:
+    """A prompt with `{field}` replaced; braces around anything but a word stay. ValueError for a field not there."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in fields:
+            raise ValueError(f"the prompt names {{{match[1]}}}; there are {', '.join(sorted(fields))}")
+        return str(fields[match[1]])
+
+    return _FIELD.sub(value, prompt)
