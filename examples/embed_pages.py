@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from media.batches import Task, cost, halve_on_oom, measured, pack, spread
 from media.checkpoints import identity
 from media.files import fingerprint, lock, part_of, say
+from media.items import Item, open_item, size
 from media.pictures import REFUSE_ABOVE, read_image
 from media.processors import limit_pixels, reduced
-from media.sources import Item, find, open_item, size
+from media.sources import find
 
 import hf_vit_accel
 

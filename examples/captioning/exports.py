@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from media.files import FULL, part_of
-from media.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
+from media.items import Item, open_item
+from media.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, find, in_shard
 from PIL import Image
 
 from captioning.journal import SHARDS

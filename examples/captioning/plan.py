@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 from media.batches import Task
+from media.items import Item, checksum, fields, open_item, size, stamp
 from media.prompts import fill, named
-from media.sources import Item, checksum, fields, open_item, size, stamp
 
 from captioning.journal import Record
 

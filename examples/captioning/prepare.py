@@ -10,7 +10,8 @@ from typing import Any
 
 from media.checkpoints import identity
 from media.files import fingerprint, lock, say, some
-from media.sources import Found, Item, find
+from media.items import Item
+from media.sources import Found, find
 
 from captioning.journal import Journal
 from captioning.plan import Plan, differences, make_plan

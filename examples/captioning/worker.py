@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from media.batches import Task, cost, halve_on_oom, memory_of, pack
+from media.items import Item, checksum, holds_bytes, open_item, size, stamp
 from media.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
 from media.processors import reduced
-from media.sources import Item, checksum, holds_bytes, open_item, size, stamp
 from PIL import Image
 
 from captioning.captioner import Captioner, Clip

@@ -1,5 +1,5 @@
-"""Read what several examples take: pictures and videos on disk, processors, prompts, batches, checkpoints.
+"""Read the inputs of several examples: pictures and videos on disk, processors, prompts, batches, checkpoints.
 
-`places` (names of files), `sources` (items of folders, shards, tables), `pictures` (decoding), `processors`, `prompts`,
-`batches` (costs, shares, batches), `files` (whole files, locks), `checkpoints` (their contents).
+`places` (names of files), `sources` (items of folders, shards and tables), `pictures` (decoding), `processors`,
+`prompts`, `batches` (costs, shares, batches), `files` (whole files, locks, messages), `checkpoints` (their contents).
 """

@@ -16,56 +16,75 @@ from media.files import fingerprint, replace_file
 
 __all__ = ["checkpoint", "identity"]
 
-_OF_A_CHECKPOINT = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
-_OF_TRAINING = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
+_SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
+_TRAINING_FILES = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
 
 
-def checkpoint(folder: Path, known: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The contents of a checkpoint as checksums, wherever it lies and whenever it was copied there; and all checksums.
+def checkpoint(folder: Path, cached: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Compute the checksums of a checkpoint's files.
 
-    known: checksums of earlier runs, by path, size and time, which are not computed again.
+    Args:
+        folder: The checkpoint.
+        cached: Checksums of earlier runs, by path, size and time. They are not computed again.
+
+    Returns:
+        The checksums by name, equal for every copy of the checkpoint; and by path, size and time, for the cache.
     """
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in _OF_A_CHECKPOINT and file.is_file()]
-    files = [file for file in files if file.name not in _OF_TRAINING]
-    stats = {file: f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files}
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _SUFFIXES and file.is_file()]
+    files = [file for file in files if file.name not in _TRAINING_FILES]
+    versions = {file: f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files}
 
     def checksum(file: Path) -> str:
-        if (found := known.get(stats[file])) is not None:
-            return str(found)
+        if versions[file] in cached:
+            return str(cached[versions[file]])
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
 
     with ThreadPoolExecutor(8) as pool:
-        sums = dict(zip(files, pool.map(checksum, files), strict=True))
-    return {file.name: digest for file, digest in sums.items()}, {stats[file]: sums[file] for file in files}
+        checksums = dict(zip(files, pool.map(checksum, files), strict=True))
+    by_name = {file.name: checksums[file] for file in files}
+    return by_name, {versions[file]: checksums[file] for file in files}
 
 
 def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[dict[str, Any], str]:
-    """What tells one checkpoint from another, and its name for people: a folder's contents, a commit of the Hub.
+    """Identify a checkpoint: by the contents of its folder, or by its commit on the Hub.
 
-    Checksums that were computed once are kept in the output folder.
+    Args:
+        model: A folder, or a name on the Hub.
+        revision: Branch, tag or commit on the Hub.
+        output: Folder where computed checksums are cached.
+        write: Write to that folder.
+
+    Returns:
+        Settings that differ between any two checkpoints, and the checkpoint's name for the console.
+
+    Raises:
+        ValueError: There is no such checkpoint.
     """
     if Path(model).is_file():
         raise ValueError(f"{model} is a file; name the folder of the checkpoint")
-    if Path(model).is_dir():
-        if revision is not None:
-            raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
-        file = output / ".checksums.json"
-        known: dict[str, str] = {}
-        with suppress(OSError, ValueError):  # there is none yet, or it is damaged
-            known = json.loads(file.read_text())
-        files, sums = checkpoint(Path(model), known)
-        if not files:
-            raise ValueError(f"{model} holds no checkpoint")
-        if write and not sums.items() <= known.items():
-            with suppress(OSError):  # a full disk: what cannot do without it says so
-                replace_file(file, json.dumps(known | sums))
-        return {"files": files}, f"{model} (checksum {fingerprint(files)})"
+    if not Path(model).is_dir():
+        return _identity_on_hub(model, revision)
+    if revision is not None:
+        raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
+    cache_file = output / ".checksums.json"
+    cached: dict[str, str] = {}
+    with suppress(OSError, ValueError):  # the file is not there yet, or damaged
+        cached = json.loads(cache_file.read_text())
+    checksums, computed = checkpoint(Path(model), cached)
+    if not checksums:
+        raise ValueError(f"{model} holds no checkpoint")
+    if write and not computed.items() <= cached.items():
+        with suppress(OSError):  # the run can do without this file; other writes report a full disk
+            replace_file(cache_file, json.dumps(cached | computed))
+    return {"files": checksums}, f"{model} (checksum {fingerprint(checksums)})"
+
+
+def _identity_on_hub(model: str, revision: str | None) -> tuple[dict[str, Any], str]:
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        missing = "no folder is there, and as a name on the Hub: "
-        raise ValueError(f"cannot load {model}: {missing}{reason}") from None
+        raise ValueError(f"cannot load {model}: no folder is there, and as a name on the Hub: {reason}") from None
     commit = getattr(config, "_commit_hash", None) or revision
     return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"

@@ -1,4 +1,4 @@
-"""Write whole files, lock folders, and name files to people."""
+"""Write files whole or not at all, lock folders, fingerprint settings, and print names of files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ __all__ = ["CANNOT_WRITE", "FULL", "fingerprint", "lock", "part_of", "replace_fi
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CANNOT_WRITE = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
+_SHOWN = 5
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a whole file or, if it is interrupted, none of it."""
+    """Write a file. If that is interrupted, the file stays as it was."""
     with part_of(path) as part:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager
 def part_of(path: Path) -> Iterator[Path]:
-    """A file to write into, that becomes `path` if all goes well. Its name is short, for `path` may be a long one."""
+    """Yield the path of a new file, which replaces `path` at the end of the with block unless that raises."""
+    # The name is short, since that of `path` may be as long as the file system allows.
     part = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{secrets.token_hex(4)}.part")
     try:
         yield part
@@ -39,16 +41,25 @@ def part_of(path: Path) -> Iterator[Path]:
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """A short name for model and settings: equal settings have equal names, in any order."""
+    """Return a short name for settings: equal settings have equal names, in any order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @contextmanager
 def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
-    """Keeps other runs out of a folder for the length of a with block, however it ends.
+    """Keep other runs out of a folder for the length of a with block, or until the process ends.
 
-    alone: nobody else is in it (then ValueError); else others of the same run may be. Yields what ends being alone.
-    Where the file system or the operating system has no locks, nobody is kept out.
+    Without locks in the file system or the operating system, other runs are not kept out.
+
+    Args:
+        folder: The folder, which is created.
+        alone: Keep other processes of the same run out, too.
+
+    Yields:
+        A function that lets other processes of the same run in.
+
+    Raises:
+        ValueError: Another run has the folder, or it cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +69,7 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
     with file:
         try:
             import fcntl
-        except ImportError:  # pragma: no cover, on Windows there is none
+        except ImportError:  # pragma: no cover, only Windows lacks it
             yield lambda: None
             return
         try:
@@ -72,11 +83,10 @@ def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """Join the first few names, and count the others."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def say(line: str) -> None:
-    """Print a line that may hold names of files."""
-    # A file name that is no valid UTF-8 is not to stop a run.
+    """Print a line at once. It may hold names of files that are no valid UTF-8."""
     print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)

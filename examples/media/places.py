@@ -1,4 +1,4 @@
-"""Where pictures lie, and what they are called: one name for a file, however the input that led to it was spelt."""
+"""Find files, and give every file one name, however the input that led to it is spelt."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from typing import BinaryIO
 __all__ = ["PassedOver", "key_of", "matches", "open_file", "read_list", "root_of", "walk"]
 
 PassedOver = defaultdict[str, list[str]]
-"""Why files and folders were left out, and which."""
+"""The files and folders that were left out, by reason."""
 
 
 def _real_folder(folder: str) -> str:
     return _real(os.path.join(os.getcwd(), folder))
 
 
-_real = cache(os.path.realpath)  # asked for every picture in a folder
+_real = cache(os.path.realpath)  # the folder of every picture is looked up
 
 
 def key_of(path: str | Path, root: str) -> str:
-    """The path of a file relative to the root: another path for every file, the same for all spellings of one.
+    """Return the path of a file relative to the root: different for every file, equal for all spellings of one.
 
-    A link to a folder within the root keeps its name; on the way to the root, and back to it, links are followed.
+    A linked folder within the root keeps its name. Links that lead to the root, or back to it, are followed.
     """
-    whole = os.path.abspath(path)
-    if ".." in Path(path).parts or not whole.startswith(os.path.join(root, "")):
-        whole = os.path.join(_real_folder(os.path.dirname(os.fspath(path)) or "."), os.path.basename(path))
-    whole = os.path.join(_straight(os.path.dirname(whole), root), os.path.basename(whole))
+    absolute = os.path.abspath(path)
+    if ".." in Path(path).parts or not absolute.startswith(os.path.join(root, "")):
+        absolute = os.path.join(_real_folder(os.path.dirname(os.fspath(path)) or "."), os.path.basename(path))
+    absolute = os.path.join(_without_circles(os.path.dirname(absolute), root), os.path.basename(absolute))
     try:
-        return Path(os.path.relpath(whole, root)).as_posix()
-    except ValueError:  # another drive of Windows
-        return Path(whole).as_posix()
+        return Path(os.path.relpath(absolute, root)).as_posix()
+    except ValueError:  # another drive on Windows
+        return Path(absolute).as_posix()
 
 
 @cache
-def _straight(folder: str, root: str) -> str:
-    """The folder without the circles of links in the root that lead to it or to a folder above it."""
+def _without_circles(folder: str, root: str) -> str:
+    """Remove links within the root that lead to the root or to a folder above it."""
     for link in (*reversed(Path(folder).parents), Path(folder)):
         real = _real(str(link))
         if link.is_relative_to(root) and real != str(link) and Path(root).is_relative_to(real):
-            return _straight(os.path.normpath(os.path.join(real, Path(folder).relative_to(link))), root)
+            return _without_circles(os.path.normpath(os.path.join(real, Path(folder).relative_to(link))), root)
     return folder
 
 
 def root_of(inputs: list[str]) -> str | None:
-    """The folder that all inputs lie in; None without inputs that lie anywhere, as datasets of the Hub."""
+    """Return the folder that holds all inputs; None if no input lies on this disk, as data sets of the Hub."""
     folders = []
     for name in inputs:
         dataset = name.removeprefix("dataset:")
         if dataset == name:
             folders.append(_folder_of(name))
-        elif os.path.isdir(dataset):  # it is one item's name, as a shard is
+        elif os.path.isdir(dataset):  # a data set is one named item, as a shard is
             folders.append(_real_folder(os.path.dirname(os.path.normpath(dataset)) or "."))
     try:
         return os.path.commonpath(folders) if folders else None
@@ -66,40 +66,33 @@ def root_of(inputs: list[str]) -> str | None:
 
 
 def _folder_of(name: str) -> str:
-    """A folder itself, a file's folder, of a glob the part without wildcards, of a list the folder of what it lists."""
+    """Return a folder itself, the folder of a file or of a list's files, or the fixed part of a glob."""
     path = Path(name)
     if path.is_dir():
         return _real_folder(name)
     if path.suffix.lower() == ".txt" and path.is_file():
-        own = _real_folder(str(path.parent))
-        listed = os.path.commonpath(
-            {_real_folder(os.path.dirname(path.parent / line)) for line in read_list(path)} or {own}
-        )
-        return own if os.path.commonpath([own, listed]) == own else listed
-    fixed = name if path.exists() else re.split(r"[*?\[]", name)[0]
-    return _real_folder(os.path.dirname(fixed) or ".")
+        list_folder = _real_folder(str(path.parent))
+        file_folders = {_real_folder(os.path.dirname(path.parent / line)) for line in read_list(path)}
+        common_folder = os.path.commonpath(file_folders or {list_folder})
+        return list_folder if os.path.commonpath([list_folder, common_folder]) == list_folder else common_folder
+    fixed_part = name if path.exists() else re.split(r"[*?\[]", name)[0]
+    return _real_folder(os.path.dirname(fixed_part) or ".")
 
 
 def matches(pattern: str, passed_over: PassedOver) -> Iterator[Path]:
-    """The files that a glob matches, in folders that links lead to more than once only by one of their names."""
+    """Yield the files that a glob matches. A folder with several names, by links, is searched under one of them."""
     before, stars, after = pattern.partition("**")
-    if stars and (not before or before.endswith("/")):  # `glob` goes in circles where links do
+    if stars and (not before or before.endswith("/")):  # `glob` follows circles of links
         top = before or "."
         for folder in sorted(glob(top)) if has_magic(top) else [top]:
             for path in walk(folder, passed_over):
                 if _fits(path.relative_to(folder).parts, ("**" + after).split("/")):
                     yield path
         return
-    found = [Path(match) for match in sorted(glob(pattern))]
-    homes: dict[str, Path] = {}
-    for parent in dict.fromkeys(path.parent for path in found):
-        real = _real_folder(str(parent))
-        if os.path.abspath(parent) == real:
-            homes[real] = parent
-        elif homes.setdefault(real, parent) != parent:
-            passed_over["linked folders that are searched already"].append(str(parent))
-    for path in found:
-        if homes[_real_folder(str(path.parent))] != path.parent:
+    paths = [Path(match) for match in sorted(glob(pattern))]
+    name_by_real_folder = _one_name_per_folder(paths, passed_over)
+    for path in paths:
+        if name_by_real_folder[_real_folder(str(path.parent))] != path.parent:
             continue
         if path.is_dir():
             passed_over["folders that a glob matches (/** searches them)"].append(str(path))
@@ -109,26 +102,42 @@ def matches(pattern: str, passed_over: PassedOver) -> Iterator[Path]:
             yield path
 
 
+def _one_name_per_folder(paths: Sequence[Path], passed_over: PassedOver) -> dict[str, Path]:
+    """Choose one name for every folder of the paths: its real one, else the first link to it."""
+    names: dict[str, Path] = {}
+    for folder in dict.fromkeys(path.parent for path in paths):
+        real = _real_folder(str(folder))
+        if os.path.abspath(folder) == real:
+            names[real] = folder
+        elif names.setdefault(real, folder) != folder:
+            passed_over["linked folders that are searched already"].append(str(folder))
+    return names
+
+
 def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path fits a glob, as `glob` has it: names that begin with a dot only if the pattern does."""
+    """Tell whether a path fits a glob. As in `glob`, hidden names need a pattern that begins with a dot."""
     if not pattern or not parts:
-        return not parts and all(each == "**" for each in pattern)
-    first, rest = pattern[0], pattern[1:]
-    seen = not parts[0].startswith(".") or first.startswith(".")
+        return not parts and all(part == "**" for part in pattern)
+    first = pattern[0]
+    is_visible = not parts[0].startswith(".") or first.startswith(".")
     if first == "**":
-        return _fits(parts, rest) or (seen and _fits(parts[1:], pattern))
-    return seen and fnmatchcase(parts[0], first) and _fits(parts[1:], rest)
+        return _fits(parts, pattern[1:]) or (is_visible and _fits(parts[1:], pattern))
+    return is_visible and fnmatchcase(parts[0], first) and _fits(parts[1:], pattern[1:])
 
 
 def read_list(path: Path) -> Iterator[str]:
-    """The lines of a list of paths. Names may hold bytes that are no UTF-8, and all line ends but one."""
+    """Yield the lines of a list of paths. Names may hold bytes that are no UTF-8, and other line ends."""
     for line in path.read_bytes().decode("utf-8-sig", errors="surrogateescape").split("\n"):
-        if name := line.strip():
-            yield name
+        if line.strip():
+            yield line.strip()
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """A file, to be read. Raises OSError for what cannot be, and for pipes and devices: their end may never come."""
+    """Open a file to read it.
+
+    Raises:
+        OSError: The file cannot be read. Pipes and devices are refused, since they may never end.
+    """
     path = Path(path)
     if not path.is_file() and not path.is_dir() and path.exists():
         raise OSError(f"{path.name} is a pipe, socket or device")
@@ -136,23 +145,24 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def walk(folder: str, passed_over: PassedOver) -> Iterator[Path]:
-    """All files below a folder. Linked folders are searched once, after the others.
+    """Yield all files below a folder. Linked folders are searched once, after the others.
 
     Unreadable folders and links to nowhere are added to `passed_over`.
     """
-    seen: set[str] = set()
-    waiting, links = [folder], []
+    searched: set[str] = set()
+    waiting = [folder]
+    links: list[str] = []
     while waiting or links:
-        here = waiting.pop() if waiting else links.pop(0)
-        real = os.path.realpath(here)
-        if real in seen:  # only a link leads somewhere twice
-            passed_over["linked folders that are searched already"].append(here)
+        current = waiting.pop() if waiting else links.pop(0)
+        real = os.path.realpath(current)
+        if real in searched:  # only a link leads to a folder twice
+            passed_over["linked folders that are searched already"].append(current)
             continue
-        seen.add(real)
+        searched.add(real)
         try:
-            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(current), key=lambda entry: entry.name)
         except OSError as error:
-            passed_over[f"unreadable folders ({error.strerror})"].append(here)
+            passed_over[f"unreadable folders ({error.strerror})"].append(current)
             continue
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -1,4 +1,4 @@
-"""Load processors, and find out what they make of a picture's size."""
+"""Load processors, set their pixel limits, and compute what they make of a picture's size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["limit_pixels", "load_processor", "reduced", "vision_tokens"]
 
 
 def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin:
-    """Loads the processor of a model, padding on the left as generation needs it, with or without torchvision.
+    """Load the processor of a model, with or without torchvision. It pads on the left, as generation needs.
 
-    Without torchvision transformers has no video processors, and cannot build a processor that contains one; so the
-    same class is then loaded without that part. Its image processor is the Pillow one.
+    Without torchvision, transformers has no video processors and cannot build a processor that contains one.
+    The same class is then loaded without that part, and with the Pillow image processor.
     """
     if is_torchvision_available():
         processor = AutoProcessor.from_pretrained(model_id, revision=revision)
@@ -37,45 +37,57 @@ def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin
 
 
 def reduced(processor: Any, slack: float = 1.0) -> Resize:
-    """What pictures may be reduced to when they are decoded: the size that the processor makes of them, if it makes
-    them smaller by more than `slack` times. Reduced so, a picture is resized no more."""
-    images = processor.image_processor
-    smart_resize = getattr(sys.modules[type(images).__module__], "smart_resize", None)  # each family's own
+    """Return a function from a picture's size to the smaller size that the processor resizes it to.
 
-    def size(width: int, height: int) -> tuple[int, int] | None:
+    A picture that is decoded at that size is not resized again. The function returns None to keep a picture.
+
+    Args:
+        processor: A processor of a Qwen-VL-like model.
+        slack: Reduce only pictures that have more than this many times the pixels of the smaller size.
+    """
+    images = processor.image_processor
+    smart_resize = getattr(sys.modules[type(images).__module__], "smart_resize", None)  # every family has its own
+
+    def smaller_size(width: int, height: int) -> tuple[int, int] | None:
         if smart_resize is None:
             return None
         limits = dict(min_pixels=images.size["shortest_edge"], max_pixels=images.size["longest_edge"])
         factor = images.patch_size * images.merge_size
         try:
-            found: tuple[int, int] = smart_resize(height, width, factor, **limits)
-            if smart_resize(*found, factor, **limits) != found:
-                return None
-        except ValueError:  # an aspect ratio that it refuses
+            new_height, new_width = smart_resize(height, width, factor, **limits)
+            is_stable = smart_resize(new_height, new_width, factor, **limits) == (new_height, new_width)
+        except ValueError:  # the processor refuses this aspect ratio
             return None
-        smaller = found[0] <= height and found[1] <= width and found[0] * found[1] * slack < height * width
-        return found[::-1] if smaller else None
+        is_smaller = new_height <= height and new_width <= width and new_height * new_width * slack < height * width
+        return (new_width, new_height) if is_stable and is_smaller else None
 
-    return size
+    return smaller_size
 
 
-def limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
-    """Has the processor resize pictures to at least and at most so many pixels, as Qwen's own settings do."""
+def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
+    """Bound the pixels that the processor resizes pictures to, as Qwen's own settings of these names do.
+
+    Raises:
+        ValueError: The lower bound is above the upper one.
+    """
     size = processor.image_processor.size
-    limits = {"shortest_edge": least or size["shortest_edge"], "longest_edge": most or size["longest_edge"]}
+    limits = {
+        "shortest_edge": min_pixels or size["shortest_edge"],
+        "longest_edge": max_pixels or size["longest_edge"],
+    }
     if limits["shortest_edge"] > limits["longest_edge"]:
         raise ValueError(
-            f"--min-pixels {limits['shortest_edge']} is above --max-pixels {limits['longest_edge']}; name both: "
-            "one may be the checkpoint's own"
+            f"--min-pixels {limits['shortest_edge']} is above --max-pixels {limits['longest_edge']}; name both, "
+            "since one of them may be the checkpoint's own"
         )
-    if least or most:
+    if min_pixels or max_pixels:
         processor.image_processor.size = limits
 
 
 def vision_tokens(processor: Any, width: int, height: int) -> int:
-    """Merged tokens that the processor's own resize rule makes of a picture; 0 for a picture that it refuses."""
+    """Return the merged tokens that the processor's resize rule makes of a picture; 0 for one that it refuses."""
     images = processor.image_processor
     try:
         return int(images.get_number_of_image_patches(height, width, {})) // images.merge_size**2
-    except ValueError:  # an aspect ratio that it refuses: an error record, later
+    except ValueError:  # the processor refuses this aspect ratio; encoding the picture reports it later
         return 0

@@ -24,8 +24,8 @@ import finetune  # noqa: E402
 import scenes  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
 from finetuning.data import Collator, Example, Examples, find_examples, hold_out, text_column  # noqa: E402
+from media.items import Item  # noqa: E402
 from media.processors import limit_pixels, load_processor  # noqa: E402
-from media.sources import Item  # noqa: E402
 
 PROMPT = "describe this picture ."
 SETTINGS: dict[str, Any] = {

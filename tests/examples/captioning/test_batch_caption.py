@@ -38,14 +38,15 @@ from captioning.progress import Counts, Progress, clear, read_counts, state, sum
 from captioning.worker import Worker, decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media import sources
+from media import sources, tables
 from media.batches import Task, cost, halve_on_oom, pack, spread
 from media.checkpoints import checkpoint
 from media.files import fingerprint, lock, replace_file
+from media.items import Item, fields, open_item, size
 from media.pictures import read_image, upright_size
 from media.processors import load_processor, vision_tokens
 from media.prompts import fill, named
-from media.sources import Found, Item, fields, open_item, size
+from media.sources import Found
 from packaging.version import Version
 from PIL import Image, ImageFile, PngImagePlugin
 from programs import EXAMPLES, draw, encode
@@ -708,7 +709,7 @@ def test_damaged_parquet_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for data in (b"", whole[: len(whole) // 2], b"text"):
         path.write_bytes(data)
-        sources._parquet.cache_clear()
+        tables.clear_caches()
         (item,) = find([str(path)])
         assert item.key == "p.parquet" and decode(named_task("p", 0), None).errors[0]
         with pytest.raises(ValueError):
@@ -716,8 +717,7 @@ def test_damaged_parquet_files(tmp_path: Path) -> None:
     broken = bytearray(whole)
     broken[100:4000] = bytes(3900)  # pages of the first group; the footer is whole
     path.write_bytes(broken)
-    sources._parquet.cache_clear()
-    sources._row_group.cache_clear()
+    tables.clear_caches()
     errors = [decode(Task(item=item, prompts=(PROMPT,), tokens=0), None).errors[0] for item in find([str(path)])]
     assert len(errors) == 6 and all(errors)
 
@@ -725,7 +725,7 @@ def test_damaged_parquet_files(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    sources._parquet.cache_clear()
+    tables.clear_caches()
     with pytest.raises(ValueError, match="pip install pyarrow"):
         find([str(tmp_path / "p.parquet")])
     with pytest.raises(ValueError, match="pip install pyarrow"):
@@ -735,15 +735,15 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_parquet_groups_are_read_once_by_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "p.parquet", image=[bytes([index]) * 1000 for index in range(30)])
     items, reads = find([str(path)]), Counter[int]()
-    file = sources._parquet(str(path))
+    file = tables.parquet_file(str(path))
 
     def read_row_group(group: int) -> Any:
         reads[group] += 1
         time.sleep(0.01)
         return file.read_row_group(group)
 
-    monkeypatch.setattr(sources, "_parquet", lambda _: SimpleNamespace(read_row_group=read_row_group))
-    sources._row_group.cache_clear()
+    tables.clear_caches()
+    monkeypatch.setattr(tables, "parquet_file", lambda _: SimpleNamespace(read_row_group=read_row_group))
     found: dict[int, bytes] = {}
     threads = [
         threading.Thread(target=lambda start=start: found.update({i: content(items[i]) for i in range(start, 6, 3)}))
@@ -795,7 +795,7 @@ def test_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stub.Image, stub.Video, stub.load_dataset = DatasetsImage, type("Video", (Feature,), {}), load_dataset
     stub.load_from_disk = lambda name: {"test": Rows()}
     monkeypatch.setitem(sys.modules, "datasets", stub)
-    sources._dataset.cache_clear()
+    tables.clear_caches()
     items = find(["dataset:org/na:me"], split="train[:3]")
     assert [item.key for item in items] == [f"org/na:me/train[:3]#{index:09d}" for index in range(3)]
     assert content(items[2]) == b"2" and fields(items[1], {"title"})["title"] == "t1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from captioning.journal import Journal
-from media import sources
+from media import tables
 from programs import draw, encode, words
 from support_captioning import MODEL, WHOLE, batch_caption, call, caption, captions_in, lines, put, texts, write_tar
 
@@ -306,15 +306,13 @@ def test_a_table_that_is_another_is_captioned_anew(tmp_path: Path, output: Path)
 
     for chosen in ((0, 1), (2, 3)):
         expected = write(*chosen)
-        sources._parquet.cache_clear()  # another run is another process
-        sources._row_group.cache_clear()
+        tables.clear_caches()  # another run is another process
         assert f"{len(expected)} of them to caption" in words(caption(table, output, WHOLE))
         assert list(captions_in(output).values()) == expected
     assert "0 of them to caption" in words(caption(table, output, WHOLE))
     assert call("merge", output, tmp_path / "all.tar").exit_code == 0
     write(0, 1, 2)
-    sources._parquet.cache_clear()
-    sources._row_group.cache_clear()
+    tables.clear_caches()
     done = call("merge", output, tmp_path / "other.tar")
     assert done.exit_code == 1 and "2 pictures are not in" in words(done) and not (tmp_path / "other.tar").exists()
 

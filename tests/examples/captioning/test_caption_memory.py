@@ -23,9 +23,9 @@ from captioning import worker
 from captioning.captioner import Captioner, why_not_on_gpu
 from captioning.worker import _ahead
 from media.batches import Task, memory_of
+from media.items import Item
 from media.pictures import Gate, read_image
 from media.processors import limit_pixels, load_processor, reduced
-from media.sources import Item
 from PIL import Image
 from programs import EXAMPLES, draw, encode
 from standins import alike

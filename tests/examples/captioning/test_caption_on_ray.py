@@ -32,7 +32,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from media.batches import Task
 from media.files import lock
-from media.sources import checksum
+from media.items import checksum
 from programs import EXAMPLES, RUNNER, draw, encode, words
 from standins import alike
 from support_captioning import MODEL, PROMPT, WORDS, batch_caption, caption, lines, load_once, put, write_tar

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from captioning.journal import Journal
 from captioning.plan import make_plan
-from media import sources
-from media.sources import Item, checksum
+from media import tables
+from media.items import Item, checksum
 from PIL import Image
 from programs import EXAMPLES, ROOT, draw, encode, words
 from support_captioning import MODEL, WHOLE, batch_caption, call, caption, captions_in, lines, texts, write_tar
@@ -88,8 +88,7 @@ KINDS = {"file": as_file, "member": as_member, "row": as_row, "row that names a 
 
 def anew() -> None:
     """Another run is another process."""
-    for cached in (sources._parquet, sources._row_group, sources._dataset):
-        cached.cache_clear()
+    tables.clear_caches()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "dataset", "dataset without a fingerprint"])
