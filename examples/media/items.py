@@ -157,9 +157,9 @@ def checksum(file: BinaryIO) -> str:
 def fields(item: Item, named: set[str]) -> dict[str, Any]:
     """Return what a prompt may name: `name`, `stem`, `folder`, `key`, and metadata.
 
-    Metadata are the other columns of a row, or the keys of a `.json` file and the text of a `.txt` file (as `txt`) of
-    the item's name. Only texts and numbers count. Metadata are read only if `named` needs them, so a broken file or
-    column harms no other prompt.
+    Metadata of a row are its other columns. Metadata of a file are the keys of a `.json` file and the text of a `.txt`
+    file (as `txt`) of its name. Only texts and numbers count. They are read only if `named` needs them, so a broken
+    file or column harms no other prompt.
 
     Args:
         item: The picture or video.

@@ -50,9 +50,9 @@ def find(inputs: list[str], *, column: str | None = None, split: str = "train", 
     """Find all items of the inputs. Items that share a key are replaced by one item, whose problem says so.
 
     Args:
-        inputs: Folders (searched recursively, by suffix), globs, pictures, videos, `.txt` files with one path per line
-            (relative to the file), `.tar` shards as webdataset writes them, `.parquet` files, or `dataset:NAME`, a
-            folder or hub name that the `datasets` library loads.
+        inputs: Folders (searched recursively, by suffix), globs, pictures, videos, `.txt` files with one path per line.
+            Also `.tar` shards as webdataset writes them, `.parquet` files, and `dataset:NAME`, a folder or hub name
+            that the `datasets` library loads. Paths in a `.txt` file are relative to it.
         column: Column of the pictures in parquet files and data sets; by default the first known name.
         split: Split of data sets.
         root: Folder that keys are relative to; by default the folder that holds all inputs.

@@ -979,7 +979,7 @@ def test_truncated_files_are_errors(tmp_path: Path, noise: Image.Image, name: st
     assert decoded(tmp_path, data).errors[0] is None
     for share in (0, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9):
         row = decoded(tmp_path, data[: int(share * len(data))])
-        assert row.errors[0] and row.seen is None and row.bytes == int(share * len(data)), share
+        assert row.errors[0] and row.medium is None and row.bytes == int(share * len(data)), share
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -991,7 +991,7 @@ def test_damaged_files_never_stop_the_run(tmp_path: Path, noise: Image.Image, na
         for _ in range(chance.choice([1, 1, 4, 20])):
             broken[chance.randrange(len(data))] = chance.randrange(256)
         row = decoded(tmp_path, bytes(broken), refuse_above=100_000)
-        assert row.errors[0] or (row.seen.mode == "RGB" and row.seen.size == (row.width, row.height))
+        assert row.errors[0] or (row.medium.mode == "RGB" and row.medium.size == (row.width, row.height))
 
 
 OTHERS = {
@@ -1093,7 +1093,7 @@ def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypat
     videos = SimpleNamespace(sample_frames=sample_frames)
     processor = SimpleNamespace(video_processor=videos)
     row = decoded(tmp_path, b"clip", "clip.mp4", processor=processor)
-    assert row.errors[0] is None and (row.width, row.height) == (6, 4) and len(row.seen.frames) == 5
+    assert row.errors[0] is None and (row.width, row.height) == (6, 4) and len(row.medium.frames) == 5
     videos.fps = 4
     decoded(tmp_path, b"clip", "clip.mp4", processor=processor)
     videos.num_frames = 8
@@ -1103,7 +1103,7 @@ def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypat
     assert "the file is empty" in decoded(tmp_path, b"", "clip.mp4", processor=processor).errors[0]
     lost = 1
     row = decoded(tmp_path, b"clip", "clip.mp4", processor=processor)
-    assert len(row.seen.frames) == len(row.seen.metadata.frames_indices) == 4
+    assert len(row.medium.frames) == len(row.medium.metadata.frames_indices) == 4
     lost = 2
     assert "has 3 of 5 frames" in decoded(tmp_path, b"clip", "clip.mp4", processor=processor).errors[0]
     (tmp_path / "clip.tar").write_bytes(b"..clip..")

@@ -21,7 +21,7 @@ import torch
 from captioning import captioner as captioner_module
 from captioning import worker
 from captioning.captioner import Captioner, why_not_on_gpu
-from captioning.worker import _ahead
+from captioning.worker import prepared_ahead
 from media.batches import Task, memory_of
 from media.items import Item
 from media.pictures import Gate, read_image
@@ -182,7 +182,7 @@ def test_batches_ahead_are_bounded_and_in_order() -> None:
     for memory, at_most in ((1000, 5), (250, 3), (10, 1)):
         making[0] = most[0] = 0
         found = []
-        for batch in _ahead(range(30), prepare, lambda _: (100, 100), memory):
+        for batch in prepared_ahead(range(30), prepare, lambda _: (100, 100), memory):
             making[0] -= 1
             found.append(batch)
         assert found == list(range(30)) and most[0] <= at_most, memory
@@ -254,7 +254,7 @@ def test_pixels_are_rounded_on_the_stream_that_made_them(processor: Any, monkeyp
             beside.append(str(dtype))
             return self
 
-    monkeypatch.setattr(captioner, "_beside", watch)
+    monkeypatch.setattr(captioner, "_own_stream", watch)
     monkeypatch.setattr(captioner, "_process", lambda *_: {"pixel_values": Pixels()})
     captioner.encode([draw(1)[0]], ["p"])
     assert beside == ["in", "torch.bfloat16", "out"]

@@ -247,7 +247,7 @@ def job_of(inputs: Sequence[str], output: Path, **more: Any) -> tuple[stages.Job
     """A job as the driver has it, and the tasks."""
     options = OnRay(inputs=list(inputs), output=output, model=str(MODEL), prompt=[PROMPT], max_new_tokens=WORDS, **more)
     with ExitStack() as stack:
-        ready = prepare(options.wanted(False), stack)
+        ready = prepare(options.request(False), stack)
     folder = Batches.new(output).folder
     return stages.Job(options=options, run=ready.run, commit=None, on_gpu=False, folder=folder), ready.plan.tasks
 
@@ -416,7 +416,7 @@ def test_a_picture_is_told_by_its_bytes_whoever_captions(
             run(first, output)
     KINDS[kind](tmp_path, SECOND)
     told = run(then, output)
-    assert "1 items, 1 of them to caption" in told and "1 captions hold no more" in told
+    assert "1 items, 1 of them to caption" in told and "1 captions are outdated" in told
     (now,) = counted(output).elements()
     assert now.caption != found.caption and now.checksum == checksum(BytesIO(encode(SECOND, "BMP")))
     assert [line["caption"] for line in lines(output / "superseded.jsonl")] == [found.caption]
@@ -474,7 +474,7 @@ def test_a_row_is_a_batch(
     sized = rows._measure(rows._row(5, pickle.dumps(tasks)), job)
     assert pickle.loads(sized["data"][0].as_py()) == stages.measure(job, tasks) != tasks
     actor = rows._Actor(job)
-    (found,) = actor(rows._ready(sized, job)).to_pylist()
+    (found,) = actor(rows._make_ready(sized, job)).to_pylist()
     assert (found["number"], found["failed"], found["halved"]) == (5, 2, 0) and "patched" in found["status"]
     assert counted(tmp_path) == alone and [path.name for path in job.folder.iterdir()] == ["00000005.parquet"]
 
@@ -491,7 +491,7 @@ def test_an_actor_whose_gpu_fails_leaves_its_batch_to_another(
     actor = rows._Actor(job)
     monkeypatch.setattr(actor.worker.captioner, "generate", die)
     with pytest.raises(SystemExit):
-        actor(rows._ready(rows._row(0, pickle.dumps(tasks)), job))
+        actor(rows._make_ready(rows._row(0, pickle.dumps(tasks)), job))
     assert not counted(tmp_path)
 
 

@@ -116,7 +116,7 @@ def test_another_picture_of_the_same_name_and_size_is_captioned_anew(
     if kind == "file":
         assert call("merge", output, tmp_path).exit_code == 1 and not texts(tmp_path, "x.txt")
     told = words(caption(place, output))
-    assert "1 of them to caption" in told and "1 captions hold no more" in told
+    assert "1 of them to caption" in told and "1 captions are outdated" in told
     after = next(iter(captions_in(output).values()))
     assert after != before and len(list(Journal(output).records())) == 1
     assert [line["caption"] for line in lines(output / "superseded.jsonl")] == [before]
@@ -133,7 +133,7 @@ def test_a_copy_is_read_once_and_captioned_no_more(
     os.utime(place, (1, 1))
     anew()
     assert "1 items, 0 of them to caption" in words(caption(place, output))
-    assert "hold no more" not in words(caption(place, output)) and not (output / "superseded.jsonl").exists()
+    assert "outdated" not in words(caption(place, output)) and not (output / "superseded.jsonl").exists()
     if kind != "row that names a file":  # whose own time tells nothing
         monkeypatch.setattr("captioning.plan.checksum", lambda file: pytest.fail("read again"))
     assert "1 items, 0 of them to caption" in words(caption(place, output))
@@ -168,7 +168,7 @@ def test_a_shard_that_is_replaced_while_a_run_goes(
     done = call("merge", output, tmp_path / "out.tar")
     assert done.exit_code == 1 and "2 pictures are not in" in words(done) and not (tmp_path / "out.tar").exists()
     anew()
-    assert "2 captions hold no more" in words(caption(place, output))
+    assert "2 captions are outdated" in words(caption(place, output))
     anew()
     caption(place, tmp_path / "undisturbed")
     assert captions_in(output) == captions_in(tmp_path / "undisturbed")
@@ -193,7 +193,7 @@ def test_a_prompt_that_names_another_text_now_is_asked_anew(photos: Path, output
     (photos / "a.txt").write_text("video")
     (photos / "b.txt").unlink()  # what was asked with it stays
     told = words(caption(photos, output, **asked))
-    assert "3 items, 1 of them to caption" in told and "1 captions hold no more" in told
+    assert "3 items, 1 of them to caption" in told and "1 captions are outdated" in told
     found = {record.key: record.asked for record in Journal(output).merged()}
     assert found == {name: f"describe this {'video' if name[0] == 'a' else 'picture'} ." for name in found}
     assert len(found) == 3
@@ -275,7 +275,7 @@ def test_ctrl_c_again_and_again_is_one_sentence(photos: Path, output: Path) -> N
         run.send_signal(signal.SIGINT)
         time.sleep(0.01)
     said = run.communicate(timeout=60)[0]
-    assert said.endswith("\nstopped; what is captioned so far is kept: start the same command to go on\n"), said
+    assert said.endswith("\nstopped; the captions so far are kept: start the same command to go on\n"), said
     assert run.returncode in (130, -signal.SIGINT)  # a shell calls both 130; Python's last steps have no handler
 
 

@@ -280,7 +280,7 @@ def test_progress_in_a_log_file_is_lines(photos: Path, output: Path) -> None:
 def test_progress_moves_before_the_first_batch_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress_module, "_EVERY", 0.0)
+    monkeypatch.setattr(progress_module, "_WRITE_EVERY", 0.0)
     monkeypatch.setattr(progress_module, "_LINE_EVERY", 0.0)
     progress = Progress(tmp_path, 0, 1, of=100, of_cost=10.0)
     progress.read(64)
@@ -354,7 +354,9 @@ def test_records_are_whole_where_files_grow_no_larger(photos: Path, output: Path
     size = shard.stat().st_size
     with limited(size + 1):
         done = caption(photos, output, "--batch-size=1")
-    told = f"cannot write to {output}: File too large; what is captioned so far is kept: mend that, and start the same"
+    told = (
+        f"cannot write to {output}: File too large; the captions so far are kept: remove the cause, and start the same"
+    )
     assert done.exit_code == 1 and f"{told} command to go on" in words(done) and "Traceback" not in words(done)
     assert shard.stat().st_size == size + 1  # a line is torn
     assert captions_in(output).keys() == {"a.png"} and call("merge", output, tmp_path / "all.jsonl").exit_code == 1
@@ -382,7 +384,7 @@ def test_merge_leaves_what_is_there_where_files_grow_no_larger(photos: Path, out
     with limited(60):
         done = call("merge", output, photos / name)
     assert done.exit_code == 1 and f"cannot write {photos / name}: " in words(done), words(done)
-    assert "File too large" in words(done) and "mend that, and merge again" in words(done)
+    assert "File too large" in words(done) and "remove the cause, and merge again" in words(done)
     assert {path: path.read_bytes() for path in photos.iterdir()} == files
     assert call("merge", output, photos / name).exit_code == 0
 
