@@ -1,4 +1,4 @@
-"""What the tests of `examples/batch_caption.py` share: its command line, drawn scenes, a model loaded once."""
+"""Run the captioner, load its models once, draw its pictures and read its records, for the tests of captioning."""
 
 from __future__ import annotations
 
@@ -6,42 +6,53 @@ import copy
 import io
 import json
 import tarfile
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import batch_caption
+from captioning.exports import Export
 from captioning.journal import Journal, Record
 from click.testing import Result
+from media.batches import Task
+from media.items import Item
 from programs import EXAMPLES, RUNNER, draw
+from transformers import PreTrainedModel
 
 MODEL = EXAMPLES / "tiny_captioner" / "qwen3_vl"
 PROMPT = "describe this {kind} ."
+PICTURE_PROMPT = "describe this picture ."
+FAMILIES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32}  # the side of a merged token, in pixels
 WORDS = 4
-"""Of a caption: "a large red star", which tells pictures apart; WHOLE lets it go on to its end."""
+"""Tokens of a short caption such as "a large red star". WHOLE allows complete captions."""
 WHOLE = "--max-new-tokens=24"
 LOAD = lru_cache(maxsize=4)(batch_caption.load_model)
 
 
-def load_once(*arguments: Any) -> Any:
-    """In place of `batch_caption.load_model`: reads each checkpoint once."""
+def load_once(*arguments: object) -> PreTrainedModel:
+    """Stand in for `batch_caption.load_model`, and read every checkpoint once."""
     return copy.deepcopy(LOAD(*arguments))
 
 
+def seed_of(name: str) -> int:
+    """Return the number of the scene that `put` draws into a file."""
+    return sum(ord(character) for character in name)
+
+
 def put(folder: Path, *names: str) -> dict[str, str]:
-    """Draws a scene into each file; name to caption."""
+    """Draw a scene into every file, and return the captions by name."""
     captions = {}
     for name in names:
-        seed = sum(map(ord, name))
-        image, captions[name] = draw(seed)
+        image, captions[name] = draw(seed_of(name))
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         image.save(folder / name)
     return captions
 
 
-def write_tar(path: Path, *members: tuple[str, bytes], **options: Any) -> Path:
-    """A tar archive; a name may come twice. options: `tarfile.open`'s."""
+def write_tar(path: Path, *members: tuple[str, bytes], **options: object) -> Path:
+    """Write a tar archive, with the options of `tarfile.open`. A name may come twice."""
     with tarfile.open(path, "w", **options) as archive:
         for name, data in members:
             info = tarfile.TarInfo(name)
@@ -51,36 +62,55 @@ def write_tar(path: Path, *members: tuple[str, bytes], **options: Any) -> Path:
 
 
 def call(*arguments: object) -> Result:
-    """Any command."""
-    return RUNNER.invoke(batch_caption.app, [str(each) for each in arguments])
+    """Run `batch_caption.py` with any arguments."""
+    return RUNNER.invoke(batch_caption.app, [str(argument) for argument in arguments])
 
 
 def caption(
     inputs: object, output: Path, *options: object, model: object = MODEL, prompt: str | None = PROMPT
 ) -> Result:
-    """Captions one input, or a list of them."""
-    each = inputs if isinstance(inputs, list) else [inputs]
-    more = [] if prompt is None else [f"--prompt={prompt}"]
-    return call(
-        "caption", *each, f"--output={output}", f"--model={model}", f"--max-new-tokens={WORDS}", *more, *options
-    )
+    """Caption one input, or a list of them."""
+    input_list = inputs if isinstance(inputs, list) else [inputs]
+    settings = [f"--output={output}", f"--model={model}", f"--max-new-tokens={WORDS}"]
+    if prompt is not None:
+        settings.append(f"--prompt={prompt}")
+    return call("caption", *input_list, *settings, *options)
 
 
 def texts(folder: Path, pattern: str = "**/*.txt") -> dict[str, str]:
-    """Name to content of all text files in a folder."""
+    """Return the contents of all text files in a folder, by name."""
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.glob(pattern)}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines."""
+    """Read the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def captions_in(output: Path) -> Mapping[str, str | None]:
-    """Key to caption of the merged records that have one."""
+    """Return the captions of the merged records, by key."""
     return {record.key: record.caption for record in merged(output) if record.status == "ok"}
 
 
 def merged(output: Path) -> list[Record]:
-    """The records that `merge` takes."""
+    """Return the records that `merge` takes."""
     return Journal(output).merged()
+
+
+def record_of(key: str = "a", prompt: str = "p", run: str = "r", **fields: object) -> Record:
+    """Return a record of a caption, unless `fields` say otherwise."""
+    values = {"status": "ok", "caption": f"caption of {key}"} | fields
+    return Record(key=key, prompt=prompt, run=run, **values)
+
+
+def export(records: list[Record], path: Path, **options: object) -> Export:
+    """Export the records of a run that found its pictures in `path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        exporter = Export(Path(folder), {"root": str(path), "prompts": ["p", "q"]}, **options)
+        exporter(records, path)
+        return exporter
+
+
+def named_task(key: str, tokens: int = 1, prompts: Sequence[str] = (PICTURE_PROMPT,), **fields: object) -> Task:
+    """Return a task of an item whose file may not exist."""
+    return Task(item=Item(key=key, file=key, **fields), prompts=tuple(prompts), tokens=tokens)
