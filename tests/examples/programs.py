@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-HELD_OUT, UNIT = 1 << 40, 32
+HELD_OUT = 1 << 40
+UNIT = 32
 RUNNER = CliRunner(env={"ACCELERATE_USE_CPU": "true", "COLUMNS": "1000"})
 WAYS = ["forked", pytest.param("accelerate launch", marks=pytest.mark.matrix)]
 """Ways to start two processes. Forked ones start faster, with the environment that `accelerate launch` would set."""

@@ -7,18 +7,22 @@ import io
 import json
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import batch_caption
+import pytest
 from captioning.exports import Export
 from captioning.journal import Journal, Record
 from click.testing import Result
+from media import tables
 from media.batches import Task
 from media.items import Item
-from programs import EXAMPLES, RUNNER, draw
+from PIL import Image
+from programs import EXAMPLES, RUNNER, draw, encode
 from transformers import PreTrainedModel
 
 MODEL = EXAMPLES / "tiny_captioner" / "qwen3_vl"
@@ -97,6 +101,11 @@ def merged(output: Path) -> list[Record]:
     return Journal(output).merged()
 
 
+def counted(output: Path) -> Counter[Record]:
+    """Count the records of a folder."""
+    return Counter(Journal(output).records())
+
+
 def record_of(key: str = "a", prompt: str = "p", run: str = "r", **fields: object) -> Record:
     """Return a record of a caption, unless `fields` say otherwise."""
     values = {"status": "ok", "caption": f"caption of {key}"} | fields
@@ -114,3 +123,53 @@ def export(records: list[Record], path: Path, **options: object) -> Export:
 def named_task(key: str, tokens: int = 1, prompts: Sequence[str] = (PICTURE_PROMPT,), **fields: object) -> Task:
     """Return a task of an item whose file may not exist."""
     return Task(item=Item(key=key, file=key, **fields), prompts=tuple(prompts), tokens=tokens)
+
+
+# --- one picture that is replaced by another of the same size ---------------------------------------------------------
+
+
+def _scene_of_160_pixels(seed: int) -> Image.Image:
+    return draw(seed)[0].resize((160, 160), Image.Resampling.NEAREST)
+
+
+FIRST = _scene_of_160_pixels(0)
+SECOND = _scene_of_160_pixels(1)
+"""Two scenes of the same size in bytes, in a format without compression."""
+
+
+def as_file(folder: Path, image: Image.Image) -> str:
+    """Write a picture, and return the input that names it."""
+    (folder / "x.bmp").write_bytes(encode(image, "BMP"))
+    return str(folder / "x.bmp")
+
+
+def as_member(folder: Path, image: Image.Image) -> str:
+    """Write a shard of one picture, and return the input that names it."""
+    return str(write_tar(folder / "x.tar", ("x.bmp", encode(image, "BMP"))))
+
+
+def as_row(folder: Path, image: Image.Image) -> str:
+    """Write a table of one picture, and return the input that names it."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"image": [encode(image, "BMP")]})
+    pq.write_table(table, folder / "x.parquet", compression="none", use_dictionary=False, write_statistics=False)
+    return str(folder / "x.parquet")
+
+
+def as_row_that_names_a_file(folder: Path, image: Image.Image) -> str:
+    """Write a picture and a table with its path, and return the input that names the table."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    as_file(folder, image)
+    if not (folder / "x.parquet").exists():
+        pq.write_table(pa.table({"image": ["x.bmp"]}), folder / "x.parquet")
+    return str(folder / "x.parquet")
+
+
+KINDS = {"file": as_file, "member": as_member, "row": as_row, "row that names a file": as_row_that_names_a_file}
+
+
+def start_anew() -> None:
+    """Forget open tables, as a new process would."""
+    tables.clear_caches()

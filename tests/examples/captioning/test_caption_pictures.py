@@ -6,15 +6,16 @@ import io
 import random
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import PIL
 import pytest
-from captioning.worker import decode
+from captioning.worker import Row, decode
 from media.batches import Task
 from media.items import Item
 from media.pictures import read_image, upright_size
@@ -22,22 +23,25 @@ from PIL import Image, ImageFile, PngImagePlugin
 from programs import encode
 from support_captioning import PICTURE_PROMPT, named_task
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning:PIL")  # of damaged metadata, and of bombs
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:PIL")  # warns of damaged metadata, and of bombs
 
 
 @pytest.fixture(scope="module")
 def noise() -> Image.Image:
+    """Return a picture of noise."""
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8))
 
 
-def read(data: bytes, **kwargs: Any) -> np.ndarray:
-    return np.asarray(read_image(io.BytesIO(data), **kwargs)[0])
+def read(data: bytes) -> np.ndarray:
+    """Decode a picture to its pixels."""
+    return np.asarray(read_image(io.BytesIO(data))[0])
 
 
-def decoded(tmp_path: Path, data: bytes, name: str = "file.png", **kwargs: Any) -> Any:
+def decoded(tmp_path: Path, data: bytes, name: str = "file.png", processor: object = None, **options: int) -> Row:
+    """Write a file and decode it as the worker does."""
     (tmp_path / name).write_bytes(data)
     item = Item(key=name, file=str(tmp_path / name), kind="video" if name.endswith("mp4") else "image")
-    return decode(Task(item=item, prompts=(PICTURE_PROMPT,), tokens=0), kwargs.pop("processor", None), **kwargs)
+    return decode(Task(item=item, prompts=(PICTURE_PROMPT,), tokens=0), processor, **options)
 
 
 @pytest.mark.parametrize("format", ["PNG", "PPM", "TIFF", "JPEG2000"])
@@ -51,7 +55,8 @@ def test_16_bit_greys_are_scaled(format: str) -> None:
 
 
 def test_transparency_is_laid_on_white() -> None:
-    colour, clear = (10, 20, 30), (40, 50, 60)
+    colour = (10, 20, 30)
+    clear = (40, 50, 60)
     rgba = Image.new("RGBA", (2, 1), (*colour, 255))
     rgba.putpixel((1, 0), (*clear, 0))
     palette = Image.new("P", (2, 1))
@@ -129,7 +134,7 @@ def test_headers_are_enough_for_sizes(noise: Image.Image, monkeypatch: pytest.Mo
     exif[0x0112] = 6
     turned = {format: encode(noise, format, exif=exif) for format in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")}
     plain = {format: encode(noise, format) for format in (*turned, "BMP", "PPM", "JPEG2000")}
-    loads: list[Any] = []
+    loads: list[str] = []
     for kind in (ImageFile.ImageFile, PngImagePlugin.PngImageFile):
         monkeypatch.setattr(kind, "load", lambda image: loads.append(image.format))
     assert {upright_size(io.BytesIO(data)) for data in turned.values()} == {(64, 96)}
@@ -140,9 +145,9 @@ def test_headers_are_enough_for_sizes(noise: Image.Image, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_animations_give_their_first_frame(format: str) -> None:
     colours = ["red", "lime", "blue"] * 20
-    first, *rest = (Image.new("RGB", (8, 8), colour) for colour in colours)
+    first, *other_frames = (Image.new("RGB", (8, 8), colour) for colour in colours)
     options = {"lossless": True} if format == "WEBP" else {}
-    data = encode(first, format, save_all=True, append_images=rest, **options)
+    data = encode(first, format, save_all=True, append_images=other_frames, **options)
     assert Image.open(io.BytesIO(data)).n_frames == 60
     assert np.abs(read(data).astype(int) - (255, 0, 0)).max() < 8
 
@@ -177,7 +182,8 @@ def test_truncated_files_are_errors(tmp_path: Path, noise: Image.Image, name: st
 @pytest.mark.parametrize("name", FORMATS)
 def test_damaged_files_never_stop_the_run(tmp_path: Path, noise: Image.Image, name: str) -> None:
     format, options = FORMATS[name]
-    data, chance = encode(noise.resize((24, 16)), format, **options), random.Random(0)
+    data = encode(noise.resize((24, 16)), format, **options)
+    chance = random.Random(0)
     for _ in range(60):
         broken = bytearray(data)
         for _ in range(chance.choice([1, 1, 4, 20])):
@@ -217,7 +223,7 @@ def png(width: int, height: int, *chunks: bytes, data: bytes = b"") -> bytes:
 
 
 def test_bombs_are_refused_by_their_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(_: Any) -> None:
+    def load(_: object) -> NoReturn:
         raise AssertionError("decoded")
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
@@ -266,7 +272,7 @@ def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypat
     metadata = video_utils.VideoMetadata(total_num_frames=100, fps=25.0, width=6, height=4)
     lost = 0
 
-    def load_video(path: str, backend: str, sample_indices_fn: Any) -> Any:
+    def load_video(path: str, backend: str, sample_indices_fn: Callable[..., range]) -> tuple[np.ndarray, object]:
         assert Path(path).read_bytes() == b"clip" and path.endswith(".mp4") and backend == "pyav"
         if not Path(path).is_relative_to(tmp_path):
             raise RuntimeError(f"no video in {path}")
@@ -276,10 +282,10 @@ def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypat
     monkeypatch.setattr(video_utils, "is_torchcodec_available", lambda: False)
     monkeypatch.setattr(video_utils, "is_av_available", lambda: True)
     monkeypatch.setattr(video_utils, "load_video", load_video)
-    asked: list[Any] = []
+    requests: list[dict[str, float]] = []
 
-    def sample_frames(metadata: Any, **how: Any) -> range:
-        asked.append(how)
+    def sample_frames(metadata: object, **options: float) -> range:
+        requests.append(options)
         return range(0, 100, 20)
 
     videos = SimpleNamespace(sample_frames=sample_frames)
@@ -290,7 +296,7 @@ def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypat
     decoded(tmp_path, b"clip", "clip.mp4", processor=processor)
     videos.num_frames = 8
     decoded(tmp_path, b"clip", "clip.mp4", processor=processor)
-    assert asked == [{"fps": 2.0}, {"fps": 4}, {"num_frames": 8}]
+    assert requests == [{"fps": 2.0}, {"fps": 4}, {"num_frames": 8}]
     assert "limit is 20" in decoded(tmp_path, b"clip", "clip.mp4", processor=processor, refuse_above=20).errors[0]
     assert "the file is empty" in decoded(tmp_path, b"", "clip.mp4", processor=processor).errors[0]
     lost = 1
@@ -301,7 +307,7 @@ def test_videos_are_read_as_the_processor_samples_them(tmp_path: Path, monkeypat
     (tmp_path / "clip.tar").write_bytes(b"..clip..")
     member = Item(key="x/clip.mp4", file=str(tmp_path / "clip.tar"), kind="video", offset=2, length=4)
     row = decode(Task(item=member, prompts=("p",), tokens=0), processor)
-    assert row.errors == ("ValueError: RuntimeError: no video in /video.mp4",)  # the same in every run
+    assert row.errors == ("ValueError: RuntimeError: no video in /video.mp4",)  # equal in every run
     metadata.total_num_frames = 0
     assert "how many frames" in decoded(tmp_path, b"clip", "clip.mp4", processor=processor).errors[0]
 
@@ -315,7 +321,7 @@ def test_errors_of_sources_and_prompts_are_records(tmp_path: Path) -> None:
     assert "the prompt names {nope}" in (decode(task, None).errors[0] or "")
     row = decode(replace(task, prompts=("{kind} {stem}", "{nope}", "x")), None)
     assert row.prompts == ("picture a", "", "x") and (row.width, row.height) == (4, 4)
-    assert row.errors[::2] == (None, None) and "{nope}" in str(row.errors[1])  # no matter to the other prompts
+    assert row.errors[::2] == (None, None) and "{nope}" in str(row.errors[1])  # the other prompts have no error
     (tmp_path / "a.png").write_bytes(b"bad")
     row = decode(replace(task, prompts=("{nope}", "x")), None)
     assert "{nope}" in str(row.errors[0]) and "not an image" in str(row.errors[1])

@@ -22,23 +22,25 @@ from media.prompts import fill, named
 from support_captioning import PICTURE_PROMPT, export, named_task, record_of, write_tar
 
 
-def find_items(inputs: list[str], **options: Any) -> list[Item]:
+def find_items(inputs: list[str], **options: object) -> list[Item]:
     """Return the items of the inputs."""
     return sources.find(inputs, **options).items
 
 
-def keys(*inputs: str | Path, **kwargs: Any) -> list[str]:
-    return [item.key for item in find_items([str(each) for each in inputs], **kwargs)]
+def keys(*inputs: str | Path, **options: object) -> list[str]:
+    """Return the keys of the items of the inputs."""
+    return [item.key for item in find_items([str(name) for name in inputs], **options)]
 
 
 def content(item: Item) -> bytes:
+    """Return the bytes of an item."""
     with open_item(item) as file:
         return file.read()
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Pictures, videos and other files."""
+    """Create pictures, videos and other files."""
     for name in ("a.jpg", "B.PNG", "sub/c.webp", "sub/deep/d.Mp4", "notes.txt", "sub/e.csv", "sub/x[1].gif"):
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / name).write_bytes(name.encode())
@@ -88,21 +90,21 @@ def test_inputs_that_hold_nothing(tree: Path, tmp_path: Path) -> None:
 def test_two_folders_with_equal_names(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "sub").mkdir(parents=True)
     (tmp_path / "other" / "a.jpg").touch()
-    found = sources.find([str(tree), str(tmp_path / "other")])
-    assert {"tree/a.jpg", "other/a.jpg"} <= {item.key for item in found.items} and not found.clashes
-    assert found.root == str(tmp_path)
+    result = sources.find([str(tree), str(tmp_path / "other")])
+    assert {"tree/a.jpg", "other/a.jpg"} <= {item.key for item in result.items} and not result.clashes
+    assert result.root == str(tmp_path)
 
 
 def test_a_member_that_comes_twice_is_a_problem(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "s.tar", "w") as archive:
         for name in ("a.png", "b.png", "a.png"):
             archive.addfile(tarfile.TarInfo(name))
-    found = sources.find([str(tmp_path / "s.tar"), f"{tmp_path}/*.tar"])
-    assert [item.key for item in found.items] == ["s.tar/a.png", "s.tar/b.png"] and set(found.clashes) == {
+    result = sources.find([str(tmp_path / "s.tar"), f"{tmp_path}/*.tar"])
+    assert [item.key for item in result.items] == ["s.tar/a.png", "s.tar/b.png"] and set(result.clashes) == {
         "s.tar/a.png"
     }
     with pytest.raises(ValueError, match="more than one item has this name"):
-        open_item(found.items[0])
+        open_item(result.items[0])
 
 
 MEMBERS = {
@@ -122,13 +124,14 @@ def test_tar_shards(tmp_path: Path, format: int) -> None:
     items = {
         item.key: item for item in find_items([str(write_tar(tmp_path / "s.tar", *MEMBERS.items(), format=format))])
     }
-    wanted = [name for name in MEMBERS if not name.endswith(("json", "txt", "cls"))]
-    assert items.keys() == {f"s.tar/{name}" for name in wanted}
-    for name in wanted:
+    media_names = [name for name in MEMBERS if not name.endswith(("json", "txt", "cls"))]
+    assert items.keys() == {f"s.tar/{name}" for name in media_names}
+    for name in media_names:
         item = items[f"s.tar/{name}"]
         assert content(item) == MEMBERS[name] and size(item) == len(MEMBERS[name])
     assert items["s.tar/dir.x/0001.mp4"].kind == "video"
-    first, second = items["s.tar/0001.jpg"], items["s.tar/dir.x/0001.left.png"]
+    first = items["s.tar/0001.jpg"]
+    second = items["s.tar/dir.x/0001.left.png"]
     assert fields(first, {"title", "txt"}) == {
         **{"key": "s.tar/0001.jpg", "name": "0001.jpg", "stem": "0001", "folder": "s.tar"},
         **{"title": "One", "n": 1, "txt": "words"},
@@ -142,13 +145,13 @@ def test_notes_of_macos_in_a_shard_are_no_pictures(tmp_path: Path) -> None:
 
 
 def test_damaged_tar_shards(tmp_path: Path) -> None:
-    """Cut or broken at any block: members before are read, and an error stands for the rest."""
+    """After a cut or a broken block, the members before it are read, and an error stands for the others."""
     members = {f"{index}.png": bytes([65 + index]) * 700 for index in range(3)}
-    whole = write_tar(tmp_path / "s.tar", *members.items()).read_bytes()
+    complete_shard = write_tar(tmp_path / "s.tar", *members.items()).read_bytes()
     assert len(find_items([str(tmp_path / "s.tar")])) == 3
     step = 512 + 1024
     for cut in range(0, 3 * step + 1, 256):
-        (tmp_path / "s.tar").write_bytes(whole[:cut])
+        (tmp_path / "s.tar").write_bytes(complete_shard[:cut])
         items = find_items([str(tmp_path / "s.tar")])
         assert items[0].key == "s.tar" and size(items[0]) is None
         with pytest.raises(ValueError, match="the shard is damaged"):
@@ -160,7 +163,9 @@ def test_damaged_tar_shards(tmp_path: Path) -> None:
             except ValueError as error:
                 assert "the shard ends within the file" in str(error)
         assert complete == sum(cut - index * step >= 512 + 700 for index in range(3))
-    (tmp_path / "s.tar").write_bytes(whole[:step] + b"\x07" * 512 + whole[step + 512 :])  # a header in the middle
+    (tmp_path / "s.tar").write_bytes(
+        complete_shard[:step] + b"\x07" * 512 + complete_shard[step + 512 :]
+    )  # a header in the middle
     assert keys(tmp_path / "s.tar") == ["s.tar", "s.tar/0.png"]
     (tmp_path / "s.tar").write_bytes(random.Random(0).randbytes(5000))
     assert keys(tmp_path / "s.tar") == ["s.tar"]
@@ -169,8 +174,9 @@ def test_damaged_tar_shards(tmp_path: Path) -> None:
         open_item(find_items([str(tmp_path / "t.tar.gz")])[0])
 
 
-def write_parquet(path: Path, **columns: Any) -> Path:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+def write_parquet(path: Path, **columns: object) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table(columns), path, row_group_size=3)
     return path
 
@@ -199,7 +205,7 @@ def test_parquet_files(tmp_path: Path) -> None:
         find_items([str(mixed)], column="nope")
 
 
-def test_columns_that_say_nothing_or_cannot_be_read_are_no_matter_to_others(tmp_path: Path) -> None:
+def test_empty_or_unreadable_columns_harm_no_other(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     path = write_parquet(
         tmp_path / "p.parquet",
@@ -207,21 +213,23 @@ def test_columns_that_say_nothing_or_cannot_be_read_are_no_matter_to_others(tmp_
         title=["one", None],
         price=[float("nan"), 2.5],
         tags=[["x"], None],
-        at=pyarrow.array([1, 2], pyarrow.timestamp("ns")),  # no Python datetime, but pandas' own
+        taken_at=pyarrow.array([1, 2], pyarrow.timestamp("ns")),  # no Python datetime, but pandas' own
     )
     first, second = find_items([str(path)])
     assert [content(first), content(second)] == [b"A", b"B"]
-    wanted = {"title", "price", "tags"}
-    assert {name: value for name, value in fields(first, wanted).items() if name in wanted} == {"title": "one"}
-    assert {name: value for name, value in fields(second, wanted).items() if name in wanted} == {"price": 2.5}
+    columns = {"title", "price", "tags"}
+    assert {name: value for name, value in fields(first, columns).items() if name in columns} == {"title": "one"}
+    assert {name: value for name, value in fields(second, columns).items() if name in columns} == {"price": 2.5}
     with pytest.raises(
-        ValueError, match=r"the prompt names \{title\}; there are at, folder, image, key, name, price, "
+        ValueError,
+        match=r"the prompt names \{title\}; there are folder, image, key, name, price, stem, ",
     ):
         fill("{title}", fields(second, {"title"}))
 
 
 def test_a_column_that_comes_twice_is_not_guessed(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table([[b"A"], [b"B"], [b"C"]], names=["image", "image", "jpg"])
     parquet.write_table(table, tmp_path / "p.parquet")
     assert [content(item) for item in find_items([str(tmp_path / "p.parquet")])] == [b"C"]
@@ -231,16 +239,16 @@ def test_a_column_that_comes_twice_is_not_guessed(tmp_path: Path) -> None:
 
 def test_damaged_parquet_files(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "p.parquet", image=[random.Random(index).randbytes(5000) for index in range(6)])
-    whole = path.read_bytes()
-    for data in (b"", whole[: len(whole) // 2], b"text"):
+    complete_file = path.read_bytes()
+    for data in (b"", complete_file[: len(complete_file) // 2], b"text"):
         path.write_bytes(data)
         tables.clear_caches()
         (item,) = find_items([str(path)])
         assert item.key == "p.parquet" and decode(named_task("p", 0), None).errors[0]
         with pytest.raises(ValueError):
             open_item(item)
-    broken = bytearray(whole)
-    broken[100:4000] = bytes(3900)  # pages of the first group; the footer is whole
+    broken = bytearray(complete_file)
+    broken[100:4000] = bytes(3900)  # pages of the first group; the footer is intact
     path.write_bytes(broken)
     tables.clear_caches()
     errors = [
@@ -261,30 +269,31 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_parquet_groups_are_read_once_by_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "p.parquet", image=[bytes([index]) * 1000 for index in range(30)])
-    items, reads = find_items([str(path)]), Counter[int]()
+    items = find_items([str(path)])
+    reads = Counter[int]()
     file = tables.parquet_file(str(path))
 
-    def read_row_group(group: int) -> Any:
+    def read_row_group(group: int) -> object:
         reads[group] += 1
         time.sleep(0.01)
         return file.read_row_group(group)
 
     tables.clear_caches()
     monkeypatch.setattr(tables, "parquet_file", lambda _: SimpleNamespace(read_row_group=read_row_group))
-    found: dict[int, bytes] = {}
+    contents: dict[int, bytes] = {}
     threads = [
-        threading.Thread(target=lambda start=start: found.update({i: content(items[i]) for i in range(start, 6, 3)}))
+        threading.Thread(target=lambda start=start: contents.update({i: content(items[i]) for i in range(start, 6, 3)}))
         for start in range(3)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {index: bytes([index]) * 1000 for index in range(6)} and reads == {0: 1, 1: 1}
+    assert contents == {index: bytes([index]) * 1000 for index in range(6)} and reads == {0: 1, 1: 1}
 
 
 def test_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With a stand-in for the library: its pictures are taken undecoded."""
+    """Pictures are taken undecoded. A stand-in replaces the library."""
 
     class Feature:
         def __init__(self, decode: bool = True) -> None:
@@ -296,7 +305,7 @@ def test_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         column_names = ("title", "picture")
 
         def __init__(self) -> None:
-            self.features: Any = {"picture": DatasetsImage(), "title": object()}
+            self.features: dict[str, object] = {"picture": DatasetsImage(), "title": object()}
 
         def __len__(self) -> int:
             return 3
@@ -312,14 +321,16 @@ def test_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     loaded = []
 
-    def load_dataset(name: str, split: str) -> Any:
+    def load_dataset(name: str, split: str) -> Rows:
         loaded.append((name, split))
         if name == "gone":
             raise FileNotFoundError("there is no dataset 'gone' on the Hub")
         return Rows()
 
     stub: Any = types.ModuleType("datasets")
-    stub.Image, stub.Video, stub.load_dataset = DatasetsImage, type("Video", (Feature,), {}), load_dataset
+    stub.Image = DatasetsImage
+    stub.Video = type("Video", (Feature,), {})
+    stub.load_dataset = load_dataset
     stub.load_from_disk = lambda name: {"test": Rows()}
     monkeypatch.setitem(sys.modules, "datasets", stub)
     tables.clear_caches()
@@ -341,9 +352,11 @@ def test_metadata_beside_a_file(tree: Path) -> None:
     (tree / "sub/c.json").write_text("{broken")
     (tree / "sub/c.txt").write_bytes(b"\xff")
     items = {item.key: item for item in find_items([str(tree)])}
-    found = fields(items["a.jpg"], {"title"})
-    assert not {"none", "n", "nested"} & found.keys()  # "None", "nan" and "{'x': 1}" would be asked
-    assert (found["title"], found["txt"], found["name"], found["stem"], found["folder"]) == (
+    values = fields(items["a.jpg"], {"title"})
+    assert (
+        not {"none", "n", "nested"} & values.keys()
+    )  # their texts "None", "nan" and "{'x': 1}" must not reach a prompt
+    assert (values["title"], values["txt"], values["name"], values["stem"], values["folder"]) == (
         "Ä",
         "words",
         "a.jpg",
