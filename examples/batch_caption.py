@@ -160,7 +160,7 @@ class _Run:
         progress = Progress(
             self.progress_folder, self.state.process_index, self.state.num_processes, len(share), total_cost
         )
-        if self.model is not None:
+        if self.model is not None and processor is not None:
             self._worker(self.model, processor, progress, ready.run).work([tasks[index] for index in share])
         progress.close()
         return ready

@@ -23,7 +23,7 @@ from ray.data.exceptions import ExecutionTimeoutError
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from batch_caption import processor_for
 from captioning.cluster import captioned, connect, measured
-from captioning.journal import Batches, Journal
+from captioning.journal import Batches, Entry, Journal
 from captioning.messages import exit_by, manifest_entry, sentence, stop
 from captioning.options import OnRay, command
 from captioning.prepare import Prepared, prepare
@@ -88,7 +88,7 @@ def work(options: OnRay, ready: Prepared, on_gpu: bool) -> None:
 
 
 def _caption_batches(
-    job: Job, batches: list[list[Task]], costs: dict[str, float], progress: Progress, entry: dict[str, object]
+    job: Job, batches: list[list[Task]], costs: dict[str, float], progress: Progress, entry: Entry
 ) -> None:
     """Caption the batches, and note how the model runs once the first one is done.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import (
@@ -23,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available
 from transformers.utils.logging import disable_progress_bar
+from transformers.video_utils import VideoMetadata
 
 from hf_vit_accel import ReuseConfig
 
@@ -66,8 +68,8 @@ def why_not_on_gpu(processor: ProcessorMixin, device: torch.device) -> list[str]
 class Clip:
     """A decoded video: its sampled frames and their metadata, as transformers' video processors take them."""
 
-    frames: Any
-    metadata: Any
+    frames: np.ndarray
+    metadata: VideoMetadata
 
 
 def _cpu() -> torch.device:
@@ -147,7 +149,7 @@ class Captioner:
                 return inputs
         raise torch.OutOfMemoryError("no memory for the pixels of a batch")
 
-    def send(self, inputs_by_prompt: Sequence[Mapping[str, Any]]) -> list[Inputs]:
+    def send(self, inputs_by_prompt: Sequence[Inputs]) -> list[Inputs]:
         """Start to copy the inputs of one batch to the GPU, with one copy of the pixels for all prompts.
 
         The copy runs from pinned memory beside the work there. If memory is full, the inputs stay where they are.
@@ -175,7 +177,7 @@ class Captioner:
         return value if value.is_cuda else value.pin_memory().to(self.model.device, non_blocking=True)
 
     @contextmanager
-    def _own_stream(self) -> Iterator[Any]:
+    def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
         """Run on a stream of this thread on the model's GPU; without a GPU do nothing."""
         if self.model.device.type != "cuda":
             yield None
@@ -205,7 +207,7 @@ class Captioner:
             return_tensors="pt",
         )
 
-    def vision_tokens(self, inputs: Mapping[str, Any]) -> int:
+    def vision_tokens(self, inputs: Inputs) -> int:
         """Count the merged tokens of all pictures or videos in the model's inputs."""
         patches = sum(int(grid.prod(-1).sum()) for name, grid in inputs.items() if name.endswith("_grid_thw"))
         return patches // self.processor.image_processor.merge_size**2
@@ -224,7 +226,7 @@ class Captioner:
         Returns:
             The captions of the rows for every prompt.
         """
-        encoded: Mapping[str, Any] | None = None
+        encoded: Inputs | None = None
         captions = []
         for inputs, row_seeds in zip(inputs_by_prompt, seeds, strict=True):
             on_device = self._on_device(inputs)
@@ -246,7 +248,7 @@ class Captioner:
         # `inputs.to` would move them in place, but after running out of memory the caller needs its inputs.
         return {name: value.to(self.model.device) for name, value in tensors.items()}
 
-    def _encode(self, inputs: Inputs) -> dict[str, Any]:
+    def _encode(self, inputs: Inputs) -> Inputs:
         if "pixel_values" in inputs:
             features = self.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
             return {"image": features}

@@ -7,19 +7,18 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from media.files import FULL, part_of
 from media.items import Item, open_item
 from media.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, find, in_shard
 from PIL import Image
 
-from captioning.journal import SHARDS
+from captioning.journal import SHARDS, Entry
 from captioning.plan import same_picture
 from captioning.records import Record, json_lines, write_table
 
@@ -76,7 +75,7 @@ class Export:
     """
 
     folder: Path
-    entry: Mapping[str, Any]
+    entry: Entry
     texts: Texts = field(default_factory=Texts)
     overwrite: bool = False
     samples: int = 10_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,15 @@ from media.files import replace_file
 
 from captioning.records import Record, json_lines, read_line, read_table, write_whole
 
-__all__ = ["SHARDS", "Batches", "Journal", "Record", "Selection", "json_lines"]
+__all__ = ["SHARDS", "Batches", "Entry", "Journal", "Record", "Selection", "json_lines"]
 
 _RAY_FOLDERS = "captions-ray-" + "[0-9]" * 5
 SHARDS = ("captions-" + "[0-9]" * 5 + ".jsonl", _RAY_FOLDERS + ".parquet")
 """Patterns of the names of shards. `repair` cuts files of these names, so other files must not match."""
 _ROWS_PER_GROUP = 50_000
 _BLOCK = 1 << 16  # bytes that are read at a time from the end of a shard
+Entry = dict[str, Any]
+"""Entry of a run in the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,21 +198,21 @@ class Journal:
         """Return the records of `select`."""
         return self.select(run).records
 
-    def newest(self, run: str | None = None) -> dict[str, Any]:
+    def newest(self, run: str | None = None) -> Entry:
         """Return the manifest's last entry, or the last one of a run. ValueError if there is none."""
         entries = [entry for entry in self.manifest()["runs"] if run in (None, entry["run"])]
         if not entries:
             raise ValueError(f"no run {run or ''} has written to {self.folder}".replace("  ", " "))
-        newest: dict[str, Any] = entries[-1]
+        newest: Entry = entries[-1]
         return newest
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> dict[str, list[Entry]]:
         """Read the entries of all runs into this folder."""
         path = self.folder / "manifest.json"
         if not path.exists():
             return {"runs": []}
         try:
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            manifest: dict[str, list[Entry]] = json.loads(path.read_text(encoding="utf-8"))
             return manifest | {"runs": list(manifest["runs"])}
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -218,18 +220,18 @@ class Journal:
                 f"{path} is damaged, or no captioning run wrote it ({reason}): name another output"
             ) from None
 
-    def begin(self, entry: Mapping[str, Any], change: Callable[[Record], Record | None]) -> None:
+    def begin(self, entry: Entry, change: Callable[[Record], Record | None]) -> None:
         """Repair the folder, rewrite its records and add a run to the manifest. No other process may be writing."""
         self.repair()
         self.rewrite(change)
         self.note(entry)
 
-    def note(self, entry: Mapping[str, Any], *, instead: bool = False) -> None:
+    def note(self, entry: Entry, *, instead: bool = False) -> None:
         """Add a run to the manifest, or with `instead` replace the last one."""
         manifest = self.manifest()
         if instead:
             manifest["runs"].pop()
-        manifest["runs"].append(dict(entry))
+        manifest["runs"].append(entry)
         replace_file(self.folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import accelerate
 import torch
@@ -16,7 +16,7 @@ import typer
 from media.files import say
 
 import hf_vit_accel
-from captioning.journal import Record
+from captioning.journal import Entry, Record
 from captioning.options import Options
 from captioning.prepare import Prepared
 
@@ -26,9 +26,7 @@ _SHOWN_ERRORS = 5
 _MODULES: tuple[ModuleType, ...] = (torch, transformers, accelerate, hf_vit_accel)
 
 
-def manifest_entry(
-    options: Options, ready: Prepared, processes: int | None, device: str, status: str
-) -> dict[str, Any]:
+def manifest_entry(options: Options, ready: Prepared, processes: int | None, device: str, status: str) -> Entry:
     """Return the manifest's entry of a run.
 
     Args:

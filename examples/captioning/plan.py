@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import psutil
 from media.batches import Task
+from media.files import Settings
 from media.items import Item, checksum, fields, open_item, size, stamp
 from media.prompts import fill, named
 
@@ -178,7 +178,7 @@ def filled(prompt: str, item: Item) -> str:
     return fill(prompt, fields(item, named([prompt])) | {"kind": kind})
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: Settings, new: Settings) -> list[str]:
     """Describe how the settings of two runs differ."""
     lines = []
     for name in [*new, *(name for name in old if name not in new)]:
@@ -193,7 +193,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _changed_files(before: Any, after: Any) -> list[str]:
+def _changed_files(before: object, after: object) -> list[str]:
     old_checksums = before if isinstance(before, Mapping) else {}
     new_checksums = after if isinstance(after, Mapping) else {}
     names = {*old_checksums, *new_checksums}

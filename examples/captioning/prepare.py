@@ -6,14 +6,13 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from media.checkpoints import identity
-from media.files import fingerprint, lock, say, some
+from media.files import Settings, fingerprint, lock, say, some
 from media.items import Item
 from media.sources import Found, find
 
-from captioning.journal import Journal
+from captioning.journal import Entry, Journal
 from captioning.plan import Plan, differences, make_plan
 
 __all__ = ["Prepared", "Request", "prepare"]
@@ -32,7 +31,7 @@ class Request:
     output: Path
     model: str
     revision: str | None
-    settings: dict[str, Any]
+    settings: Settings
     prompts: list[str]
     column: str | None
     split: str
@@ -60,7 +59,7 @@ class Prepared:
     """
 
     run: str
-    settings: dict[str, Any]
+    settings: Settings
     prompts: list[str]
     plan: Plan
     title: str
@@ -113,7 +112,7 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
     )
 
 
-def _root(request: Request, last_run: dict[str, Any]) -> str | None:
+def _root(request: Request, last_run: Entry) -> str | None:
     if request.root is not None:
         if not request.root.is_dir():
             raise ValueError(f"--root {request.root} is no folder")

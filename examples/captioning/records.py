@@ -6,9 +6,13 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 from media.files import part_of
+
+if TYPE_CHECKING:
+    from pyarrow import Table
 
 __all__ = ["Record", "json_lines", "read_line", "read_table", "write_table", "write_whole"]
 
@@ -102,15 +106,18 @@ def read_table(path: Path) -> Iterator[Record]:
                 yield record
 
 
-def _table(records: Sequence[Record]) -> Any:
+def _table(records: Sequence[Record]) -> Table:
     import pyarrow as pa
 
     schema = pa.schema([(name, pa.int64() if name in _NUMBERS else pa.string()) for name in _NAMES])
-    rows = [{name: _valid_utf8(value) for name, value in asdict(record).items()} for record in records]
+    rows = []
+    for record in records:
+        values = asdict(record).items()
+        rows.append({name: _valid_utf8(value) if isinstance(value, str) else value for name, value in values})
     return pa.Table.from_pylist(rows, schema=schema)
 
 
-def _table_with_lines(records: Sequence[Record]) -> Any:
+def _table_with_lines(records: Sequence[Record]) -> Table:
     import pyarrow as pa
 
     lines: list[str | None] = []
@@ -121,7 +128,7 @@ def _table_with_lines(records: Sequence[Record]) -> Any:
     return _table(records).append_column(_LINE, pa.array(lines, pa.string()))
 
 
-def _pyarrow() -> Any:
+def _pyarrow() -> ModuleType:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -129,5 +136,5 @@ def _pyarrow() -> Any:
     return pyarrow.parquet
 
 
-def _valid_utf8(value: Any) -> Any:
-    return value.encode("utf-8", errors="backslashreplace").decode() if isinstance(value, str) else value
+def _valid_utf8(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode()

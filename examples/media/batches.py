@@ -6,11 +6,12 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from transformers import ProcessorMixin
 
 from media.items import Item, open_item
 from media.pictures import upright_size
@@ -32,6 +33,9 @@ VIDEO_TOKENS = 8192
 """Merged tokens assumed for a video before it is decoded. A video is a batch of its own."""
 VIDEO_BYTES = 1 << 30
 """Memory assumed for a video that is decoded ahead, since the number of its frames is unknown."""
+
+Row = TypeVar("Row")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ def memory_of(task: Task, pixels_per_token: int) -> tuple[int, int]:
     return 60 * pixels, 27 * pixels
 
 
-def header_of(item: Item, processor: Any, refuse_above: int) -> tuple[int, int]:
+def header_of(item: Item, processor: ProcessorMixin, refuse_above: int) -> tuple[int, int]:
     """Read the merged vision tokens and pixels of an item from its header; zeros if it cannot be read."""
     if item.kind == "video":
         return VIDEO_TOKENS, 0
@@ -75,7 +79,7 @@ def header_of(item: Item, processor: Any, refuse_above: int) -> tuple[int, int]:
 
 
 def measured(
-    tasks: Sequence[Task], processor: Any, refuse_above: int, decoders: int, state: PartialState
+    tasks: Sequence[Task], processor: ProcessorMixin, refuse_above: int, decoders: int, state: PartialState
 ) -> list[Task]:
     """Return the tasks with their sizes. Every process reads a share of the headers."""
     items = [task.item for task in tasks[state.process_index :: state.num_processes]]
@@ -135,7 +139,9 @@ def pack(tasks: Sequence[Task], most_tokens: int, most_items: int) -> Iterator[l
         yield batch
 
 
-def halve_on_oom(run: Callable[[Sequence[Any]], list[Any]], rows: Sequence[Any]) -> list[Any]:
+def halve_on_oom(
+    run: Callable[[Sequence[Row]], list[Result]], rows: Sequence[Row]
+) -> list[Result | torch.OutOfMemoryError]:
     """Return `run(rows)`, or run it in halves where memory runs out. A single row that is too large gives its error.
 
     Only torch's own out-of-memory error counts: a CUDNN_STATUS_NOT_SUPPORTED fails for half a batch, too.

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig
 
-from media.files import fingerprint, replace_file
+from media.files import Settings, fingerprint, replace_file
 
 __all__ = ["checkpoint", "identity"]
 
@@ -20,7 +19,7 @@ _SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 _TRAINING_FILES = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
 
 
-def checkpoint(folder: Path, cached: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+def checkpoint(folder: Path, cached: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Compute the checksums of a checkpoint's files.
 
     Args:
@@ -36,7 +35,7 @@ def checkpoint(folder: Path, cached: Mapping[str, Any]) -> tuple[dict[str, str],
 
     def checksum(file: Path) -> str:
         if versions[file] in cached:
-            return str(cached[versions[file]])
+            return cached[versions[file]]
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -46,7 +45,7 @@ def checkpoint(folder: Path, cached: Mapping[str, Any]) -> tuple[dict[str, str],
     return by_name, {versions[file]: checksums[file] for file in files}
 
 
-def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[dict[str, Any], str]:
+def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[Settings, str]:
     """Identify a checkpoint: by the contents of its folder, or by its commit on the Hub.
 
     Args:
@@ -80,7 +79,7 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
     return {"files": checksums}, f"{model} (checksum {fingerprint(checksums)})"
 
 
-def _identity_on_hub(model: str, revision: str | None) -> tuple[dict[str, Any], str]:
+def _identity_on_hub(model: str, revision: str | None) -> tuple[Settings, str]:
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)
     except (OSError, ValueError) as error:

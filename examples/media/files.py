@@ -8,16 +8,18 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CANNOT_WRITE", "FULL", "fingerprint", "lock", "part_of", "replace_file", "say", "some"]
+__all__ = ["CANNOT_WRITE", "FULL", "Settings", "fingerprint", "lock", "part_of", "replace_file", "say", "some"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CANNOT_WRITE = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
 _SHOWN = 5
+Settings = dict[str, Any]
+"""Settings of a run as JSON holds them."""
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -40,7 +42,7 @@ def part_of(path: Path) -> Iterator[Path]:
         raise
 
 
-def fingerprint(settings: Mapping[str, Any]) -> str:
+def fingerprint(settings: Settings) -> str:
     """Return a short name for settings: equal settings have equal names, in any order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 

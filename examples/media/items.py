@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from media import tables
 from media.places import open_file
@@ -92,7 +92,7 @@ def read(item: Item) -> bytes:
     return data
 
 
-def _bytes_of(value: Any, item: Item) -> bytes:
+def _bytes_of(value: object, item: Item) -> bytes:
     if isinstance(value, Mapping):  # the form in which the datasets library stores pictures
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str):
@@ -102,7 +102,7 @@ def _bytes_of(value: Any, item: Item) -> bytes:
     return bytes(value)
 
 
-def _row_readers(item: Item) -> Mapping[str, Callable[[], Any]]:
+def _row_readers(item: Item) -> Mapping[str, Callable[[], object]]:
     """Return a function for every column of a row, which reads the value: an unreadable one harms no other."""
     assert item.row is not None
     group, index = item.row
@@ -154,7 +154,7 @@ def checksum(file: BinaryIO) -> str:
     return f"{crc:08x}"
 
 
-def fields(item: Item, named: set[str]) -> dict[str, Any]:
+def fields(item: Item, named: set[str]) -> dict[str, Value]:
     """Return what a prompt may name: `name`, `stem`, `folder`, `key`, and metadata.
 
     Metadata of a row are its other columns. Metadata of a file are the keys of a `.json` file and the text of a `.txt`
@@ -166,14 +166,14 @@ def fields(item: Item, named: set[str]) -> dict[str, Any]:
         named: The fields that are needed. Other columns of a row have an empty text.
     """
     path = Path(item.key)
-    by_name: dict[str, Any] = {"name": path.name, "stem": path.stem, "folder": path.parent.name, "key": item.key}
+    by_name: dict[str, Value] = {"name": path.name, "stem": path.stem, "folder": path.parent.name, "key": item.key}
     if item.row is not None:
         readers = _row_readers(item) if named - {"key", "kind"} else {}
         by_name |= dict.fromkeys(readers.keys() - named, "")
         return by_name | _texts_and_numbers({name: readers[name]() for name in named & readers.keys()})
     if named <= by_name.keys() | {"kind"}:
         return by_name
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Value] = {}
     for suffix, part in _metadata_items(item):
         with suppress(FileNotFoundError):
             text = read(part).decode("utf-8-sig")
@@ -186,7 +186,7 @@ def fields(item: Item, named: set[str]) -> dict[str, Any]:
     return metadata | by_name
 
 
-def _texts_and_numbers(values: Mapping[str, Any]) -> dict[str, Value]:
+def _texts_and_numbers(values: Mapping[str, object]) -> dict[str, Value]:
     """Select the values that a prompt can hold: no null, NaN, list or object."""
     return {name: value for name, value in values.items() if isinstance(value, Value) and value == value}
 

@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Condition
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.Image import Transpose
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+    from transformers.video_processing_utils import BaseVideoProcessor
+    from transformers.video_utils import VideoMetadata
 
 __all__ = ["REFUSE_ABOVE", "Gate", "Resize", "TooLarge", "read_frames", "read_image", "to_rgb", "upright_size"]
 
@@ -161,7 +166,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_frames(file: BinaryIO, suffix: str, processor: Any, refuse_above: int = REFUSE_ABOVE) -> tuple[Any, Any]:
+def read_frames(
+    file: BinaryIO, suffix: str, processor: ProcessorMixin, refuse_above: int = REFUSE_ABOVE
+) -> tuple[np.ndarray, VideoMetadata]:
     """Decode the frames of a video that the processor samples, by one of transformers' decoders.
 
     Other frames are not kept: all frames of a minute in full HD are 11 GB.
@@ -213,10 +220,12 @@ def _video_decoder() -> str:
     raise ValueError("videos need a decoder: pip install av")
 
 
-def _load_video(path: str, decoder: str, video_processor: Any, refuse_above: int) -> tuple[Any, Any]:
+def _load_video(
+    path: str, decoder: str, video_processor: BaseVideoProcessor, refuse_above: int
+) -> tuple[np.ndarray, VideoMetadata]:
     from transformers import video_utils
 
-    def sample(metadata: Any, **_: Any) -> Any:
+    def sample(metadata: VideoMetadata, **_: object) -> np.ndarray:
         # pyav finds no number of frames in most `.webm` and `.mkv` files; opencv finds -1 in damaged data.
         if (metadata.total_num_frames or 0) <= 0:
             raise ValueError(f"{decoder} does not find out how many frames there are: pip install torchcodec")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from transformers import PROCESSOR_MAPPING, AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.utils import is_torchvision_available
@@ -36,7 +35,7 @@ def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin
     return processor
 
 
-def reduced(processor: Any, slack: float = 1.0) -> Resize:
+def reduced(processor: ProcessorMixin, slack: float = 1.0) -> Resize:
     """Return a function from a picture's size to the smaller size that the processor resizes it to.
 
     A picture that is decoded at that size is not resized again. The function returns None to keep a picture.
@@ -64,7 +63,7 @@ def reduced(processor: Any, slack: float = 1.0) -> Resize:
     return smaller_size
 
 
-def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
+def limit_pixels(processor: ProcessorMixin, min_pixels: int | None, max_pixels: int | None) -> None:
     """Bound the pixels that the processor resizes pictures to, as Qwen's own settings of these names do.
 
     Raises:
@@ -84,7 +83,7 @@ def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None)
         processor.image_processor.size = limits
 
 
-def vision_tokens(processor: Any, width: int, height: int) -> int:
+def vision_tokens(processor: ProcessorMixin, width: int, height: int) -> int:
     """Return the merged tokens that the processor's resize rule makes of a picture; 0 for one that it refuses."""
     images = processor.image_processor
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 __all__ = ["fill", "named"]
 
@@ -16,7 +15,7 @@ def named(prompts: Iterable[str]) -> set[str]:
     return {name for prompt in prompts for name in _FIELD.findall(prompt)}
 
 
-def fill(prompt: str, fields: Mapping[str, Any]) -> str:
+def fill(prompt: str, fields: Mapping[str, object]) -> str:
     """Replace every `{field}` of a prompt by its value. Braces around anything but a word stay.
 
     Raises:

@@ -6,7 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+    from pyarrow.parquet import ParquetFile
 
 __all__ = ["clear_caches", "dataset", "parquet_file", "row_readers"]
 
@@ -15,7 +19,7 @@ _reading = Lock()
 
 
 @lru_cache(maxsize=16)
-def parquet_file(file: str) -> Any:
+def parquet_file(file: str) -> ParquetFile:
     """Open a parquet file, once."""
     import pyarrow.parquet as pq
 
@@ -46,11 +50,11 @@ def dataset(name: str, split: str) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _row_group(file: str, group: int) -> Any:
+def _row_group(file: str, group: int) -> Table:
     return parquet_file(file).read_row_group(group)
 
 
-def row_readers(file: str, group: int, index: int, split: str | None) -> dict[str, Callable[[], Any]]:
+def row_readers(file: str, group: int, index: int, split: str | None) -> dict[str, Callable[[], object]]:
     """Return a function for every column of a row, which reads the value.
 
     Args:
@@ -63,8 +67,12 @@ def row_readers(file: str, group: int, index: int, split: str | None) -> dict[st
         table = _row_group(file, group) if split is None else dataset(file, split)
     if split is not None:
         row = table[index]
-        return {name: lambda name=name: row[name] for name in row}
+        return {name: _reader(row, name) for name in row}
     return {name: column[index].as_py for name, column in zip(table.column_names, table.columns, strict=True)}
+
+
+def _reader(row: Mapping[str, object], name: str) -> Callable[[], object]:
+    return lambda: row[name]
 
 
 def clear_caches() -> None:
