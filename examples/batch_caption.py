@@ -1,34 +1,30 @@
-"""Captions pictures and videos with a Qwen-VL model whose vision tower is accelerated by hf_vit_accel.
+"""Caption pictures and videos with a Qwen-VL model whose vision tower is accelerated by hf_vit_accel.
 
     python examples/batch_caption.py caption photos --output captions --model Qwen/Qwen3-VL-8B-Instruct
     accelerate launch --num_processes 4 examples/batch_caption.py caption photos --output captions --model ...
     python examples/batch_caption.py merge captions captions.jsonl    # or .parquet, metadata.jsonl, a webdataset's .tar
     python examples/batch_caption.py merge captions photos            # photos/NAME.txt beside every photos/NAME.jpg
 
-Every process writes one shard of JSON lines into the output folder, as soon as a batch is done. What has a record of
-the same model, prompt and settings is not captioned again: after a kill, start the same command once more, with any
-number of processes. Processes wait for each other only until all have loaded the model and the work is shared out,
-through a common file system.
+Every process writes one shard of JSON lines into the output folder, batch by batch. Items that have a record of the
+same model, prompt and settings are not captioned again. After a kill, start the same command once more, with any number
+of processes. Processes wait for each other only until all have loaded the model and shared out the work, through a
+common file system.
 """
 
-# ruff: noqa: E402, as Ctrl-C is told from before what takes seconds to import
+# ruff: noqa: E402, Ctrl-C must be handled during the imports, which take seconds
 
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from functools import partial
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 
 def _leave(*_: object) -> NoReturn:
@@ -37,84 +33,54 @@ def _leave(*_: object) -> NoReturn:
 
 
 _PRESSED: list[float] = []
+_PATIENCE = 2.0  # seconds after which a second Ctrl-C ends the run at once
 
 
 def _stop(*_: object) -> None:
-    """The first Ctrl-C ends the run; others would only end how it ends, unless that takes long."""
+    """Handle Ctrl-C: the first one ends the run. Later ones are ignored, unless the end takes too long."""
     _PRESSED.append(time.monotonic())
     if len(_PRESSED) == 1:
         raise KeyboardInterrupt
-    if _PRESSED[-1] - _PRESSED[0] > 2:
+    if _PRESSED[-1] - _PRESSED[0] > _PATIENCE:
         os.write(1, b"\nstopped at once; start the same command, without --overwrite, to go on\n")
         os._exit(130)
 
 
-if __name__ == "__main__":  # what follows takes seconds to import
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, _leave)
 
-import accelerate
 import torch
-import transformers
 import typer
 from accelerate import PartialState
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, parse_flag_from_env
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, parse_flag_from_env
 from PIL import Image
+from transformers import PreTrainedModel, ProcessorMixin
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from captioning.batches import Task, cost, header_of, limit_pixels, pack, spread
-from captioning.captioner import Captioner, load_model, load_processor, reuse_for, why_not_on_gpu
+from captioning.captioner import Captioner, load_model, reuse_for, why_not_on_gpu
 from captioning.exports import Export, Texts
-from captioning.journal import Journal, Record, lock
+from captioning.journal import Journal
+from captioning.messages import cannot_load, exit_by, manifest_entry, refused, stop
 from captioning.options import MaxFailures, Options, command
-from captioning.pictures import REFUSE_ABOVE
 from captioning.plan import missing_processes
-from captioning.prepare import Prepared, prepare, say, some
+from captioning.prepare import Prepared, prepare
 from captioning.progress import Progress, clear, read_counts, summary
-from captioning.records import CANNOT_WRITE
 from captioning.worker import Worker
+from media.batches import Task, cost, measured, pack, spread
+from media.files import CANNOT_WRITE, lock, say, some
+from media.pictures import REFUSE_ABOVE
+from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
 
-
-def measured(
-    tasks: Sequence[Task], processor: Any, refuse_above: int, decoders: int, state: PartialState
-) -> list[Task]:
-    """The tasks with their sizes, from headers that the processes read together."""
-    mine = [task.item for task in tasks[state.process_index :: state.num_processes]]
-    with ThreadPoolExecutor(decoders) as pool:
-        sizes = list(pool.map(lambda item: header_of(item, processor, refuse_above), mine))
-    by_process = gather_object([sizes])
-    found = (by_process[index % state.num_processes][index // state.num_processes] for index in range(len(tasks)))
-    return [replace(task, tokens=tokens, pixels=pixels) for task, (tokens, pixels) in zip(tasks, found, strict=True)]
-
-
-def entry_of(options: Options, ready: Prepared, processes: int | None, device: str, status: str) -> dict[str, Any]:
-    """What the manifest holds of a run. processes: None for as many as there are."""
-    modules = (torch, transformers, accelerate, hf_vit_accel)
-    return {
-        "run": ready.run,
-        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": ready.title,
-        "settings": ready.settings,
-        "prompts": ready.prompts,
-        "inputs": options.inputs,
-        "root": ready.root,
-        "column": options.column,
-        "split": options.split,
-        "records": ready.plan.expected,
-        "processes": processes,
-        "device": device,
-        "versions": {module.__name__: module.__version__ for module in modules} | {"python": platform.python_version()},
-        "status": status,
-    }
-
-
+_SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
+_SHOWN_FILES = 20
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Here(Options):
-    """What only processes of one's own know."""
+    """Options of the processes of this program, which `caption_on_ray.py` lacks."""
 
     decoders: Annotated[int, typer.Option(min=1, help="Threads that decode, per process.")] = 8
     memory: Annotated[float, typer.Option(min=0.1, help="GiB for pictures ahead of the model, per process.")] = 2.0
@@ -127,151 +93,181 @@ class Here(Options):
 @command(app)
 def caption(options: Here) -> None:
     """Caption pictures and videos."""
-    named, output = options.named, options.output
-    Image.MAX_IMAGE_PIXELS = max(options.refuse_above, REFUSE_ABOVE)  # else Pillow refuses what is allowed here
-    # Sharing out the work waits for the slowest: a folder of millions takes its time.
-    # Without being told of the CPU, a `PartialState` takes each of several processes on it for the only one.
-    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    state = PartialState(cpu=cpu, **InitProcessGroupKwargs(timeout=timedelta(hours=6)).to_kwargs())
-    process, processes, first = state.process_index, state.num_processes, state.is_main_process
-    on_cuda = state.device.type == "cuda"
-    dtype = getattr(torch, options.dtype_on(on_cuda))
-    journal = Journal(output)
-    loaded = False
+    Image.MAX_IMAGE_PIXELS = max(options.refuse_above, REFUSE_ABOVE)  # Pillow would refuse larger pictures
+    run = _Run(options, _join_processes())
     try:
         with ExitStack() as stack:
-            answer: list[Any] = [None]
-            if first:
-                if options.demo:
-                    print("the toy of the demo: it knows drawn scenes and nothing else")
-                if warning := missing_processes(processes):
-                    print(warning)
-                try:
-                    answer = [(prepare(options.wanted(on_cuda), stack), None)]
-                except (OSError, ValueError) as error:
-                    answer = [(None, str(error))]
-            ready, mistake = broadcast_object_list(answer)[0]
-            if mistake is not None:
-                raise typer.BadParameter(mistake) if first else typer.Exit(2)
-            plan, run, tasks = ready.plan, ready.run, ready.plan.tasks
-            if not first and not options.dry_run:
-                stack.enter_context(lock(output, alone=False))
-            commit = ready.settings.get("revision")
-            processor = processor_for(options, commit, first) if tasks else None
-            vlm = None
-            if tasks and not options.dry_run:
-                try:
-                    vlm = load_model(named, dtype, state.device, commit)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    raise cannot_load(options, error, first) from None
-            if vlm is not None and not options.no_patch:
-                try:
-                    how = dict(attention=options.attention, cuda_graphs=options.cuda_graphs)
-                    hf_vit_accel.patch(vlm, **how, reuse=reuse_for(vlm, ready.prompts))
-                except (ValueError, hf_vit_accel.BackendUnavailableError) as error:
-                    raise refused(str(error), "--attention", first) from None
-            loaded = True
-            if first and not options.dry_run:  # nobody writes yet: all wait for each other's share of the headers
-                clear(output / ".progress")
-                nothing = "nothing to do" if vlm is None else "stock" if options.no_patch else None
-                status = nothing or str(hf_vit_accel.status(vlm))
-                device = torch.cuda.get_device_name() if on_cuda else "cpu"
-                journal.begin(entry_of(options, ready, processes, device, status), partial(plan.revised, run))
-            tasks = measured(tasks, processor, options.refuse_above, options.decoders, state)
-            state.destroy_process_group()  # from here on nobody waits for anybody
-            costs = [cost(task, options.max_new_tokens) for task in tasks]
-            shares = spread(costs, processes)
-            if options.dry_run:
-                for number, share in enumerate(shares if first else []):
-                    batches = list(pack([tasks[index] for index in share], options.batch_tokens, options.batch_size))
-                    tokens = sum(tasks[index].tokens for index in share)
-                    load = sum(costs[index] for index in share) / (sum(costs) or 1)
-                    print(
-                        f"  process {number}: {len(share)} items, {tokens} tokens, {len(batches)} batches, {load:.1%}"
-                    )
-                return
-
-            total = sum(costs[index] for index in shares[process])
-            progress = Progress(output / ".progress", process, processes, len(shares[process]), total)
-            if vlm is not None:
-                against = why_not_on_gpu(processor, state.device)
-                if first and against and options.processor_on == "gpu":
-                    print(f"pictures are prepared on the CPU: {'; '.join(against)}", flush=True)
-                on_gpu = options.processor_on != "cpu" and not against
-                captioner = Captioner(vlm, processor, *options.decoding)
-                captioner.pictures_on = state.device if on_gpu else torch.device("cpu")
-                Worker(
-                    captioner=captioner,
-                    journal=journal,
-                    progress=progress,
-                    process=process,
-                    run=run,
-                    batch_tokens=options.batch_tokens,
-                    batch_size=options.batch_size,
-                    refuse_above=options.refuse_above,
-                    decoders=options.decoders,
-                    memory=int(options.memory * 2**30),
-                    slack=4.0 if on_gpu else 1.0,
-                ).work([tasks[index] for index in shares[process]])
-            progress.close()
+            ready = run.caption(stack)
     except KeyboardInterrupt:
-        stop("stopped", 130, options.overwrite and loaded, first)
+        stop("stopped", 130, drop_overwrite=options.overwrite and run.is_loaded, prints=run.is_first)
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
-        stop(f"cannot write to {output}: {error.strerror}", 1, options.overwrite and loaded, True)
-    all_counts = read_counts(output / ".progress", processes)
-    all_ended = len(all_counts) == processes and all(counts.items == counts.of for counts in all_counts)
-    if first and vlm is not None and not options.no_patch:
-        print(hf_vit_accel.status(vlm))
-    if first or all_ended:
-        print(summary(all_counts))
-    if all_ended:  # so this is the process that ended last
-        exit_by(journal.merged(run), plan.expected, options.max_failures, ready.clashed)
+        reason = f"cannot write to {options.output}: {error.strerror}"
+        stop(reason, 1, drop_overwrite=options.overwrite and run.is_loaded, prints=True)
+    if not options.dry_run:
+        run.finish(ready)
 
 
-def sentence(error: BaseException) -> str:
-    """The first line of an error, in which libraries say what is wrong."""
-    text = _first_line(str(error)) or type(error).__name__
-    return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
+def _join_processes() -> PartialState:
+    """Join the other processes of this run."""
+    # `PartialState` must be told of the CPU: else each of several processes on it takes itself for the only one.
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    # Processes wait for the slowest one to read its headers, which takes long in a folder of millions.
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    return PartialState(cpu=cpu, **patience.to_kwargs())
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+class _Run:
+    """The run of one process.
+
+    Args:
+        options: Options of the command line.
+        state: This process and the others.
+    """
+
+    def __init__(self, options: Here, state: PartialState) -> None:
+        self.options = options
+        self.state = state
+        self.is_first = state.is_main_process
+        self.on_cuda = state.device.type == "cuda"
+        self.journal = Journal(options.output)
+        self.progress_folder = options.output / ".progress"
+        self.is_loaded = False
+        self.model: PreTrainedModel | None = None
+
+    def caption(self, stack: ExitStack) -> Prepared:
+        """Caption the share of this process. The output folder is locked as long as the stack is open."""
+        options = self.options
+        ready = self._prepare(stack)
+        commit = ready.settings.get("revision")
+        processor = processor_for(options, commit, self.is_first) if ready.plan.tasks else None
+        if ready.plan.tasks and not options.dry_run:
+            self.model = self._load_model(ready, commit)
+        self.is_loaded = True
+        if self.is_first and not options.dry_run:  # the others write only after all headers are read, below
+            self._begin(ready)
+        tasks = measured(ready.plan.tasks, processor, options.refuse_above, options.decoders, self.state)
+        self.state.destroy_process_group()  # from here on no process waits for another
+        costs = [cost(task, options.max_new_tokens) for task in tasks]
+        shares = spread(costs, self.state.num_processes)
+        if options.dry_run:
+            if self.is_first:
+                self._print_shares(tasks, costs, shares)
+            return ready
+        share = shares[self.state.process_index]
+        total_cost = sum(costs[index] for index in share)
+        progress = Progress(
+            self.progress_folder, self.state.process_index, self.state.num_processes, len(share), total_cost
+        )
+        if self.model is not None and processor is not None:
+            self._worker(self.model, processor, progress, ready.run).work([tasks[index] for index in share])
+        progress.close()
+        return ready
+
+    def _prepare(self, stack: ExitStack) -> Prepared:
+        """Prepare the run in the first process, and hand it to the others."""
+        answer: list[tuple[Prepared | None, str | None]] = [(None, None)]
+        if self.is_first:
+            if self.options.demo:
+                print("the toy of the demo: it knows drawn scenes and nothing else")
+            warning = missing_processes(self.state.num_processes)
+            if warning:
+                print(warning)
+            try:
+                answer = [(prepare(self.options.request(self.on_cuda), stack), None)]
+            except (OSError, ValueError) as error:
+                answer = [(None, str(error))]
+        ready, mistake = broadcast_object_list(answer)[0]
+        if ready is None:
+            raise typer.BadParameter(mistake or "") if self.is_first else typer.Exit(2)
+        if not self.is_first and not self.options.dry_run:
+            stack.enter_context(lock(self.options.output, alone=False))
+        return ready
+
+    def _load_model(self, ready: Prepared, commit: str | None) -> PreTrainedModel:
+        options = self.options
+        dtype = getattr(torch, options.dtype_on(self.on_cuda))
+        try:
+            model = load_model(options.named, dtype, self.state.device, commit)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise cannot_load(options, error, self.is_first) from None
+        if options.no_patch:
+            return model
+        try:
+            reuse = reuse_for(model, ready.prompts)
+            hf_vit_accel.patch(model, attention=options.attention, cuda_graphs=options.cuda_graphs, reuse=reuse)
+        except (ValueError, hf_vit_accel.BackendUnavailableError) as error:
+            raise refused(str(error), "--attention", self.is_first) from None
+        return model
+
+    def _begin(self, ready: Prepared) -> None:
+        """Make the output folder ready and note the run."""
+        clear(self.progress_folder)
+        if self.model is None:
+            status = "nothing to do"
+        else:
+            status = "stock" if self.options.no_patch else str(hf_vit_accel.status(self.model))
+        device = torch.cuda.get_device_name() if self.on_cuda else "cpu"
+        entry = manifest_entry(self.options, ready, self.state.num_processes, device, status)
+        self.journal.begin(entry, lambda record: ready.plan.revised(ready.run, record))
+
+    def _print_shares(self, tasks: Sequence[Task], costs: Sequence[float], shares: Sequence[Sequence[int]]) -> None:
+        total_cost = sum(costs) or 1
+        for process, share in enumerate(shares):
+            batches = list(pack([tasks[index] for index in share], self.options.batch_tokens, self.options.batch_size))
+            tokens = sum(tasks[index].tokens for index in share)
+            load = sum(costs[index] for index in share) / total_cost
+            print(f"  process {process}: {len(share)} items, {tokens} tokens, {len(batches)} batches, {load:.1%}")
+
+    def _worker(self, model: PreTrainedModel, processor: ProcessorMixin, progress: Progress, run: str) -> Worker:
+        options = self.options
+        reasons = why_not_on_gpu(processor, self.state.device)
+        if self.is_first and reasons and options.processor_on == "gpu":
+            print(f"pictures are prepared on the CPU: {'; '.join(reasons)}", flush=True)
+        uses_gpu = options.processor_on != "cpu" and not reasons
+        captioner = Captioner(model, processor, *options.decoding)
+        captioner.pictures_on = self.state.device if uses_gpu else torch.device("cpu")
+        return Worker(
+            captioner=captioner,
+            journal=self.journal,
+            progress=progress,
+            process=self.state.process_index,
+            run=run,
+            batch_tokens=options.batch_tokens,
+            batch_size=options.batch_size,
+            refuse_above=options.refuse_above,
+            decoders=options.decoders,
+            memory=int(options.memory * 2**30),
+            slack=_SLACK_ON_GPU if uses_gpu else 1.0,
+        )
+
+    def finish(self, ready: Prepared) -> None:
+        """Print how the run went. The process that ends last exits with its code."""
+        all_counts = read_counts(self.progress_folder, self.state.num_processes)
+        is_last = len(all_counts) == self.state.num_processes
+        is_last = is_last and all(counts.items == counts.of for counts in all_counts)
+        if self.is_first and self.model is not None and not self.options.no_patch:
+            print(hf_vit_accel.status(self.model))
+        if self.is_first or is_last:
+            print(summary(all_counts))
+        if is_last:
+            exit_by(self.journal.merged(ready.run), ready.plan.expected, self.options.max_failures, ready.clashed)
 
 
-def processor_for(options: Options, commit: str | None, first: bool) -> Any:
-    """The model's processor, told how large pictures are to be. Ends a process for a mistake in either."""
+def processor_for(options: Options, commit: str | None, is_first: bool) -> ProcessorMixin:
+    """Load the model's processor and bound its pixels. A mistake in either ends the process."""
     try:
         processor = load_processor(options.named, commit)
     except Exception as error:
-        raise cannot_load(options, error, first) from None
+        raise cannot_load(options, error, is_first) from None
     try:
         limit_pixels(processor, options.min_pixels, options.max_pixels)
     except ValueError as error:
-        raise refused(str(error), "--min-pixels", first) from None
+        raise refused(str(error), "--min-pixels", is_first) from None
     return processor
-
-
-def cannot_load(options: Options, error: Exception, first: bool) -> Exception:
-    """What ends a process without a model."""
-    return refused(f"cannot load {options.named}: {sentence(error)}", "--model", first)
-
-
-def refused(message: str, option: str, first: bool) -> Exception:
-    """What ends a process for a mistake in an option: the first one says which."""
-    return typer.BadParameter(message, param_hint=option) if first else typer.Exit(2)
-
-
-def stop(why: str, code: int, overwriting: bool, speaks: bool) -> NoReturn:
-    """Ends a run that is to be started again."""
-    if speaks:
-        how = "start the same command" + (" without --overwrite" if overwriting else "")
-        first = "mend that, and " if code == 1 else ""
-        print(f"\n{why}; what is captioned so far is kept: {first}{how} to go on", flush=True)
-    raise typer.Exit(code)
 
 
 @app.command()
@@ -284,9 +280,11 @@ def merge(
             "(several with %05d in the name); or a folder, for NAME.txt beside every NAME.jpg in it."
         ),
     ],
-    run: Annotated[str | None, typer.Option(help="Of the manifest's runs; by default the newest.")] = None,
-    all_prompts: Annotated[bool, typer.Option("--all-prompts", help="Not only those of the newest run.")] = False,
-    extension: Annotated[str, typer.Option(help="Of text files.")] = ".txt",
+    run: Annotated[str | None, typer.Option(help="Name of a run in the manifest; by default the newest.")] = None,
+    all_prompts: Annotated[
+        bool, typer.Option("--all-prompts", help="Merge all prompts, not only those of the newest run.")
+    ] = False,
+    extension: Annotated[str, typer.Option(help="Extension of text files.")] = ".txt",
     prefix: Annotated[str, typer.Option(help="Put before captions in texts, as a trigger word.")] = "",
     suffix: Annotated[str, typer.Option(help="Put after captions in texts.")] = "",
     shard_size: Annotated[int, typer.Option(min=1, help="Pictures in a .tar, with %05d in the name.")] = 10_000,
@@ -295,51 +293,41 @@ def merge(
     ] = False,
     max_failures: MaxFailures = 0.5,
 ) -> None:
-    """Join the shards into one file, sorted by key. Exits with 1 if records are missing or not written, too."""
+    """Join the shards into one file, sorted by key. Exits with 1 if records are missing or were not written."""
     journal = Journal(folder)
     try:
-        entry, chosen = journal.newest(run), journal.select(run, all_prompts=all_prompts)
+        entry = journal.newest(run)
+        selection = journal.select(run, all_prompts=all_prompts)
         texts = Texts(extension=extension, prefix=prefix, suffix=suffix)
         export = Export(folder, entry, texts=texts, overwrite=overwrite, samples=shard_size)
         try:
-            export(chosen.records, result)
+            export(selection.records, result)
         except OSError as error:
             reason = error.strerror or error
-            say(f"cannot write {result}: {reason}; what was there before is there still: mend that, and merge again")
+            say(f"cannot write {result}: {reason}; the former file is still there: remove the cause, and merge again")
             raise typer.Exit(1) from None
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
-    if chosen.prompts:
-        print(f"{chosen.prompts} records of other prompts are here, too: --all-prompts merges them")
-    if chosen.runs:
-        print(f"{chosen.runs} records of other runs are here, too: --run NAME, of {folder / 'manifest.json'}")
+    if selection.prompts:
+        print(f"{selection.prompts} records of other prompts are here, too: --all-prompts merges them")
+    if selection.runs:
+        print(f"{selection.runs} records of other runs are here, too: --run NAME, of {folder / 'manifest.json'}")
+    _print_unwritten(export, result)
+    exit_by(selection.records, entry["records"], max_failures, bool(export.refused) or not export.written)
+
+
+def _print_unwritten(export: Export, result: Path) -> None:
+    """Print which pictures are absent and which files were refused."""
     if export.absent:
-        where = result if result.is_dir() else result.parent
-        what = f"{len(export.absent)} pictures are not in {where}, or others of their names are"
-        say(f"{what}, and got no text: {some(export.absent)}")
-    for line in export.refused[:20]:
+        folder = result if result.is_dir() else result.parent
+        problem = f"{len(export.absent)} pictures are not in {folder}, or others of their names are"
+        say(f"{problem}, and got no text: {some(export.absent)}")
+    for line in export.refused[:_SHOWN_FILES]:
         say(f"not written: {line}")
     if export.refused:
         print(
             f"{len(export.refused)} not written; --extension .caption names texts otherwise, --overwrite replaces files"
         )
-    failed = bool(export.refused) or not export.written
-    exit_by(chosen.records, entry["records"], max_failures, failed)
-
-
-def exit_by(records: Sequence[Record], expected: int, max_failures: float, failed: bool = False) -> None:
-    """Says how many records there are, and ends with 1 if some are missing or too many are errors."""
-    failures = Counter(_first_line(record.error or "") for record in records if record.status == "error")
-    errors = failures.total()
-    for error, count in failures.most_common(5):
-        say(f"  error, {count} x {error}")
-    if len(failures) > 5:
-        print(f"  and {len(failures) - 5} other errors")
-    print(f"{len(records) - errors} of {len(records)} records have captions")
-    if len(records) < expected:
-        print(f"{expected - len(records)} records are missing: wait for the run, or start it once more")
-    if failed or len(records) < expected or errors > max_failures * len(records):
-        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Captions pictures and videos as `batch_caption.py` does, on the machines of a Ray cluster.
+"""Caption pictures and videos as `batch_caption.py` does, on the machines of a Ray cluster.
 
     python examples/caption_on_ray.py photos 'shards/*.tar' --output captions --model Qwen/Qwen3-VL-8B-Instruct
     python examples/batch_caption.py merge captions captions.jsonl
 
-Any CPU of the cluster decodes pictures and cuts them into patches; on every GPU an actor has a patched model. All of
-them need hf_vit_accel, and the pictures, the output folder and the model under the same names. Records are written as
-parquet files, and are those of `batch_caption.py`: either goes on where the other one stopped. A machine may go or come
-at any time: what it was at is done by another one.
+Any CPU of the cluster decodes pictures and cuts them into patches. Every GPU has an actor with a patched model. All
+machines need hf_vit_accel, and the pictures, the output folder and the model under the same names. Records are written
+as parquet files and equal those of `batch_caption.py`: either program goes on where the other one stopped. Machines may
+leave and join at any time: the batches of a lost machine are captioned by another one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import ray
@@ -22,14 +21,15 @@ import typer
 from ray.data.exceptions import ExecutionTimeoutError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from batch_caption import entry_of, exit_by, processor_for, sentence, stop
-from captioning.batches import cost, pack
+from batch_caption import processor_for
 from captioning.cluster import captioned, connect, measured
-from captioning.journal import Batches, Journal
+from captioning.journal import Batches, Entry, Journal
+from captioning.messages import exit_by, manifest_entry, sentence, stop
 from captioning.options import OnRay, command
 from captioning.prepare import Prepared, prepare
 from captioning.progress import Progress, clear, read_counts, summary
 from captioning.stages import Job, anywhere
+from media.batches import Task, cost, pack
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -41,55 +41,77 @@ def caption(options: OnRay) -> None:
     on_gpu = connect(options)
     with ExitStack() as stack:
         try:
-            ready = prepare(options.wanted(on_gpu), stack)
+            ready = prepare(options.request(on_gpu), stack)
         except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error)) from None
         try:
             work(options, ready, on_gpu)
         except KeyboardInterrupt:
-            stop("stopped", 130, _begun_anew(options, ready), True)
+            stop("stopped", 130, drop_overwrite=_has_begun_anew(options, ready), prints=True)
         except (ray.exceptions.RayError, ExecutionTimeoutError, OSError) as error:
-            why = getattr(error, "cause", None) or error
-            stop(f"the cluster gave up: {sentence(why)}", 1, _begun_anew(options, ready), True)
+            reason = f"the cluster gave up: {sentence(getattr(error, 'cause', None) or error)}"
+            stop(reason, 1, drop_overwrite=_has_begun_anew(options, ready), prints=True)
     if not options.dry_run:
         exit_by(Journal(options.output).merged(ready.run), ready.plan.expected, options.max_failures, ready.clashed)
 
 
-def _begun_anew(options: OnRay, ready: Prepared) -> bool:
-    """Whether `--overwrite` has done its part: the run that it asks for is noted, and is gone on with without it."""
+def _has_begun_anew(options: OnRay, ready: Prepared) -> bool:
+    """Tell whether the run of `--overwrite` is noted, so that it goes on without that option."""
     return options.overwrite and any(run["run"] == ready.run for run in Journal(options.output).manifest()["runs"])
 
 
 def work(options: OnRay, ready: Prepared, on_gpu: bool) -> None:
-    """Caption what is left."""
-    journal, plan, counted = Journal(options.output), ready.plan, options.output / ".progress"
+    """Caption the items that have no records."""
+    journal = Journal(options.output)
+    plan = ready.plan
+    progress_folder = options.output / ".progress"
     commit = ready.settings.get("revision")
     job = Job(options=options, run=ready.run, commit=commit, on_gpu=on_gpu, folder=options.output)
     if plan.tasks:
-        processor_for(options, commit, True)  # else every worker would say what is wrong
-    entry = entry_of(options, ready, options.actors, "Ray, " + ("GPUs" if on_gpu else "CPUs"), "nothing to do")
+        processor_for(options, commit, True)  # reports a mistake once, before every worker would
+    device = "Ray, " + ("GPUs" if on_gpu else "CPUs")
+    entry = manifest_entry(options, ready, options.actors, device, "nothing to do")
     if not options.dry_run:
-        journal.begin(entry, partial(plan.revised, ready.run))
-        clear(counted)
+        journal.begin(entry, lambda record: plan.revised(ready.run, record))
+        clear(progress_folder)
     tasks = measured(job, [anywhere(task) for task in plan.tasks])
-    costs = {task.item.key: cost(task, options.max_new_tokens) for task in tasks}
     batches = list(pack(tasks, options.batch_tokens, options.batch_size))
     print(f"{len(tasks)} items, {sum(task.tokens for task in tasks)} tokens, {len(batches)} batches", flush=True)
     if options.dry_run:
         return
-    progress = Progress(counted, 0, 1, len(tasks), sum(costs.values()))
+    costs = {task.item.key: cost(task, options.max_new_tokens) for task in tasks}
+    progress = Progress(progress_folder, 0, 1, len(tasks), sum(costs.values()))
     if batches:
-        records, known = Batches.new(options.output), ""
-        for done in captioned(replace(job, folder=records.folder), batches, options.actors):
-            batch, status = batches[done.pop("number")], done.pop("status")
-            progress.add(items=len(batch), cost=sum(costs[task.item.key] for task in batch), **done)
-            if not known:
-                known = status
-                journal.note(entry | {"status": status}, instead=True)
-        records.fold()
-        print(known)
+        _caption_batches(job, batches, costs, progress, entry)
     progress.close()
-    print(summary(read_counts(counted, 1)))
+    print(summary(read_counts(progress_folder, 1)))
+
+
+def _caption_batches(
+    job: Job, batches: list[list[Task]], costs: dict[str, float], progress: Progress, entry: Entry
+) -> None:
+    """Caption the batches, and note how the model runs once the first one is done.
+
+    Args:
+        job: What the workers need to know.
+        batches: The batches.
+        costs: The cost of every item, by key.
+        progress: Counts of this run.
+        entry: The run's entry of the manifest.
+    """
+    options = job.options
+    assert isinstance(options, OnRay)
+    records = Batches.new(options.output)
+    model_status = ""
+    for counts in captioned(replace(job, folder=records.folder), batches, options.actors):
+        batch = batches[counts.pop("number")]
+        status = counts.pop("status")
+        progress.add(items=len(batch), cost=sum(costs[task.item.key] for task in batch), **counts)
+        if not model_status:
+            model_status = status
+            Journal(options.output).note(entry | {"status": status}, instead=True)
+    records.fold()
+    print(model_status)
 
 
 if __name__ == "__main__":

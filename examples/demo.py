@@ -5,27 +5,28 @@ python examples/demo.py --output build/demo
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+import subprocess
+import sys
 import textwrap
 import time
 from copy import deepcopy
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from batch_caption import app as batch_caption
-from captioning.captioner import Captioner, load_processor
-from captioning.exports import Export
-from captioning.journal import Journal, Record
+from media.processors import load_processor
 from PIL import Image, ImageDraw, ImageFont
 from tiny_captioner.scenes import draw, scene
 from transformers import AutoModelForImageTextToText
 
 import hf_vit_accel
 
+CAPTIONER = Path(__file__).resolve().parent / "batch_caption.py"
 CHECKPOINTS = Path(__file__).resolve().parent / "tiny_captioner"
 FIRST = 1 << 41  # scenes that the models were neither trained nor judged on
 TOLERANCE = 1e-4  # largest relative L2 error of the tower's outputs, in fp32
@@ -46,24 +47,31 @@ def draw_scenes(folder: Path, count: int, unit: int) -> dict[str, str]:
     return captions
 
 
-def contact_sheet(folder: Path, records: list[Record], expected: dict[str, str]) -> Image.Image:
+def run_captioner(*arguments: str) -> None:
+    """Run `batch_caption.py` in a process of its own. Exits as it does if it fails."""
+    completed = subprocess.run([sys.executable, str(CAPTIONER), *arguments])
+    if completed.returncode:
+        raise typer.Exit(completed.returncode)
+
+
+def contact_sheet(folder: Path, records: list[dict[str, Any]], expected: dict[str, str]) -> Image.Image:
     """Every picture with its caption below, ticked or crossed; where it is wrong, what it should have been."""
     rows = -(-len(records) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * CELL[0], rows * CELL[1]), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
     for index, record in enumerate(records):
         x, y = index % COLUMNS * CELL[0], index // COLUMNS * CELL[1]
-        picture = Image.open(folder / record.key)
+        picture = Image.open(folder / record["key"])
         picture.thumbnail((PICTURE, PICTURE))
         sheet.paste(picture, (x + (CELL[0] - picture.width) // 2, y + 8 + (PICTURE - picture.height) // 2))
-        right = record.caption == expected[record.key]
+        right = record["caption"] == expected[record["key"]]
         colour = (20, 130, 60) if right else (200, 30, 30)
         mark = [(x + 12, y + 224), (x + 16, y + 230), (x + 24, y + 216)]
         if not right:
             pen.line([(x + 12, y + 216), (x + 24, y + 230)], fill=colour, width=3)
             mark = [(x + 24, y + 216), (x + 12, y + 230)]
         pen.line(mark, fill=colour, width=3)
-        text = (record.caption or str(record.error)) + ("" if right else f" (is: {expected[record.key]})")
+        text = (record["caption"] or str(record["error"])) + ("" if right else f" (is: {expected[record['key']]})")
         pen.multiline_text((x + 32, y + 214), "\n".join(textwrap.wrap(text, 27)[:5]), font=font, fill=colour)
     return sheet
 
@@ -92,9 +100,8 @@ def compare(folder: Path, names: list[str], checkpoint: Path) -> float:
     on_cuda = torch.cuda.is_available()
     torch.backends.cudnn.allow_tf32 = False  # the stock tower holds a convolution, and those use TF32 by default
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
-    inputs = Captioner(model, load_processor(str(checkpoint))).encode(
-        [Image.open(folder / name) for name in names], ["describe this picture ."] * len(names)
-    )
+    processor = load_processor(str(checkpoint))
+    inputs = processor.image_processor([Image.open(folder / name) for name in names], return_tensors="pt")
     device = torch.device("cuda" if on_cuda else "cpu")
     stock = model.model.visual.to(device)
     batch = inputs["pixel_values"].to(device), inputs["image_grid_thw"].to(device)
@@ -125,12 +132,11 @@ def main(
     expected = draw_scenes(folder, scenes, unit=32 if family == "qwen3_vl" else 28)
     arguments = ["caption", str(folder), "--output", str(records_folder), "--model", str(checkpoint)]
     options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--overwrite"]
-    batch_caption([*arguments, *options], standalone_mode=False)
-    journal = Journal(records_folder)
-    records = journal.merged()
-    Export(records_folder, journal.newest(), overwrite=True)(records, output / "captions.jsonl")
+    run_captioner(*arguments, *options)
+    run_captioner("merge", str(records_folder), str(output / "captions.jsonl"), "--overwrite")
+    records = [json.loads(line) for line in (output / "captions.jsonl").read_text(encoding="utf-8").splitlines()]
     contact_sheet(folder, records, expected).save(output / "contact_sheet.png")
-    right = sum(record.caption == expected[record.key] for record in records)
+    right = sum(record["caption"] == expected[record["key"]] for record in records)
     print(f"\n{right} of {len(expected)} captions are exactly right: {output / 'contact_sheet.png'}\n")
     error = compare(folder, list(expected), checkpoint)
     if error > TOLERANCE or right < 0.9 * len(expected):

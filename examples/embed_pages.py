@@ -34,13 +34,13 @@ from safetensors.torch import save_file
 from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from batch_caption import measured
-from captioning.batches import Task, cost, limit_pixels, pack, reduced, spread
-from captioning.captioner import halve_on_oom
-from captioning.journal import fingerprint, lock, part_of
-from captioning.pictures import REFUSE_ABOVE, read_image
-from captioning.prepare import identity, say
-from captioning.sources import Item, find, open_item, size
+from media.batches import Task, cost, halve_on_oom, measured, pack, spread
+from media.checkpoints import identity
+from media.files import fingerprint, lock, part_of, say
+from media.items import Item, open_item, size
+from media.pictures import REFUSE_ABOVE, read_image
+from media.processors import limit_pixels, reduced
+from media.sources import find
 
 import hf_vit_accel
 

@@ -29,10 +29,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import cached_file, is_torchvision_available
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from captioning.batches import limit_pixels
-from captioning.captioner import load_processor
 from finetuning.curve import draw
 from finetuning.data import IGNORED, Collator, Examples, find_examples, hold_out, text_column
+from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
 

@@ -251,7 +251,7 @@ def captions(model: Any) -> list[torch.Tensor]:
     from PIL import Image
 
     sys.path.insert(0, str(EXAMPLES))
-    from captioning.captioner import load_processor
+    from media.processors import load_processor
 
     processor = load_processor(base_of(model).config._name_or_path)
     pipe = transformers.pipeline("image-text-to-text", model=base_of(model), processor=processor)

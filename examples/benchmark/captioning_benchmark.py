@@ -31,8 +31,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import batch_caption  # noqa: E402
-from captioning.journal import Journal  # noqa: E402
-from captioning.progress import Counts, read_counts, summary  # noqa: E402
 from first_token import build  # noqa: E402
 from tiny_captioner import scenes  # noqa: E402
 
@@ -113,7 +111,10 @@ def compare(folder: Path) -> None:
         options = ["--prompt", "describe this picture .", "--max-new-tokens", "24", "--processor-on", where]
         arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
         batch_caption.app([*arguments, *options, "--max-failures", "1"], standalone_mode=False)
-        found.append({record.key: record.caption for record in Journal(output).merged()})
+        merged = folder / f"scenes prepared on the {where}.jsonl"
+        batch_caption.app(["merge", str(output), str(merged), "--overwrite"], standalone_mode=False)
+        records = [json.loads(line) for line in merged.read_text(encoding="utf-8").splitlines()]
+        found.append({record["key"]: record["caption"] for record in records})
         right = sum(found[-1][key] == caption for key, caption in expected.items())
         print(f"### prepared on the {where}: {right} of {COMPARED} captions of scenes are right", flush=True)
     print(f"### {sum(found[0][key] != found[1][key] for key in expected)} captions differ", flush=True)
@@ -132,9 +133,10 @@ def on_cores(folder: Path, pictures: int, numbers: list[int]) -> None:
         subprocess.run([*pinned, *command], env=os.environ | {"OMP_NUM_THREADS": str(number)}, check=True)
 
 
-def per_second(all_counts: list[Counts]) -> float:
-    """Pictures a second of all processes, until the last is done."""
-    return sum(counts.items for counts in all_counts) / max(counts.seconds for counts in all_counts)
+def per_second(output: Path) -> float:
+    """Return the pictures per second of a run, from the counts that each of its processes left in `output`."""
+    all_counts = [json.loads(path.read_text()) for path in (output / ".progress").glob("*.json")]
+    return sum(counts["items"] for counts in all_counts) / max(counts["seconds"] for counts in all_counts)
 
 
 def document(pictures: int, processes: int, rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -180,13 +182,13 @@ def main(
     for name, options in [*runs, *measured * (rounds - 1)]:
         output = folder / name.replace(", ", "_").replace(" ", "_")
         arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
+        if state.is_main_process:
+            print(f"### {name}", flush=True)
         shared = [word for pair in OPTIONS.items() for word in pair]
         batch_caption.app([*arguments, *shared, "--limit", str(pictures), *options], standalone_mode=False)
         state.wait_for_everyone()
         if state.is_main_process:
-            all_counts = read_counts(output / ".progress", state.num_processes)
-            rates.setdefault(name, []).append(per_second(all_counts))
-            print(f"### {name}\n{summary(all_counts)}", flush=True)
+            rates.setdefault(name, []).append(per_second(output))
         state.wait_for_everyone()
     if json_path is not None and state.is_main_process and not processors:
         found = document(pictures, state.num_processes, rates)

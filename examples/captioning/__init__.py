@@ -1,7 +1,14 @@
-"""What `batch_caption.py` and `caption_on_ray.py` are made of, in the order of the work.
+"""The parts of `batch_caption.py` and `caption_on_ray.py`, in the order of the work.
 
-`options` (command lines), `places` (names of files), `sources` (what there is to caption), `pictures` (decoding),
-`batches` (costs, spread, batches), `prepare` and `plan` (what a run is, and has to do), `captioner` (the model),
-`records` and `journal` (on disk), `progress` (counts over all processes), `worker` (all of them at work), `stages` and
-`cluster` (at work on many machines), `exports` (merged records as files that people load).
+- `options`: command lines
+- `prepare` and `plan`: what a run has to do
+- `captioner`: the model
+- `records` and `journal`: records on disk
+- `progress`: counts of all processes
+- `worker`: one process at work
+- `stages` and `cluster`: many machines at work
+- `exports`: merged records as files that people load
+- `messages`: how a run begins and ends
+
+`media` holds the parts that other examples need, too.
 """

@@ -1,24 +1,20 @@
-"""A model with its processor: batches of decoded items to captions, each picture encoded once for all its prompts."""
+"""Caption batches of decoded items with a model, and encode each picture once for all its prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import (
-    PROCESSOR_MAPPING,
-    AutoConfig,
     AutoModelForImageTextToText,
-    AutoProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -28,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available
 from transformers.utils.logging import disable_progress_bar
+from transformers.video_utils import VideoMetadata
 
 from hf_vit_accel import ReuseConfig
 
@@ -36,49 +33,27 @@ __all__ = [
     "Caption",
     "Captioner",
     "Clip",
-    "fill",
-    "halve_on_oom",
     "load_model",
-    "load_processor",
-    "named",
     "reuse_for",
     "takes_encoded",
     "why_not_on_gpu",
 ]
 
-
-def load_processor(model_id: str, revision: str | None = None) -> ProcessorMixin:
-    """Loads the processor of a model, padding on the left as generation needs it, with or without torchvision.
-
-    Without torchvision transformers has no video processors, and cannot build a processor that contains one; so the
-    same class is then loaded without that part. Its image processor is the Pillow one.
-    """
-    if is_torchvision_available():
-        processor = AutoProcessor.from_pretrained(model_id, revision=revision)
-    else:
-        config = AutoConfig.from_pretrained(model_id, revision=revision)
-        if type(config) not in PROCESSOR_MAPPING:
-            raise ValueError(f"transformers knows no processor of pictures for {type(config).__name__}")
-
-        class WithoutVideo(PROCESSOR_MAPPING[type(config)]):  # type: ignore[misc]
-            @classmethod
-            def get_attributes(cls) -> list[str]:
-                return [name for name in super().get_attributes() if name != "video_processor"]
-
-        processor = WithoutVideo.from_pretrained(model_id, revision=revision)
-    processor.tokenizer.padding_side = "left"
-    return processor
+_PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
+_SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
+Inputs = dict[str, Any]
+"""Inputs of the model: tensors by name, and under "arrived" the event that ends their way to the GPU."""
 
 
-def load_model(model: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> Any:
-    """The model, ready to caption."""
+def load_model(model: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> PreTrainedModel:
+    """Load a model in evaluation mode."""
     disable_progress_bar()
     loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, revision=revision)
     return loaded.to(device).eval()
 
 
-def why_not_on_gpu(processor: Any, device: torch.device) -> list[str]:
-    """Everything that stands against preparing pictures on the GPU."""
+def why_not_on_gpu(processor: ProcessorMixin, device: torch.device) -> list[str]:
+    """List the reasons why pictures cannot be prepared on the GPU."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"the model is on {device.type}")
@@ -89,52 +64,36 @@ def why_not_on_gpu(processor: Any, device: torch.device) -> list[str]:
     return reasons
 
 
-_PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
-_FIELD = re.compile(r"\{(\w+)\}")
-
-
-def named(prompts: Iterable[str]) -> set[str]:
-    """The fields that prompts name."""
-    return {name for prompt in prompts for name in _FIELD.findall(prompt)}
-
-
-def fill(prompt: str, fields: Mapping[str, Any]) -> str:
-    """A prompt with `{field}` replaced; braces around anything but a word stay. ValueError for a field not there."""
-
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in fields:
-            raise ValueError(f"the prompt names {{{match[1]}}}; there are {', '.join(sorted(fields))}")
-        return str(fields[match[1]])
-
-    return _FIELD.sub(value, prompt)
-
-
 @dataclass(frozen=True)
 class Clip:
     """A decoded video: its sampled frames and their metadata, as transformers' video processors take them."""
 
-    frames: Any
-    metadata: Any
+    frames: np.ndarray
+    metadata: VideoMetadata
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Absent:
-    """In the place of a model that is in another process: what making its inputs asks of it."""
+    """Stand in for a model in another process, with what preparing its inputs needs to know."""
 
     dtype: torch.dtype
-    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    device: torch.device = field(default_factory=_cpu)
 
 
 @dataclass(frozen=True)
 class Caption:
-    """What the model wrote, and how many tokens."""
+    """The text that the model generated, and its number of tokens."""
 
     text: str
     tokens: int
 
 
 class _Sampler(LogitsProcessor):
-    """Turns the greedy choice into a sample: adds Gumbel noise, each row its own, whatever stands in the batch with it.
+    """Turn the greedy choice into a sample: add Gumbel noise, drawn for every row by itself.
 
     The largest of logits + Gumbel noise is distributed as softmax (Gumbel, 1954).
     """
@@ -143,20 +102,26 @@ class _Sampler(LogitsProcessor):
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        noise = torch.stack(
-            [
-                torch.rand(scores.shape[1], generator=g, device=scores.device, dtype=torch.float64)
-                for g in self.generators
-            ]
-        )
-        return scores.double() - torch.log(-torch.log(noise.clamp_min(1e-300)))  # type: ignore[return-value]
+        rows = []
+        for generator in self.generators:
+            row = torch.rand(scores.shape[1], generator=generator, device=scores.device, dtype=torch.float64)
+            rows.append(row.clamp_min(_SMALLEST))
+        noise = torch.stack(rows)
+        return scores.double() - torch.log(-torch.log(noise))  # type: ignore[return-value]
 
 
 @dataclass
 class Captioner:
-    """A model and its processor, with everything that decides what the captions are.
+    """A model and its processor, with all settings that decide the captions.
 
-    temperature 0 is greedy; above, every record samples with a seed of its own, made of `seed`, its key and its prompt.
+    Args:
+        model: The model, or `Absent` to prepare inputs only.
+        processor: Its processor.
+        max_new_tokens: Tokens of the longest caption.
+        temperature: 0 is greedy. Above, every record samples with a seed of its own, from `seed`, its key and prompt.
+        top_p: Share of the probability that is sampled from.
+        seed: The seed of a run.
+        pictures_on: Device that resizes pictures and cuts them into patches.
     """
 
     model: PreTrainedModel | Absent
@@ -165,49 +130,55 @@ class Captioner:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    pictures_on: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    pictures_on: torch.device = field(default_factory=_cpu)
     _threads: threading.local = field(default_factory=threading.local, repr=False)
 
-    def encode(self, seen: Sequence[Image.Image | Clip], prompts: Sequence[str]) -> Any:
-        """The model's inputs: each picture (or the one clip) with its prompt, pixels in the model's dtype.
+    def encode(self, media: Sequence[Image.Image | Clip], prompts: Sequence[str]) -> Inputs:
+        """Make the model's inputs: pictures (or one clip) with a prompt each, and pixels in the model's dtype.
 
         Pictures are prepared on `pictures_on`, or on the CPU where its memory is full.
-        Raises ValueError for what the processor refuses, as aspect ratios above 200.
+
+        Raises:
+            ValueError: The processor refuses a picture, as an aspect ratio above 200.
         """
-        for device in (self.pictures_on, torch.device("cpu")):
-            with suppress(torch.OutOfMemoryError), self._beside():
-                inputs = self._process(seen, prompts, device)
-                for name in _PIXELS & inputs.keys():  # the tower rounds them the same way, later
+        for device in (self.pictures_on, _cpu()):
+            with suppress(torch.OutOfMemoryError), self._own_stream():
+                inputs = self._process(media, prompts, device)
+                for name in _PIXELS & inputs.keys():  # the tower would round them in the same way
                     inputs[name] = inputs[name].to(self.model.dtype)
                 return inputs
         raise torch.OutOfMemoryError("no memory for the pixels of a batch")
 
-    def send(self, inputs: Sequence[Any]) -> list[Any]:
-        """One batch's inputs for several prompts: of the pixels only one copy, and that on its way to the GPU.
+    def send(self, inputs_by_prompt: Sequence[Inputs]) -> list[Inputs]:
+        """Start to copy the inputs of one batch to the GPU, with one copy of the pixels for all prompts.
 
-        From pinned memory and beside the work there: nobody waits. Memory that is full leaves them where they are.
+        The copy runs from pinned memory beside the work there. If memory is full, the inputs stay where they are.
         """
-        shared = {name: inputs[0][name] for name in _PIXELS & inputs[0].keys()} if inputs else {}
-        inputs = [dict(each) | shared for each in inputs]
-        if self.model.device.type != "cuda" or not inputs:
-            return inputs
+        if not inputs_by_prompt:
+            return []
+        first = inputs_by_prompt[0]
+        pixels = {name: first[name] for name in _PIXELS & first.keys()}
+        shared = [dict(inputs) | pixels for inputs in inputs_by_prompt]
+        if self.model.device.type != "cuda":
+            return shared
         try:
-            with self._beside() as stream:
-                moved = {name: self._move(value) for name, value in shared.items()}
-                sent = [
-                    {name: moved[name] if name in moved else self._move(x) for name, x in i.items()} for i in inputs
-                ]
+            with self._own_stream() as stream:
+                moved_pixels = {name: self._move(value) for name, value in pixels.items()}
+                sent = []
+                for inputs in shared:
+                    texts = {name: self._move(value) for name, value in inputs.items() if name not in pixels}
+                    sent.append(moved_pixels | texts)
                 sent[0]["arrived"] = stream.record_event()
                 return sent
         except torch.OutOfMemoryError:
-            return inputs
+            return shared
 
     def _move(self, value: torch.Tensor) -> torch.Tensor:
         return value if value.is_cuda else value.pin_memory().to(self.model.device, non_blocking=True)
 
     @contextmanager
-    def _beside(self) -> Iterator[Any]:
-        """A stream of this thread's own, on the model's GPU; elsewhere nothing."""
+    def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
+        """Run on a stream of this thread on the model's GPU; without a GPU do nothing."""
         if self.model.device.type != "cuda":
             yield None
             return
@@ -216,65 +187,77 @@ class Captioner:
         with torch.cuda.stream(self._threads.stream):
             yield self._threads.stream
 
-    def _process(self, seen: Sequence[Image.Image | Clip], prompts: Sequence[str], device: torch.device) -> Any:
-        kind = "video" if isinstance(seen[0], Clip) else "image"
-        texts = [
-            self.processor.apply_chat_template(
-                [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": prompt}]}],
-                add_generation_prompt=True,
-            )
-            for prompt in prompts
-        ]
-        if kind == "image":
-            where = {} if device.type == "cpu" else {"device": device}
-            return self.processor(text=texts, images=list(seen), padding=True, return_tensors="pt", **where)
+    def _process(self, media: Sequence[Image.Image | Clip], prompts: Sequence[str], device: torch.device) -> Inputs:
+        clips = [medium for medium in media if isinstance(medium, Clip)]
+        kind = "video" if clips else "image"
+        texts = []
+        for prompt in prompts:
+            content = [{"type": kind}, {"type": "text", "text": prompt}]
+            message = {"role": "user", "content": content}
+            texts.append(self.processor.apply_chat_template([message], add_generation_prompt=True))
+        if not clips:
+            placement = {} if device.type == "cpu" else {"device": device}
+            return self.processor(text=texts, images=list(media), padding=True, return_tensors="pt", **placement)
         return self.processor(
             text=texts,
-            videos=[clip.frames for clip in seen],  # type: ignore[union-attr]
-            video_metadata=[clip.metadata for clip in seen],  # type: ignore[union-attr]
+            videos=[clip.frames for clip in clips],
+            video_metadata=[clip.metadata for clip in clips],
             do_sample_frames=False,
             padding=True,
             return_tensors="pt",
         )
 
-    def vision_tokens(self, inputs: Mapping[str, Any]) -> int:
-        """The merged tokens of all pictures or videos in a model's inputs."""
+    def vision_tokens(self, inputs: Inputs) -> int:
+        """Count the merged tokens of all pictures or videos in the model's inputs."""
         patches = sum(int(grid.prod(-1).sum()) for name, grid in inputs.items() if name.endswith("_grid_thw"))
         return patches // self.processor.image_processor.merge_size**2
 
     @torch.inference_mode()
-    def generate(self, inputs: Sequence[Any], seeds: Sequence[Sequence[int]]) -> list[list[Caption]]:
-        """Captions of one batch: per prompt its inputs (of the same pictures) and a seed for every row.
+    def generate(self, inputs_by_prompt: Sequence[Inputs], seeds: Sequence[Sequence[int]]) -> list[list[Caption]]:
+        """Generate the captions of one batch.
 
-        The tower runs once if transformers lets `generate` take its outputs; else once per prompt, unless it was
-        patched as `reuse_for` has it.
+        The tower runs once if transformers lets `generate` take its outputs. Otherwise it runs once per prompt, unless
+        the model is patched with `reuse_for`.
+
+        Args:
+            inputs_by_prompt: Inputs of the same pictures for every prompt.
+            seeds: Seeds of the rows for every prompt.
+
+        Returns:
+            The captions of the rows for every prompt.
         """
-        encoded: Mapping[str, Any] | None = None
-        found = []
-        for each, seeds_of_rows in zip(inputs, seeds, strict=True):
-            each = dict(each)
-            if (arrived := each.pop("arrived", None)) is not None:
-                stream = torch.cuda.current_stream(self.model.device)
-                stream.wait_event(arrived)
-                for value in each.values():
-                    value.record_stream(stream)  # made on another one: not to be used again before this one is done
-            # Not `each.to`, which moves in place: after running out of memory the caller still holds `inputs`.
-            each = {name: value.to(self.model.device) for name, value in each.items()}
-            if len(inputs) > 1 and takes_encoded(self.model):
-                encoded = encoded or self._encode(each)
-                each = {name: value for name, value in each.items() if not name.startswith("pixel_values")}
-                each["mm_encoder_outputs"] = dict(encoded)
-            found.append(self._generate(each, seeds_of_rows))
-        return found
+        encoded: Inputs | None = None
+        captions = []
+        for inputs, row_seeds in zip(inputs_by_prompt, seeds, strict=True):
+            on_device = self._on_device(inputs)
+            if len(inputs_by_prompt) > 1 and takes_encoded(self.model):
+                encoded = encoded or self._encode(on_device)
+                on_device = {name: value for name, value in on_device.items() if name not in _PIXELS}
+                on_device["mm_encoder_outputs"] = dict(encoded)
+            captions.append(self._generate(on_device, row_seeds))
+        return captions
 
-    def _encode(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_device(self, inputs: Inputs) -> Inputs:
+        """Return the inputs on the model's device, once their copy has arrived."""
+        tensors = {name: value for name, value in inputs.items() if name != "arrived"}
+        if "arrived" in inputs:
+            stream = torch.cuda.current_stream(self.model.device)
+            stream.wait_event(inputs["arrived"])
+            for value in tensors.values():
+                value.record_stream(stream)  # its memory was allocated on another stream: keep it until this one ends
+        # `inputs.to` would move them in place, but after running out of memory the caller needs its inputs.
+        return {name: value.to(self.model.device) for name, value in tensors.items()}
+
+    def _encode(self, inputs: Inputs) -> Inputs:
         if "pixel_values" in inputs:
-            encode, pixels, grid = self.model.get_image_features, "pixel_values", "image_grid_thw"
-            return {"image": encode(inputs[pixels], inputs[grid], return_dict=True)}
-        encode, pixels, grid = self.model.get_video_features, "pixel_values_videos", "video_grid_thw"
-        return {"video": encode(inputs[pixels], inputs[grid], return_dict=True)}
+            features = self.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+            return {"image": features}
+        features = self.model.get_video_features(
+            inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
+        )
+        return {"video": features}
 
-    def _generate(self, inputs: Mapping[str, Any], seeds: Sequence[int]) -> list[Caption]:
+    def _generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
         samplers = LogitsProcessorList()
         if self.temperature > 0:
             samplers.append(TemperatureLogitsWarper(self.temperature))
@@ -287,39 +270,22 @@ class Captioner:
         new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
         tokenizer = self.processor.tokenizer
         texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-        pad = tokenizer.pad_token_id
-        return [
-            Caption(text.strip(), int((row != pad).sum())) for text, row in zip(texts, new_tokens.cpu(), strict=True)
-        ]
+        captions = []
+        for text, row in zip(texts, new_tokens.cpu(), strict=True):
+            captions.append(Caption(text.strip(), int((row != tokenizer.pad_token_id).sum())))
+        return captions
 
     def seed_of(self, key: str, prompt: str) -> int:
-        """The seed of a record: the same in whatever batch, process or run it is made."""
+        """Return the seed of a record. It does not depend on the batch, process or run that makes the record."""
         digest = hashlib.sha256(f"{self.seed}\0{key}\0{prompt}".encode(errors="surrogatepass")).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
 
-def takes_encoded(model: Any) -> bool:
-    """Whether `generate` takes what the tower made of pictures (transformers 5.18 and later)."""
+def takes_encoded(model: PreTrainedModel) -> bool:
+    """Tell whether `generate` takes the outputs of the tower (transformers 5.18 and later)."""
     return "mm_encoder_outputs" in inspect.signature(type(model).forward).parameters
 
 
-def reuse_for(model: Any, prompts: Sequence[str]) -> ReuseConfig | bool:
-    """What `patch` is told so that a picture is encoded once for several prompts where transformers cannot."""
+def reuse_for(model: PreTrainedModel, prompts: Sequence[str]) -> ReuseConfig | bool:
+    """Return the `reuse` to patch a model with, so that a picture is encoded once for all prompts."""
     return ReuseConfig(across_calls=True) if len(prompts) > 1 and not takes_encoded(model) else False
-
-
-def halve_on_oom(run: Callable[[Sequence[Any]], list[Any]], rows: Sequence[Any]) -> list[Any]:
-    """`run(rows)`, or in halves where the memory does not hold all; one row alone that is too large gives its error.
-
-    Only torch's own out-of-memory error counts: a CUDNN_STATUS_NOT_SUPPORTED is no smaller for half a batch.
-    """
-    try:
-        return run(rows)
-    except torch.OutOfMemoryError as error:
-        if len(rows) == 1:
-            return [error.with_traceback(None)]
-    # Outside of the handler, whose traceback keeps the failed batch's tensors alive.
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    middle = len(rows) // 2
-    return [*halve_on_oom(run, rows[:middle]), *halve_on_oom(run, rows[middle:])]

@@ -1,4 +1,4 @@
-"""The stages as a pipeline of Ray Data: what runs where, how often it is tried, how much waits."""
+"""Run the stages as a pipeline of Ray Data: where they run, how often they are tried, how many batches wait."""
 
 from __future__ import annotations
 
@@ -11,61 +11,78 @@ from typing import Any
 import pyarrow as pa
 import ray
 import torch
+from media.batches import Task
 from ray.data import ActorPoolStrategy, DataContext
 
-from captioning.batches import Task
 from captioning.options import OnRay
 from captioning.stages import Answer, Job, make_ready, measure
 
 __all__ = ["captioned", "connect", "measured"]
 
-_HEADERS = 1000  # that one task reads
-_GIVEN_UP = 8  # batches that may end in an error of Python; beyond, something is wrong with all of them
-_ONE: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}  # a row is a batch of ours already
-_MODEL = 1 << 30  # bytes of a model on a CPU, beside which other things have room
-_CALLS = 2  # batches in a process with a model: one is captioned, one on its way to the GPU
+_HEADERS_PER_TASK = 1000
+_MOST_FAILURES = 8  # batches that may end in a Python error; more of them mean that all batches fail
+_ROW_BY_ROW: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}  # a row of Ray's holds a batch of ours
+_MODEL_MEMORY = 1 << 30  # bytes of a model on a CPU, which leave room for other work
+_BATCHES_PER_ACTOR = 2  # one is captioned, one is on its way to the GPU
+_REPORTED = ("failed", "vision", "text", "halved")
 
 
 def connect(options: OnRay) -> bool:
-    """Joins the cluster of RAY_ADDRESS or of this machine, or starts one. Whether models are to be on GPUs."""
-    ray.init(runtime_env={"py_modules": [str(Path(__file__).resolve().parent)]})
+    """Join the cluster of RAY_ADDRESS or of this machine, or start one. Return whether models run on GPUs."""
+    examples = Path(__file__).resolve().parents[1]
+    ray.init(runtime_env={"py_modules": [str(examples / name) for name in ("captioning", "media")]})
     context = DataContext.get_current()
-    context.max_errored_blocks, context.max_consecutive_actor_init_deaths = _GIVEN_UP, _GIVEN_UP
-    context.enable_progress_bars = context.print_on_execution_start = False
-    return options.device == "gpu" if options.device else ray.cluster_resources().get("GPU", 0) > 0
+    context.max_errored_blocks = _MOST_FAILURES
+    context.max_consecutive_actor_init_deaths = _MOST_FAILURES
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    if options.device:
+        return options.device == "gpu"
+    return ray.cluster_resources().get("GPU", 0) > 0
 
 
 def measured(job: Job, tasks: Sequence[Task]) -> list[Task]:
-    """The tasks with their sizes, from headers that the cluster reads."""
+    """Return the tasks with their sizes, from headers that the cluster reads."""
     if not tasks:
         return []
-    parts = [tasks[start : start + _HEADERS] for start in range(0, len(tasks), _HEADERS)]
-    rows = _rows(parts).map_batches(_measure, fn_args=[job], num_cpus=1, **_ONE).take_all()
-    found = {row["number"]: pickle.loads(row["data"]) for row in rows}
-    # What was given up has no size; it is read later all the same.
-    return [task for number, part in enumerate(parts) for task in found.get(number, part)]
+    parts = [tasks[start : start + _HEADERS_PER_TASK] for start in range(0, len(tasks), _HEADERS_PER_TASK)]
+    rows = _rows(parts).map_batches(_measure, fn_args=[job], num_cpus=1, **_ROW_BY_ROW).take_all()
+    measured_parts = {row["number"]: pickle.loads(row["data"]) for row in rows}
+    sized_tasks: list[Task] = []
+    for number, part in enumerate(parts):
+        # Ray may give up a part: its tasks have no sizes, but are captioned.
+        sized_tasks += measured_parts.get(number, part)
+    return sized_tasks
 
 
-def captioned(job: Job, batches: Sequence[Sequence[Task]], most: int | None) -> Iterator[dict[str, Any]]:
-    """Captions the batches: for each its number, counts, and how the model runs, once its records are written.
+def captioned(job: Job, batches: Sequence[Sequence[Task]], most_actors: int | None) -> Iterator[dict[str, Any]]:
+    """Caption the batches. CPUs and the object store bound how many batches are made ready ahead.
 
-    As many batches are made ready as CPUs and the object store take; the pool of actors grows and shrinks with the
-    cluster, up to `most`. A batch whose worker died is done by another one.
+    The pool of actors grows and shrinks with the cluster. If the worker of a batch dies, another one takes it.
+
+    Args:
+        job: What all workers need to know.
+        batches: The batches.
+        most_actors: Most models at a time.
+
+    Yields:
+        For a batch whose records are written: its number, its counts, and under "status" how the model runs.
     """
-    there = ray.cluster_resources()
-    now = max(1, int(there.get("GPU", 0) if job.on_gpu else there["CPU"] // 2))
-    most = most or (None if job.on_gpu else now)
-    # Of equal needs, the two stages would be taken for one, and the actors would decode.
-    device = {"num_gpus": 1} if job.on_gpu else {"num_cpus": 1, "memory": _MODEL}
+    resources = ray.cluster_resources()
+    models_now = max(1, int(resources.get("GPU", 0) if job.on_gpu else resources["CPU"] // 2))
+    if most_actors is None and not job.on_gpu:
+        most_actors = models_now
+    # Stages of equal needs would be fused into one, and the actors would decode.
+    device = {"num_gpus": 1} if job.on_gpu else {"num_cpus": 1, "memory": _MODEL_MEMORY}
     pool = ActorPoolStrategy(
         min_size=1,
-        initial_size=min(now, most or now),
-        max_size=most,
-        max_concurrent_calls_per_actor=_CALLS,
+        initial_size=min(models_now, most_actors or models_now),
+        max_size=most_actors,
+        max_concurrent_calls_per_actor=_BATCHES_PER_ACTOR,
         enable_true_multi_threading=True,
     )
-    ready = _rows(batches).map_batches(_ready, fn_args=[job], num_cpus=1, **_ONE)
-    counts = ready.map_batches(_Actor, fn_constructor_args=[job], compute=pool, **device, **_ONE)
+    ready = _rows(batches).map_batches(_make_ready, fn_args=[job], num_cpus=1, **_ROW_BY_ROW)
+    counts = ready.map_batches(_Actor, fn_constructor_args=[job], compute=pool, **device, **_ROW_BY_ROW)
     yield from counts.iter_rows()
 
 
@@ -75,23 +92,25 @@ def _rows(parts: Sequence[Sequence[Task]]) -> ray.data.Dataset:
 
 
 def _row(number: int, data: bytes) -> pa.Table:
-    return pa.table({"number": [number], "data": pa.array([data], pa.large_binary())})  # of more than 2 GiB, too
+    return pa.table({"number": [number], "data": pa.array([data], pa.large_binary())})  # "large": above 2 GiB, too
 
 
 def _measure(table: pa.Table, job: Job) -> pa.Table:
-    return _row(table["number"][0].as_py(), pickle.dumps(measure(job, pickle.loads(table["data"][0].as_py()))))
+    tasks = pickle.loads(table["data"][0].as_py())
+    return _row(table["number"][0].as_py(), pickle.dumps(measure(job, tasks)))
 
 
-def _ready(table: pa.Table, job: Job) -> pa.Table:
-    return _row(table["number"][0].as_py(), make_ready(job, pickle.loads(table["data"][0].as_py())))
+def _make_ready(table: pa.Table, job: Job) -> pa.Table:
+    batch = pickle.loads(table["data"][0].as_py())
+    return _row(table["number"][0].as_py(), make_ready(job, batch))
 
 
 class _Actor(Answer):
     def __call__(self, table: pa.Table) -> pa.Table:
         number = table["number"][0].as_py()
         try:
-            counts = super().__call__(number, table["data"][0].as_buffer())
-        except torch.AcceleratorError:  # all that is asked of the GPU in this process will fail
+            tally = super().__call__(number, table["data"][0].as_buffer())
+        except torch.AcceleratorError:  # every later call to the GPU in this process would fail
             os._exit(1)
-        found = {name: counts[name] for name in ("failed", "vision", "text", "halved")}
-        return pa.Table.from_pylist([{"number": number, "status": self.status(), **found}])
+        counts = {name: tally[name] for name in _REPORTED}
+        return pa.Table.from_pylist([{"number": number, "status": self.status(), **counts}])

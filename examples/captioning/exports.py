@@ -1,4 +1,4 @@
-"""Merged records as the files that people load. Nothing is overwritten that was not written here, unless asked for."""
+"""Write merged records as files that people load. Files of others are overwritten only on request."""
 
 from __future__ import annotations
 
@@ -7,113 +7,145 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
+from media.files import FULL, part_of
+from media.items import Item, open_item
+from media.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, find, in_shard
 from PIL import Image
 
-from captioning.journal import SHARDS
+from captioning.journal import SHARDS, Entry
 from captioning.plan import same_picture
-from captioning.records import FULL, Record, json_lines, part_of, write_table
-from captioning.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item, find, in_shard, open_item
+from captioning.records import Record, json_lines, write_table
 
 __all__ = ["Export", "Texts"]
 
 FORMATS = "a folder, or a name that ends in .jsonl, .parquet or .tar"
+_BLOCK = 1 << 20
+Sample = dict[str, bytes]
+"""The files of one sample of a webdataset, by suffix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """How captions become text files."""
+    """How captions become text files.
+
+    Args:
+        extension: Extension of the files, with the dot.
+        prefix: Text before every caption.
+        suffix: Text after every caption.
+    """
 
     extension: str = ".txt"
     prefix: str = ""
     suffix: str = ""
 
     def __post_init__(self) -> None:
-        plain = self.extension[:1] == "." and not {"/", "\\", "\0"} & set(self.extension) and len(self.extension) > 1
-        if not plain or self.extension.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+        has_dot = self.extension[:1] == "." and len(self.extension) > 1
+        is_plain = has_dot and not {"/", "\\", "\0"} & set(self.extension)
+        if not is_plain or self.extension.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
             raise ValueError(f"expected an extension of text files such as .txt or .caption, got {self.extension}")
 
-    def __call__(self, record: Record) -> str:
+    def text_of(self, record: Record) -> str:
+        """Return the caption of a record between prefix and suffix."""
         return f"{self.prefix}{record.caption}{self.suffix}"
+
+    def file_of(self, records: Sequence[Record]) -> bytes:
+        """Return the content of a text file: a line for every record."""
+        return _encoded("".join(self.text_of(record) + "\n" for record in records))
 
 
 @dataclass
 class Export:
-    """Writes the records of one run, and remembers in the folder of the records what it wrote.
+    """Write the records of one run, and note in their folder which files were written.
 
-    entry: the run's, from the manifest. written, absent, refused: what became of it: how many files, the keys of
-    pictures that are not where the text would stand, and what was not written for another reason.
+    Args:
+        folder: Folder of the records.
+        entry: The run's entry of the manifest.
+        texts: How captions become text files.
+        overwrite: Replace files that `merge` did not write, too.
+        samples: Pictures in a `.tar` whose name holds a number.
+        written: How many files were written.
+        absent: Keys of pictures that are not there, or have changed.
+        refused: Files that were not written, with the reasons.
     """
 
     folder: Path
-    entry: Mapping[str, Any]
+    entry: Entry
     texts: Texts = field(default_factory=Texts)
     overwrite: bool = False
     samples: int = 10_000
     written: int = 0
     absent: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    _read_from: set[Path] = field(default_factory=set)
+    _sources: set[Path] = field(default_factory=set)
 
     def __call__(self, records: Sequence[Record], path: Path) -> None:
-        """Write to a folder (a text beside every picture in it), `metadata.jsonl`, or .jsonl, .parquet and .tar files.
+        """Write the records to a folder (a text beside every picture), or a .jsonl, .parquet or .tar file.
 
-        Raises ValueError for another name and for a file that is somebody else's, OSError if it cannot be written.
+        Raises:
+            ValueError: The name has another ending, or the file belongs to somebody else.
+            OSError: The file cannot be written.
         """
-        sources = {record.source for record in records if record.source}
-        self._read_from = {Path(self.entry.get("root") or "", source).resolve() for source in sources}
-        captions = [record for record in records if record.caption is not None]
+        source_names = {record.source for record in records if record.source}
+        self._sources = {Path(self._root, name).resolve() for name in source_names}
+        captioned = [record for record in records if record.caption is not None]
         if path.is_dir():
-            self._beside(captions, path)
+            self._write_texts(captioned, path)
         elif path.name == "metadata.jsonl":
-            text = "".join(self._imagefolder(captions, path.parent))
+            text = "".join(self._imagefolder_lines(captioned, path.parent))
             if text:
-                self._whole(path, lambda part: part.write_bytes(_encoded(text)))
+                self._write_file(path, lambda part: part.write_bytes(_encoded(text)))
         elif path.suffix == ".jsonl":
-            self._whole(path, lambda part: part.write_bytes(_encoded(json_lines(records))))
+            self._write_file(path, lambda part: part.write_bytes(_encoded(json_lines(records))))
         elif path.suffix == ".parquet":
-            self._whole(path, lambda part: write_table(part, records))
+            self._write_file(path, lambda part: write_table(part, records))
         elif path.suffix == ".tar":
-            self._webdataset(captions, path)
+            self._write_webdataset(captioned, path)
         else:
             raise ValueError(f"expected {FORMATS}, got {path}")
 
-    # --- whose a file is --------------------------------------------------------------------------------------------
+    @property
+    def _root(self) -> str:
+        """Return the folder that keys are relative to."""
+        return self.entry.get("root") or ""
+
+    # --- owners of files --------------------------------------------------------------------------------------------
 
     @property
     def _ledger(self) -> Path:
         return self.folder / ".written"
 
-    def _ours(self) -> set[str]:
+    def _own_digests(self) -> set[str]:
+        """Read the digests of all files that `merge` wrote from this folder."""
         try:
             return set(self._ledger.read_text().split())
         except OSError:
             return set()
 
     def _note(self, digest: str) -> None:
-        """Before the file is written: after a kill between the two it still counts as ours."""
+        """Note a file before it is written, so that it counts as our own after a kill between the two steps."""
         try:
             with self._ledger.open("a") as file:
-                file.write(f"\n{digest}")  # what a full disk cut off before is a line of its own
+                file.write(f"\n{digest}")  # a digest that a full disk cut off stays a line of its own
         except OSError as error:
             if error.errno in FULL:
-                raise  # else somebody else's folder: what is written counts as theirs next time
+                raise  # in a read-only folder nothing is noted, and later merges take the file for somebody else's
 
-    def _whole(self, path: Path, write: Callable[[Path], object]) -> None:
-        if path.parent.resolve() == self.folder.resolve() and any(fnmatchcase(path.name, name) for name in SHARDS):
+    def _write_file(self, path: Path, write: Callable[[Path], object]) -> None:
+        """Write one file, unless it holds records or pictures or belongs to somebody else."""
+        is_in_folder = path.parent.resolve() == self.folder.resolve()
+        if is_in_folder and any(fnmatchcase(path.name, pattern) for pattern in SHARDS):
             names = "captions-00000.jsonl and captions-ray-00000.parquet"
             raise ValueError(f"names such as {names} are those of the records in {self.folder}; choose another")
-        if path.resolve() in self._read_from:  # --overwrite, too: records and captions are not all that it holds
+        if path.resolve() in self._sources:  # even with --overwrite: a shard holds more than records and captions
             raise ValueError(f"{path} is what the pictures were read from; choose another name")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not self.overwrite and _digest(path.name, path) not in self._ours():
+        if path.exists() and not self.overwrite and _digest(path.name, path) not in self._own_digests():
             raise ValueError(
                 f"{path} is there and was not written by merge from {self.folder}; --overwrite replaces it"
             )
@@ -124,173 +156,199 @@ class Export:
 
     # --- texts beside pictures --------------------------------------------------------------------------------------
 
-    def _beside(self, captions: Sequence[Record], folder: Path) -> None:
-        files: dict[Path, dict[str, list[Record]]] = {}
-        for record, picture in self._in_folder(captions, folder):
+    def _write_texts(self, records: Sequence[Record], folder: Path) -> None:
+        records_by_file: dict[Path, dict[str, list[Record]]] = {}
+        for record, picture in self._in_folder(records, folder):
             file = picture.with_suffix(self.texts.extension)
-            files.setdefault(file, {}).setdefault(record.key, []).append(record)
-        ours = self._ours()
-        for file, by_key in files.items():
-            if len(by_key) > 1:
-                self.refused.append(f"{file}: {' and '.join(by_key)} would both have it")
+            records_by_file.setdefault(file, {}).setdefault(record.key, []).append(record)
+        own_digests = self._own_digests()
+        for file, records_by_key in records_by_file.items():
+            if len(records_by_key) > 1:
+                self.refused.append(f"{file}: it would be the text of {' and '.join(records_by_key)}")
                 continue
-            ((key, found),) = by_key.items()
-            self._text(file, key, _encoded("".join(self.texts(record) + "\n" for record in found)), ours)
+            ((key, records_of_key),) = records_by_key.items()
+            try:
+                self._write_text(file, key, self.texts.file_of(records_of_key), own_digests)
+            except OSError as error:
+                if error.errno in FULL:
+                    raise
+                self.refused.append(f"{file}: {error.strerror}")
 
-    def _text(self, file: Path, key: str, data: bytes, ours: set[str]) -> None:
-        try:
-            if file.is_symlink() or file.exists():
-                if file.is_file() and file.read_bytes() == data:
-                    self.written += 1
-                    return
-                own = file.is_file() and not file.is_symlink() and _digest(key, file) in ours
-                if not own and not (self.overwrite and not file.is_dir()):
-                    self.refused.append(f"{file}: it is there, and was not written by merge")
-                    return
-            self._note(_digest(key, data))
-            with part_of(file) as part:
-                part.write_bytes(data)
-            self.written += 1
-        except OSError as error:
-            if error.errno in FULL:
-                raise
-            self.refused.append(f"{file}: {error.strerror}")
+    def _write_text(self, file: Path, key: str, data: bytes, own_digests: set[str]) -> None:
+        if file.is_symlink() or file.exists():
+            if file.is_file() and file.read_bytes() == data:
+                self.written += 1
+                return
+            is_own = file.is_file() and not file.is_symlink() and _digest(key, file) in own_digests
+            if not is_own and not (self.overwrite and not file.is_dir()):
+                self.refused.append(f"{file}: it is there, and was not written by merge")
+                return
+        self._note(_digest(key, data))
+        with part_of(file) as part:
+            part.write_bytes(data)
+        self.written += 1
 
     def _in_folder(self, records: Sequence[Record], folder: Path) -> Iterator[tuple[Record, Path]]:
-        """The records whose pictures lie in a folder, and where; the others are reported."""
+        """Yield the records whose pictures are in a folder, with their paths, and note the others."""
         for key, group in groupby(records, key=lambda record: record.key):
-            found = list(group)
+            records_of_key = list(group)
             try:
-                picture = self._picture(found[0], folder)
+                picture = self._picture(records_of_key[0], folder)
             except (ValueError, OSError) as error:
                 self.refused.append(str(error))
                 continue
             if picture is None:
                 self.absent.append(key)
-            else:
-                yield from ((record, picture) for record in found)
+                continue
+            for record in records_of_key:
+                yield record, picture
 
     def _picture(self, record: Record, folder: Path) -> Path | None:
-        """Where the run found the picture, or the one of its name and size in a copy of the folder."""
-        top, root = folder.resolve(), self.entry.get("root")
-        if record.source is None and root:
-            there = Path(os.path.normpath(os.path.join(root, record.key)))
-            if there.is_relative_to(top) and there.is_file():
-                return there if same_picture(record, Item(key=record.key, file=str(there))) else None
-        copied = Path(os.path.normpath(top / record.key))
-        inside = copied.is_relative_to(top)
-        # Names in shards are anybody's; a folder's own links may lead elsewhere.
-        if record.source is not None and not (inside and copied.resolve().is_relative_to(top)):
+        """Return the picture's path where the run found it, or in a copy of the folder; None if it is another one."""
+        top = folder.resolve()
+        if record.source is None and self._root:
+            original = Path(os.path.normpath(os.path.join(self._root, record.key)))
+            if original.is_relative_to(top) and original.is_file():
+                return original if same_picture(record, Item(key=record.key, file=str(original))) else None
+        copy = Path(os.path.normpath(top / record.key))
+        is_inside = copy.is_relative_to(top)
+        # A shard may hold any names. Links in the folder itself may lead elsewhere.
+        if record.source is not None and not (is_inside and copy.resolve().is_relative_to(top)):
             raise ValueError(f"{record.key}: it would not be within {folder}")
-        if not inside or not copied.is_file():
+        if not is_inside or not copy.is_file():
             return None
-        # A name alone, such as 0001.jpg, may be another picture's.
-        return copied if same_picture(record, Item(key=record.key, file=str(copied))) else None
+        # A common name, such as 0001.jpg, may belong to another picture.
+        return copy if same_picture(record, Item(key=record.key, file=str(copy))) else None
 
     # --- data sets --------------------------------------------------------------------------------------------------
 
-    def _imagefolder(self, captions: Sequence[Record], folder: Path) -> Iterator[str]:
-        """Lines as the imagefolder builder of `datasets` reads them: the captions of several prompts are columns."""
-        placed = list(self._in_folder(captions, folder))
-        prompts = dict.fromkeys([*self.entry.get("prompts", ()), *(record.prompt for record, _ in placed)])
-        columns = [name for name in prompts if any(record.prompt == name for record, _ in placed)]
-        names = {prompt: f"text_{index}" if index > 1 else "text" for index, prompt in enumerate(columns, start=1)}
+    def _imagefolder_lines(self, records: Sequence[Record], folder: Path) -> Iterator[str]:
+        """Yield lines as the imagefolder builder of `datasets` reads them, with a column for every prompt."""
+        placed = list(self._in_folder(records, folder))
+        used_prompts = {record.prompt for record, _ in placed}
+        all_prompts = dict.fromkeys([*self.entry.get("prompts", ()), *(record.prompt for record, _ in placed)])
+        columns: dict[str, str] = {}
+        for prompt in all_prompts:
+            if prompt in used_prompts:
+                columns[prompt] = f"text_{len(columns) + 1}" if columns else "text"
         top = folder.resolve()
-        for picture, group in groupby(placed, key=lambda each: each[1]):
-            line = {"file_name": picture.relative_to(top).as_posix()} | dict.fromkeys(names.values())
-            line |= {names[record.prompt]: self.texts(record) for record, _ in group}
+        for picture, group in groupby(placed, key=lambda pair: pair[1]):
+            line: dict[str, str | None] = {"file_name": picture.relative_to(top).as_posix()}
+            line |= dict.fromkeys(columns.values())
+            for record, _ in group:
+                line[columns[record.prompt]] = self.texts.text_of(record)
             yield json.dumps(line, ensure_ascii=False) + "\n"
 
-    def _webdataset(self, captions: Sequence[Record], path: Path) -> None:
-        """Shards of NUMBER.jpg, NUMBER.txt and NUMBER.json; with %d in the name, several of `samples` pictures each."""
-        samples = enumerate(self._samples(captions))
-        numbered = "%" in path.name
-        for shard, group in groupby(samples, key=lambda each: each[0] // self.samples if numbered else 0):
-            try:
-                file = path.with_name(path.name % shard if numbered else path.name)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"expected a name with one number such as captioned-%05d.tar, got {path.name}"
-                ) from None
-            self._whole(file, partial(_write_tar, samples=group))
-        # Whoever reads the shards takes all of these names.
-        if numbered and self.written and (left := path.with_name(path.name % self.written)).exists():
-            self.refused.append(f"{left}: it is of an earlier merge into more shards; remove it and those after it")
+    def _write_webdataset(self, records: Sequence[Record], path: Path) -> None:
+        """Write shards of NUMBER.jpg, NUMBER.txt and NUMBER.json. With %d in the name, there are several shards."""
+        is_numbered = "%" in path.name
+        numbered_samples = enumerate(self._samples(records))
+        for shard, group in groupby(numbered_samples, key=lambda pair: pair[0] // self.samples if is_numbered else 0):
+            file = _shard_path(path, shard) if is_numbered else path
+            self._write_shard(file, group)
+        if is_numbered and self.written:
+            next_shard = _shard_path(path, self.written)
+            if next_shard.exists():  # programs that read the shards would read all of these names
+                self.refused.append(
+                    f"{next_shard}: it is of an earlier merge into more shards; remove it and those after it"
+                )
 
-    def _samples(self, captions: Sequence[Record]) -> Iterator[dict[str, bytes]]:
-        by_source: dict[str | None, list[Record]] = {}
-        for record in captions:
-            by_source.setdefault(record.source, []).append(record)
-        for source, records in by_source.items():
-            items = self._items(source) if source else None
-            for key, group in groupby(records, key=lambda record: record.key):
-                found = list(group)
-                plain = Item(key=key, file=os.path.join(self.entry.get("root") or "", key))
-                item = plain if items is None else items.get(key)
-                try:
-                    if item is None or not same_picture(found[0], item):
-                        raise ValueError("gone, or another now")
-                    with open_item(item) as file:
-                        data = file.read()
-                except (ValueError, OSError):
+    def _write_shard(self, file: Path, numbered_samples: Iterator[tuple[int, Sample]]) -> None:
+        self._write_file(file, lambda part: _write_tar(part, numbered_samples))
+
+    def _samples(self, records: Sequence[Record]) -> Iterator[Sample]:
+        """Yield the pictures with their texts and JSON, and note the pictures that are gone or have changed."""
+        records_by_source: dict[str | None, list[Record]] = {}
+        for record in records:
+            records_by_source.setdefault(record.source, []).append(record)
+        for source, records_of_source in records_by_source.items():
+            item_by_key = self._items(source) if source else {}
+            for key, group in groupby(records_of_source, key=lambda record: record.key):
+                records_of_key = list(group)
+                item = item_by_key.get(key) if source else Item(key=key, file=os.path.join(self._root, key))
+                data = _read_unchanged(item, records_of_key[0])
+                if data is None:
                     self.absent.append(key)
                     continue
-                about = [{"prompt": each.prompt, "asked": each.asked, "caption": each.caption} for each in found]
+                captions = [
+                    {"prompt": record.prompt, "asked": record.asked, "caption": record.caption}
+                    for record in records_of_key
+                ]
                 yield {
                     _suffix(key, data): data,
-                    self.texts.extension[1:]: _encoded("".join(self.texts(record) + "\n" for record in found)),
-                    "json": _encoded(json.dumps({"key": key, "captions": about}, ensure_ascii=False)),
+                    self.texts.extension[1:]: self.texts.file_of(records_of_key),
+                    "json": _encoded(json.dumps({"key": key, "captions": captions}, ensure_ascii=False)),
                 }
 
     def _items(self, source: str) -> dict[str, Item]:
-        """The items of a shard, a table or a data set, by their keys."""
-        column, split = self.entry.get("column"), self.entry.get("split") or "train"
-        path = Path(self.entry.get("root") or "", source)
+        """Return the items of a shard, a table or a data set, by key."""
+        column = self.entry.get("column")
+        split = self.entry.get("split") or "train"
+        path = Path(self._root, source)
         try:
             if path.suffix.lower() in (".tar", ".parquet"):
-                found = list(in_shard(path, source, column))
+                items = list(in_shard(path, source, column))
             else:
-                root, name = self.entry.get("root"), source.removesuffix(f"/{split}")
-                there = os.path.join(root or "", name)
-                name = there if os.path.isdir(there) else name
-                found = find([f"dataset:{name}"], column=column, split=split, root=root).items
+                name = source.removesuffix(f"/{split}")
+                folder = os.path.join(self._root, name)
+                name = folder if os.path.isdir(folder) else name
+                items = find([f"dataset:{name}"], column=column, split=split, root=self.entry.get("root")).items
         except (OSError, ValueError):
             return {}
-        return {item.key: item for item in found}
+        return {item.key: item for item in items}
+
+
+def _read_unchanged(item: Item | None, record: Record) -> bytes | None:
+    """Return the bytes of a picture; None if it is gone or has changed."""
+    try:
+        if item is None or not same_picture(record, item):
+            return None
+        with open_item(item) as file:
+            return file.read()
+    except (ValueError, OSError):
+        return None
+
+
+def _shard_path(path: Path, number: int) -> Path:
+    try:
+        return path.with_name(path.name % number)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a name with one number such as captioned-%05d.tar, got {path.name}") from None
 
 
 def _digest(name: str, content: Path | bytes) -> str:
-    """Of a file's name and content: what somebody has changed, or written under another name, is not ours."""
-    found = hashlib.sha256(name.encode(errors="surrogatepass") + b"\0")
+    """Return a digest of name and content: a file that was edited or renamed is not our own any more."""
+    digest = hashlib.sha256(name.encode(errors="surrogatepass") + b"\0")
     if isinstance(content, bytes):
-        found.update(content)
+        digest.update(content)
     else:
         with content.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                found.update(chunk)
-    return found.hexdigest()[:32]
+            while chunk := file.read(_BLOCK):
+                digest.update(chunk)
+    return digest.hexdigest()[:32]
 
 
 def _encoded(text: str) -> bytes:
-    # Lone surrogates, of file names that are no valid UTF-8, become JSON's own escapes.
+    # Names of files that are no valid UTF-8 hold lone surrogates, which become JSON's own escapes.
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def _suffix(key: str, data: bytes) -> str:
-    """By the name, or by the content for rows of a table."""
+    """Return the suffix of a picture: by its name, or for rows of a table by its content."""
     suffix = Path(key).suffix.lower()
     if suffix in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
         return suffix[1:]
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return {"JPEG": "jpg", "TIFF": "tif"}.get(image.format or "", (image.format or "bin").lower())
+            image_format = image.format or "bin"
     except Exception:
         return "mp4"
+    return {"JPEG": "jpg", "TIFF": "tif"}.get(image_format, image_format.lower())
 
 
-def _write_tar(part: Path, samples: Iterator[tuple[int, dict[str, bytes]]]) -> None:
+def _write_tar(part: Path, numbered_samples: Iterator[tuple[int, Sample]]) -> None:
     with tarfile.open(part, "w") as archive:
-        for number, sample in samples:
+        for number, sample in numbered_samples:
             for suffix, data in sample.items():
                 info = tarfile.TarInfo(f"{number:09d}.{suffix}")
                 info.size = len(data)

@@ -1,90 +1,54 @@
-"""Records on disk: a shard of JSON lines per process, parquet files of a cluster, what is done already, the manifest.
+"""Keep the records of an output folder: JSON lines per process, parquet files of a cluster, and the manifest.
 
-A record is one line, written at once. Of a line that was torn by a kill nothing is kept, so it is written again.
-A cluster writes a parquet file per batch into a folder of its run, whole, under the batch's number: written twice it is
-the same one. In the end, or before the next run, they become one file.
+A record is one line, written at once. A line that a kill tore is removed, so its item is captioned again.
+A cluster writes a parquet file per batch into a folder of its run, under the batch's number: written twice, a batch is
+there once. At the end of the run, or before the next one, the files become one file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from captioning.records import Record, json_lines, part_of, read_line, read_table, replace_file, write_whole
+from media.files import replace_file
 
-__all__ = [
-    "SHARDS",
-    "Batches",
-    "Journal",
-    "Record",
-    "Selection",
-    "fingerprint",
-    "json_lines",
-    "lock",
-    "part_of",
-    "replace_file",
-]
+from captioning.records import Record, json_lines, read_line, read_table, write_whole
 
-_FOLDERS = "captions-ray-" + "[0-9]" * 5
-SHARDS = ("captions-" + "[0-9]" * 5 + ".jsonl", _FOLDERS + ".parquet")
-"""No other names: what is taken for a shard is repaired."""
-_ROWS = 50_000  # records in a row group
+__all__ = ["SHARDS", "Batches", "Entry", "Journal", "Record", "Selection", "json_lines"]
+
+_RAY_FOLDERS = "captions-ray-" + "[0-9]" * 5
+SHARDS = ("captions-" + "[0-9]" * 5 + ".jsonl", _RAY_FOLDERS + ".parquet")
+"""Patterns of the names of shards. `repair` cuts files of these names, so other files must not match."""
+_ROWS_PER_GROUP = 50_000
+_BLOCK = 1 << 16  # bytes that are read at a time from the end of a shard
+Entry = dict[str, Any]
+"""Entry of a run in the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The records of one run, sorted by key. prompts, runs: how many others there are, of other prompts and runs."""
+    """The records of one run.
+
+    Args:
+        records: The records, sorted by key.
+        prompts: How many records of the run are not selected, since they answer other prompts.
+        runs: How many records belong to other runs.
+    """
 
     records: list[Record]
     prompts: int
     runs: int
 
 
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """A short name for model and settings: equal settings have equal names, in any order."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-@contextmanager
-def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
-    """Keeps other runs out of a folder for the length of a with block, however it ends.
-
-    alone: nobody else is in it (then ValueError); else others of the same run may be. Yields what ends being alone.
-    Where the file system or the operating system has no locks, nobody is kept out.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
-    with file:
-        try:
-            import fcntl
-        except ImportError:  # pragma: no cover, on Windows there is none
-            yield lambda: None
-            return
-        try:
-            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing to {folder}; wait for it, or name another output") from None
-        except OSError:
-            yield lambda: None
-        else:
-            yield lambda: fcntl.flock(file, fcntl.LOCK_SH)
-
-
 class Batches:
-    """The records of a run on a cluster while it goes on: a folder with a parquet file for every batch.
+    """The records of a cluster's run while it goes on: a folder with a parquet file for every batch.
 
-    Its file, of the same name, has them all. Once that is there the folder is nothing but waste.
+    In the end one file of the same name holds them all, and the folder is no longer needed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,41 +57,42 @@ class Batches:
 
     @classmethod
     def of(cls, output: Path) -> list[Batches]:
-        """Those of all runs into a folder, the oldest first."""
-        files = {path.with_suffix("") for path in output.glob(_FOLDERS + ".parquet")}
-        return [cls(path) for path in sorted(files | set(output.glob(_FOLDERS)))]
+        """Return the batches of all runs into a folder, the oldest run first."""
+        folders = {path.with_suffix("") for path in output.glob(_RAY_FOLDERS + ".parquet")}
+        folders |= set(output.glob(_RAY_FOLDERS))
+        return [cls(folder) for folder in sorted(folders)]
 
     @classmethod
     def new(cls, output: Path) -> Batches:
-        """One more, in a folder of a number that none had."""
-        number = max((int(each.folder.name.rpartition("-")[2]) for each in cls.of(output)), default=-1) + 1
-        found = cls(output / f"captions-ray-{number:05d}")
-        found.folder.mkdir()
-        return found
+        """Create the folder of a new run, under the next number."""
+        numbers = [int(batches.folder.name.rpartition("-")[2]) for batches in cls.of(output)]
+        batches = cls(output / f"captions-ray-{max(numbers, default=-1) + 1:05d}")
+        batches.folder.mkdir()
+        return batches
 
     def append(self, batch: int, records: Sequence[Record]) -> None:
-        """Writes the records of a batch, in place of any that it has."""
-        write_whole(self._name(batch), [records])
+        """Write the records of a batch. They replace records of an earlier try."""
+        write_whole(self._path(batch), [records])
 
     def read(self, batch: int) -> list[Record] | None:
-        """The records of a batch; None if it has none yet."""
-        path = self._name(batch)
+        """Return the records of a batch; None if it has none yet."""
+        path = self._path(batch)
         return list(read_table(path)) if path.exists() else None
 
-    def _name(self, batch: int) -> Path:
+    def _path(self, batch: int) -> Path:
         return self.folder / f"{batch:08d}.parquet"
 
     def records(self) -> Iterator[Record]:
-        """All of them, each once."""
+        """Yield all records, once."""
         for path in [self.file] if self.file.exists() else sorted(self.folder.glob("*.parquet")):
             yield from read_table(path)
 
     def replace(self, records: Iterable[Record]) -> None:
-        """Writes the file that stands for all batches. Nobody may be writing."""
+        """Write the file that stands for all batches. No other process may be writing."""
         write_whole(self.file, _groups(iter(records)))
 
     def fold(self) -> None:
-        """Makes one file of the batches. Nobody may be writing."""
+        """Make one file of the batches. No other process may be writing."""
         if self.folder.exists():
             if not self.file.exists() and any(self.folder.glob("*.parquet")):
                 self.replace(self.records())
@@ -135,8 +100,10 @@ class Batches:
 
 
 def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
-    while group := list(islice(records, _ROWS)):
+    group = list(islice(records, _ROWS_PER_GROUP))
+    while group:
         yield group
+        group = list(islice(records, _ROWS_PER_GROUP))
 
 
 class Journal:
@@ -146,129 +113,151 @@ class Journal:
         self.folder = folder
 
     def shards(self) -> list[Path]:
-        """The JSON lines there are, of this run and of earlier ones with any number of processes."""
+        """Return the files of JSON lines, of this run and of earlier ones with any number of processes."""
         return sorted(self.folder.glob(SHARDS[0]))
 
     def repair(self) -> None:
-        """Cuts off lines that were torn by a kill, and folds what clusters left. Nobody may be writing."""
+        """Cut off lines that a kill tore, and fold the batches of clusters. No other process may be writing."""
         for batches in Batches.of(self.folder):
             batches.fold()
         for shard in self.shards():
-            with shard.open("rb+") as file:
-                end = file.seek(0, 2)
-                while end:
-                    start = max(0, end - 65536)
-                    file.seek(start)
-                    found = file.read(end - start).rfind(b"\n")
-                    end = start + found + 1 if found >= 0 else start
-                    if found >= 0:
-                        break
-                file.truncate(end)
+            _cut_torn_line(shard)
 
     def records(self) -> Iterator[Record]:
-        """All records, in the order of their shards. Lines that are no records (torn ones) are passed over."""
+        """Yield all records, in the order of their shards. Lines that are no records (torn ones) are skipped."""
         for shard in self.shards():
-            yield from _read(shard)
+            yield from _read_shard(shard)
         for batches in Batches.of(self.folder):
             yield from batches.records()
 
     def rewrite(self, change: Callable[[Record], Record | None]) -> None:
-        """Replaces records or, for None, removes them, so that later ones are the only ones. Nobody may be writing.
+        """Replace records, or remove those for which `change` returns None. No other process may be writing.
 
-        Captions that are removed go to `superseded.jsonl`.
+        Removed captions are appended to `superseded.jsonl`.
         """
-        parts = [(_read(shard), partial(_replace, shard)) for shard in self.shards()]
-        parts += [(batches.records(), batches.replace) for batches in Batches.of(self.folder)]
-        for part, write in parts:
-            records = list(part)
-            changed = [change(record) for record in records]
-            if changed == records:
-                continue
-            gone = [record for record, now in zip(records, changed, strict=True) if now is None and record.caption]
-            if gone:
-                with (self.folder / "superseded.jsonl").open("ab") as file:
-                    file.write(_encoded(gone))
-            write([record for record in changed if record is not None])
+        for shard in self.shards():
+            records = list(_read_shard(shard))
+            changed_records = self._changed(records, change)
+            if changed_records != records:
+                replace_file(shard, json_lines(changed_records))
+        for batches in Batches.of(self.folder):
+            records = list(batches.records())
+            changed_records = self._changed(records, change)
+            if changed_records != records:
+                batches.replace(changed_records)
+
+    def _changed(self, records: Sequence[Record], change: Callable[[Record], Record | None]) -> list[Record]:
+        changed_records = []
+        removed_captions = []
+        for record in records:
+            changed = change(record)
+            if changed is not None:
+                changed_records.append(changed)
+            elif record.caption:
+                removed_captions.append(record)
+        if removed_captions:
+            with (self.folder / "superseded.jsonl").open("ab") as file:
+                file.write(_encoded(removed_captions))
+        return changed_records
 
     def append(self, process: int, records: Iterable[Record]) -> None:
-        """Adds records to a process's shard, in one write."""
+        """Add records to the shard of a process, in one write."""
         data = _encoded(records)
         with (self.folder / f"captions-{process:05d}.jsonl").open("ab", buffering=0) as file:
             while data:
                 data = data[file.write(data) :]
 
     def select(self, run: str | None = None, *, all_prompts: bool = False) -> Selection:
-        """One record per key and prompt of the newest run (or the one named), of the prompts last asked in it.
+        """Select one record per key and prompt, sorted by key; those of one key in the order of the prompts.
 
-        Sorted by key; those of one key in the order of the prompts.
+        Args:
+            run: Name of a run, by default the newest one.
+            all_prompts: Select all prompts, not only those of the run's last start.
+
+        Raises:
+            ValueError: There is no such run.
         """
         entry = self.newest(run)
-        asked = entry.get("prompts")
-        found: dict[tuple[str, str], Record] = {}
-        others: set[tuple[str, str, str]] = set()
+        run_name = entry["run"]
+        prompts = entry.get("prompts")
+        by_name: dict[tuple[str, str], Record] = {}
+        unselected: set[tuple[str, str, str]] = set()
         for record in self.records():
-            if record.run == entry["run"] and (all_prompts or asked is None or record.prompt in asked):
-                found[record.key, record.prompt] = record
+            has_prompt = all_prompts or prompts is None or record.prompt in prompts
+            if record.run == run_name and has_prompt:
+                by_name[record.key, record.prompt] = record
             else:
-                others.add((record.run, record.key, record.prompt))
-        ranks = {prompt: rank for rank, prompt in enumerate(asked or ())}
-        order = sorted(found, key=lambda name: (name[0], ranks.get(name[1], len(ranks)), name[1]))
-        of_run = sum(run == entry["run"] for run, _, _ in others)
-        return Selection(records=[found[name] for name in order], prompts=of_run, runs=len(others) - of_run)
+                unselected.add((record.run, record.key, record.prompt))
+        ranks = {prompt: rank for rank, prompt in enumerate(prompts or ())}
+        order = sorted(by_name, key=lambda name: (name[0], ranks.get(name[1], len(ranks)), name[1]))
+        of_this_run = sum(name == run_name for name, _, _ in unselected)
+        records = [by_name[name] for name in order]
+        return Selection(records=records, prompts=of_this_run, runs=len(unselected) - of_this_run)
 
     def merged(self, run: str | None = None) -> list[Record]:
-        """The records of `select`."""
+        """Return the records of `select`."""
         return self.select(run).records
 
-    def newest(self, run: str | None = None) -> dict[str, Any]:
-        """The manifest's last entry, of the run named; ValueError without one."""
+    def newest(self, run: str | None = None) -> Entry:
+        """Return the manifest's last entry, or the last one of a run. ValueError if there is none."""
         entries = [entry for entry in self.manifest()["runs"] if run in (None, entry["run"])]
         if not entries:
             raise ValueError(f"no run {run or ''} has written to {self.folder}".replace("  ", " "))
-        last: dict[str, Any] = entries[-1]
-        return last
+        newest: Entry = entries[-1]
+        return newest
 
-    def manifest(self) -> dict[str, Any]:
-        """What is known of the runs into this folder."""
+    def manifest(self) -> dict[str, list[Entry]]:
+        """Read the entries of all runs into this folder."""
         path = self.folder / "manifest.json"
         if not path.exists():
             return {"runs": []}
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return found | {"runs": list(found["runs"])}
+            manifest: dict[str, list[Entry]] = json.loads(path.read_text(encoding="utf-8"))
+            return manifest | {"runs": list(manifest["runs"])}
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path} is damaged, or none of these runs ({reason}): name another output") from None
+            raise ValueError(
+                f"{path} is damaged, or no captioning run wrote it ({reason}): name another output"
+            ) from None
 
-    def begin(self, entry: Mapping[str, Any], change: Callable[[Record], Record | None]) -> None:
-        """Makes the folder ready for a run: repaired, with the records that `rewrite` makes of those there are, noted.
-
-        Nobody may be writing.
-        """
+    def begin(self, entry: Entry, change: Callable[[Record], Record | None]) -> None:
+        """Repair the folder, rewrite its records and add a run to the manifest. No other process may be writing."""
         self.repair()
         self.rewrite(change)
         self.note(entry)
 
-    def note(self, entry: Mapping[str, Any], *, instead: bool = False) -> None:
-        """Adds a run to the manifest, or puts it in the place of the last one."""
+    def note(self, entry: Entry, *, instead: bool = False) -> None:
+        """Add a run to the manifest, or with `instead` replace the last one."""
         manifest = self.manifest()
         if instead:
             manifest["runs"].pop()
-        manifest["runs"].append(dict(entry))
+        manifest["runs"].append(entry)
         replace_file(self.folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
-def _read(shard: Path) -> Iterator[Record]:
+def _cut_torn_line(shard: Path) -> None:
+    """Truncate a file behind its last line end, searching from the end."""
+    with shard.open("rb+") as file:
+        end = file.seek(0, 2)
+        while end:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            line_end = file.read(end - start).rfind(b"\n")
+            if line_end >= 0:
+                end = start + line_end + 1
+                break
+            end = start
+        file.truncate(end)
+
+
+def _read_shard(shard: Path) -> Iterator[Record]:
     with shard.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if not line.endswith("\n"):  # whole as it may look, `repair` will cut it off
+            if not line.endswith("\n"):  # it may look complete, but `repair` will cut it off
                 return
-            if (record := read_line(line)) is not None:
+            record = read_line(line)
+            if record is not None:
                 yield record
-
-
-def _replace(shard: Path, records: Iterable[Record]) -> None:
-    replace_file(shard, json_lines(records))
 
 
 def _encoded(records: Iterable[Record]) -> bytes:

@@ -1,37 +1,41 @@
-"""What a run is, and what it still has to do: pure functions of settings, items and records."""
+"""Decide what a run still has to do, from its settings, items and earlier records."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import psutil
+from media.batches import Task
+from media.files import Settings
+from media.items import Item, checksum, fields, open_item, size, stamp
+from media.prompts import fill, named
 
-from captioning.batches import Task
-from captioning.captioner import fill, named
 from captioning.journal import Record
-from captioning.sources import Item, checksum, fields, open_item, size, stamp
 
-__all__ = ["Plan", "checkpoint", "differences", "filled", "holds", "make_plan", "missing_processes", "same_picture"]
+__all__ = ["Plan", "differences", "filled", "holds", "make_plan", "missing_processes", "same_picture"]
 
-_OF_THE_NAME = {"name", "stem", "folder", "key", "kind"}
+_FIELDS_OF_NAME = {"name", "stem", "folder", "key", "kind"}
 _LIMIT = re.compile(r"TooLarge: .* the limit is (\d+)")
-_OF_A_CHECKPOINT = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
-_OF_TRAINING = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
 
 
 @dataclass
 class Plan:
-    """tasks: what is to caption. stale: (key, prompt) of records that hold no more, as the file or what is asked is
-    another now, or the error is tried again; changed: how many of them are captions. stamps: by key, the new ones of
-    files that are the same with another time. expected: how many records there are in the end. errors: earlier ones,
-    left alone. known: earlier records; matching: those of them that are of these items."""
+    """The work that a run has to do.
+
+    Args:
+        tasks: The items to caption, with their prompts.
+        stale: Key and prompt of outdated records: the file or the filled prompt changed, or the error is retried.
+        changed: How many of them are captions.
+        stamps: New stamps by key, of files that have another time and the same bytes.
+        expected: How many records there are in the end.
+        errors: How many earlier errors are not retried.
+        records: How many earlier records there are.
+        matching: How many of them belong to these items.
+    """
 
     tasks: list[Task] = field(default_factory=list)
     stale: set[tuple[str, str]] = field(default_factory=set)
@@ -39,11 +43,11 @@ class Plan:
     stamps: dict[str, str] = field(default_factory=dict)
     expected: int = 0
     errors: int = 0
-    known: int = 0
+    records: int = 0
     matching: int = 0
 
     def revised(self, run: str, record: Record) -> Record | None:
-        """A record of this run as it holds now, None for one that holds no more; of other runs as it is."""
+        """Update a record of this run: None for an outdated one. Records of other runs stay."""
         if record.run != run:
             return record
         if (record.key, record.prompt) in self.stale:
@@ -59,32 +63,43 @@ def make_plan(
     retry_errors: bool = False,
     refuse_above: int = 0,
 ) -> Plan:
-    """What is left. records: those of the same model and settings. refuse_above: an error that names a smaller limit
-    holds no more."""
-    plan, records = Plan(), list(records)
-    by_key = {item.key: item for item in items}
-    # The error of a damaged shard stands under the shard's own name, which is no item's once the shard is mended.
-    mended = {item.source for item in items if item.source} - by_key.keys()
-    errors, done = set(), set()
-    unsure = [each for each in records if each.key in by_key and not _untouched(each, by_key[each.key])]
-    with ThreadPoolExecutor(8) as pool:  # files are read that have another time than they had
-        verdicts = pool.map(lambda record: holds(record, by_key[record.key]), unsure)
-        held = {id(record): verdict for record, verdict in zip(unsure, verdicts, strict=True)}
+    """Plan what is left to do.
+
+    Args:
+        items: The items of this run.
+        prompts: The prompts of this run.
+        records: Earlier records of the same model and settings.
+        retry_errors: Retry items that failed.
+        refuse_above: Pixels that are allowed. An error that names a smaller limit is retried.
+    """
+    plan = Plan()
+    records = list(records)
+    item_by_key = {item.key: item for item in items}
+    # The error of a damaged shard has the shard's own key. Once the shard is mended, no item has that key.
+    mended_shards = {item.source for item in items if item.source} - item_by_key.keys()
+    is_current = _compare_with_files(records, item_by_key)
+    done: set[tuple[str, str]] = set()
+    errors: set[tuple[str, str]] = set()
     for record in records:
-        name, still = (record.key, record.prompt), held.get(id(record))
-        here = record.key in by_key and record.prompt in prompts
-        limit = _LIMIT.match(record.error or "")
-        changed = still is False or record.key in mended
-        if changed:
+        name = (record.key, record.prompt)
+        item = item_by_key.get(record.key)
+        is_requested_error = item is not None and record.prompt in prompts and record.status == "error"
+        has_changed = is_current.get(id(record)) is False or record.key in mended_shards
+        if has_changed:
             plan.changed += record.caption is not None
-        elif still and record.stamp is not None and (now := stamp(by_key[record.key])) is not None:
-            plan.stamps[record.key] = now
-        retried = here and record.status == "error" and (retry_errors or (limit and int(limit[1]) < refuse_above))
-        (plan.stale if changed or retried else done).add(name)
-        if here and record.status == "error":
+        elif item is not None and is_current.get(id(record)) and record.stamp is not None:
+            new_stamp = stamp(item)
+            if new_stamp is not None:
+                plan.stamps[record.key] = new_stamp
+        is_retried = is_requested_error and (retry_errors or _allows_more(record, refuse_above))
+        if has_changed or is_retried:
+            plan.stale.add(name)
+        else:
+            done.add(name)
+        if is_requested_error:
             errors.add(name)
-        plan.known += 1
-        plan.matching += record.key in by_key or record.key in mended
+        plan.records += 1
+        plan.matching += item is not None or record.key in mended_shards
     done -= plan.stale
     plan.errors = len(errors - plan.stale)
     for item in items:
@@ -95,32 +110,51 @@ def make_plan(
     return plan
 
 
-def _untouched(record: Record, item: Item) -> bool:
-    same = record.stamp is not None and record.stamp == stamp(item)
-    # Texts beside a picture may change without it; other columns of a row and members of a shard may not.
-    return same and (item.source is not None or named([record.prompt]) <= _OF_THE_NAME)
+def _compare_with_files(records: Sequence[Record], item_by_key: Mapping[str, Item]) -> dict[int, bool | None]:
+    """Return by `id` whether records hold for their items; without those whose stamps show that nothing changed."""
+    uncertain = [
+        record
+        for record in records
+        if record.key in item_by_key and not _has_same_stamp(record, item_by_key[record.key])
+    ]
+    with ThreadPoolExecutor(8) as pool:  # reads the files that have another time
+        verdicts = pool.map(lambda record: holds(record, item_by_key[record.key]), uncertain)
+        return {id(record): verdict for record, verdict in zip(uncertain, verdicts, strict=True)}
+
+
+def _has_same_stamp(record: Record, item: Item) -> bool:
+    is_same_file = record.stamp is not None and record.stamp == stamp(item)
+    # Texts beside a picture may change without it. Columns of a row and members of a shard may not.
+    return is_same_file and (item.source is not None or named([record.prompt]) <= _FIELDS_OF_NAME)
+
+
+def _allows_more(record: Record, refuse_above: int) -> bool:
+    limit = _LIMIT.match(record.error or "")
+    return limit is not None and int(limit[1]) < refuse_above
 
 
 def holds(record: Record, item: Item) -> bool | None:
-    """Whether a record is of what the item is now, and of what is asked of it now; None where that cannot be read."""
-    if not (same := same_picture(record, item)):
-        return same
-    if named([record.prompt]) <= _OF_THE_NAME or not (record.asked or record.error):
+    """Tell whether an item still has the picture and the filled prompt of a record; None if it cannot be read."""
+    is_same_picture = same_picture(record, item)
+    if not is_same_picture:
+        return is_same_picture
+    if named([record.prompt]) <= _FIELDS_OF_NAME or not (record.asked or record.error):
         return True
     try:
         return filled(record.prompt, item) == (record.asked or "")
-    except Exception:  # as the text is gone: what was asked with it may stay
+    except Exception:  # the text is gone: captions that were made with it may stay
         return None
 
 
 def same_picture(record: Record, item: Item) -> bool | None:
-    """Whether a record is of the bytes that the item has now; None where they cannot be read."""
-    now, length = stamp(item), size(item)
+    """Tell whether an item still has the bytes of a record; None if they cannot be read."""
+    current_stamp = stamp(item)
+    length = size(item)
     if item.problem is not None or (length is None and item.row is None):
         return None
-    if now is not None and now == record.stamp:
+    if current_stamp is not None and current_stamp == record.stamp:
         return True
-    if record.checksum is None:  # it could not be read, or the record is an old one
+    if record.checksum is None:  # the picture could not be read, or the record is of the first version
         return record.stamp is None and length in (None, record.bytes)
     if item.row is None and length != record.bytes:
         return False
@@ -134,59 +168,50 @@ def same_picture(record: Record, item: Item) -> bool | None:
 
 
 def filled(prompt: str, item: Item) -> str:
-    """What is asked of an item. Raises ValueError for fields that it does not have, OSError for unreadable ones."""
-    kind = {"kind": "video" if item.kind == "video" else "picture"}
-    return fill(prompt, fields(item, named([prompt])) | kind)
+    """Fill the fields of a prompt for an item.
 
-
-def checkpoint(folder: Path, known: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The contents of a checkpoint as checksums, wherever it lies and whenever it was copied there; and all checksums.
-
-    known: checksums of earlier runs, by path, size and time, which are not computed again.
+    Raises:
+        ValueError: The item lacks a field.
+        OSError: A field cannot be read.
     """
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in _OF_A_CHECKPOINT and file.is_file()]
-    files = [file for file in files if file.name not in _OF_TRAINING]
-    stats = {file: f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files}
-
-    def checksum(file: Path) -> str:
-        if (found := known.get(stats[file])) is not None:
-            return str(found)
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(8) as pool:
-        sums = dict(zip(files, pool.map(checksum, files), strict=True))
-    return {file.name: digest for file, digest in sums.items()}, {stats[file]: sums[file] for file in files}
+    kind = "video" if item.kind == "video" else "picture"
+    return fill(prompt, fields(item, named([prompt])) | {"kind": kind})
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What tells two runs' settings apart, for people."""
-    found = []
+def differences(old: Settings, new: Settings) -> list[str]:
+    """Describe how the settings of two runs differ."""
+    lines = []
     for name in [*new, *(name for name in old if name not in new)]:
-        before, now = old.get(name), new.get(name)
-        if before == now:
+        before = old.get(name)
+        after = new.get(name)
+        if before == after:
             continue
         if name == "files":
-            before, now = (each if isinstance(each, Mapping) else {} for each in (before, now))
-            files = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
-            found.append(f"the checkpoint's {', '.join(files)}")
+            lines.append(f"the checkpoint's {', '.join(_changed_files(before, after))}")
         else:
-            found.append(f"{name}: {before} before, {now} now")
-    return found
+            lines.append(f"{name}: {before} before, {after} now")
+    return lines
+
+
+def _changed_files(before: object, after: object) -> list[str]:
+    old_checksums = before if isinstance(before, Mapping) else {}
+    new_checksums = after if isinstance(after, Mapping) else {}
+    names = {*old_checksums, *new_checksums}
+    return sorted(name for name in names if old_checksums.get(name) != new_checksums.get(name))
 
 
 def missing_processes(started: int) -> str | None:
-    """A warning if the launcher was asked for more processes: `accelerate launch --cpu` silently starts one."""
+    """Return a warning if the launcher was asked for more processes: `accelerate launch --cpu` starts only one."""
     if os.environ.get("WORLD_SIZE"):
         return None
     try:
-        parent = psutil.Process().parent()
-        asked = re.search(r"--num[_-]processes[= ](\d+)", " ".join(parent.cmdline() if parent else ()))
+        launcher = psutil.Process().parent()
+        requested = re.search(r"--num[_-]processes[= ](\d+)", " ".join(launcher.cmdline() if launcher else ()))
     except psutil.Error:
         return None
-    if asked is None or int(asked[1]) <= started:
+    if requested is None or int(requested[1]) <= started:
         return None
     return (
-        f"warning: {asked[1]} processes were asked for and {started} was started; on a CPU launch with "
+        f"warning: {requested[1]} processes were asked for and {started} was started; on a CPU launch with "
         "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu"
     )

@@ -1,33 +1,37 @@
-"""What the first process finds out for all, before any model is loaded: which run this is, and what is left to do."""
+"""Find out, in the first process and before a model is loaded, which run this is and what it has to do."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoConfig
+from media.checkpoints import identity
+from media.files import Settings, fingerprint, lock, say, some
+from media.items import Item
+from media.sources import Found, find
 
-from captioning.journal import Journal, fingerprint, lock, replace_file
-from captioning.plan import Plan, checkpoint, differences, make_plan
-from captioning.sources import Found, Item, find
+from captioning.journal import Entry, Journal
+from captioning.plan import Plan, differences, make_plan
 
-__all__ = ["Prepared", "Wanted", "identity", "prepare", "say", "some"]
+__all__ = ["Prepared", "Request", "prepare"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What the command line asks for. settings: those that change captions, beside the checkpoint."""
+class Request:
+    """The part of the command line that decides what a run does.
+
+    Args:
+        settings: Options that change captions, beside the checkpoint.
+        others: The options of these names.
+    """
 
     inputs: list[str]
     output: Path
     model: str
     revision: str | None
-    settings: dict[str, Any]
+    settings: Settings
     prompts: list[str]
     column: str | None
     split: str
@@ -42,14 +46,20 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run: its name, settings and prompts, what it has to do, the model's name for people, and where keys are
-    relative to.
+    """A run that can begin.
 
-    clashed: whether items share a name.
+    Args:
+        run: Fingerprint of its settings, which is its name.
+        settings: The checkpoint and the options that change captions.
+        prompts: The prompts.
+        plan: What it has to do.
+        title: Name of the model for the console.
+        root: Folder that keys are relative to.
+        clashed: Whether items share a key.
     """
 
     run: str
-    settings: dict[str, Any]
+    settings: Settings
     prompts: list[str]
     plan: Plan
     title: str
@@ -57,119 +67,86 @@ class Prepared:
     clashed: bool
 
 
-def prepare(wanted: Wanted, stack: ExitStack) -> Prepared:
-    """Find the items and what is to do, and say so. The folder is locked for the length of the stack.
+def prepare(request: Request, stack: ExitStack) -> Prepared:
+    """Find the items, plan what to do, and print both. The folder is locked as long as the stack is open.
 
-    Raises ValueError and OSError for mistakes in what is asked.
+    Raises:
+        ValueError: The request has a mistake.
+        OSError: A file cannot be read or written.
     """
-    if wanted.skip_with is not None and not wanted.skip_with.startswith("."):
-        raise ValueError(f"expected --skip-with to be an extension such as .txt, got {wanted.skip_with}")
-    journal = Journal(wanted.output)
-    share = None if wanted.dry_run else stack.enter_context(lock(wanted.output, alone=True))
-    last = (journal.manifest()["runs"] or [{}])[-1]
-    before = last.get("settings", {})
-    checkpoint_settings, title = identity(wanted.model, wanted.revision, wanted.output, write=share is not None)
-    settings = checkpoint_settings | wanted.settings
-    # Anew is another run: whatever goes wrong with it, the records of the one before are still there.
-    if again := before.get("again", 0) + wanted.overwrite:
-        settings["again"] = again
+    if request.skip_with is not None and not request.skip_with.startswith("."):
+        raise ValueError(f"expected --skip-with to be an extension such as .txt, got {request.skip_with}")
+    journal = Journal(request.output)
+    share_lock = None if request.dry_run else stack.enter_context(lock(request.output, alone=True))
+    last_run = (journal.manifest()["runs"] or [{}])[-1]
+    last_settings = last_run.get("settings", {})
+    checkpoint_settings, title = identity(request.model, request.revision, request.output, write=share_lock is not None)
+    settings = checkpoint_settings | request.settings
+    # --overwrite makes another run, so the earlier records stay, even if this run fails.
+    overwrites = last_settings.get("again", 0) + request.overwrite
+    if overwrites:
+        settings["again"] = overwrites
     run = fingerprint(settings)
     say(f"model {title}")
-    found = find(wanted.inputs, column=wanted.column, split=wanted.split, root=_root(wanted, last))
-    items = [item for item in found.items if not _has_beside(item, wanted.skip_with)]
-    _say_passed_over(found, len(found.items) - len(items), wanted.skip_with)
-    items = items[: wanted.limit]
+    found_items = find(request.inputs, column=request.column, split=request.split, root=_root(request, last_run))
+    items = [item for item in found_items.items if not _has_text_beside(item, request.skip_with)]
+    _say_passed_over(found_items, len(found_items.items) - len(items), request.skip_with)
+    items = items[: request.limit]
     records = [record for record in journal.records() if record.run == run]
-    plan = make_plan(items, wanted.prompts, records, retry_errors=wanted.retry_errors, refuse_above=wanted.refuse_above)
-    say(f"{len(items)} items, {len(plan.tasks)} of them to caption (run {run})")
-    if plan.changed:
-        say(
-            f"{plan.changed} captions hold no more: their pictures, or what is asked of them, are others now. They go "
-            "to superseded.jsonl"
-        )
-    if plan.known and not plan.matching:
-        say(f"None of the {plan.known} records here is of these inputs; are they another copy? Then see --root.")
-    if plan.errors:
-        say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
-    if last and not records and not wanted.overwrite:
-        say("a new run: " + ("; ".join(differences(before, settings)) or "nothing was recorded by the last one"))
-    if share is not None:
-        share()
+    plan = make_plan(
+        items, request.prompts, records, retry_errors=request.retry_errors, refuse_above=request.refuse_above
+    )
+    _say_plan(plan, len(items), run)
+    if last_run and not records and not request.overwrite:
+        say("a new run: " + ("; ".join(differences(last_settings, settings)) or "the last run left no records"))
+    if share_lock is not None:
+        share_lock()
     return Prepared(
         run=run,
         settings=settings,
-        prompts=wanted.prompts,
+        prompts=request.prompts,
         plan=plan,
         title=title,
-        root=found.root,
-        clashed=bool(found.clashes),
+        root=found_items.root,
+        clashed=bool(found_items.clashes),
     )
 
 
-def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[dict[str, Any], str]:
-    """What tells one checkpoint from another, and its name for people: a folder's contents, a commit of the Hub.
-
-    Checksums that were computed once are kept in the output folder.
-    """
-    if Path(model).is_file():
-        raise ValueError(f"{model} is a file; name the folder of the checkpoint")
-    if Path(model).is_dir():
-        if revision is not None:
-            raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
-        file = output / ".checksums.json"
-        known: dict[str, str] = {}
-        with suppress(OSError, ValueError):  # there is none yet, or it is damaged
-            known = json.loads(file.read_text())
-        files, sums = checkpoint(Path(model), known)
-        if not files:
-            raise ValueError(f"{model} holds no checkpoint")
-        if write and not sums.items() <= known.items():
-            with suppress(OSError):  # a full disk: what cannot do without it says so
-                replace_file(file, json.dumps(known | sums))
-        return {"files": files}, f"{model} (checksum {fingerprint(files)})"
-    try:
-        config = AutoConfig.from_pretrained(model, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        missing = "no folder is there, and as a name on the Hub: "
-        raise ValueError(f"cannot load {model}: {missing}{reason}") from None
-    commit = getattr(config, "_commit_hash", None) or revision
-    return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"
-
-
-def _root(wanted: Wanted, last: dict[str, Any]) -> str | None:
-    if wanted.root is not None:
-        if not wanted.root.is_dir():
-            raise ValueError(f"--root {wanted.root} is no folder")
-        return str(wanted.root.resolve())
-    root: str | None = last.get("root")
+def _root(request: Request, last_run: Entry) -> str | None:
+    if request.root is not None:
+        if not request.root.is_dir():
+            raise ValueError(f"--root {request.root} is no folder")
+        return str(request.root.resolve())
+    root: str | None = last_run.get("root")
     if root and not Path(root).is_dir():
         say(f"the last run's pictures were in {root}, which is gone: these are taken for the same ones")
         return None
     return root
 
 
-def _has_beside(item: Item, extension: str | None) -> bool:
-    whole_file = item.row is None and item.length is None
+def _has_text_beside(item: Item, extension: str | None) -> bool:
+    is_file = item.row is None and item.length is None
     # `Path.exists` raises for a name that is too long.
-    return extension is not None and whole_file and os.path.exists(Path(item.file).with_suffix(extension))
+    return extension is not None and is_file and os.path.exists(Path(item.file).with_suffix(extension))
 
 
-def _say_passed_over(found: Found, captioned: int, extension: str | None) -> None:
-    for why, paths in found.passed_over.items():
+def _say_plan(plan: Plan, items: int, run: str) -> None:
+    say(f"{items} items, {len(plan.tasks)} of them to caption (run {run})")
+    if plan.changed:
+        say(
+            f"{plan.changed} captions are outdated, since their pictures or filled prompts changed. They go to "
+            "superseded.jsonl"
+        )
+    if plan.records and not plan.matching:
+        say(f"None of the {plan.records} records here is of these inputs; are they another copy? Then see --root.")
+    if plan.errors:
+        say(f"{plan.errors} earlier errors are left alone; --retry-errors tries them again")
+
+
+def _say_passed_over(found_items: Found, with_text: int, extension: str | None) -> None:
+    for why, paths in found_items.passed_over.items():
         say(f"passed over: {len(paths)} {why}: {some(paths)}")
-    if captioned:
-        say(f"passed over: {captioned} pictures that have a {extension} beside them")
-    if found.clashes:
-        say(f"error: {len(found.clashes)} names that more than one item has: {some(found.clashes)}")
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def say(line: str) -> None:
-    """Print a line that may hold names of files."""
-    # A file name that is no valid UTF-8 is not to stop a run.
-    print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)
+    if with_text:
+        say(f"passed over: {with_text} pictures that have a {extension} beside them")
+    if found_items.clashes:
+        say(f"error: {len(found_items.clashes)} items share a name with another: {some(found_items.clashes)}")

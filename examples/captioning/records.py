@@ -1,43 +1,42 @@
-"""What is known of one caption, as an object, as a line of JSON and as a row of a parquet file; and whole files."""
+"""Keep what is known of one caption: as an object, as a line of JSON and as a row of a parquet file."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
-__all__ = [
-    "CANNOT_WRITE",
-    "FULL",
-    "Record",
-    "json_lines",
-    "part_of",
-    "read_line",
-    "read_table",
-    "replace_file",
-    "write_table",
-    "write_whole",
-]
+from media.files import part_of
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-CANNOT_WRITE = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+__all__ = ["Record", "json_lines", "read_line", "read_table", "write_table", "write_whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One caption, or why there is none. key and prompt say of what; run and bytes, whether it still holds.
+    """One caption, or the error that stands in its place.
 
-    asked: the prompt with its fields filled in. source and row: the shard or table that it is from, and the row there.
-    run: fingerprint of model and settings. bytes: size of the file (of a row's whole table), None where unknown.
-    checksum: CRC-32 of the picture's bytes. stamp: what tells without reading them that they are the same.
-    tokens: generated.
+    Args:
+        key: Name of the picture or video in the run.
+        prompt: The prompt, unfilled.
+        status: Whether there is a caption.
+        caption: The caption; None for an error.
+        error: The error; None for a caption.
+        width: Upright width of the picture.
+        height: Upright height of the picture.
+        tokens: Generated tokens.
+        bytes: Size of the file, of a row its whole table; None where unknown.
+        run: Fingerprint of model and settings.
+        asked: The prompt with its fields filled in.
+        source: The shard, table or data set that holds the picture.
+        row: The row there.
+        checksum: CRC-32 of the picture's bytes.
+        stamp: Equal as long as the bytes are, without reading them.
     """
 
     key: str
@@ -58,64 +57,48 @@ class Record:
 
 
 _NAMES = tuple(field.name for field in fields(Record))
-_LATER = ("asked", "source", "row", "checksum", "stamp")  # not in the records of the first version
+_LATER_NAMES = ("asked", "source", "row", "checksum", "stamp")  # records of the first version lack these
 _NUMBERS = ("width", "height", "tokens", "bytes", "row")
-_AT_ONCE = 10_000  # rows that are read
+_ROWS_PER_READ = 10_000
 _LINE = "line"
-"""Column of files that are read again: the JSON of a record whose strings, as names of files may be, are no UTF-8."""
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a whole file or, if it is interrupted, none of it."""
-    with part_of(path) as part:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-@contextmanager
-def part_of(path: Path) -> Iterator[Path]:
-    """A file to write into, that becomes `path` if all goes well. Its name is short, for `path` may be a long one."""
-    part = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
+"""Column of the JSON of records whose strings, as names of files may be, are no valid UTF-8."""
 
 
 def json_lines(records: Iterable[Record]) -> str:
-    """A line of JSON for every record."""
-    # A file name that is no valid UTF-8 holds lone surrogates; whoever encodes this makes JSON's own escapes of them.
+    """Return a line of JSON for every record.
+
+    Names of files that are no valid UTF-8 hold lone surrogates. Encode the text with `errors="backslashreplace"`, which
+    turns them into JSON's own escapes.
+    """
     return "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
 
 
 def read_line(line: str) -> Record | None:
-    """The record of a line of JSON; None for another line."""
+    """Return the record of a line of JSON; None for another line."""
     try:
-        found = json.loads(line)
-        return Record(**{name: found[name] for name in _NAMES if name not in _LATER or name in found})
+        values = json.loads(line)
+        return Record(**{name: values[name] for name in _NAMES if name not in _LATER_NAMES or name in values})
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def write_table(path: Path, records: Sequence[Record]) -> None:
-    """Writes a parquet file for others. Lone surrogates become JSON's escapes. ValueError without pyarrow."""
+    """Write a parquet file for other programs. Lone surrogates become JSON's escapes. ValueError without pyarrow."""
     _pyarrow().write_table(_table(records), path)
 
 
-def write_whole(path: Path, parts: Iterable[Sequence[Record]]) -> None:
-    """Writes a parquet file that `read_table` reads to the same records, or none if it is interrupted."""
+def write_whole(path: Path, groups: Iterable[Sequence[Record]]) -> None:
+    """Write a parquet file that `read_table` reads to equal records. If that is interrupted, nothing is written."""
     pq = _pyarrow()
-    with part_of(path) as part, pq.ParquetWriter(part, _exact([]).schema) as writer:
-        for records in parts:
-            writer.write_table(_exact(records))
+    with part_of(path) as part, pq.ParquetWriter(part, _table_with_lines([]).schema) as writer:
+        for records in groups:
+            writer.write_table(_table_with_lines(records))
 
 
 def read_table(path: Path) -> Iterator[Record]:
-    """The records of a parquet file that `write_whole` wrote. ValueError and OSError for a damaged one."""
+    """Yield the records of a parquet file that `write_whole` wrote. ValueError and OSError for a damaged one."""
     with _pyarrow().ParquetFile(path) as file:
-        for batch in file.iter_batches(_AT_ONCE):
+        for batch in file.iter_batches(_ROWS_PER_READ):
             for row in batch.to_pylist():
                 line = row.pop(_LINE)
                 record = Record(**row) if line is None else read_line(line)
@@ -123,23 +106,29 @@ def read_table(path: Path) -> Iterator[Record]:
                 yield record
 
 
-def _table(records: Sequence[Record]) -> Any:
+def _table(records: Sequence[Record]) -> Table:
     import pyarrow as pa
 
     schema = pa.schema([(name, pa.int64() if name in _NUMBERS else pa.string()) for name in _NAMES])
-    rows = [{name: _valid(value) for name, value in asdict(record).items()} for record in records]
+    rows = []
+    for record in records:
+        values = asdict(record).items()
+        rows.append({name: _valid_utf8(value) if isinstance(value, str) else value for name, value in values})
     return pa.Table.from_pylist(rows, schema=schema)
 
 
-def _exact(records: Sequence[Record]) -> Any:
+def _table_with_lines(records: Sequence[Record]) -> Table:
     import pyarrow as pa
 
-    lines = [json_lines([record]) for record in records]
-    exact = [None if _valid(line) == line else _valid(line) for line in lines]
-    return _table(records).append_column(_LINE, pa.array(exact, pa.string()))
+    lines: list[str | None] = []
+    for record in records:
+        line = json_lines([record])
+        valid_line = _valid_utf8(line)
+        lines.append(None if valid_line == line else valid_line)
+    return _table(records).append_column(_LINE, pa.array(lines, pa.string()))
 
 
-def _pyarrow() -> Any:
+def _pyarrow() -> ModuleType:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -147,6 +136,5 @@ def _pyarrow() -> Any:
     return pyarrow.parquet
 
 
-def _valid(value: Any) -> Any:
-    # Parquet's strings are valid UTF-8, names of files need not be.
-    return value.encode("utf-8", errors="backslashreplace").decode() if isinstance(value, str) else value
+def _valid_utf8(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode()

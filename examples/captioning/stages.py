@@ -1,6 +1,6 @@
-"""What the workers of a cluster do with a batch, in two stages: made ready on any CPU, captioned where a model is.
+"""Work on a batch in two stages, as a cluster does: prepared on any CPU, captioned where a model is.
 
-No cluster is needed here: stages are called, in any order and as often as anybody likes, and every record comes once.
+The stages need no cluster. They may be called in any order and several times; every record is written once.
 """
 
 from __future__ import annotations
@@ -14,28 +14,38 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
+from media.batches import Task, header_of
+from media.files import lock
+from media.pictures import REFUSE_ABOVE
+from media.processors import limit_pixels, load_processor
 from PIL import Image
+from transformers import PreTrainedModel, ProcessorMixin
 
 import hf_vit_accel
-from captioning.batches import Task, header_of, limit_pixels
-from captioning.captioner import Absent, Captioner, load_model, load_processor, reuse_for
-from captioning.journal import Batches, lock
+from captioning.captioner import Absent, Captioner, load_model, reuse_for
+from captioning.journal import Batches
 from captioning.options import Options
-from captioning.pictures import REFUSE_ABOVE
 from captioning.progress import Tally
-from captioning.worker import Worker
+from captioning.worker import Ready, Worker
 
 __all__ = ["Answer", "Job", "anywhere", "make_ready", "measure"]
 
-_READERS = 4  # threads of a worker that read: they wait for the file system, mostly
+_READERS = 4  # threads of a worker that read: they mostly wait for the file system
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all workers are told. run: its fingerprint. commit: of a model on the Hub. folder: that of its `Batches`."""
+    """The facts of a run that all workers need.
+
+    Args:
+        options: Options of the command line.
+        run: Fingerprint of the run.
+        commit: Commit of a model on the Hub.
+        on_gpu: Whether models run on GPUs.
+        folder: Folder of the run's `Batches`.
+    """
 
     options: Options
     run: str
@@ -45,16 +55,16 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weights."""
-        found: torch.dtype = getattr(torch, self.options.dtype_on(self.on_gpu))
-        return found
+        """Return the dtype of the weights."""
+        dtype: torch.dtype = getattr(torch, self.options.dtype_on(self.on_gpu))
+        return dtype
 
-    def worker(self, model: Any) -> Worker:
-        """What works on batches, one at a time."""
-        options, processor = self.options, processor_of(self.options, self.commit)
+    def worker(self, model: PreTrainedModel | Absent) -> Worker:
+        """Return a worker that works on one batch at a time."""
+        options = self.options
         Image.MAX_IMAGE_PIXELS = max(options.refuse_above, REFUSE_ABOVE)
         return Worker(
-            captioner=Captioner(model, processor, *options.decoding),
+            captioner=Captioner(model, processor_of(options, self.commit), *options.decoding),
             journal=Batches(self.folder),
             progress=Tally(),
             process=0,
@@ -65,80 +75,92 @@ class Job:
         )
 
 
-def processor_of(options: Options, commit: str | None) -> Any:
-    """The processor, loaded once in a process."""
+def processor_of(options: Options, commit: str | None) -> ProcessorMixin:
+    """Load the processor, once in a process."""
     return _processor(options.named, commit, options.min_pixels, options.max_pixels)
 
 
 @cache
-def _processor(named: str, commit: str | None, least: int | None, most: int | None) -> Any:
-    processor = load_processor(named, commit)
-    limit_pixels(processor, least, most)
+def _processor(model: str, commit: str | None, min_pixels: int | None, max_pixels: int | None) -> ProcessorMixin:
+    processor = load_processor(model, commit)
+    limit_pixels(processor, min_pixels, max_pixels)
     return processor
 
 
 def anywhere(task: Task) -> Task:
-    """The task with whole paths: workers stand in other folders."""
+    """Make the path of a task absolute, since workers run in other folders."""
     item = task.item
-    whole = item.split is None or os.path.exists(item.file)
-    return replace(task, item=replace(item, file=os.path.abspath(item.file))) if whole else task
+    is_path = item.split is None or os.path.exists(item.file)
+    return replace(task, item=replace(item, file=os.path.abspath(item.file))) if is_path else task
 
 
 def measure(job: Job, tasks: Sequence[Task]) -> list[Task]:
-    """The tasks with their sizes, from headers."""
+    """Return the tasks with their sizes, from the headers."""
     worker = job.worker(Absent(job.dtype))
+
+    def measure_one(task: Task) -> Task:
+        tokens, pixels = header_of(task.item, worker.captioner.processor, worker.refuse_above)
+        return replace(task, tokens=tokens, pixels=pixels)
+
     with ThreadPoolExecutor(_READERS) as pool:
-        sizes = pool.map(lambda task: header_of(task.item, worker.captioner.processor, worker.refuse_above), tasks)
-        return [
-            replace(task, tokens=tokens, pixels=pixels) for task, (tokens, pixels) in zip(tasks, sizes, strict=True)
-        ]
+        return list(pool.map(measure_one, tasks))
 
 
 def make_ready(job: Job, batch: Sequence[Task]) -> bytes:
-    """Reads, decodes and cuts a batch into patches: all that is done before there is a model."""
+    """Read, decode and cut a batch into patches, and pickle it: all work that needs no model."""
     worker = job.worker(Absent(job.dtype))
     with ThreadPoolExecutor(_READERS) as pool:
         rows = list(pool.map(worker.reader(), batch))
     for row in rows:
-        if isinstance(row.seen, Image.Image):
-            row.seen.info.clear()  # profiles, thumbnails, whatever a file says of itself: dead weight on the way
-    failed, good, inputs = worker.prepare(rows)
-    # `send` has the prompts share their pixels, of which pickle then writes one copy.
-    return pickle.dumps((failed, good, worker.captioner.send(inputs)), protocol=pickle.HIGHEST_PROTOCOL)
+        if isinstance(row.medium, Image.Image):
+            row.medium.info.clear()  # profiles and thumbnails would travel with the picture
+    ready = worker.prepare(rows)
+    # `send` lets the prompts share their pixels, so that pickle writes them once.
+    ready = replace(ready, inputs=worker.captioner.send(ready.inputs))
+    return pickle.dumps(ready, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class Answer:
-    """A patched model with its graphs warm, in a process of its own; batches that are ready become records."""
+    """Caption batches that are ready, with a patched model in a process of its own, its graphs warmed up."""
 
     def __init__(self, job: Job) -> None:
-        options, self.stack, self.lock = job.options, ExitStack(), Lock()
+        options = job.options
+        self.stack = ExitStack()
+        self.lock = Lock()
         self.stack.enter_context(lock(job.folder.parent, alone=False))  # until the process ends
         device = torch.device("cuda" if job.on_gpu else "cpu")
         model = load_model(options.named, job.dtype, device, job.commit)
         if not options.no_patch:
-            how = dict(attention=options.attention, cuda_graphs=options.cuda_graphs)
-            hf_vit_accel.patch(model, **how, reuse=reuse_for(model, options.prompt or ()))
+            reuse = reuse_for(model, options.prompt or ())
+            hf_vit_accel.patch(model, attention=options.attention, cuda_graphs=options.cuda_graphs, reuse=reuse)
             if options.cuda_graphs and job.on_gpu:
                 hf_vit_accel.warmup(model, progress=False)
         self.worker = job.worker(model)
         self.batches = Batches(job.folder)
-        self.patched = not options.no_patch
+        self.is_patched = not options.no_patch
 
-    def __call__(self, batch: int, ready: Any) -> Tally:
-        """Writes the records of a batch, unless they are there: counts of them.
+    def __call__(self, batch: int, pickled: bytes | memoryview) -> Tally:
+        """Write the records of a batch, unless they are written, and return its counts.
 
-        Called by several threads: one has the model, the others bring their batches on the way to it.
+        Several threads call this. One thread uses the model, while the others send their batches to its GPU.
+
+        Args:
+            batch: Number of the batch.
+            pickled: The batch, as `make_ready` returns it.
         """
-        if (records := self.batches.read(batch)) is not None:  # by somebody who died before he said so
-            failed = sum(each.status == "error" for each in records)
-            return Tally(failed=failed, text=sum(each.tokens or 0 for each in records))
-        failed, good, inputs = pickle.loads(ready)
-        inputs = self.worker.captioner.send(inputs)
+        records = self.batches.read(batch)
+        if records is not None:  # another worker wrote them, and died before it reported
+            failed = sum(record.status == "error" for record in records)
+            return Tally(failed=failed, text=sum(record.tokens or 0 for record in records))
+        ready: Ready = pickle.loads(pickled)
+        ready = replace(ready, inputs=self.worker.captioner.send(ready.inputs))
         with self.lock:
-            self.worker.process, self.worker.progress = batch, Tally()
-            self.worker.caption(failed, good, inputs)
-            return self.worker.progress
+            tally = Tally()
+            self.worker.process = batch
+            self.worker.progress = tally
+            self.worker.caption(ready)
+            return tally
 
     def status(self) -> str:
-        """How the model runs."""
-        return str(hf_vit_accel.status(self.worker.captioner.model)) if self.patched else "stock"
+        """Describe how the model runs."""
+        return str(hf_vit_accel.status(self.worker.captioner.model)) if self.is_patched else "stock"

@@ -1,39 +1,55 @@
-"""One process at work: tasks to records, batch by batch, the next batches decoded while one is captioned."""
+"""Turn the tasks of one process into records, batch by batch; the next batches are decoded meanwhile."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
+from media.batches import Task, cost, halve_on_oom, memory_of, pack
+from media.items import Item, checksum, holds_bytes, open_item, size, stamp
+from media.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
+from media.processors import reduced
 from PIL import Image
+from transformers import ProcessorMixin
 
-from captioning.batches import Task, cost, memory_of, pack, reduced
-from captioning.captioner import Captioner, Clip, halve_on_oom
+from captioning.captioner import Caption, Captioner, Clip, Inputs
 from captioning.journal import Batches, Journal, Record
-from captioning.pictures import REFUSE_ABOVE, Gate, Resize, TooLarge, read_frames, read_image
 from captioning.plan import filled
 from captioning.progress import Progress, Tally
-from captioning.sources import Item, checksum, holds_bytes, open_item, size, stamp
 
-__all__ = ["Row", "Worker", "decode"]
+__all__ = ["Ready", "Row", "Worker", "decode"]
 
-_MAKING, _AHEAD = 3, 3  # batches that are made ready at a time, and that wait for the model
+_PREPARED_AT_A_TIME = 3  # batches
+_WAITING = 3  # batches that may wait for the model
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Row:
-    """An item on its way: decoded, with its prompts filled in. errors: one a prompt, None where there is none."""
+    """An item on its way to the model.
+
+    Args:
+        task: The item and its prompts.
+        errors: An error for every prompt, None where there is none.
+        medium: The decoded picture or video.
+        prompts: The filled prompts; empty texts for those with an error.
+        width: Upright width of the full picture.
+        height: Upright height of the full picture.
+        bytes: Size of its file.
+        checksum: CRC-32 of its bytes.
+        stamp: Equal as long as the bytes are, without reading them.
+    """
 
     task: Task
     errors: tuple[str | None, ...]
-    seen: Image.Image | Clip | None = None
+    medium: Image.Image | Clip | None = None
     prompts: tuple[str, ...] = ()
     width: int | None = None
     height: int | None = None
@@ -43,44 +59,70 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether no prompt can be answered."""
+        """Tell whether no prompt can be answered."""
         return all(self.errors)
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A batch that is ready for the model.
+
+    Args:
+        failed: Rows that only become error records.
+        rows: The other rows.
+        inputs: The model's inputs of these rows, for every prompt.
+    """
+
+    failed: list[Row]
+    rows: list[Row]
+    inputs: list[Inputs]
+
+
 def describe(error: Exception) -> str:
-    """The reason that stands in a record."""
+    """Return the text of an error in a record."""
     return f"{type(error).__name__}: {error}"
 
 
 def decode(
     task: Task,
-    processor: Any,
+    processor: ProcessorMixin | None,
     refuse_above: int = REFUSE_ABOVE,
     resize: Resize | None = None,
     gate: Gate | None = None,
 ) -> Row:
-    """Reads one item. Whatever goes wrong becomes its error: decoders raise nearly anything on damaged files."""
+    """Read one item and fill its prompts. Errors become part of the row: damaged files raise nearly any class.
+
+    Args:
+        task: The item and its prompts.
+        processor: Samples the frames of videos.
+        refuse_above: Pixels that are allowed.
+        resize: Size to reduce pictures to.
+        gate: Waits until there is memory to decode the picture.
+    """
     item = task.item
-    row = Row(task, (None,) * len(task.prompts), bytes=size(item), stamp=stamp(item))
-    # A prompt that cannot be filled is left empty, so that the batch has equally many of all items.
-    texts, errors = zip(*(_filled(prompt, item) for prompt in task.prompts), strict=True)
-    row = replace(row, prompts=texts, errors=errors)
+    texts = []
+    errors = []
+    for prompt in task.prompts:
+        text, error = _fill(prompt, item)
+        texts.append(text)
+        errors.append(error)
+    row = Row(task, tuple(errors), prompts=tuple(texts), bytes=size(item), stamp=stamp(item))
     try:
         with open_item(item) as file:
             row = replace(row, checksum=checksum(file), stamp=row.stamp if holds_bytes(item) else None)
             if item.kind == "video":
                 frames, metadata = read_frames(file, Path(item.key).suffix, processor, refuse_above)
-                return replace(row, seen=Clip(frames, metadata), width=metadata.width, height=metadata.height)
+                return replace(row, medium=Clip(frames, metadata), width=metadata.width, height=metadata.height)
             image, (width, height) = read_image(file, refuse_above, resize, gate)
-            return replace(row, seen=image, width=width, height=height)
+            return replace(row, medium=image, width=width, height=height)
     except TooLarge as error:
         return _fail(replace(row, width=error.width, height=error.height), error)
     except Exception as error:
         return _fail(row, error)
 
 
-def _filled(prompt: str, item: Item) -> tuple[str, str | None]:
-    """The text, and why there is none."""
+def _fill(prompt: str, item: Item) -> tuple[str, str | None]:
+    """Return the filled prompt and no error, or an empty text and the error: all items have equally many texts."""
     try:
         return filled(prompt, item), None
     except Exception as error:
@@ -88,12 +130,26 @@ def _filled(prompt: str, item: Item) -> tuple[str, str | None]:
 
 
 def _fail(row: Row, error: Exception) -> Row:
-    return replace(row, errors=tuple(before or describe(error) for before in row.errors))
+    return replace(row, errors=tuple(earlier or describe(error) for earlier in row.errors))
 
 
 @dataclass
 class Worker:
-    """What captions the tasks of one process and writes their records. process: with `Batches`, the batch's number."""
+    """Caption the tasks of one process and write their records.
+
+    Args:
+        captioner: The model and its processor.
+        journal: Where records are written.
+        progress: Counts of the work.
+        process: Number of the process; with `Batches`, number of the batch.
+        run: Fingerprint of the run.
+        batch_tokens: Most vision tokens of a batch. It shrinks when memory runs out.
+        batch_size: Most items of a batch.
+        refuse_above: Pixels that are allowed.
+        decoders: Threads that decode.
+        memory: Bytes for pictures in decoding (a quarter) and for batches ahead of the model (the rest).
+        slack: Reduce pictures before the processor does, if it makes them smaller by more than this factor.
+    """
 
     captioner: Captioner
     journal: Journal | Batches
@@ -106,63 +162,55 @@ class Worker:
     decoders: int = 8
     memory: int = 2 << 30
     slack: float = 1.0
-    """Pictures that the processor makes smaller by more than so much are reduced before."""
 
     def work(self, tasks: Sequence[Task]) -> None:
-        """Captions everything. A batch that the memory does not hold is halved, and later ones are made no larger.
-
-        memory: bytes of pictures that are decoded (a quarter) and of batches ahead of the model (the rest).
-        """
-        pool, read, processor = ThreadPoolExecutor(self.decoders), self.reader(), self.captioner.processor
-        unit = (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2 if processor else 1
+        """Caption all tasks. A batch that exceeds the memory is halved, and later batches are no larger."""
+        pool = ThreadPoolExecutor(self.decoders)
+        read = self.reader()
+        pixels_per_token = self._pixels_per_token()
 
         def weigh(batch: list[Task]) -> tuple[int, int]:
-            weights = [memory_of(task, unit) for task in batch]
-            return sum(most for most, _ in weights), sum(least for _, least in weights)
+            weights = [memory_of(task, pixels_per_token) for task in batch]
+            return sum(while_prepared for while_prepared, _ in weights), sum(afterwards for _, afterwards in weights)
 
-        def make(batch: list[Task]) -> tuple[list[Row], list[Row], list[Any]]:
-            failed, good, inputs = self.prepare(list(pool.map(read, batch)))
-            return failed, good, self.captioner.send(inputs)
+        def prepare(batch: list[Task]) -> Ready:
+            ready = self.prepare(list(pool.map(read, batch)))
+            return replace(ready, inputs=self.captioner.send(ready.inputs))
 
-        batches, begin = pack(tasks, self.batch_tokens, self.batch_size), perf_counter()
+        batches = pack(tasks, self.batch_tokens, self.batch_size)
+        begin = perf_counter()
         try:
-            for failed, good, inputs in _ahead(batches, make, weigh, self.memory * 3 // 4):
+            for ready in prepared_ahead(batches, prepare, weigh, self.memory * 3 // 4):
                 self.progress.add(waited=perf_counter() - begin)
-                self.caption(failed, good, inputs)
+                self.caption(ready)
                 begin = perf_counter()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def _pixels_per_token(self) -> int:
+        if not self.captioner.processor:
+            return 1
+        images = self.captioner.processor.image_processor
+        return (images.patch_size * images.merge_size) ** 2
+
     def reader(self) -> Callable[[Task], Row]:
-        """What reads one item, in any thread: all of them together take a quarter of the memory."""
+        """Return a function that decodes one item in any thread. All threads share a quarter of the memory."""
         processor = self.captioner.processor
-        return partial(
-            decode,
-            processor=processor,
-            refuse_above=self.refuse_above,
-            resize=reduced(processor, self.slack) if processor is not None else None,
-            gate=Gate(self.memory // 4),
-        )
+        resize = reduced(processor, self.slack) if processor is not None else None
+        gate = Gate(self.memory // 4)
+        return lambda task: decode(task, processor, self.refuse_above, resize, gate)
 
-    def caption(self, failed: list[Row], good: list[Row], inputs: list[Any]) -> None:
-        """Captions what `prepare` made of a batch, and writes its records."""
-        found: list[Any] = []
-        for part in _split(good, self.batch_tokens):
-            ready = inputs if len(part) == len(good) else None
-            found += halve_on_oom(partial(self._caption, ready), part)
-        self._write(failed + good, [None] * len(failed) + found)
-
-    def prepare(self, rows: list[Row]) -> tuple[list[Row], list[Row], list[Any]]:
-        """The items of a batch that failed, the others, and the others' inputs, one a prompt."""
+    def prepare(self, rows: list[Row]) -> Ready:
+        """Encode the decoded items of a batch, and sort out those that failed."""
         self.progress.read(len(rows))
         good = [row for row in rows if not row.failed]
         try:
             inputs = self._encode(good)
-        except Exception:  # one that the processor refuses would cost the whole batch: find it
+        except Exception:  # the processor refuses an item, which must not cost the whole batch: find it
             rows = [self._checked(row) for row in rows]
             good = [row for row in rows if not row.failed]
             inputs = self._encode(good)
-        return [row for row in rows if row.failed], good, inputs
+        return Ready(failed=[row for row in rows if row.failed], rows=good, inputs=inputs)
 
     def _checked(self, row: Row) -> Row:
         try:
@@ -172,57 +220,78 @@ class Worker:
         except Exception as error:  # not only ValueError: a prompt that holds an image token gives IndexError
             return _fail(row, error)
 
-    def _encode(self, rows: Sequence[Row]) -> list[Any]:
-        seen = [row.seen for row in rows if row.seen is not None]
-        if not seen:
+    def _encode(self, rows: Sequence[Row]) -> list[Inputs]:
+        """Return the model's inputs of rows, for every prompt."""
+        media = [row.medium for row in rows if row.medium is not None]
+        if not media:
             return []
-        prompts = range(len(rows[0].prompts))
-        return [self.captioner.encode(seen, [row.prompts[index] for row in rows]) for index in prompts]
+        prompt_count = len(rows[0].prompts)
+        return [self.captioner.encode(media, [row.prompts[index] for row in rows]) for index in range(prompt_count)]
 
-    def _caption(self, ready: list[Any] | None, rows: Sequence[Row]) -> list[Any]:
-        """Per row its captions, one a prompt. ready: the inputs of these very rows; emptied where memory runs out."""
-        inputs = list(ready) if ready else self.captioner.send(self._encode(rows))
+    def caption(self, ready: Ready) -> None:
+        """Caption a batch that is ready, and write its records."""
+        captions: list[list[Caption] | Exception] = []
+        for rows in _split(ready.rows, self.batch_tokens):
+            inputs = ready.inputs if len(rows) == len(ready.rows) else []
+            captions += halve_on_oom(lambda part, inputs=inputs: self._caption(part, inputs), rows)
+        records = []
+        for row in ready.failed:
+            records += self._records_of(row, [])
+        for row, result in zip(ready.rows, captions, strict=True):
+            if isinstance(result, Exception):
+                records += self._records_of(_fail(row, result), [])
+            else:
+                records += self._records_of(row, result)
+        self._write([*ready.failed, *ready.rows], records)
+
+    def _caption(self, rows: Sequence[Row], inputs: list[Inputs]) -> list[list[Caption]]:
+        """Return the captions of rows, one for every prompt.
+
+        Args:
+            rows: The rows.
+            inputs: Their inputs, where they are ready. They are dropped if memory runs out.
+        """
+        prepared = list(inputs) or self.captioner.send(self._encode(rows))
         tasks = [row.task for row in rows]
-        seeds = [
-            [self.captioner.seed_of(task.item.key, task.prompts[index]) for task in tasks]
-            for index in range(len(inputs))
-        ]
+        seeds = []
+        for index in range(len(prepared)):
+            seeds.append([self.captioner.seed_of(task.item.key, task.prompts[index]) for task in tasks])
         try:
-            by_prompt = self.captioner.generate(inputs, seeds)
+            captions_by_prompt = self.captioner.generate(prepared, seeds)
         except torch.OutOfMemoryError:
-            if ready:
-                ready.clear()  # its pixels lie in the memory that is full
+            inputs.clear()  # their pixels are in the memory that is full
             if len(rows) > 1:
                 self.batch_tokens = min(self.batch_tokens, max(1, sum(task.tokens for task in tasks) // 2))
                 self.progress.add(halved=1)
             raise
-        self.progress.add(vision=self.captioner.vision_tokens(inputs[0]))
-        return [list(captions) for captions in zip(*by_prompt, strict=True)]
+        self.progress.add(vision=self.captioner.vision_tokens(prepared[0]))
+        return [list(captions) for captions in zip(*captions_by_prompt, strict=True)]
 
-    def _write(self, rows: list[Row], captions: list[Any]) -> None:
+    def _records_of(self, row: Row, captions: Sequence[Caption]) -> list[Record]:
+        """Return the records of a row, one for every prompt. Prompts with an error need no caption."""
         records = []
-        for row, found in zip(rows, captions, strict=True):
-            if isinstance(found, Exception):
-                row = _fail(row, found)
-            for index, (prompt, error) in enumerate(zip(row.task.prompts, row.errors, strict=True)):
-                record = Record(
-                    key=row.task.item.key,
-                    prompt=prompt,
-                    status="error" if error else "ok",
-                    error=error,
-                    width=row.width,
-                    height=row.height,
-                    bytes=row.bytes,
-                    run=self.run,
-                    asked=(row.prompts[index] or None) if row.prompts else None,
-                    source=row.task.item.source,
-                    row=row.task.item.number,
-                    checksum=row.checksum,
-                    stamp=row.stamp,
-                )
-                if error is None:
-                    record = replace(record, caption=found[index].text, tokens=found[index].tokens)
-                records.append(record)
+        for index, (prompt, error) in enumerate(zip(row.task.prompts, row.errors, strict=True)):
+            record = Record(
+                key=row.task.item.key,
+                prompt=prompt,
+                status="error" if error else "ok",
+                error=error,
+                width=row.width,
+                height=row.height,
+                bytes=row.bytes,
+                run=self.run,
+                asked=row.prompts[index] or None,
+                source=row.task.item.source,
+                row=row.task.item.number,
+                checksum=row.checksum,
+                stamp=row.stamp,
+            )
+            if error is None:
+                record = replace(record, caption=captions[index].text, tokens=captions[index].tokens)
+            records.append(record)
+        return records
+
+    def _write(self, rows: Sequence[Row], records: list[Record]) -> None:
         self.journal.append(self.process, records)
         self.progress.add(
             items=len(rows),
@@ -232,38 +301,59 @@ class Worker:
         )
 
 
-def _ahead(
-    batches: Iterable[Any], prepare: Callable[[Any], Any], weigh: Callable[[Any], tuple[int, int]], memory: int
-) -> Iterator[Any]:
-    """What `prepare` makes of each batch, in order, a few of them in the making.
+@dataclass
+class _Pending(Generic[Result]):
+    """A batch in preparation, with its bytes until it is prepared and afterwards."""
 
-    weigh: most bytes of a batch in the making, and once it is made. All together take no more than `memory`, unless one
-    alone does.
+    future: Future[Result]
+    most_bytes: int
+    least_bytes: int
+
+    @property
+    def weight(self) -> int:
+        return self.least_bytes if self.future.done() else self.most_bytes
+
+
+def prepared_ahead(
+    batches: Iterable[Batch],
+    prepare: Callable[[Batch], Result],
+    weigh: Callable[[Batch], tuple[int, int]],
+    memory: int,
+) -> Iterator[Result]:
+    """Yield the prepared batches in order, and prepare a few of the next ones meanwhile.
+
+    Args:
+        batches: The batches.
+        prepare: Prepares one batch, in any thread.
+        weigh: Returns the bytes of a batch: at most while it is prepared, and afterwards.
+        memory: Bytes of all batches ahead. A single larger batch is prepared alone.
     """
-    waiting: deque[tuple[Any, int, int]] = deque()
-    pool = ThreadPoolExecutor(_MAKING)
+    pending: deque[_Pending[Result]] = deque()
+    pool = ThreadPoolExecutor(_PREPARED_AT_A_TIME)
     try:
         for batch in batches:
-            most, least = weigh(batch)
-            while waiting and (len(waiting) > _AHEAD or _weight(waiting) + most > memory):
-                yield waiting.popleft()[0].result()
-            waiting.append((pool.submit(prepare, batch), most, least))
-        while waiting:
-            yield waiting.popleft()[0].result()
+            most_bytes, least_bytes = weigh(batch)
+            while pending and (
+                len(pending) > _WAITING or sum(waiting.weight for waiting in pending) + most_bytes > memory
+            ):
+                yield pending.popleft().future.result()
+            pending.append(_Pending(pool.submit(prepare, batch), most_bytes, least_bytes))
+        while pending:
+            yield pending.popleft().future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _weight(waiting: Iterable[tuple[Any, int, int]]) -> int:
-    return sum(least if future.done() else most for future, most, least in waiting)
-
-
 def _split(rows: list[Row], most_tokens: int) -> Iterator[list[Row]]:
+    """Split rows into parts of at most so many vision tokens. One row alone may exceed them."""
     part: list[Row] = []
+    tokens = 0
     for row in rows:
-        if part and sum(r.task.tokens for r in part) + row.task.tokens > most_tokens:
+        if part and tokens + row.task.tokens > most_tokens:
             yield part
             part = []
+            tokens = 0
         part.append(row)
+        tokens += row.task.tokens
     if part:
         yield part

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from captioning.batches import vision_tokens
-from captioning.captioner import fill, named
-from captioning.pictures import read_image
-from captioning.sources import Item, fields, find, open_item
+from media.items import Item, fields, open_item
+from media.pictures import read_image
+from media.processors import vision_tokens
+from media.prompts import fill, named
+from media.sources import find
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset

@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 import typer
-from caption_cli import EXAMPLES, RUNNER, draw, words
-from launched import WAYS, launched
+from programs import EXAMPLES, RUNNER, WAYS, draw, launched, words
 from safetensors.torch import load_file
 from test_retrieval import col_qwen2
 from tiny import IMAGE, relative_error

@@ -22,16 +22,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import batch_caption
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from caption_cli import EXAMPLES, ROOT, RUNNER, UNIT, batch_caption, draw, encode
-from captioning.journal import Journal, Record, lock
-from launched import WAYS
-from launched import launched as in_two
+from captioning.journal import Journal, Record
+from media.files import lock
 from PIL import Image
+from programs import EXAMPLES, ROOT, RUNNER, UNIT, WAYS, draw, encode
+from programs import launched as in_two
 
 GOOD, BAD = 90, 20  # six of every kind
 ALL = GOOD + BAD

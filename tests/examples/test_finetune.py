@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from caption_cli import EXAMPLES, RUNNER, words
-from launched import WAYS, launched
+from programs import EXAMPLES, RUNNER, WAYS, launched, words
 from safetensors.torch import load_file
 from standins import alike
 from tiny import FAMILIES
@@ -23,11 +22,10 @@ from tiny import FAMILIES
 assert str(EXAMPLES) in sys.path
 import finetune  # noqa: E402
 import scenes  # noqa: E402
-from captioning.batches import limit_pixels  # noqa: E402
-from captioning.captioner import load_processor  # noqa: E402
-from captioning.sources import Item  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
 from finetuning.data import Collator, Example, Examples, find_examples, hold_out, text_column  # noqa: E402
+from media.items import Item  # noqa: E402
+from media.processors import limit_pixels, load_processor  # noqa: E402
 
 PROMPT = "describe this picture ."
 SETTINGS: dict[str, Any] = {

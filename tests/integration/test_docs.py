@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "benchmark")]
 
 import chart  # noqa: E402
 import tables  # noqa: E402
-from captioning.captioner import load_processor  # noqa: E402
+from media.processors import load_processor  # noqa: E402
 
 README, START = ROOT / "README.md", ROOT / "docs" / "index.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))

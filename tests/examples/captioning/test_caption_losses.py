@@ -1,4 +1,4 @@
-"""Nobody's files and records are lost, and what is merged is what was asked."""
+"""Files and records that must not be lost, and the prompts and pictures that a merge takes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from caption_cli import (
-    MODEL,
-    WHOLE,
-    batch_caption,
-    call,
-    caption,
-    captions_in,
-    draw,
-    encode,
-    lines,
-    put,
-    texts,
-    words,
-    write_tar,
-)
-from captioning import sources
 from captioning.journal import Journal
+from media import tables
+from programs import draw, encode, words
+from support_captioning import MODEL, WHOLE, batch_caption, call, caption, captions_in, lines, put, texts, write_tar
 
-pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
 
 
 def stored(output: Path) -> list[str]:
+    """Return the lines of all shards, sorted."""
     return sorted(line for shard in output.glob("captions-*.jsonl") for line in shard.read_text().splitlines())
 
 
-# --- 1: --overwrite --------------------------------------------------------------------------------------------------
+# --- --overwrite --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,9 +34,10 @@ def test_overwrite_with_a_mistake_keeps_all_records(
     photos: Path, output: Path, options: list[str], model: object
 ) -> None:
     assert caption(photos, output).exit_code == 0
-    before, found = stored(output), captions_in(output)
+    before = stored(output)
+    captions = captions_in(output)
     assert caption(photos, output, "--overwrite", *options, model=model).exit_code != 0
-    assert stored(output) == before and captions_in(output) == found
+    assert stored(output) == before and captions_in(output) == captions
 
 
 def test_overwrite_that_dies_at_work_keeps_all_records(
@@ -89,7 +77,7 @@ def test_overwrite_captions_everything_anew_and_goes_on_after_a_kill(
     assert "3 items, 3 of them to caption" in words(caption(photos, output, "--overwrite"))
 
 
-# --- 2 and 5: text files beside pictures -----------------------------------------------------------------------------
+# --- text files beside pictures -----------------------------------------------------------------------------
 
 
 def test_hand_written_texts_are_left_alone(photos: Path, output: Path) -> None:
@@ -112,7 +100,7 @@ def test_texts_of_an_earlier_merge_are_replaced(photos: Path, output: Path) -> N
     assert call("merge", output, photos, "--prefix=sks, ").exit_code == 0
     second = texts(photos)
     assert second != first and all(text.startswith("sks, ") for text in second.values())
-    (photos / "b.txt").write_text(second["b.txt"] + "and a hand-written line\n")  # now it is somebody's
+    (photos / "b.txt").write_text(second["b.txt"] + "and a hand-written line\n")  # now the file belongs to the user
     done = call("merge", output, photos)
     assert done.exit_code == 1 and "hand-written" in (photos / "b.txt").read_text()
     assert call("merge", output, photos, "--overwrite").exit_code == 0
@@ -124,8 +112,9 @@ def test_extensions_prefix_and_suffix(photos: Path, output: Path) -> None:
     caption(photos, output)
     options = ["--extension=.caption", "--prefix=sks, ", "--suffix=, photo"]
     assert call("merge", output, photos, *options).exit_code == 0
-    found, expected = texts(photos, "**/*.caption"), captions_in(output)
-    assert found == {key.replace(".png", ".caption"): f"sks, {text}, photo\n" for key, text in expected.items()}
+    written = texts(photos, "**/*.caption")
+    expected = captions_in(output)
+    assert written == {key.replace(".png", ".caption"): f"sks, {text}, photo\n" for key, text in expected.items()}
     assert texts(photos) == {"a.txt": "sks style"}
     wrong = call("merge", output, photos, "--extension=.png", "--overwrite")
     assert wrong.exit_code == 2 and (photos / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -150,10 +139,10 @@ def test_other_files_are_not_overwritten_either(photos: Path, output: Path, tmp_
         assert done.exit_code != 0 and "--overwrite" in words(done), name
         assert (photos / name).read_text() == "by hand"
         assert call("merge", output, photos / name, "--overwrite").exit_code == 0, name
-        assert call("merge", output, photos / name).exit_code == 0, name  # ours now
+        assert call("merge", output, photos / name).exit_code == 0, name  # merge wrote it last
 
 
-# --- 12: one bad name stops itself -----------------------------------------------------------------------------------
+# --- one bad name stops itself -----------------------------------------------------------------------------------
 
 
 def test_two_pictures_of_one_name_stop_only_themselves(photos: Path, output: Path) -> None:
@@ -179,13 +168,14 @@ def test_a_traversing_member_stops_only_itself(tmp_path: Path, output: Path) -> 
 
 
 def test_a_member_that_comes_twice_stops_only_itself(tmp_path: Path, output: Path) -> None:
-    one, two = encode(draw(3)[0]), encode(draw(4)[0])
+    one = encode(draw(3)[0])
+    two = encode(draw(4)[0])
     write_tar(tmp_path / "evil.tar", ("a.png", one), ("b.png", one), ("a.png", two))
     write_tar(tmp_path / "good.tar", ("a.png", one))
     done = caption([tmp_path / "evil.tar", tmp_path / "good.tar"], output)
     assert done.exit_code == 1 and "evil.tar/a.png" in words(done)
     assert captions_in(output).keys() == {"evil.tar/b.png", "good.tar/a.png"}
-    assert caption([tmp_path / "evil.tar", tmp_path / "good.tar"], output).exit_code == 1  # told each time
+    assert caption([tmp_path / "evil.tar", tmp_path / "good.tar"], output).exit_code == 1  # every run reports it
 
 
 def test_equal_names_in_two_folders(tmp_path: Path, output: Path) -> None:
@@ -204,7 +194,7 @@ def test_lists_with_absolute_paths_are_merged(photos: Path, output: Path, tmp_pa
     assert set(texts(photos)) == {"a.txt", "b.txt"}
 
 
-# --- 3: the newest run's prompts -------------------------------------------------------------------------------------
+# --- the newest run's prompts -------------------------------------------------------------------------------------
 
 
 def test_only_the_newest_prompts_are_merged(photos: Path, output: Path, tmp_path: Path) -> None:
@@ -236,7 +226,7 @@ def test_prompts_stand_in_the_order_that_was_asked(photos: Path, output: Path) -
     assert (photos / "a.txt").read_text().splitlines() == expected
 
 
-def test_what_is_missing_is_told_after_other_inputs(photos: Path, output: Path, tmp_path: Path) -> None:
+def test_missing_records_are_reported_after_other_inputs(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output)
     put(tmp_path / "more", "d.png", "e.png")
     caption(tmp_path / "more", output)
@@ -246,7 +236,7 @@ def test_what_is_missing_is_told_after_other_inputs(photos: Path, output: Path, 
     assert done.exit_code == 1 and "1 records are missing" in words(done)
 
 
-# --- 4: one picture, however the input is spelt ----------------------------------------------------------------------
+# --- one picture, however the input is spelt ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", ["folder", "glob", "subfolder", "list"])
@@ -269,7 +259,7 @@ def test_a_picture_is_the_same_however_it_is_spelt(
 
 
 def test_a_link_that_leads_back_is_no_other_picture(photos: Path, output: Path) -> None:
-    """Named by hand: a folder is searched by one way only."""
+    """A folder is searched under one name only, so the other names are given by hand."""
     write_tar(photos / "0" / "s.tar", ("x.png", encode(draw(3)[0])))
     (photos / "self").symlink_to(photos)
     (photos / "0" / "above").symlink_to(photos.parent)
@@ -286,10 +276,10 @@ def test_a_folder_that_moved_is_known_again(photos: Path, output: Path, tmp_path
     photos.rename(tmp_path / "moved")
     assert "3 items, 0 of them to caption" in words(caption(tmp_path / "moved", output))
     shutil.copytree(tmp_path / "moved", tmp_path / "copy")
-    told = words(caption(tmp_path / "copy", output, "--dry-run"))
-    assert "3 of them to caption" in told and "None of the 3 records here is of these inputs" in told
-    told = words(caption(tmp_path / "copy", output, "--dry-run", f"--root={tmp_path / 'copy'}"))
-    assert "0 of them to caption" in told
+    printed = words(caption(tmp_path / "copy", output, "--dry-run"))
+    assert "3 of them to caption" in printed and "None of the 3 records here is of these inputs" in printed
+    printed = words(caption(tmp_path / "copy", output, "--dry-run", f"--root={tmp_path / 'copy'}"))
+    assert "0 of them to caption" in printed
 
 
 def test_old_records_without_the_newer_fields_are_read(output: Path) -> None:
@@ -311,24 +301,24 @@ def test_symbolic_links_to_texts_are_left_alone(photos: Path, output: Path, tmp_
 
 
 def test_a_table_that_is_another_is_captioned_anew(tmp_path: Path, output: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table, scenes = tmp_path / "t.parquet", [draw(seed) for seed in range(4)]
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = tmp_path / "t.parquet"
+    scenes = [draw(seed) for seed in range(4)]
 
-    def write(*chosen: int) -> list[str]:
-        pq.write_table(pa.table({"image": [encode(scenes[index][0]) for index in chosen]}), table)
-        return [scenes[index][1] for index in chosen]
+    def write(*indices: int) -> list[str]:
+        pq.write_table(pa.table({"image": [encode(scenes[index][0]) for index in indices]}), table)
+        return [scenes[index][1] for index in indices]
 
-    for chosen in ((0, 1), (2, 3)):
-        expected = write(*chosen)
-        sources._parquet.cache_clear()  # another run is another process
-        sources._row_group.cache_clear()
+    for indices in ((0, 1), (2, 3)):
+        expected = write(*indices)
+        tables.clear_caches()  # another run is another process
         assert f"{len(expected)} of them to caption" in words(caption(table, output, WHOLE))
         assert list(captions_in(output).values()) == expected
     assert "0 of them to caption" in words(caption(table, output, WHOLE))
     assert call("merge", output, tmp_path / "all.tar").exit_code == 0
     write(0, 1, 2)
-    sources._parquet.cache_clear()
-    sources._row_group.cache_clear()
+    tables.clear_caches()
     done = call("merge", output, tmp_path / "other.tar")
     assert done.exit_code == 1 and "2 pictures are not in" in words(done) and not (tmp_path / "other.tar").exists()
 
@@ -350,10 +340,10 @@ def test_names_that_are_no_text_do_not_stop_merge(photos: Path, output: Path, tm
         pytest.skip("this file system has no such names")
     (photos / f"{name}.txt").write_text("mine")
     caption(photos, output)
-    for folder, said in ((photos, "not written: "), (tmp_path / "empty", "and got no text: ")):
+    for folder, message in ((photos, "not written: "), (tmp_path / "empty", "and got no text: ")):
         folder.mkdir(exist_ok=True)
-        done = call("merge", output, folder)  # into a stream that takes valid UTF-8 only
-        assert done.exit_code == 1 and said in words(done) and r"lat\udce9in" in words(done), done.exception
+        done = call("merge", output, folder)  # prints into a stream that takes valid UTF-8 only
+        assert done.exit_code == 1 and message in words(done) and r"lat\udce9in" in words(done), done.exception
 
 
 def test_a_picture_of_the_same_name_elsewhere_gets_no_text(tmp_path: Path, output: Path) -> None:
@@ -378,7 +368,10 @@ def test_damaged_files_beside_the_records_are_named(photos: Path, output: Path) 
     for text in ("{", '{"name": "somebody else\'s"}', "[]"):
         (output / "manifest.json").write_text(text)
         for done in (caption(photos, output), call("merge", output, output / "all.jsonl")):
-            assert done.exit_code == 2 and f"{output / 'manifest.json'} is damaged, or none of " in words(done)
+            assert (
+                done.exit_code == 2
+                and f"{output / 'manifest.json'} is damaged, or no captioning run wrote it " in words(done)
+            )
         assert (output / "manifest.json").read_text() == text
 
 

@@ -1,4 +1,4 @@
-"""Memory is bounded by what is decoded, and pictures that are reduced while they are read give the same captions."""
+"""Bounds of memory, and captions of pictures that are reduced while they are decoded."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from caption_cli import EXAMPLES, MODEL, batch_caption, caption, captions_in, draw, encode, load_once
 from captioning import captioner as captioner_module
 from captioning import worker
-from captioning.batches import Task, limit_pixels, memory_of, reduced
-from captioning.captioner import Captioner, load_processor, why_not_on_gpu
-from captioning.pictures import Gate, read_image
-from captioning.sources import Item
-from captioning.worker import _ahead
+from captioning.captioner import Captioner, why_not_on_gpu
+from captioning.worker import prepared_ahead
+from media.batches import Task, memory_of
+from media.items import Item
+from media.pictures import Gate, read_image
+from media.processors import limit_pixels, load_processor, reduced
 from PIL import Image
+from programs import EXAMPLES, draw, encode
 from standins import alike
+from support_captioning import MODEL, batch_caption, caption, captions_in, load_once
 from torch.multiprocessing import start_processes
+from transformers import ProcessorMixin
 
 
 @pytest.fixture(scope="module")
-def processor() -> Any:
+def processor() -> ProcessorMixin:
+    """Load the processor of a tiny captioner."""
     return load_processor(str(MODEL))
 
 
 def peaks(*folders: Path) -> list[int]:
-    """The most memory after each of some runs, one after the other in a process of their own, in bytes.
+    """Caption the folders, one after the other, in a forked process. Return its peak memory after every run, in bytes.
 
-    It is forked, with what this one holds; Linux counts its most from there (`getrusage` would tell of this one, too).
+    Linux counts the peak of a forked process from its own start. `getrusage` would count the peak of this one, too.
     """
     start_processes(_peaks, (folders,), nprocs=1, start_method="fork")
     return [int((folder / "peak").read_text()) for folder in folders]
 
 
 def _peaks(_: int, folders: tuple[Path, ...]) -> None:
-    torch.set_num_threads(1)  # torch's pool is made anew after a fork, by one thread: two at once find none
+    torch.set_num_threads(1)  # after a fork only one thread at a time may create torch's pool
     for folder in folders:
         done = caption(folder, folder.with_name(f"{folder.name}-captions"), "--max-new-tokens=1")
         assert done.exit_code == 0, done.output
@@ -54,38 +57,41 @@ def _peaks(_: int, folders: tuple[Path, ...]) -> None:
         (folder / "peak").write_text(str(1024 * int(peak)))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is told by /proc")
-def test_photos_of_24_megapixels_are_not_held_at_once(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc reports the memory")
+def test_photos_of_24_megapixels_are_decoded_one_by_one(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     (tmp_path / "one").mkdir()
     (tmp_path / "many").mkdir()
     Image.fromarray(noise).save(tmp_path / "one" / "small.png")
     Image.fromarray(noise).resize((6000, 4000)).save(tmp_path / "photo.jpg", quality=85)
-    for index in range(8):  # held at once, they would take 1.4 GB
+    for index in range(8):  # together they would take 1.4 GB
         os.link(tmp_path / "photo.jpg", tmp_path / "many" / f"{index}.jpg")
-    base, most = peaks(tmp_path / "one", tmp_path / "many")
-    assert 0 < most - base < 0.8e9, f"{(most - base) / 1e9:.1f} GB"
+    base, peak = peaks(tmp_path / "one", tmp_path / "many")
+    assert 0 < peak - base < 0.8e9, f"{(peak - base) / 1e9:.1f} GB"
 
 
 @pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
 def test_reduced_pictures_are_the_processors(family: str) -> None:
-    """Without a JPEG's shortcut, bit for bit; with it, nearly."""
+    """Pictures that are not decoded at a smaller scale have equal pixels, bit for bit."""
     processor = load_processor(str(EXAMPLES / "tiny_captioner" / family))
-    smaller, chance = reduced(processor), random.Random(0)
+    smaller = reduced(processor)
+    chance = random.Random(0)
     exact = 0
     for _ in range(20):
-        width, height = chance.randint(8, 1000), chance.randint(8, 1000)
+        width = chance.randint(8, 1000)
+        height = chance.randint(8, 1000)
         image = Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
         read, size = read_image(io.BytesIO(encode(image, "BMP")), resize=smaller)
         assert size == (width, height)
         exact += read.size != size
-        expected, found = (processor.image_processor([each], return_tensors="pt") for each in (image, read))
-        assert torch.equal(expected["image_grid_thw"], found["image_grid_thw"])
-        assert torch.equal(expected["pixel_values"], found["pixel_values"])
+        expected = processor.image_processor([image], return_tensors="pt")
+        reduced_inputs = processor.image_processor([read], return_tensors="pt")
+        assert torch.equal(expected["image_grid_thw"], reduced_inputs["image_grid_thw"])
+        assert torch.equal(expected["pixel_values"], reduced_inputs["pixel_values"])
     assert exact > 5
 
 
-def test_reduced_jpegs_are_nearly_the_processors(processor: Any) -> None:
+def test_reduced_jpegs_are_nearly_the_processors(processor: ProcessorMixin) -> None:
     image = draw(5)[0].resize((2400, 1600), Image.Resampling.BICUBIC)
     for orientation, turn in ((1, None), (6, Image.Transpose.ROTATE_90)):
         exif = Image.Exif()
@@ -94,8 +100,8 @@ def test_reduced_jpegs_are_nearly_the_processors(processor: Any) -> None:
         data = encode(stored, "JPEG", quality=95, exif=exif)
         read, size = read_image(io.BytesIO(data), resize=reduced(processor))
         assert size == (2400, 1600) and read.width * read.height <= 262144
-        whole, _ = read_image(io.BytesIO(data))
-        expected = whole.resize(read.size, Image.Resampling.BICUBIC)
+        full, _ = read_image(io.BytesIO(data))
+        expected = full.resize(read.size, Image.Resampling.BICUBIC)
         assert np.abs(np.asarray(read).astype(int) - np.asarray(expected)).mean() < 1.5
 
 
@@ -112,11 +118,11 @@ def test_captions_of_large_photos_stay_the_same(tmp_path: Path, monkeypatch: pyt
     assert captions_in(tmp_path / "o") == captions_in(tmp_path / "whole") and len(captions_in(tmp_path / "o")) == 12
 
 
-def test_what_the_processor_refuses_or_enlarges_is_left_to_it(processor: Any) -> None:
+def test_pictures_that_the_processor_refuses_or_enlarges_are_not_reduced(processor: ProcessorMixin) -> None:
     smaller = reduced(processor)
     assert smaller(3000, 4) is None and smaller(20, 20) is None and smaller(96, 96) is None
-    assert smaller(143, 145) is None and smaller(145, 143) is None  # 128 x 160: fewer pixels, but one side enlarged
-    for target in ((20, 9), (9, 20)):  # as where a damaged file holds a smaller picture than it says
+    assert smaller(143, 145) is None and smaller(145, 143) is None  # 128 x 160 has fewer pixels, but one larger side
+    for target in ((20, 9), (9, 20)):  # a damaged file may hold a smaller picture than its header says
         picture = io.BytesIO(encode(Image.new("RGB", (10, 10)), "BMP"))
         assert read_image(picture, resize=Mock(return_value=target))[0].size == (10, 10)
     assert smaller(4000, 3000) is not None and reduced(processor, slack=100.0)(4000, 3000) is None
@@ -134,14 +140,17 @@ def test_pixels_are_limited_as_qwens_are() -> None:
 
 
 def test_the_gate_bounds_what_is_in_use() -> None:
-    gate, in_use, most, lock = Gate(100), 0, 0, threading.Lock()
+    gate = Gate(100)
+    in_use = 0
+    largest_use = 0
+    lock = threading.Lock()
 
     def take(size: int) -> None:
-        nonlocal in_use, most
+        nonlocal in_use, largest_use
         with gate(size):
             with lock:
                 in_use += min(size, 100)
-                most = max(most, in_use)
+                largest_use = max(largest_use, in_use)
             time.sleep(0.002)
             with lock:
                 in_use -= min(size, 100)
@@ -152,55 +161,66 @@ def test_the_gate_bounds_what_is_in_use() -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
-    assert most <= 100 and in_use == 0 and gate.used == 0
+    assert largest_use <= 100 and in_use == 0 and gate.used == 0
 
 
 def test_pictures_are_decoded_inside_a_quarter_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that one reader reads, through one gate, each with what it takes while it is decoded."""
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(worker, "Gate", lambda size: lambda wanted: asked.append((size, wanted)) or nullcontext())
+    """All pictures of one reader pass one gate, with the memory that decoding them takes."""
+    requests: list[tuple[int, int]] = []
+
+    class CountingGate:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __call__(self, requested_bytes: int) -> AbstractContextManager[None]:
+            requests.append((self.size, requested_bytes))
+            return nullcontext()
+
+    monkeypatch.setattr(worker, "Gate", CountingGate)
     Image.new("RGB", (10, 7)).save(tmp_path / "a.png")
-    parts: Any = SimpleNamespace(processor=None), None, None
+    parts = (SimpleNamespace(processor=None), None, None)
     read = worker.Worker(*parts, process=0, run="", batch_tokens=1, batch_size=1, memory=4000).reader()
     for _ in range(2):
         assert not read(Task(item=Item(key="a", file=str(tmp_path / "a.png")), prompts=("p",), tokens=1)).failed
-    assert asked == [(1000, 10 * 7 * 4 * 2)] * 2
+    assert requests == [(1000, 10 * 7 * 4 * 2)] * 2
 
 
 def test_batches_ahead_are_bounded_and_in_order() -> None:
-    making, most, lock = [0], [0], threading.Lock()
+    making = [0]
+    largest = [0]
+    lock = threading.Lock()
 
     def prepare(batch: int) -> int:
         with lock:
             making[0] += 1
-            most[0] = max(most[0], making[0])
+            largest[0] = max(largest[0], making[0])
         time.sleep(0.002 * (batch % 3))
         return batch
 
     for memory, at_most in ((1000, 5), (250, 3), (10, 1)):
-        making[0] = most[0] = 0
-        found = []
-        for batch in _ahead(range(30), prepare, lambda _: (100, 100), memory):
+        making[0] = largest[0] = 0
+        yielded = []
+        for batch in prepared_ahead(range(30), prepare, lambda _: (100, 100), memory):
             making[0] -= 1
-            found.append(batch)
-        assert found == list(range(30)) and most[0] <= at_most, memory
+            yielded.append(batch)
+        assert yielded == list(range(30)) and largest[0] <= at_most, memory
 
 
 def test_the_memory_of_a_task_is_of_its_reduced_size() -> None:
-    def task(**kwargs: Any) -> Task:
-        kind = kwargs.pop("kind", "image")
-        return Task(item=Item(key="a", file="a", kind=kind), prompts=("p",), **kwargs)
+    def task(tokens: int, pixels: int = 0, kind: str = "image") -> Task:
+        return Task(item=Item(key="a", file="a", kind=kind), prompts=("p",), tokens=tokens, pixels=pixels)
 
     assert memory_of(task(tokens=256, pixels=24_000_000), 1024) == (60 * 256 * 1024, 27 * 256 * 1024)
-    assert memory_of(task(tokens=0, pixels=1000), 1024) == (60_000, 27_000)  # as nobody knows what becomes of it
+    assert memory_of(task(tokens=0, pixels=1000), 1024) == (60_000, 27_000)  # the number of its tokens is unknown
     assert memory_of(task(tokens=8192, kind="video"), 1024)[0] == 1 << 30
 
 
 # --- the processor ---------------------------------------------------------------------------------------------------
 
 
-def test_why_pictures_are_not_prepared_on_the_gpu(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+def test_why_pictures_are_not_prepared_on_the_gpu(processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    cpu = torch.device("cpu")
     fast = SimpleNamespace(image_processor=SimpleNamespace(backend="torchvision"))
     monkeypatch.setattr(captioner_module, "is_torchvision_available", lambda: False)
     assert why_not_on_gpu(fast, cpu) == ["the model is on cpu", "it needs torchvision (pip install torchvision)"]
@@ -210,24 +230,27 @@ def test_why_pictures_are_not_prepared_on_the_gpu(processor: Any, monkeypatch: p
     assert "runs on the CPU only" in why_not_on_gpu(slow, cuda)[0]
 
 
-def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: Any) -> None:
+def test_pixels_are_in_the_models_dtype_and_shared_by_prompts(processor: ProcessorMixin) -> None:
     model = load_once(str(MODEL), torch.bfloat16, torch.device("cpu"))
-    captioner, image = Captioner(model, processor), draw(1)[0]
+    captioner = Captioner(model, processor)
+    image = draw(1)[0]
     inputs = [captioner.encode([image], [prompt]) for prompt in ("describe this picture .", "is the text above ?")]
     assert inputs[0]["pixel_values"].dtype == torch.bfloat16
     sent = captioner.send(inputs)
     assert sent[0]["pixel_values"] is sent[1]["pixel_values"] and "arrived" not in sent[0]
     assert not torch.equal(sent[0]["input_ids"], sent[1]["input_ids"]) and captioner.send([]) == []
-    whole = processor(text=[" "], images=None, return_tensors="pt")
-    assert "pixel_values" not in whole
+    text_inputs = processor(text=[" "], images=None, return_tensors="pt")
+    assert "pixel_values" not in text_inputs
 
 
-def test_a_full_gpu_has_pictures_prepared_on_the_cpu(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_has_pictures_prepared_on_the_cpu(
+    processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     captioner = Captioner(load_once(str(MODEL), torch.float32, torch.device("cpu")), processor)
     captioner.pictures_on = torch.device("cuda")
     devices = []
 
-    def process(seen: Any, prompts: Any, device: torch.device) -> Any:
+    def process(media: object, prompts: object, device: torch.device) -> dict[str, torch.Tensor]:
         devices.append(device.type)
         if device.type == "cuda":
             raise torch.OutOfMemoryError
@@ -237,7 +260,9 @@ def test_a_full_gpu_has_pictures_prepared_on_the_cpu(processor: Any, monkeypatch
     assert captioner.encode([draw(1)[0]], ["p"])["pixel_values"].shape == (4, 8) and devices == ["cuda", "cpu"]
 
 
-def test_pixels_are_rounded_on_the_stream_that_made_them(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_are_rounded_on_the_stream_that_made_them(
+    processor: ProcessorMixin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     captioner = Captioner(load_once(str(MODEL), torch.bfloat16, torch.device("cpu")), processor)
     beside: list[str] = []
 
@@ -252,25 +277,25 @@ def test_pixels_are_rounded_on_the_stream_that_made_them(processor: Any, monkeyp
             beside.append(str(dtype))
             return self
 
-    monkeypatch.setattr(captioner, "_beside", watch)
+    monkeypatch.setattr(captioner, "_own_stream", watch)
     monkeypatch.setattr(captioner, "_process", lambda *_: {"pixel_values": Pixels()})
     captioner.encode([draw(1)[0]], ["p"])
     assert beside == ["in", "torch.bfloat16", "out"]
 
 
 def test_the_device_reaches_the_image_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    devices = []
 
     class Stub:
-        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+        def apply_chat_template(self, *_: object, **__: object) -> str:
             return "text"
 
-        def __call__(self, **kwargs: Any) -> Any:
-            asked.append(kwargs.get("device"))
+        def __call__(self, **kwargs: object) -> dict[str, torch.Tensor]:
+            devices.append(kwargs.get("device"))
             return {"pixel_values": torch.zeros(1)}
 
-    captioner = Captioner(load_once(str(MODEL), torch.float32, torch.device("cpu")), Stub())  # type: ignore[arg-type]
+    captioner = Captioner(load_once(str(MODEL), torch.float32, torch.device("cpu")), Stub())
     captioner.encode([draw(1)[0]], ["p"])
     captioner.pictures_on = torch.device("meta")
     captioner.encode([draw(1)[0]], ["p"])
-    assert asked == [None, torch.device("meta")]
+    assert devices == [None, torch.device("meta")]

@@ -1,4 +1,4 @@
-"""Options mean what they mean elsewhere, and nothing is silent: what is left out, left alone, stopped or different."""
+"""Messages and options: items that are passed over, runs that stop, settings that differ, disks that are full."""
 
 from __future__ import annotations
 
@@ -6,39 +6,32 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from caption_cli import (
+from captioning import progress as progress_module
+from captioning.journal import Journal
+from captioning.progress import Progress
+from PIL import Image
+from programs import draw, words
+from support_captioning import (
     MODEL,
     WHOLE,
     batch_caption,
     call,
     caption,
     captions_in,
-    draw,
     load_once,
     merged,
     put,
-    texts,
-    words,
+    seed_of,
 )
-from captioning import progress as progress_module
-from captioning.journal import Journal
-from captioning.progress import Progress
-from captioning.records import json_lines
-from PIL import Image
 from typer.testing import CliRunner
 
-pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -48,7 +41,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-# --- 7: the model is named -------------------------------------------------------------------------------------------
+# --- the model is named -------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_required_and_named(photos: Path, output: Path) -> None:
@@ -61,29 +54,27 @@ def test_a_model_is_required_and_named(photos: Path, output: Path) -> None:
 
 
 def test_a_revision_of_the_hub_is_another_run(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    commits = []
 
     def config(name: str, revision: str | None = None) -> SimpleNamespace:
         return SimpleNamespace(_commit_hash={"v1": "1111aaaa", None: "2222bbbb"}[revision])
 
     def load(name: str, *arguments: object) -> object:
-        asked.append(arguments[-1])
+        commits.append(arguments[-1])
         return load_once(str(MODEL), *arguments[:-1])
 
-    from captioning import prepare
-
-    monkeypatch.setattr(prepare, "AutoConfig", SimpleNamespace(from_pretrained=config))
+    monkeypatch.setattr("media.checkpoints.AutoConfig", SimpleNamespace(from_pretrained=config))
     processor = batch_caption.load_processor
     monkeypatch.setattr(batch_caption, "load_processor", lambda name, revision: processor(str(MODEL)))
     monkeypatch.setattr(batch_caption, "load_model", load)
     assert "org/name (revision 2222bbbb)" in words(caption(photos, output, model="org/name"))
     assert "0 of them to caption" in words(caption(photos, output, model="org/name"))
-    told = words(caption(photos, output, "--revision=v1", model="org/name"))
-    assert "2 of them to caption" in told and "revision: 2222bbbb before, 1111aaaa now" in told
-    assert asked == ["2222bbbb", "1111aaaa"]  # the commit, which cannot move between two processes
+    printed = words(caption(photos, output, "--revision=v1", model="org/name"))
+    assert "2 of them to caption" in printed and "revision: 2222bbbb before, 1111aaaa now" in printed
+    assert commits == ["2222bbbb", "1111aaaa"]  # a commit, since a branch may move between the loads of two processes
 
 
-# --- 8 and 9: pixels -------------------------------------------------------------------------------------------------
+# --- pixels -------------------------------------------------------------------------------------------------
 
 
 def test_max_pixels_resizes_as_qwen_does(photos: Path, output: Path) -> None:
@@ -92,10 +83,10 @@ def test_max_pixels_resizes_as_qwen_does(photos: Path, output: Path) -> None:
     tokens = int(re.search(r"(\d+) tokens", words(done))[1])  # type: ignore[index]
     assert 0 < tokens <= 2 * 16384 // 32**2
     assert caption(photos, output, "--max-pixels=16384").exit_code == 0
-    assert len(captions_in(output)) == 2  # worse, maybe, but no errors
-    more = words(caption(photos, output, "--min-pixels=160000", "--dry-run"))
-    assert int(re.search(r"(\d+) tokens", more)[1]) >= 2 * 160000 // 32**2  # type: ignore[index]
-    assert "2 of them to caption" in more and "pixels: [None, 16384] before, [160000, None] now" in more
+    assert len(captions_in(output)) == 2  # their text may be worse
+    enlarged = words(caption(photos, output, "--min-pixels=160000", "--dry-run"))
+    assert int(re.search(r"(\d+) tokens", enlarged)[1]) >= 2 * 160000 // 32**2  # type: ignore[index]
+    assert "2 of them to caption" in enlarged and "pixels: [None, 16384] before, [160000, None] now" in enlarged
 
 
 def test_errors_of_an_option_end_with_it(photos: Path, output: Path) -> None:
@@ -109,18 +100,18 @@ def test_errors_of_an_option_end_with_it(photos: Path, output: Path) -> None:
     assert len(captions_in(output)) == 2 and len(merged(output)) == 2
 
 
-def test_errors_that_are_left_alone_are_told(photos: Path, output: Path) -> None:
+def test_errors_that_are_left_alone_are_reported(photos: Path, output: Path) -> None:
     (photos / "c.png").write_bytes(b"no picture")
     caption(photos, output)
-    told = words(caption(photos, output))
-    assert "1 earlier errors are left alone; --retry-errors tries them again" in told
+    printed = words(caption(photos, output))
+    assert "1 earlier errors are left alone; --retry-errors tries them again" in printed
     assert "left alone" not in words(caption(photos, output, "--retry-errors"))
 
 
-# --- 10: nothing is passed over in silence ---------------------------------------------------------------------------
+# --- nothing is passed over in silence ---------------------------------------------------------------------------
 
 
-def test_what_is_passed_over_is_told(photos: Path, output: Path, tmp_path: Path) -> None:
+def test_files_that_are_passed_over_are_reported(photos: Path, output: Path, tmp_path: Path) -> None:
     put(tmp_path / "elsewhere", "c.png", "deep/d.png")
     (photos / "part0").symlink_to(tmp_path / "elsewhere")
     (photos / "part1").symlink_to(tmp_path / "elsewhere")
@@ -133,20 +124,20 @@ def test_what_is_passed_over_is_told(photos: Path, output: Path, tmp_path: Path)
     (photos / "IMG_0002.CR2").touch()
     (photos / "old.tar.gz").touch()
     done = caption(photos, output)
-    told = words(done)
+    printed = words(done)
     assert done.exit_code == 0 and captions_in(output).keys() == {"a.png", "b.png", "part0/c.png", "part0/deep/d.png"}
-    assert "2 linked folders that are searched already" in told and "part1" in told
-    assert "1 links to nowhere" in told and "gone.jpg" in told
-    assert "1 files without a suffix" in told and "IMG_0001" in told
-    assert "1 macOS's notes on files" in told and "2 shards" in told and "notes.md" not in told
-    assert "1 .cr2 files" in told and "IMG_0002.CR2" in told
+    assert "2 linked folders that are searched already" in printed and "part1" in printed
+    assert "1 links to nowhere" in printed and "gone.jpg" in printed
+    assert "1 files without a suffix" in printed and "IMG_0001" in printed
+    assert "1 macOS's notes on files" in printed and "2 shards" in printed and "notes.md" not in printed
+    assert "1 .cr2 files" in printed and "IMG_0002.CR2" in printed
     assert "1 .cr2 files" in words(caption(f"{photos}/*", output))
     by_glob = words(caption(f"{photos}/**/*.png", output))
     assert "4 items, 0 of them to caption" in by_glob, by_glob
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
-def test_unreadable_folders_are_told(photos: Path, output: Path) -> None:
+def test_unreadable_folders_are_reported(photos: Path, output: Path) -> None:
     put(photos / "closed", "c.png")
     (photos / "closed").chmod(0)
     try:
@@ -155,7 +146,9 @@ def test_unreadable_folders_are_told(photos: Path, output: Path) -> None:
         (photos / "closed").chmod(0o700)
 
 
-def test_folders_that_cannot_be_listed_are_told(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_listed_are_reported(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(photos / "closed", "c.png")
     scandir = os.scandir
 
@@ -165,11 +158,11 @@ def test_folders_that_cannot_be_listed_are_told(photos: Path, output: Path, monk
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    told = words(caption(photos, output))
-    assert "2 items" in told and "1 unreadable folders (Permission denied)" in told and "closed" in told
+    printed = words(caption(photos, output))
+    assert "2 items" in printed and "1 unreadable folders (Permission denied)" in printed and "closed" in printed
 
 
-# --- 11: a run is known by the checkpoint's content ------------------------------------------------------------------
+# --- a run is known by the checkpoint's content ------------------------------------------------------------------
 
 
 def test_a_touched_or_moved_model_is_the_same_and_another_is_not(photos: Path, output: Path, tmp_path: Path) -> None:
@@ -181,22 +174,22 @@ def test_a_touched_or_moved_model_is_the_same_and_another_is_not(photos: Path, o
     assert "0 of them to caption" in words(caption(photos, output, model=model))
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(config | {"repetition_penalty": 1.5}))
-    told = words(caption(photos, output, model=model))
-    assert "2 of them to caption" in told and "the checkpoint's generation_config.json" in told
+    printed = words(caption(photos, output, model=model))
+    assert "2 of them to caption" in printed and "the checkpoint's generation_config.json" in printed
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)
-    told = words(caption(photos, output, "--dry-run", model=model))
-    assert "2 of them to caption" in told and "the checkpoint's model.safetensors" in told
+    printed = words(caption(photos, output, "--dry-run", model=model))
+    assert "2 of them to caption" in printed and "the checkpoint's model.safetensors" in printed
 
 
-# --- 13 and 14: what ends, and how ----------------------------------------------------------------------------------
+# --- what ends, and how ----------------------------------------------------------------------------------
 
 
-def test_a_launcher_that_starts_too_few_is_told(
+def test_a_launcher_that_starts_too_few_processes_is_reported(
     photos: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a process sees that accelerate started alone; and what the command makes of it."""
+    """Accelerate starts one process with `--cpu`, and the command warns of it."""
     script = tmp_path / "seen.py"
     script.write_text("import os, psutil\nprint(os.environ.get('WORLD_SIZE'), *psutil.Process().parent().cmdline())\n")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(script)]
@@ -205,8 +198,8 @@ def test_a_launcher_that_starts_too_few_is_told(
     assert done.returncode == 0 and size == "None", done.stdout + done.stderr
     process = SimpleNamespace(parent=lambda: SimpleNamespace(cmdline=lambda: parent))
     monkeypatch.setattr("captioning.plan.psutil", SimpleNamespace(Process=lambda: process))
-    told = words(caption(photos, output, "--dry-run"))
-    assert "2 processes were asked for and 1 was started" in told
+    printed = words(caption(photos, output, "--dry-run"))
+    assert "2 processes were asked for and 1 was started" in printed
 
 
 @pytest.mark.parametrize(
@@ -233,12 +226,12 @@ def test_a_mistyped_model_ends_in_one_sentence(photos: Path, output: Path, model
         (["--skip-with=txt"], "an extension such as .txt, got txt"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(photos: Path, output: Path, options: list[str], why: str) -> None:
+def test_options_without_a_meaning_are_refused(photos: Path, output: Path, options: list[str], why: str) -> None:
     done = caption(photos, output, *options)
     assert done.exit_code == 2 and why in words(done) and not (output / "manifest.json").exists()
 
 
-def test_a_file_of_no_known_kind_and_an_output_that_is_none_are_told(photos: Path, output: Path) -> None:
+def test_unknown_files_and_an_output_that_is_a_file_are_reported(photos: Path, output: Path) -> None:
     (photos / "list.jsonl").write_text('{"file_name": "a.png"}\n')
     assert "no picture or video by its name, nor a .txt list" in words(caption(photos / "list.jsonl", output))
     shutil.rmtree(output)
@@ -254,12 +247,12 @@ def test_nothing_left_loads_no_model(photos: Path, output: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "code"),
+    ("error", "message", "code"),
     [(KeyboardInterrupt(), "stopped", 130), (OSError(errno.ENOSPC, "No space left on device"), "No space left", 1)],
     ids=["ctrl-c", "full disk"],
 )
 def test_a_stopped_run_says_how_to_go_on(
-    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str, code: int
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, message: str, code: int
 ) -> None:
     append = Journal.append
 
@@ -270,7 +263,7 @@ def test_a_stopped_run_says_how_to_go_on(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "append", stop)
         done = caption(photos, output, "--batch-size=1")
-    assert done.exit_code == code and said in words(done) and "start the same command to go on" in words(done)
+    assert done.exit_code == code and message in words(done) and "start the same command to go on" in words(done)
     assert "Traceback" not in words(done) and "2 items, 1 of them to caption" in words(caption(photos, output))
 
 
@@ -295,7 +288,7 @@ def test_progress_in_a_log_file_is_lines(photos: Path, output: Path) -> None:
 def test_progress_moves_before_the_first_batch_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress_module, "_EVERY", 0.0)
+    monkeypatch.setattr(progress_module, "_WRITE_EVERY", 0.0)
     monkeypatch.setattr(progress_module, "_LINE_EVERY", 0.0)
     progress = Progress(tmp_path, 0, 1, of=100, of_cost=10.0)
     progress.read(64)
@@ -319,96 +312,28 @@ def test_a_name_that_leaves_no_room_for_the_extension_has_nothing_beside(photos:
 
 
 def test_the_gpu_processor_says_why_it_is_not_used(photos: Path, output: Path) -> None:
-    told = words(caption(photos, output, "--processor-on=gpu", WHOLE))
-    assert "pictures are prepared on the CPU: the model is on cpu" in told
-    assert captions_in(output) == {name: draw(sum(map(ord, name)))[1] for name in ("a.png", "b.png")}
+    printed = words(caption(photos, output, "--processor-on=gpu", WHOLE))
+    assert "pictures are prepared on the CPU: the model is on cpu" in printed
+    assert captions_in(output) == {name: draw(seed_of(name))[1] for name in ("a.png", "b.png")}
 
 
 @pytest.mark.parametrize(
-    ("asked", "able", "there"), [("auto", True, True), ("auto", False, False), ("cpu", True, False)]
+    ("option", "able", "there"), [("auto", True, True), ("auto", False, False), ("cpu", True, False)]
 )
 def test_pictures_are_prepared_on_the_gpu_where_it_can(
-    asked: str, able: bool, there: bool, photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, able: bool, there: bool, photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_caption, "why_not_on_gpu", lambda *_: [] if able else ["it has none"])
-    made: list[float] = []
+    slacks: list[float] = []
     worker = batch_caption.Worker
-    monkeypatch.setattr(batch_caption, "Worker", lambda **options: made.append(options["slack"]) or worker(**options))
-    told = words(caption(photos, output, f"--processor-on={asked}"))
-    assert made == [4.0 if there else 1.0] and "prepared on the CPU" not in told
+    monkeypatch.setattr(batch_caption, "Worker", lambda **options: slacks.append(options["slack"]) or worker(**options))
+    printed = words(caption(photos, output, f"--processor-on={option}"))
+    assert slacks == [4.0 if there else 1.0] and "prepared on the CPU" not in printed
 
 
-def test_errors_are_told_with_their_reasons(photos: Path, output: Path) -> None:
+def test_errors_are_reported_with_their_reasons(photos: Path, output: Path) -> None:
     (photos / "empty.png").touch()
     done = caption(photos, output)
     assert "error, 1 x ValueError: the file is empty 2 of 3 records have captions" in words(done)
     done = caption(photos, output, prompt="describe {nope}")
     assert done.exit_code == 1 and "error, 3 x ValueError: the prompt names {nope}" in words(done)
-
-
-# --- a file system that takes no more ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def limited(size: int) -> Iterator[None]:
-    """Files of this process grow no larger, as by `ulimit -f`: what is written is cut off there, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_records_are_whole_where_files_grow_no_larger(photos: Path, output: Path, tmp_path: Path) -> None:
-    caption(photos / "a.png", output, f"--root={photos}")
-    shard = output / "captions-00000.jsonl"
-    (record,) = Journal(output).records()
-    with shard.open("a") as file:  # of an earlier run, so that nothing else is as large
-        file.write(json_lines([replace(record, run="another", caption="x" * 9000)]))
-    size = shard.stat().st_size
-    with limited(size + 1):
-        done = caption(photos, output, "--batch-size=1")
-    told = f"cannot write to {output}: File too large; what is captioned so far is kept: mend that, and start the same"
-    assert done.exit_code == 1 and f"{told} command to go on" in words(done) and "Traceback" not in words(done)
-    assert shard.stat().st_size == size + 1  # a line is torn
-    assert captions_in(output).keys() == {"a.png"} and call("merge", output, tmp_path / "all.jsonl").exit_code == 1
-    assert "2 items, 1 of them to caption" in words(caption(photos, output))
-    assert captions_in(output).keys() == {"a.png", "b.png"}
-    found = [json.loads(line) for line in shard.read_text().splitlines()]
-    assert len(found) == 3 and found[1]["caption"] == "x" * 9000
-
-
-def test_a_run_that_cannot_begin_to_write_says_so(photos: Path, output: Path) -> None:
-    with limited(100):
-        done = caption(photos, output)
-    assert done.exit_code == 1 and f"cannot write to {output}: File too large;" in words(done)
-    assert "2 items, 2 of them to caption" in words(caption(photos, output))
-
-
-@pytest.mark.parametrize("name", ["all.jsonl", "metadata.jsonl", "all.parquet", "all.tar", "all-%d.tar"])
-def test_merge_leaves_what_is_there_where_files_grow_no_larger(photos: Path, output: Path, name: str) -> None:
-    if name.endswith("parquet"):
-        pytest.importorskip("pyarrow")
-    caption(photos, output)
-    assert call("merge", output, photos / name).exit_code == 0
-    files = {path: path.read_bytes() for path in photos.iterdir()}
-    caption(photos, output, prompt="describe this video .")
-    with limited(60):
-        done = call("merge", output, photos / name)
-    assert done.exit_code == 1 and f"cannot write {photos / name}: " in words(done), words(done)
-    assert "File too large" in words(done) and "mend that, and merge again" in words(done)
-    assert {path: path.read_bytes() for path in photos.iterdir()} == files
-    assert call("merge", output, photos / name).exit_code == 0
-
-
-def test_texts_are_merges_own_after_a_disk_was_full(photos: Path, output: Path) -> None:
-    caption(photos, output)
-    assert call("merge", output, photos).exit_code == 0
-    with limited((output / ".written").stat().st_size + 40):  # texts are smaller
-        done = call("merge", output, photos, "--suffix=!")
-    assert done.exit_code == 1 and f"cannot write {photos}: File too large" in words(done)
-    for suffix in ("!", ""):
-        assert call("merge", output, photos, f"--suffix={suffix}").exit_code == 0
-        expected = {key.replace(".png", ".txt"): f"{text}{suffix}\n" for key, text in captions_in(output).items()}
-        assert texts(photos) == expected

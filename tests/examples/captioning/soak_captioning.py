@@ -1,11 +1,13 @@
-"""A long run of `examples/batch_caption.py` that is killed again and again: is anything lost, doubled, torn or changed?
+"""Kill a long run of `examples/batch_caption.py` again and again, and look for lost, doubled, torn or changed records.
 
-    python tests/examples/soak_captioning.py build/soak --pictures 20000 --kills 12
+    python tests/examples/captioning/soak_captioning.py build/soak --pictures 20000 --kills 12
 
-Draws pictures of all kinds, many of them odd, some damaged, in linked folders, tar shards and a table, some with a text
-written by hand. Two processes caption them; both are killed at random moments; each start spells the input otherwise,
-and in the middle the prompt changes. Prints figures and exits with 1 if something is wrong.
+Draws pictures of all kinds in linked folders, tar shards and a table. Many are odd, some are damaged, and some have a
+text written by hand. Two processes caption them and are killed at random moments. Every start spells the input in
+another way, and in the middle the prompt changes. Prints figures, and exits with 1 if something is wrong.
 """
+
+# ruff: noqa: E402, the helpers below are found by path if this runs as a program
 
 from __future__ import annotations
 
@@ -20,16 +22,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+FOLDERS = ("tests/examples", "examples", "examples/tiny_captioner")
+sys.path[:0] = [str(REPOSITORY / folder) for folder in FOLDERS]
 
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
-from caption_cli import EXAMPLES, MODEL, ROOT, call, draw, encode, write_tar
 from captioning.journal import Journal
 from PIL import Image
+from programs import EXAMPLES, ROOT, draw, encode
+from support_captioning import MODEL, call, write_tar
 
 PROMPTS = ("describe this picture .", "is the text above ?")
 SCRIPT = EXAMPLES / "batch_caption.py"
@@ -38,14 +45,14 @@ ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPA
 
 
 def contents(count: int) -> Iterator[tuple[str, bytes, bool]]:
-    """Suffix and bytes of files, and whether they are pictures: good ones of every kind, and damaged ones."""
+    """Yield suffix and bytes of files, and whether they are pictures: good ones of every kind, and damaged ones."""
     exif = Image.Exif()
     exif[0x0112] = 6
     for seed in range(count):
         image = draw(seed)[0]
-        whole = encode(image)
+        complete = encode(image)
         turned = image.transpose(Image.Transpose.ROTATE_90)
-        yield ".png", whole, True
+        yield ".png", complete, True
         yield ".jpg", encode(image, "JPEG", quality=95), True
         yield ".WEBP", encode(image, "WEBP", lossless=True), True
         yield ".tiff", encode(image, "TIFF", compression="tiff_lzw"), True
@@ -57,7 +64,7 @@ def contents(count: int) -> Iterator[tuple[str, bytes, bool]]:
         yield ".16.png", encode(Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)), True
         yield ".bmp", encode(image, "BMP"), True
         yield ".1.png", encode(Image.new("RGB", (1, 1))), True
-        yield ".cut.png", whole[: len(whole) // 2], False
+        yield ".cut.png", complete[: len(complete) // 2], False
         yield ".empty.jpg", b"", False
         yield ".html.gif", b"<html>404</html>", False
         yield ".strip.png", encode(Image.new("RGB", (3000, 4))), False
@@ -68,7 +75,14 @@ def contents(count: int) -> Iterator[tuple[str, bytes, bool]]:
 
 @dataclass
 class Data:
-    """What lies on disk. good: the bytes' digest of each picture's key; bad: keys; texts: what was written by hand."""
+    """The files on disk.
+
+    Args:
+        top: Their folder.
+        good: Digests of the pictures' bytes, by key.
+        bad: Keys of damaged files.
+        texts: Texts that were written by hand, by path.
+    """
 
     top: Path
     good: dict[str, str] = field(default_factory=dict)
@@ -83,8 +97,9 @@ class Data:
 
 
 def lay_out(top: Path, pictures: int, chance: random.Random) -> Data:
-    """So many pictures: nine in ten as files, also in a linked folder and under odd names, the others in shards."""
-    data, kinds = Data(top), list(contents(max(2, min(24, pictures // 40))))
+    """Write the pictures: nine in ten as files, also in a linked folder and under odd names, the others in shards."""
+    data = Data(top)
+    kinds = list(contents(max(2, min(24, pictures // 40))))
     members: list[list[tuple[str, bytes]]] = [[], []]
     rows: list[bytes] = []
     odd = ["é\u2028", "new\nline", "emoji 🦊", "a' \"b", "#%?", "x" * 120, os.fsdecode(b"latin\xe9")]
@@ -106,8 +121,8 @@ def lay_out(top: Path, pictures: int, chance: random.Random) -> Data:
             if index % 17 == 0:
                 data.texts[(top / folder / name).with_suffix(".txt")] = f"by hand {index}".encode()
     (top / "shards").mkdir()
-    for number, each in enumerate(members):
-        write_tar(top / "shards" / f"{number}.tar", *each)
+    for number, shard_members in enumerate(members):
+        write_tar(top / "shards" / f"{number}.tar", *shard_members)
     pq.write_table(pa.table({"image": rows}), top / "table.parquet", row_group_size=50)
     (top / "photos" / "linked").symlink_to(top / "elsewhere")
     (top / "photos" / "zz again").symlink_to(top / "elsewhere")
@@ -115,15 +130,16 @@ def lay_out(top: Path, pictures: int, chance: random.Random) -> Data:
     (top / "link").symlink_to(top)
     for path, text in data.texts.items():
         path.write_bytes(text)
-    with (top / "list.txt").open("w", errors="surrogateescape") as file:  # what a line can hold
+    with (top / "list.txt").open("w", errors="surrogateescape") as file:  # without names that hold a line end
         files = (path for path in sorted((top / "photos").rglob("*.*")) if "\n" not in path.name and path.is_file())
         file.writelines(f"{path}\n" for path in files if path.suffix != ".txt")
     return data
 
 
 def spellings(top: Path) -> list[list[str]]:
-    """The same inputs, and parts of them."""
-    shards, table = [f"{top}/shards/*.tar"], [f"{top}/table.parquet"]
+    """Return several spellings of the inputs, and of parts of them."""
+    shards = [f"{top}/shards/*.tar"]
+    table = [f"{top}/table.parquet"]
     return [
         [f"{top}/photos", *shards, *table],
         [f"{top}/photos/**/*.*", *shards, *table],
@@ -141,14 +157,20 @@ def spellings(top: Path) -> list[list[str]]:
 
 @dataclass
 class Watch:
-    """The launcher and its two processes. memory: most bytes of one of them, by tenths of the run's records."""
+    """A launcher and its two processes.
+
+    Args:
+        output: Folder of the records.
+        process: The launcher.
+        memory: Bytes of the larger process, by minute of the run.
+    """
 
     output: Path
     process: psutil.Popen
     memory: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def until(self, records: int | None) -> bool:
-        """Wait for so many records, or for the end; whether it is the end."""
+        """Wait for so many records, or for the end. Return whether the run ended."""
         while self.process.poll() is None:
             if records is not None and count(self.output) >= records:
                 return False
@@ -170,16 +192,16 @@ class Watch:
 
     def kill(self) -> None:
         family = [self.process, *self.children()]
-        for each in family:
+        for process in family:
             try:
-                each.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
             except psutil.Error:
                 continue
         psutil.wait_procs(family, timeout=30)
 
 
 def start(inputs: list[str], output: Path, prompt: str, log: Path) -> Watch:
-    """Two processes."""
+    """Start two processes."""
     options = [f"--output={output}", f"--model={MODEL}", f"--prompt={prompt}", "--max-new-tokens=4", "--max-failures=1"]
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
     command = [sys.executable, *launch, "--main_process_port=0", str(SCRIPT), "caption", *inputs, *options]
@@ -192,27 +214,27 @@ def count(output: Path) -> int:
 
 
 def problems(data: Data, output: Path) -> list[str]:
-    """Everything that is wrong with the records of a run that ended."""
-    found: list[str] = []
+    """List the problems of the records of a run that ended."""
+    problems_found: list[str] = []
     for shard in Journal(output).shards():
         lines = shard.read_bytes().split(b"\n")
         if lines.pop():
-            found.append(f"{shard.name} is torn")
-        found += [f"{shard.name}: {line[:80]!r}" for line in lines if not _parses(line)]
+            problems_found.append(f"{shard.name} is torn")
+        problems_found += [f"{shard.name}: {line[:80]!r}" for line in lines if not _parses(line)]
     records = list(Journal(output).records())
     times = Counter((record.key, record.prompt) for record in records)
-    wanted = {(key, prompt) for key in (*data.good, *data.bad) for prompt in PROMPTS}
-    found += [f"missing: {name}" for name in wanted - times.keys()]
-    found += [f"unknown: {name}" for name in times.keys() - wanted]
-    found += [f"{number} times: {name}" for name, number in times.items() if number > 1]
+    expected = {(key, prompt) for key in (*data.good, *data.bad) for prompt in PROMPTS}
+    problems_found += [f"missing: {name}" for name in expected - times.keys()]
+    problems_found += [f"unknown: {name}" for name in times.keys() - expected]
+    problems_found += [f"{number} times: {name}" for name, number in times.items() if number > 1]
     captions: dict[tuple[str, str], set[str | None]] = defaultdict(set)
     for record in records:
         if (record.status == "ok") != (record.key in data.good):
-            found.append(f"{record.status}: {record.key}: {record.error}")
+            problems_found.append(f"{record.status}: {record.key}: {record.error}")
         elif record.status == "ok":
             captions[data.good[record.key], record.prompt].add(record.caption)
-    found += [f"one picture, two captions: {texts}" for texts in captions.values() if len(texts) > 1]
-    return found
+    problems_found += [f"one picture, two captions: {texts}" for texts in captions.values() if len(texts) > 1]
+    return problems_found
 
 
 def _parses(line: bytes) -> bool:
@@ -223,29 +245,33 @@ def _parses(line: bytes) -> bool:
 
 
 def check_merge(data: Data, output: Path) -> list[str]:
-    """Texts beside the pictures: by hand what was, and all others."""
+    """Merge texts beside the pictures, and list the problems: those written by hand must stay."""
     done = call("merge", output, data.top / "photos", "--max-failures=1")
-    found = [f"changed: {path}" for path, text in data.texts.items() if path.read_bytes() != text]
+    problems_found = [f"changed: {path}" for path, text in data.texts.items() if path.read_bytes() != text]
     if data.texts and done.exit_code != 1:
-        found.append(f"merge ended with {done.exit_code}: {done.output[-500:]}")
+        problems_found.append(f"merge ended with {done.exit_code}: {done.output[-500:]}")
     texts = {path for folder in ("photos", "elsewhere") for path in (data.top / folder).rglob("*.txt")}
     pictures = {path for folder in ("photos", "elsewhere") for path in (data.top / folder).rglob("*.*")} - texts
     stems = {path.with_suffix("") for path in pictures}
-    found += [f"beside no picture: {path}" for path in texts if path.with_suffix("") not in stems]
+    problems_found += [f"beside no picture: {path}" for path in texts if path.with_suffix("") not in stems]
     written = len(texts) - len(data.texts)
     files = [key for key in data.good if key.startswith("photos/")]
-    own = sum((data.top / key).with_suffix(".txt").resolve() in data.texts for key in files)
-    if written != len(files) - own:
-        found.append(f"{written} texts were written, {len(files) - own} were to be")
-    return found
+    with_own_text = sum((data.top / key).with_suffix(".txt").resolve() in data.texts for key in files)
+    if written != len(files) - with_own_text:
+        problems_found.append(f"{written} texts were written, {len(files) - with_own_text} were to be")
+    return problems_found
 
 
-def soak(folder: Path, pictures: int, kills: int, seed: int) -> dict[str, Any]:
-    """All of it; the figures, and under "problems" what is wrong."""
-    chance, output = random.Random(seed), folder / "captions"
+def soak(folder: Path, pictures: int, kills: int, seed: int) -> dict[str, object]:
+    """Run the soak, and return its figures and its problems."""
+    chance = random.Random(seed)
+    output = folder / "captions"
     folder.mkdir(parents=True)
     data = lay_out(folder.resolve() / "data", pictures, chance)
-    begun, spelt, done, memory = time.monotonic(), spellings(data.top), 0, []
+    begun = time.monotonic()
+    spelt = spellings(data.top)
+    done = 0
+    memory = []
     log = folder / "log.txt"
     total = len(data.good) + len(data.bad)
     for number in range(kills):
@@ -265,7 +291,7 @@ def soak(folder: Path, pictures: int, kills: int, seed: int) -> dict[str, Any]:
         memory.append(watch.memory)
         if watch.process.wait() != 0:
             raise RuntimeError(f"the last run failed, see {log}")
-    megabytes = [{minute: used >> 20 for minute, used in sorted(each.items())} for each in memory]
+    megabytes = [{minute: used >> 20 for minute, used in sorted(by_minute.items())} for by_minute in memory]
     wrong = problems(data, output) + check_merge(data, output)
     return {
         "pictures": pictures,
@@ -286,7 +312,7 @@ def main(
     kills: Annotated[int, typer.Option(min=1)] = 12,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Run it; exit with 1 if something is wrong."""
+    """Run the soak. Exits with 1 if something is wrong."""
     figures = soak(folder, pictures, kills, seed)
     print(json.dumps(figures, indent=1, default=str))
     raise typer.Exit(bool(figures["problems"]))

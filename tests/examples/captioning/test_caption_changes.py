@@ -1,4 +1,4 @@
-"""A caption is of the picture that is there now, and of what is asked of it now; how else a run or a merge misleads."""
+"""Captions of pictures and prompts that changed, and messages of runs and merges."""
 
 from __future__ import annotations
 
@@ -10,87 +10,55 @@ import time
 import types
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from caption_cli import (
-    EXAMPLES,
+from captioning.journal import Journal
+from captioning.plan import make_plan
+from media.batches import Task
+from media.items import Item, checksum
+from PIL import Image
+from programs import EXAMPLES, ROOT, draw, encode, words
+from support_captioning import (
+    FIRST,
+    KINDS,
     MODEL,
-    ROOT,
+    SECOND,
     WHOLE,
     batch_caption,
     call,
     caption,
     captions_in,
-    draw,
-    encode,
     lines,
+    start_anew,
     texts,
-    words,
     write_tar,
 )
-from captioning import sources
-from captioning.journal import Journal
-from captioning.plan import make_plan
-from captioning.sources import Item, checksum
-from PIL import Image
 
-pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-FIRST, SECOND = (draw(seed)[0].resize((160, 160), Image.Resampling.NEAREST) for seed in (0, 1))
-"""Two scenes that are equally large in a format without compression."""
-
-
-def encoded(*images: Image.Image) -> list[bytes]:
-    return [encode(image, "BMP") for image in images]
-
-
-def as_file(folder: Path, image: Image.Image) -> str:
-    (folder / "x.bmp").write_bytes(encode(image, "BMP"))
-    return str(folder / "x.bmp")
-
-
-def as_member(folder: Path, image: Image.Image) -> str:
-    return str(write_tar(folder / "x.tar", ("x.bmp", encode(image, "BMP"))))
-
-
-def as_row(folder: Path, image: Image.Image) -> str:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = pa.table({"image": [encode(image, "BMP")]})
-    pq.write_table(table, folder / "x.parquet", compression="none", use_dictionary=False, write_statistics=False)
-    return str(folder / "x.parquet")
-
-
-def as_row_that_names_a_file(folder: Path, image: Image.Image) -> str:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    as_file(folder, image)
-    if not (folder / "x.parquet").exists():
-        pq.write_table(pa.table({"image": ["x.bmp"]}), folder / "x.parquet")
-    return str(folder / "x.parquet")
-
-
 class Rows:
-    """Stands in for a `Dataset` of the `datasets` library."""
+    """Stand in for a `Dataset` of the `datasets` library."""
 
     column_names = ("image",)
-    features: Any = {}  # noqa: RUF012
+    features: ClassVar[dict[str, object]] = {}
 
     def __init__(self, data: list[bytes], fingerprint: str | None) -> None:
-        self.data, self._fingerprint = data, fingerprint
+        self.data = data
+        self._fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return {"image": {"bytes": self.data[index], "path": None}}
 
 
 @pytest.fixture
-def datasets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the stand-in of the `datasets` library loads."""
-    loads: dict[str, Any] = {}
+def datasets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Rows]:
+    """Replace the `datasets` library. The test fills in what it loads, by split."""
+    loads: dict[str, Rows] = {}
     stub: Any = types.ModuleType("datasets")
     stub.load_dataset = lambda name, split: loads[split]
     stub.load_from_disk = lambda name: loads
@@ -98,21 +66,12 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return loads
 
 
-KINDS = {"file": as_file, "member": as_member, "row": as_row, "row that names a file": as_row_that_names_a_file}
-
-
-def anew() -> None:
-    """Another run is another process."""
-    for cached in (sources._parquet, sources._row_group, sources._dataset):
-        cached.cache_clear()
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "dataset", "dataset without a fingerprint"])
 def test_another_picture_of_the_same_name_and_size_is_captioned_anew(
-    tmp_path: Path, output: Path, kind: str, datasets: dict[str, Any]
+    tmp_path: Path, output: Path, kind: str, datasets: dict[str, Rows]
 ) -> None:
     def write(image: Image.Image) -> str:
-        anew()
+        start_anew()
         if kind in KINDS:
             return KINDS[kind](tmp_path, image)
         data = encode(image, "BMP")
@@ -126,13 +85,13 @@ def test_another_picture_of_the_same_name_and_size_is_captioned_anew(
     size = sum(path.stat().st_size for path in tmp_path.glob("x.*"))
     write(SECOND)
     assert sum(path.stat().st_size for path in tmp_path.glob("x.*")) == size
-    # Merged before it is captioned anew, nothing is paired with a caption of another picture.
+    # A merge before the next run pairs no picture with the caption of another one.
     done = call("merge", output, tmp_path / "out.tar")
     assert done.exit_code == 1 and "1 pictures are not in" in words(done) and not (tmp_path / "out.tar").exists()
     if kind == "file":
         assert call("merge", output, tmp_path).exit_code == 1 and not texts(tmp_path, "x.txt")
-    told = words(caption(place, output))
-    assert "1 of them to caption" in told and "1 captions hold no more" in told
+    printed = words(caption(place, output))
+    assert "1 of them to caption" in printed and "1 captions are outdated" in printed
     after = next(iter(captions_in(output).values()))
     assert after != before and len(list(Journal(output).records())) == 1
     assert [line["caption"] for line in lines(output / "superseded.jsonl")] == [before]
@@ -147,10 +106,10 @@ def test_a_copy_is_read_once_and_captioned_no_more(
     place = KINDS[kind](tmp_path, FIRST)
     caption(place, output)
     os.utime(place, (1, 1))
-    anew()
+    start_anew()
     assert "1 items, 0 of them to caption" in words(caption(place, output))
-    assert "hold no more" not in words(caption(place, output)) and not (output / "superseded.jsonl").exists()
-    if kind != "row that names a file":  # whose own time tells nothing
+    assert "outdated" not in words(caption(place, output)) and not (output / "superseded.jsonl").exists()
+    if kind != "row that names a file":  # the time of its table does not show a change
         monkeypatch.setattr("captioning.plan.checksum", lambda file: pytest.fail("read again"))
     assert "1 items, 0 of them to caption" in words(caption(place, output))
 
@@ -159,8 +118,11 @@ def test_a_copy_is_read_once_and_captioned_no_more(
 def test_a_shard_that_is_replaced_while_a_run_goes(
     tmp_path: Path, output: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its index was read before: what stands at a place is another picture now, or the old one from an open file."""
-    place, measured, first, second = tmp_path / f"x.{kind}", batch_caption.measured, *encoded(FIRST, SECOND)
+    """The index of the former shard is in memory, so a place in the file may hold another picture."""
+    place = tmp_path / f"x.{kind}"
+    measured = batch_caption.measured
+    first = encode(FIRST, "BMP")
+    second = encode(SECOND, "BMP")
 
     def write(*members: tuple[str, bytes]) -> None:
         if kind == "tar":
@@ -172,7 +134,7 @@ def test_a_shard_that_is_replaced_while_a_run_goes(
             )
         (tmp_path / "new").replace(place)
 
-    def replaced(*arguments: Any) -> Any:
+    def replaced(*arguments: object) -> list[Task]:
         write(("b.bmp", second), ("a.bmp", first))
         return measured(*arguments)
 
@@ -180,19 +142,20 @@ def test_a_shard_that_is_replaced_while_a_run_goes(
     with monkeypatch.context() as patch:
         patch.setattr(batch_caption, "measured", replaced)
         assert "2 of them to caption" in words(caption(place, output))
-    anew()
+    start_anew()
     done = call("merge", output, tmp_path / "out.tar")
     assert done.exit_code == 1 and "2 pictures are not in" in words(done) and not (tmp_path / "out.tar").exists()
-    anew()
-    assert "2 captions hold no more" in words(caption(place, output))
-    anew()
+    start_anew()
+    assert "2 captions are outdated" in words(caption(place, output))
+    start_anew()
     caption(place, tmp_path / "undisturbed")
     assert captions_in(output) == captions_in(tmp_path / "undisturbed")
     assert "0 of them to caption" in words(caption(place, output))
 
 
 def test_another_column_is_another_picture(tmp_path: Path, output: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     scenes = {name: draw(seed) for seed, name in enumerate(("image", "thumb"))}
     pq.write_table(pa.table({name: [encode(image)] for name, (image, _) in scenes.items()}), tmp_path / "t.parquet")
     for name, (_, expected) in scenes.items():
@@ -203,21 +166,22 @@ def test_another_column_is_another_picture(tmp_path: Path, output: Path) -> None
 def test_a_prompt_that_names_another_text_now_is_asked_anew(photos: Path, output: Path) -> None:
     for name in ("a", "b", "0/c"):
         (photos / f"{name}.txt").write_text("picture")
-    asked = dict(prompt="describe this {txt} .")
-    caption(photos, output, **asked)
-    assert "0 of them to caption" in words(caption(photos, output, **asked))
+    options = dict(prompt="describe this {txt} .")
+    caption(photos, output, **options)
+    assert "0 of them to caption" in words(caption(photos, output, **options))
     (photos / "a.txt").write_text("video")
-    (photos / "b.txt").unlink()  # what was asked with it stays
-    told = words(caption(photos, output, **asked))
-    assert "3 items, 1 of them to caption" in told and "1 captions hold no more" in told
-    found = {record.key: record.asked for record in Journal(output).merged()}
-    assert found == {name: f"describe this {'video' if name[0] == 'a' else 'picture'} ." for name in found}
-    assert len(found) == 3
+    (photos / "b.txt").unlink()  # captions that were made with it stay
+    printed = words(caption(photos, output, **options))
+    assert "3 items, 1 of them to caption" in printed and "1 captions are outdated" in printed
+    prompts_by_key = {record.key: record.asked for record in Journal(output).merged()}
+    expected = {"a.png": "video", "b.png": "picture", "0/c.png": "picture"}
+    assert prompts_by_key == {key: f"describe this {text} ." for key, text in expected.items()}
 
 
 def test_what_cannot_be_read_now_keeps_its_caption(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caption(photos, output)
-    records, times = list(Journal(output).records()), (1, 1)
+    records = list(Journal(output).records())
+    times = (1, 1)
     os.utime(photos / "a.png", times)
     (item,) = [Item(key="a.png", file=str(photos / "a.png"))]
 
@@ -227,17 +191,17 @@ def test_what_cannot_be_read_now_keeps_its_caption(photos: Path, output: Path, m
     with monkeypatch.context() as patch:
         patch.setattr("captioning.plan.open_item", fail)
         plan = make_plan([item], [records[0].prompt], records)
-    assert not plan.tasks and not plan.stale and not plan.stamps  # nor is it taken for seen
+    assert not plan.tasks and not plan.stale and not plan.stamps  # nor is it taken as unchanged
     assert make_plan([item], [records[0].prompt], records).stamps.keys() == {"a.png"}
 
 
 def test_a_dataset_is_the_same_however_it_is_spelt(
-    tmp_path: Path, output: Path, datasets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, output: Path, datasets: dict[str, Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sets" / "ds").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     datasets["train"] = Rows([encode(draw(0)[0]), encode(draw(1)[0])], "f")
-    anew()
+    start_anew()
     assert caption("dataset:sets/ds", output).exit_code == 0
     for other in ("dataset:sets/ds/", f"dataset:{tmp_path}/sets/ds", "dataset:./sets/../sets/ds"):
         assert "2 items, 0 of them to caption" in words(caption(other, output)), other
@@ -246,7 +210,7 @@ def test_a_dataset_is_the_same_however_it_is_spelt(
     assert "dataset:ds has no split val; it has train" in words(caption("dataset:ds", output, "--split=val"))
 
 
-def test_shards_of_an_earlier_merge_are_told(photos: Path, output: Path, tmp_path: Path) -> None:
+def test_shards_of_an_earlier_merge_are_reported(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output)
     names = tmp_path / "x-%d.tar"
     assert call("merge", output, names, "--shard-size=1").exit_code == 0
@@ -258,12 +222,12 @@ def test_shards_of_an_earlier_merge_are_told(photos: Path, output: Path, tmp_pat
 
 
 def test_pixel_limits_that_cross_are_not_the_models_fault(photos: Path, output: Path) -> None:
-    told = words(caption(photos, output, "--min-pixels=100000", "--max-pixels=1000"))
-    assert "Invalid value for --min-pixels: --min-pixels 100000 is above --max-pixels 1000" in told
+    printed = words(caption(photos, output, "--min-pixels=100000", "--max-pixels=1000"))
+    assert "Invalid value for --min-pixels: --min-pixels 100000 is above --max-pixels 1000" in printed
 
 
 def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """The command, that Ctrl-C reaches as in a terminal."""
+    """Start the program so that Ctrl-C reaches it as in a terminal."""
     return subprocess.Popen(
         [sys.executable, str(EXAMPLES / "batch_caption.py"), *arguments],
         stdout=subprocess.PIPE,
@@ -290,13 +254,19 @@ def test_ctrl_c_again_and_again_is_one_sentence(photos: Path, output: Path) -> N
     while run.poll() is None:
         run.send_signal(signal.SIGINT)
         time.sleep(0.01)
-    said = run.communicate(timeout=60)[0]
-    assert said.endswith("\nstopped; what is captioned so far is kept: start the same command to go on\n"), said
-    assert run.returncode in (130, -signal.SIGINT)  # a shell calls both 130; Python's last steps have no handler
+    printed = run.communicate(timeout=60)[0]
+    assert printed.endswith("\nstopped; the captions so far are kept: start the same command to go on\n"), printed
+    assert run.returncode in (
+        130,
+        -signal.SIGINT,
+    )  # a shell reports 130 for both; in Python's last steps no handler runs
 
 
-def test_ctrl_c_ends_what_takes_long_to_end(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    clock, ended = iter([0.0, 1.9, 2.1]), []
+def test_a_late_second_ctrl_c_ends_the_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 1.9, 2.1])
+    ended = []
     monkeypatch.setattr(batch_caption, "_PRESSED", [])
     monkeypatch.setattr(batch_caption.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(batch_caption.os, "_exit", ended.append)

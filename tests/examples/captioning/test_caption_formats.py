@@ -1,4 +1,4 @@
-"""What `merge` writes, as the programs that load it read it."""
+"""Formats of `merge`, read back as the programs that load them do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from caption_cli import call, caption, captions_in, draw, encode, lines, put, words, write_tar
+from programs import draw, encode, words
+from support_captioning import call, caption, captions_in, lines, put, write_tar
 
-pytest_plugins = ("caption_fixtures",)
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -30,10 +30,10 @@ def members(path: Path) -> dict[str, bytes]:
 def test_metadata_for_imagefolder(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output, "--prompt=describe this video .")
     assert call("merge", output, photos / "metadata.jsonl", "--prefix=sks, ").exit_code == 0
-    found = lines(photos / "metadata.jsonl")
-    assert [line["file_name"] for line in found] == ["a.png", "sub/b.c.png"]
-    assert all(line.keys() == {"file_name", "text", "text_2"} for line in found)
-    assert all((photos / line["file_name"]).is_file() and line["text"].startswith("sks, ") for line in found)
+    rows = lines(photos / "metadata.jsonl")
+    assert [line["file_name"] for line in rows] == ["a.png", "sub/b.c.png"]
+    assert all(line.keys() == {"file_name", "text", "text_2"} for line in rows)
+    assert all((photos / line["file_name"]).is_file() and line["text"].startswith("sks, ") for line in rows)
     done = call("merge", output, tmp_path / "else" / "metadata.jsonl")
     assert done.exit_code == 1 and not (tmp_path / "else").exists() and "2 pictures are not in" in words(done)
 
@@ -41,36 +41,38 @@ def test_metadata_for_imagefolder(photos: Path, output: Path, tmp_path: Path) ->
 def test_webdataset_shards_of_files(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output)
     assert call("merge", output, tmp_path / "all.tar").exit_code == 0
-    found, expected = members(tmp_path / "all.tar"), captions_in(output)
-    assert list(found) == [f"{number:09d}.{kind}" for number in range(2) for kind in ("png", "txt", "json")]
+    files = members(tmp_path / "all.tar")
+    expected = captions_in(output)
+    assert list(files) == [f"{number:09d}.{kind}" for number in range(2) for kind in ("png", "txt", "json")]
     for number, key in enumerate(expected):
-        assert found[f"{number:09d}.png"] == (photos / key).read_bytes()
-        assert found[f"{number:09d}.txt"].decode() == f"{expected[key]}\n"
-        assert json.loads(found[f"{number:09d}.json"])["key"] == key
+        assert files[f"{number:09d}.png"] == (photos / key).read_bytes()
+        assert files[f"{number:09d}.txt"].decode() == f"{expected[key]}\n"
+        assert json.loads(files[f"{number:09d}.json"])["key"] == key
     assert call("merge", output, tmp_path / "part-%03d.tar", "--shard-size=1").exit_code == 0
     parts = members(tmp_path / "part-000.tar") | members(tmp_path / "part-001.tar")
-    assert parts == found
+    assert parts == files
     done = call("merge", output, tmp_path / "part-%s-%d.tar")
     assert done.exit_code == 2 and "expected a name with one number" in words(done)
 
 
 def test_webdataset_shards_of_shards_and_tables(output: Path, tmp_path: Path) -> None:
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
     scenes = [encode(draw(seed)[0], "JPEG" if seed % 2 else "PNG", quality=95) for seed in range(6)]
     (tmp_path / "data").mkdir()
     write_tar(tmp_path / "data" / "s.tar", ("0.png", scenes[0]), ("1.jpg", scenes[1]), ("1.txt", b"alt"))
     parquet.write_table(pyarrow.table({"blob": scenes[2:], "id": [2, 3, 4, 5]}), tmp_path / "data" / "t.parquet")
     caption([tmp_path / "data" / "s.tar", tmp_path / "data" / "t.parquet"], output, "--column=blob")
     assert call("merge", output, tmp_path / "all.tar").exit_code == 0
-    found = members(tmp_path / "all.tar")
-    pictures = {name: data for name, data in found.items() if name.endswith(("png", "jpg"))}
+    files = members(tmp_path / "all.tar")
+    pictures = {name: data for name, data in files.items() if name.endswith(("png", "jpg"))}
     assert sorted(pictures.values()) == sorted(scenes)
     for name, data in pictures.items():
         seed = scenes.index(data)
         assert name.endswith("jpg" if seed % 2 else "png")
         assert (
-            found[name[:-3] + "txt"].decode()
-            == captions_in(output)[json.loads(found[name[:-3] + "json"])["key"]] + "\n"
+            files[name[:-3] + "txt"].decode()
+            == captions_in(output)[json.loads(files[name[:-3] + "json"])["key"]] + "\n"
         )
     (tmp_path / "data" / "s.tar").unlink()
     done = call("merge", output, tmp_path / "rest.tar")
@@ -78,7 +80,8 @@ def test_webdataset_shards_of_shards_and_tables(output: Path, tmp_path: Path) ->
 
 
 def test_parquet_can_be_joined(output: Path, tmp_path: Path) -> None:
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
     put(tmp_path / "data", "x.png")
     (tmp_path / "data" / "part").mkdir()
     table = pyarrow.table({"image": [encode(draw(seed)[0]) for seed in range(3)]})
@@ -91,7 +94,7 @@ def test_parquet_can_be_joined(output: Path, tmp_path: Path) -> None:
 
 
 def test_texts_of_videos_and_several_lines(tmp_path: Path) -> None:
-    """A caption with line ends stays as it is; what is written is UTF-8, whatever the names are."""
+    """Captions keep their line ends. Files are valid UTF-8, whatever names they hold."""
     from captioning.exports import Export
     from captioning.journal import Record
 
@@ -110,8 +113,9 @@ def test_texts_of_videos_and_several_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".tar", ".parquet"])
 def test_merge_overwrites_no_shard_that_pictures_were_read_from(suffix: str, output: Path, tmp_path: Path) -> None:
-    """A shard holds more than its captions, and a table's pictures are nowhere in its records."""
-    shard, link = tmp_path / f"shard{suffix}", tmp_path / f"link{suffix}"
+    """Shards hold more than captions, and records do not hold the pictures of a table."""
+    shard = tmp_path / f"shard{suffix}"
+    link = tmp_path / f"link{suffix}"
     pictures = [encode(draw(seed)[0]) for seed in range(2)]
     if suffix == ".tar":
         write_tar(shard, *((f"{index}.png", data) for index, data in enumerate(pictures)))
@@ -127,14 +131,14 @@ def test_merge_overwrites_no_shard_that_pictures_were_read_from(suffix: str, out
     assert call("merge", output, tmp_path / f"other{suffix}").exit_code == 0
 
 
-def said(path: Path, *arguments: Path) -> None:
-    """Writes what `caption` prints."""
+def write_output(path: Path, *arguments: Path) -> None:
+    """Caption, and write the console output to a file."""
     names, output = arguments
     path.write_text(call("caption", names, "--output", output, "--demo", "--prompt", "{txt}").output)
 
 
-def test_pipes_are_errors_and_not_waited_for(output: Path, tmp_path: Path) -> None:
-    """As a list names them, or beside a picture: opening one would wait for its writer."""
+def test_pipes_are_errors(output: Path, tmp_path: Path) -> None:
+    """Opening a pipe would wait for its writer. A list names one, and one lies beside a picture."""
     put(tmp_path / "photos", "a.png", "b.png")
     for name in ("p.png", "a.txt"):
         os.mkfifo(tmp_path / "photos" / name)
@@ -142,11 +146,11 @@ def test_pipes_are_errors_and_not_waited_for(output: Path, tmp_path: Path) -> No
         (tmp_path / "photos" / name).write_text("red")
     names = tmp_path / "list.txt"
     names.write_text("photos/a.png\nphotos/b.png\nphotos/p.png\n")
-    # In a process of its own: a run that waits can be ended.
-    run = get_context("fork").Process(target=said, args=(tmp_path / "said", names, output))
+    # The run is a process of its own, so that it can be ended if it waits.
+    run = get_context("fork").Process(target=write_output, args=(tmp_path / "printed", names, output))
     run.start()
     run.join(timeout=120)
     run.kill()
-    told = (tmp_path / "said").read_text()
-    assert "a.txt is a pipe, socket or device" in told and "p.png is a pipe" in told
-    assert "1 of 3 records have captions" in told
+    printed = (tmp_path / "printed").read_text()
+    assert "a.txt is a pipe, socket or device" in printed and "p.png is a pipe" in printed
+    assert "1 of 3 records have captions" in printed

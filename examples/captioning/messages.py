@@ -1,0 +1,113 @@
+"""Say how a run begins and ends, for `batch_caption.py` and `caption_on_ray.py`."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from types import ModuleType
+from typing import NoReturn
+
+import accelerate
+import torch
+import transformers
+import typer
+from media.files import say
+
+import hf_vit_accel
+from captioning.journal import Entry, Record
+from captioning.options import Options
+from captioning.prepare import Prepared
+
+__all__ = ["cannot_load", "exit_by", "manifest_entry", "refused", "sentence", "stop"]
+
+_SHOWN_ERRORS = 5
+_MODULES: tuple[ModuleType, ...] = (torch, transformers, accelerate, hf_vit_accel)
+
+
+def manifest_entry(options: Options, ready: Prepared, processes: int | None, device: str, status: str) -> Entry:
+    """Return the manifest's entry of a run.
+
+    Args:
+        options: Options of the command line.
+        ready: The run.
+        processes: Number of processes; None for as many as there are.
+        device: Name of the device.
+        status: How the model runs.
+    """
+    return {
+        "run": ready.run,
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": ready.title,
+        "settings": ready.settings,
+        "prompts": ready.prompts,
+        "inputs": options.inputs,
+        "root": ready.root,
+        "column": options.column,
+        "split": options.split,
+        "records": ready.plan.expected,
+        "processes": processes,
+        "device": device,
+        "versions": {module.__name__: module.__version__ for module in _MODULES}
+        | {"python": platform.python_version()},
+        "status": status,
+    }
+
+
+def sentence(error: BaseException) -> str:
+    """Return the first line of an error, where libraries say what is wrong."""
+    text = _first_line(str(error)) or type(error).__name__
+    return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def refused(message: str, option: str, is_first: bool) -> Exception:
+    """Return the exception for a mistake in an option. The first process prints it, and the others only end."""
+    return typer.BadParameter(message, param_hint=option) if is_first else typer.Exit(2)
+
+
+def cannot_load(options: Options, error: Exception, is_first: bool) -> Exception:
+    """Return the exception for a model that cannot be loaded."""
+    return refused(f"cannot load {options.named}: {sentence(error)}", "--model", is_first)
+
+
+def stop(reason: str, code: int, *, drop_overwrite: bool, prints: bool) -> NoReturn:
+    """End a run that the user has to start again.
+
+    Args:
+        reason: Why the run ends.
+        code: Exit code; 1 where the user has to remove a cause first.
+        drop_overwrite: Whether to start without --overwrite, which would discard the new captions.
+        prints: Whether this process prints the reason.
+    """
+    if prints:
+        command = "start the same command" + (" without --overwrite" if drop_overwrite else "")
+        first_step = "remove the cause, and " if code == 1 else ""
+        print(f"\n{reason}; the captions so far are kept: {first_step}{command} to go on", flush=True)
+    raise typer.Exit(code)
+
+
+def exit_by(records: Sequence[Record], expected: int, max_failures: float, has_failed: bool = False) -> None:
+    """Count the records, and exit with 1 if some are missing or too many are errors.
+
+    Args:
+        records: The records of a run.
+        expected: How many there should be.
+        max_failures: Share of the records that may be errors.
+        has_failed: Exit with 1 in any case.
+    """
+    failures = Counter(_first_line(record.error or "") for record in records if record.status == "error")
+    errors = failures.total()
+    for error, count in failures.most_common(_SHOWN_ERRORS):
+        say(f"  error, {count} x {error}")
+    if len(failures) > _SHOWN_ERRORS:
+        print(f"  and {len(failures) - _SHOWN_ERRORS} other errors")
+    print(f"{len(records) - errors} of {len(records)} records have captions")
+    if len(records) < expected:
+        print(f"{expected - len(records)} records are missing: wait for the run, or start it once more")
+    if has_failed or len(records) < expected or errors > max_failures * len(records):
+        raise typer.Exit(1)

@@ -1,0 +1,89 @@
+"""Tell checkpoints apart by their contents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from media.files import Settings, fingerprint, replace_file
+
+__all__ = ["checkpoint", "identity"]
+
+_SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
+_TRAINING_FILES = ("optimizer.bin", "scheduler.bin", "trainer_state.json", "training_args.bin")
+
+
+def checkpoint(folder: Path, cached: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Compute the checksums of a checkpoint's files.
+
+    Args:
+        folder: The checkpoint.
+        cached: Checksums of earlier runs, by path, size and time. They are not computed again.
+
+    Returns:
+        The checksums by name, equal for every copy of the checkpoint; and by path, size and time, for the cache.
+    """
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _SUFFIXES and file.is_file()]
+    files = [file for file in files if file.name not in _TRAINING_FILES]
+    versions = {file: f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files}
+
+    def checksum(file: Path) -> str:
+        if versions[file] in cached:
+            return cached[versions[file]]
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(8) as pool:
+        checksums = dict(zip(files, pool.map(checksum, files), strict=True))
+    by_name = {file.name: checksums[file] for file in files}
+    return by_name, {versions[file]: checksums[file] for file in files}
+
+
+def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[Settings, str]:
+    """Identify a checkpoint: by the contents of its folder, or by its commit on the Hub.
+
+    Args:
+        model: A folder, or a name on the Hub.
+        revision: Branch, tag or commit on the Hub.
+        output: Folder where computed checksums are cached.
+        write: Write to that folder.
+
+    Returns:
+        Settings that differ between any two checkpoints, and the checkpoint's name for the console.
+
+    Raises:
+        ValueError: There is no such checkpoint.
+    """
+    if Path(model).is_file():
+        raise ValueError(f"{model} is a file; name the folder of the checkpoint")
+    if not Path(model).is_dir():
+        return _identity_on_hub(model, revision)
+    if revision is not None:
+        raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
+    cache_file = output / ".checksums.json"
+    cached: dict[str, str] = {}
+    with suppress(OSError, ValueError):  # the file is not there yet, or damaged
+        cached = json.loads(cache_file.read_text())
+    checksums, computed = checkpoint(Path(model), cached)
+    if not checksums:
+        raise ValueError(f"{model} holds no checkpoint")
+    if write and not computed.items() <= cached.items():
+        with suppress(OSError):  # the run can do without this file; other writes report a full disk
+            replace_file(cache_file, json.dumps(cached | computed))
+    return {"files": checksums}, f"{model} (checksum {fingerprint(checksums)})"
+
+
+def _identity_on_hub(model: str, revision: str | None) -> tuple[Settings, str]:
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"cannot load {model}: no folder is there, and as a name on the Hub: {reason}") from None
+    commit = getattr(config, "_commit_hash", None) or revision
+    return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"

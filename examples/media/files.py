@@ -1,0 +1,94 @@
+"""Write files whole or not at all, lock folders, fingerprint settings, and print names of files."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CANNOT_WRITE", "FULL", "Settings", "fingerprint", "lock", "part_of", "replace_file", "say", "some"]
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CANNOT_WRITE = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
+_SHOWN = 5
+Settings = dict[str, Any]
+"""Settings of a run as JSON holds them."""
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file. If that is interrupted, the file stays as it was."""
+    with part_of(path) as part:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+@contextmanager
+def part_of(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `path` at the end of the with block unless that raises."""
+    # The name is short, since that of `path` may be as long as the file system allows.
+    part = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def fingerprint(settings: Settings) -> str:
+    """Return a short name for settings: equal settings have equal names, in any order."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@contextmanager
+def lock(folder: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
+    """Keep other runs out of a folder for the length of a with block, or until the process ends.
+
+    Without locks in the file system or the operating system, other runs are not kept out.
+
+    Args:
+        folder: The folder, which is created.
+        alone: Keep other processes of the same run out, too.
+
+    Yields:
+        A function that lets other processes of the same run in.
+
+    Raises:
+        ValueError: Another run has the folder, or it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
+    with file:
+        try:
+            import fcntl
+        except ImportError:  # pragma: no cover, only Windows lacks it
+            yield lambda: None
+            return
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing to {folder}; wait for it, or name another output") from None
+        except OSError:
+            yield lambda: None
+        else:
+            yield lambda: fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def some(names: Sequence[str]) -> str:
+    """Join the first few names, and count the others."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def say(line: str) -> None:
+    """Print a line at once. It may hold names of files that are no valid UTF-8."""
+    print(line.encode("utf-8", errors="backslashreplace").decode(), flush=True)

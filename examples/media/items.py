@@ -1,0 +1,200 @@
+"""Read the bytes of pictures and videos, wherever they lie, and the texts that belong to them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from media import tables
+from media.places import open_file
+
+__all__ = [
+    "METADATA_SUFFIXES",
+    "Item",
+    "checksum",
+    "fields",
+    "holds_bytes",
+    "open_item",
+    "read",
+    "size",
+    "stamp",
+]
+
+METADATA_SUFFIXES = ("json", "txt")
+Value = str | int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One picture or video: a file, a member of a tar shard, or a row of a table.
+
+    Args:
+        key: Its name in records, unique in a run.
+        file: The file that holds its bytes; for a row of a data set, the data set's name.
+        kind: Whether it is a picture or a video.
+        offset: Where its bytes begin in the file (tar shards).
+        length: How many bytes it has in the file (tar shards); None for all.
+        row: Row group and index in it (tables).
+        column: Column of its bytes (tables).
+        split: Split of a data set; None for parquet files.
+        source: Key of the shard, table or data set that it is a part of.
+        number: Row in its source.
+        stamp: Stamp of its source's file when the source was listed.
+        extra: Suffix, offset and length of the members of a tar shard that belong to it.
+        problem: Why it cannot be read at all.
+    """
+
+    key: str
+    file: str
+    kind: Literal["image", "video"] = "image"
+    offset: int = 0
+    length: int | None = None
+    row: tuple[int, int] | None = None
+    column: str | None = None
+    split: str | None = None
+    source: str | None = None
+    number: int | None = None
+    stamp: str | None = None
+    extra: tuple[tuple[str, int, int], ...] = ()
+    problem: str | None = None
+
+
+def open_item(item: Item) -> BinaryIO:
+    """Open the bytes of an item as a binary file, which the caller closes.
+
+    Raises:
+        ValueError: The item has a problem, or its shard or table lacks the bytes.
+        OSError: The file cannot be read.
+    """
+    if item.problem is None and item.row is None and item.length is None:
+        return open_file(item.file)
+    return io.BytesIO(read(item))
+
+
+def read(item: Item) -> bytes:
+    """Read the bytes of an item. Raises as `open_item` does."""
+    if item.problem is not None:
+        raise ValueError(item.problem)
+    if item.row is not None:
+        return _bytes_of(_row_readers(item)[item.column or ""](), item)
+    with open_file(item.file) as file:
+        file.seek(item.offset)
+        data = file.read() if item.length is None else file.read(item.length)
+    if item.length is not None and len(data) < item.length:
+        raise ValueError(f"the shard ends within the file ({len(data)} of {item.length} bytes)")
+    return data
+
+
+def _bytes_of(value: object, item: Item) -> bytes:
+    if isinstance(value, Mapping):  # the form in which the datasets library stores pictures
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str):
+        return read(Item(key=item.key, file=str(Path(item.file).parent / value)))
+    if not isinstance(value, bytes | bytearray):
+        raise ValueError(f"expected bytes or a path in column {item.column}, got {type(value).__name__}")
+    return bytes(value)
+
+
+def _row_readers(item: Item) -> Mapping[str, Callable[[], object]]:
+    """Return a function for every column of a row, which reads the value: an unreadable one harms no other."""
+    assert item.row is not None
+    group, index = item.row
+    return tables.row_readers(item.file, group, index, item.split)
+
+
+def size(item: Item) -> int | None:
+    """Return the bytes of an item where they are known without reading it. A row has the size of its whole table."""
+    if item.length is not None:
+        return item.length
+    if item.split is not None or item.problem is not None:
+        return None
+    try:
+        return Path(item.file).stat().st_size
+    except OSError:
+        return None
+
+
+def stamp(item: Item) -> str | None:
+    """Return a text that is equal as long as an item's bytes are, without reading them; None where there is none.
+
+    It holds size and time of the file, or a data set's fingerprint. A member or row has the stamp of the file that was
+    listed, even if that was replaced since.
+    """
+    if item.source is not None:
+        return item.stamp
+    try:
+        status = os.stat(item.file)
+    except OSError:
+        return None
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def holds_bytes(item: Item) -> bool:
+    """Tell whether an item's file holds its bytes, and not a path to them."""
+    if item.row is None:
+        return True
+    value = _row_readers(item)[item.column or ""]()
+    return isinstance(value.get("bytes") if isinstance(value, Mapping) else value, bytes | bytearray)
+
+
+def checksum(file: BinaryIO) -> str:
+    """Compute the CRC-32 of all bytes of a file, and rewind it."""
+    crc = 0
+    file.seek(0)
+    while chunk := file.read(1 << 20):
+        crc = zlib.crc32(chunk, crc)
+    file.seek(0)
+    return f"{crc:08x}"
+
+
+def fields(item: Item, named: set[str]) -> dict[str, Value]:
+    """Return what a prompt may name: `name`, `stem`, `folder`, `key`, and metadata.
+
+    Metadata of a row are its other columns. Metadata of a file are the keys of a `.json` file and the text of a `.txt`
+    file (as `txt`) of its name. Only texts and numbers count. They are read only if `named` needs them, so a broken
+    file or column harms no other prompt.
+
+    Args:
+        item: The picture or video.
+        named: The fields that are needed. Other columns of a row have an empty text.
+    """
+    path = Path(item.key)
+    by_name: dict[str, Value] = {"name": path.name, "stem": path.stem, "folder": path.parent.name, "key": item.key}
+    if item.row is not None:
+        readers = _row_readers(item) if named - {"key", "kind"} else {}
+        by_name |= dict.fromkeys(readers.keys() - named, "")
+        return by_name | _texts_and_numbers({name: readers[name]() for name in named & readers.keys()})
+    if named <= by_name.keys() | {"kind"}:
+        return by_name
+    metadata: dict[str, Value] = {}
+    for suffix, part in _metadata_items(item):
+        with suppress(FileNotFoundError):
+            text = read(part).decode("utf-8-sig")
+            if suffix == "txt":
+                metadata["txt"] = text.strip()
+                continue
+            values = json.loads(text)
+            if isinstance(values, dict):
+                metadata |= _texts_and_numbers(values)
+    return metadata | by_name
+
+
+def _texts_and_numbers(values: Mapping[str, object]) -> dict[str, Value]:
+    """Select the values that a prompt can hold: no null, NaN, list or object."""
+    return {name: value for name, value in values.items() if isinstance(value, Value) and value == value}
+
+
+def _metadata_items(item: Item) -> Iterator[tuple[str, Item]]:
+    """Yield suffix and place of the metadata beside a file, or beside a member of a tar shard."""
+    if item.length is None:
+        for suffix in METADATA_SUFFIXES:
+            yield suffix, Item(key=item.key, file=str(Path(item.file).with_suffix("." + suffix)))
+    for suffix, offset, length in item.extra:
+        yield suffix, replace(item, offset=offset, length=length)

@@ -1,0 +1,244 @@
+"""Decode pictures of any format and mode to upright RGB, and videos to frames."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from threading import Condition
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from PIL.Image import Transpose
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+    from transformers.video_processing_utils import BaseVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+__all__ = ["REFUSE_ABOVE", "Gate", "Resize", "TooLarge", "read_frames", "read_image", "to_rgb", "upright_size"]
+
+# Pillow warns of a decompression bomb above this limit, and refuses to open pictures of twice as many pixels.
+REFUSE_ABOVE = 89_478_485
+Resize = Callable[[int, int], tuple[int, int] | None]
+"""From a picture's upright width and height to those that it may be reduced to; None to keep it as it is."""
+_DRAFT_SCALE = 2  # JPEGs are decoded at an eighth, quarter or half of their size if this many times the target remain
+_DEFAULT_FPS = 2.0  # that of qwen-vl-utils, for the processors of Qwen2-VL and Qwen2.5-VL, which name none
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+# Pillow opens more formats. PostScript is not among these: Pillow would give such a file to Ghostscript to run.
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+
+
+class TooLarge(ValueError):
+    """Refuse to decode a picture that has more pixels than are allowed.
+
+    Args:
+        limit: Pixels that are allowed.
+        width: Upright width, None where unknown.
+        height: Upright height, None where unknown.
+        pixels: Number of pixels, where the sides are unknown.
+    """
+
+    def __init__(self, limit: int, width: int | None = None, height: int | None = None, pixels: str = "") -> None:
+        super().__init__(f"{pixels or f'{width} x {height}'} pixels, the limit is {limit}")
+        self.width = width
+        self.height = height
+
+
+class Gate:
+    """Bound the bytes that are in use at a time. A request above the bound waits until it is alone."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used = 0
+        self._changed = Condition()
+
+    @contextmanager
+    def __call__(self, requested_bytes: int) -> Iterator[None]:
+        """Wait until so many bytes are free, and keep them for the length of a with block."""
+        requested_bytes = min(requested_bytes, self.size)
+        with self._changed:
+            self._changed.wait_for(lambda: self.used + requested_bytes <= self.size)
+            self.used += requested_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.used -= requested_bytes
+                self._changed.notify_all()
+
+
+def _open(file: BinaryIO, refuse_above: int) -> Image.Image:
+    if not file.seek(0, 2):
+        raise ValueError("the file is empty")
+    file.seek(0)
+    Image.init()
+    try:
+        # An open file, no name: by name, Pillow 13 scrambles uncompressed TIFFs whose orientation swaps the sides.
+        image = Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
+    except UnidentifiedImageError:
+        raise ValueError("not an image in a format that Pillow reads here") from None
+    except Image.DecompressionBombError as error:
+        match = re.search(r"\((\d+) pixels\)", str(error))
+        raise TooLarge(refuse_above, pixels=match[1] if match else "too many") from None
+    if image.width * image.height > refuse_above:
+        raise TooLarge(refuse_above, *_upright(image))
+    return image
+
+
+def upright_size(file: BinaryIO, refuse_above: int = REFUSE_ABOVE) -> tuple[int, int]:
+    """Return width and height of the upright picture, from its header. Raises as `read_image` does."""
+    return _upright(_open(file, refuse_above))
+
+
+def _upright(image: Image.Image) -> tuple[int, int]:
+    # Pillow turns TIFFs itself, and reports their upright size.
+    is_swapped = image.format != "TIFF" and _orientation(image) in range(5, 9)
+    return (image.height, image.width) if is_swapped else (image.width, image.height)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 where there is none or the EXIF data is damaged."""
+    try:
+        # The base class's method: a PNG's own `getexif` decodes the picture first, to find EXIF data behind it.
+        return int(Image.Image.getexif(image).get(_ORIENTATION, 1))
+    except Exception:  # SyntaxError, struct.error and KeyError among others
+        return 1
+
+
+def read_image(
+    file: BinaryIO, refuse_above: int = REFUSE_ABOVE, resize: Resize | None = None, gate: Gate | None = None
+) -> tuple[Image.Image, tuple[int, int]]:
+    """Decode a picture to RGB, turned upright by its EXIF orientation; of an animation the first frame.
+
+    Args:
+        file: An open binary file.
+        refuse_above: Pixels that are allowed.
+        resize: Size to reduce the picture to. JPEGs are reduced in part while they are decoded.
+        gate: Waits until there is memory to decode the picture.
+
+    Returns:
+        The picture, and the upright width and height of the full picture.
+
+    Raises:
+        ValueError: The file is empty or not an image.
+        TooLarge: The picture has more pixels than `refuse_above`.
+        Exception: Pillow's decoders raise errors of any class for damaged data.
+    """
+    image = _open(file, refuse_above)
+    size = _upright(image)
+    target = resize(*size) if resize else None
+    if target is not None:
+        stored = target if size == image.size else target[::-1]
+        image.draft(None, (_DRAFT_SCALE * stored[0], _DRAFT_SCALE * stored[1]))
+    channels = 4 if image.mode in ("RGB", "L", "P", "1") and not image.has_transparency_data else 12
+    with gate(image.width * image.height * channels * 2) if gate else nullcontext():
+        image.load()
+        # `ImageOps.exif_transpose` would write the EXIF data anew, and fails where that is odd.
+        turn = _TURNS.get(_orientation(image))
+        image = to_rgb(image if turn is None else image.transpose(turn))
+        # A damaged file may hold a smaller picture than its header says: the processor resizes that one.
+        if target is not None and target[0] <= image.width and target[1] <= image.height:
+            image = image.resize(target, Image.Resampling.BICUBIC)
+    return image, size
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image of any mode to RGB, with 16-bit greys scaled to 8 bits and transparency laid on white."""
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no defined white")
+    if image.mode.startswith("I"):  # Pillow opens a 16-bit PGM as "I"; `convert` would clip greys at 255
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def read_frames(
+    file: BinaryIO, suffix: str, processor: ProcessorMixin, refuse_above: int = REFUSE_ABOVE
+) -> tuple[np.ndarray, VideoMetadata]:
+    """Decode the frames of a video that the processor samples, by one of transformers' decoders.
+
+    Other frames are not kept: all frames of a minute in full HD are 11 GB.
+
+    Args:
+        file: An open binary file.
+        suffix: Suffix of the video's name, with the dot.
+        processor: A processor of transformers.
+        refuse_above: Pixels of a frame that are allowed.
+
+    Returns:
+        The frames and their metadata.
+
+    Raises:
+        ValueError: A package is missing, the file is empty, or the video ends early.
+        TooLarge: Frames have more pixels than `refuse_above`.
+        Exception: The decoders raise errors of any class for damaged data.
+    """
+    if getattr(processor, "video_processor", None) is None:
+        raise ValueError("videos need torchvision and a decoder: pip install torchvision av")
+    decoder = _video_decoder()
+    if not file.seek(0, 2):
+        raise ValueError("the file is empty")
+    if hasattr(file, "name"):
+        return _load_video(str(file.name), decoder, processor.video_processor, refuse_above)
+    # The decoders need a path, and this file is in memory.
+    file.seek(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"video{suffix}"
+        path.write_bytes(file.read())
+        try:
+            return _load_video(str(path), decoder, processor.video_processor, refuse_above)
+        except TooLarge:
+            raise
+        except Exception as error:  # the folder has another name in every run, and records must be equal
+            raise ValueError(f"{type(error).__name__}: {error}".replace(folder, "")) from None
+
+
+def _video_decoder() -> str:
+    """Return transformers' name for the first video decoder that is installed; ValueError without one."""
+    from transformers import video_utils
+
+    if video_utils.is_torchcodec_available():
+        return "torchcodec"
+    if video_utils.is_av_available():
+        return "pyav"
+    if video_utils.is_cv2_available():
+        return "opencv"
+    raise ValueError("videos need a decoder: pip install av")
+
+
+def _load_video(
+    path: str, decoder: str, video_processor: BaseVideoProcessor, refuse_above: int
+) -> tuple[np.ndarray, VideoMetadata]:
+    from transformers import video_utils
+
+    def sample(metadata: VideoMetadata, **_: object) -> np.ndarray:
+        # pyav finds no number of frames in most `.webm` and `.mkv` files; opencv finds -1 in damaged data.
+        if (metadata.total_num_frames or 0) <= 0:
+            raise ValueError(f"{decoder} does not find out how many frames there are: pip install torchcodec")
+        if metadata.width * metadata.height > refuse_above:
+            raise TooLarge(refuse_above, metadata.width, metadata.height)
+        count = getattr(video_processor, "num_frames", None)
+        if count:
+            return video_processor.sample_frames(metadata, num_frames=count)
+        return video_processor.sample_frames(metadata, fps=getattr(video_processor, "fps", None) or _DEFAULT_FPS)
+
+    frames, metadata = video_utils.load_video(path, backend=decoder, sample_indices_fn=sample)
+    expected = len(metadata.frames_indices)
+    if len(frames) < expected - 1:  # containers often claim one frame too many
+        raise ValueError(f"the video ends early: it has {len(frames)} of {expected} frames")
+    metadata.frames_indices = metadata.frames_indices[: len(frames)]
+    return frames, metadata

@@ -1,0 +1,375 @@
+"""Sources: items of folders, globs, lists, shards, tables and data sets, and their metadata."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tarfile
+import threading
+import time
+import types
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from captioning.worker import decode
+from media import sources, tables
+from media.batches import Task
+from media.items import Item, fields, open_item, size
+from media.prompts import fill, named
+from support_captioning import PICTURE_PROMPT, export, named_task, record_of, write_tar
+
+
+def find_items(inputs: list[str], **options: object) -> list[Item]:
+    """Return the items of the inputs."""
+    return sources.find(inputs, **options).items
+
+
+def keys(*inputs: str | Path, **options: object) -> list[str]:
+    """Return the keys of the items of the inputs."""
+    return [item.key for item in find_items([str(name) for name in inputs], **options)]
+
+
+def content(item: Item) -> bytes:
+    """Return the bytes of an item."""
+    with open_item(item) as file:
+        return file.read()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Create pictures, videos and other files."""
+    for name in ("a.jpg", "B.PNG", "sub/c.webp", "sub/deep/d.Mp4", "notes.txt", "sub/e.csv", "sub/x[1].gif"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_bytes(name.encode())
+    (tmp_path / "tree" / "folder.jpg").mkdir()
+    return tmp_path / "tree"
+
+
+def test_folders_are_searched(tree: Path) -> None:
+    items = find_items([str(tree)])
+    assert [item.key for item in items] == ["B.PNG", "a.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x[1].gif"]
+    assert [item.kind for item in items] == ["image", "image", "image", "video", "image"]
+    assert [content(item).decode() for item in items] == [item.key for item in items]
+    assert all(size(item) == len(content(item)) for item in items)
+
+
+def test_globs_and_single_files(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree)
+    assert keys("*.jpg") == ["a.jpg"]
+    assert keys("**/*") == ["B.PNG", "a.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x[1].gif"]
+    assert keys("sub/x[1].gif", "a.jpg", "./a.jpg", "sub/x[[]1].gif") == ["a.jpg", "sub/x[1].gif"]
+    assert keys("sub/x[1].gif") == ["x[1].gif"] and keys("sub/x[1].gif", root=str(tree)) == ["sub/x[1].gif"]
+
+
+def test_lists_of_paths(tree: Path) -> None:
+    (tree / "list.txt").write_bytes(
+        b"\xef\xbb\xbfa.jpg\r\n\n  sub/c.webp  \nsub/x\x0c\xc2\x85\r.png\nn\xff.jpg\nsub/deep/d.Mp4\n"
+        + str(tree).encode()
+        + b"/B.PNG"
+    )
+    items = find_items([str(tree / "list.txt")])
+    names = ["a.jpg", "n\udcff.jpg", "sub/c.webp", "sub/deep/d.Mp4", "sub/x\x0c\x85\r.png", "B.PNG"]
+    assert sorted(item.key for item in items) == sorted(names)
+    assert {item.kind for item in items if item.key.endswith("Mp4")} == {"video"}
+    assert sum(size(item) is None for item in items) == 2  # not there: an error record each
+    (tree / "twice.txt").write_text("a.jpg\na.jpg\n")
+    assert keys(tree / "twice.txt") == ["a.jpg"]
+
+
+def test_inputs_that_hold_nothing(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
+    for name in ("empty", "empty.txt", "tree/notes.md", "nothing/*.jpg", "tree/sub/e.csv"):
+        with pytest.raises(ValueError, match=r"no images or videos in|there is no file|no picture or video by"):
+            find_items([str(tree), str(tmp_path / name)])
+
+
+def test_two_folders_with_equal_names(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "other" / "sub").mkdir(parents=True)
+    (tmp_path / "other" / "a.jpg").touch()
+    result = sources.find([str(tree), str(tmp_path / "other")])
+    assert {"tree/a.jpg", "other/a.jpg"} <= {item.key for item in result.items} and not result.clashes
+    assert result.root == str(tmp_path)
+
+
+def test_a_member_that_comes_twice_is_a_problem(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as archive:
+        for name in ("a.png", "b.png", "a.png"):
+            archive.addfile(tarfile.TarInfo(name))
+    result = sources.find([str(tmp_path / "s.tar"), f"{tmp_path}/*.tar"])
+    assert [item.key for item in result.items] == ["s.tar/a.png", "s.tar/b.png"] and set(result.clashes) == {
+        "s.tar/a.png"
+    }
+    with pytest.raises(ValueError, match="more than one item has this name"):
+        open_item(result.items[0])
+
+
+MEMBERS = {
+    "0001.jpg": b"first",
+    "0001.json": b'{"title": "One", "n": 1}',
+    "0001.txt": b" words \n",
+    "dir.x/0001.left.png": b"left",
+    "dir.x/0001.json": b'{"title": "Two"}',
+    "dir.x/0001.mp4": b"clip",
+    "long/" + "n" * 200 + ".webp": b"",
+    "0002.cls": b"5",
+}
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_tar_shards(tmp_path: Path, format: int) -> None:
+    items = {
+        item.key: item for item in find_items([str(write_tar(tmp_path / "s.tar", *MEMBERS.items(), format=format))])
+    }
+    media_names = [name for name in MEMBERS if not name.endswith(("json", "txt", "cls"))]
+    assert items.keys() == {f"s.tar/{name}" for name in media_names}
+    for name in media_names:
+        item = items[f"s.tar/{name}"]
+        assert content(item) == MEMBERS[name] and size(item) == len(MEMBERS[name])
+    assert items["s.tar/dir.x/0001.mp4"].kind == "video"
+    first = items["s.tar/0001.jpg"]
+    second = items["s.tar/dir.x/0001.left.png"]
+    assert fields(first, {"title", "txt"}) == {
+        **{"key": "s.tar/0001.jpg", "name": "0001.jpg", "stem": "0001", "folder": "s.tar"},
+        **{"title": "One", "n": 1, "txt": "words"},
+    }
+    assert fields(second, {"title"})["title"] == "Two"
+
+
+def test_notes_of_macos_in_a_shard_are_no_pictures(tmp_path: Path) -> None:
+    members = {"a.png": b"a", "._a.png": b"\0\5\x16\7", "b/._c.json": b"\0\5", "b/c.jpg": b"c"}
+    assert keys(write_tar(tmp_path / "s.tar", *members.items())) == ["s.tar/a.png", "s.tar/b/c.jpg"]
+
+
+def test_damaged_tar_shards(tmp_path: Path) -> None:
+    """After a cut or a broken block, the members before it are read, and an error stands for the others."""
+    members = {f"{index}.png": bytes([65 + index]) * 700 for index in range(3)}
+    complete_shard = write_tar(tmp_path / "s.tar", *members.items()).read_bytes()
+    assert len(find_items([str(tmp_path / "s.tar")])) == 3
+    step = 512 + 1024
+    for cut in range(0, 3 * step + 1, 256):
+        (tmp_path / "s.tar").write_bytes(complete_shard[:cut])
+        items = find_items([str(tmp_path / "s.tar")])
+        assert items[0].key == "s.tar" and size(items[0]) is None
+        with pytest.raises(ValueError, match="the shard is damaged"):
+            open_item(items[0])
+        complete = 0
+        for item in items[1:]:
+            try:
+                complete += content(item) == members[item.key.removeprefix("s.tar/")]
+            except ValueError as error:
+                assert "the shard ends within the file" in str(error)
+        assert complete == sum(cut - index * step >= 512 + 700 for index in range(3))
+    (tmp_path / "s.tar").write_bytes(
+        complete_shard[:step] + b"\x07" * 512 + complete_shard[step + 512 :]
+    )  # a header in the middle
+    assert keys(tmp_path / "s.tar") == ["s.tar", "s.tar/0.png"]
+    (tmp_path / "s.tar").write_bytes(random.Random(0).randbytes(5000))
+    assert keys(tmp_path / "s.tar") == ["s.tar"]
+    write_tar(tmp_path / "t.tar.gz")
+    with pytest.raises(ValueError, match="decompress it"):
+        open_item(find_items([str(tmp_path / "t.tar.gz")])[0])
+
+
+def write_parquet(path: Path, **columns: object) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=3)
+    return path
+
+
+def test_parquet_files(tmp_path: Path) -> None:
+    (tmp_path / "there.png").write_bytes(b"by path")
+    blobs = [{"bytes": bytes([65 + index]), "path": "x.png"} for index in range(7)]
+    path = write_parquet(
+        tmp_path / "p.parquet", id=list(range(7)), title=[f"t{index}" for index in range(7)], image=blobs
+    )
+    items = find_items([str(path)])
+    assert [item.key for item in items] == [f"p.parquet#{index:09d}" for index in range(7)]
+    assert [content(item) for item in items] == [b"A", b"B", b"C", b"D", b"E", b"F", b"G"]
+    assert fields(items[4], {"title"})["title"] == "t4" and fields(items[4], {"id"})["id"] == 4
+    assert size(items[0]) == path.stat().st_size
+    mixed = write_parquet(tmp_path / "q.parquet", blob=["there.png", "gone.png", None], bytes=[b"1", b"2", b""])
+    named = find_items([str(mixed)], column="blob")
+    assert content(named[0]) == b"by path"
+    for item, error in ((named[1], FileNotFoundError), (named[2], ValueError)):
+        with pytest.raises(error):
+            content(item)
+    assert content(find_items([str(mixed)])[1]) == b"2"
+    videos = find_items([str(write_parquet(tmp_path / "v.parquet", video=[b"clip"]))])
+    assert [item.kind for item in videos] == ["video"]
+    with pytest.raises(ValueError, match=r"expected a column 'nope' in .*, it has blob, bytes; name it with --column"):
+        find_items([str(mixed)], column="nope")
+
+
+def test_empty_or_unreadable_columns_harm_no_other(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = write_parquet(
+        tmp_path / "p.parquet",
+        image=[b"A", b"B"],
+        title=["one", None],
+        price=[float("nan"), 2.5],
+        tags=[["x"], None],
+        taken_at=pyarrow.array([1, 2], pyarrow.timestamp("ns")),  # no Python datetime, but pandas' own
+    )
+    first, second = find_items([str(path)])
+    assert [content(first), content(second)] == [b"A", b"B"]
+    columns = {"title", "price", "tags"}
+    assert {name: value for name, value in fields(first, columns).items() if name in columns} == {"title": "one"}
+    assert {name: value for name, value in fields(second, columns).items() if name in columns} == {"price": 2.5}
+    with pytest.raises(
+        ValueError,
+        match=r"the prompt names \{title\}; there are folder, image, key, name, price, stem, ",
+    ):
+        fill("{title}", fields(second, {"title"}))
+
+
+def test_a_column_that_comes_twice_is_not_guessed(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table([[b"A"], [b"B"], [b"C"]], names=["image", "image", "jpg"])
+    parquet.write_table(table, tmp_path / "p.parquet")
+    assert [content(item) for item in find_items([str(tmp_path / "p.parquet")])] == [b"C"]
+    with pytest.raises(ValueError, match=r"expected a column 'image' in .*, it has image, image, jpg"):
+        find_items([str(tmp_path / "p.parquet")], column="image")
+
+
+def test_damaged_parquet_files(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", image=[random.Random(index).randbytes(5000) for index in range(6)])
+    complete_file = path.read_bytes()
+    for data in (b"", complete_file[: len(complete_file) // 2], b"text"):
+        path.write_bytes(data)
+        tables.clear_caches()
+        (item,) = find_items([str(path)])
+        assert item.key == "p.parquet" and decode(named_task("p", 0), None).errors[0]
+        with pytest.raises(ValueError):
+            open_item(item)
+    broken = bytearray(complete_file)
+    broken[100:4000] = bytes(3900)  # pages of the first group; the footer is intact
+    path.write_bytes(broken)
+    tables.clear_caches()
+    errors = [
+        decode(Task(item=item, prompts=(PICTURE_PROMPT,), tokens=0), None).errors[0] for item in find_items([str(path)])
+    ]
+    assert len(errors) == 6 and all(errors)
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    tables.clear_caches()
+    with pytest.raises(ValueError, match="pip install pyarrow"):
+        find_items([str(tmp_path / "p.parquet")])
+    with pytest.raises(ValueError, match="pip install pyarrow"):
+        export([record_of()], tmp_path / "out.parquet")
+
+
+def test_parquet_groups_are_read_once_by_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "p.parquet", image=[bytes([index]) * 1000 for index in range(30)])
+    items = find_items([str(path)])
+    reads = Counter[int]()
+    file = tables.parquet_file(str(path))
+
+    def read_row_group(group: int) -> object:
+        reads[group] += 1
+        time.sleep(0.01)
+        return file.read_row_group(group)
+
+    tables.clear_caches()
+    monkeypatch.setattr(tables, "parquet_file", lambda _: SimpleNamespace(read_row_group=read_row_group))
+    contents: dict[int, bytes] = {}
+    threads = [
+        threading.Thread(target=lambda start=start: contents.update({i: content(items[i]) for i in range(start, 6, 3)}))
+        for start in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contents == {index: bytes([index]) * 1000 for index in range(6)} and reads == {0: 1, 1: 1}
+
+
+def test_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Pictures are taken undecoded. A stand-in replaces the library."""
+
+    class Feature:
+        def __init__(self, decode: bool = True) -> None:
+            self.decode = decode
+
+    class DatasetsImage(Feature): ...
+
+    class Rows:
+        column_names = ("title", "picture")
+
+        def __init__(self) -> None:
+            self.features: dict[str, object] = {"picture": DatasetsImage(), "title": object()}
+
+        def __len__(self) -> int:
+            return 3
+
+        def cast_column(self, column: str, feature: Feature) -> Rows:
+            rows = Rows()
+            rows.features = self.features | {column: feature}
+            return rows
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            assert not self.features["picture"].decode
+            return {"picture": {"bytes": b"%d" % index, "path": None}, "title": f"t{index}"}
+
+    loaded = []
+
+    def load_dataset(name: str, split: str) -> Rows:
+        loaded.append((name, split))
+        if name == "gone":
+            raise FileNotFoundError("there is no dataset 'gone' on the Hub")
+        return Rows()
+
+    stub: Any = types.ModuleType("datasets")
+    stub.Image = DatasetsImage
+    stub.Video = type("Video", (Feature,), {})
+    stub.load_dataset = load_dataset
+    stub.load_from_disk = lambda name: {"test": Rows()}
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    tables.clear_caches()
+    items = find_items(["dataset:org/na:me"], split="train[:3]")
+    assert [item.key for item in items] == [f"org/na:me/train[:3]#{index:09d}" for index in range(3)]
+    assert content(items[2]) == b"2" and fields(items[1], {"title"})["title"] == "t1"
+    assert loaded == [("org/na:me", "train[:3]")]
+    assert [content(item) for item in find_items([f"dataset:{tmp_path}"], split="test")] == [b"0", b"1", b"2"]
+    with pytest.raises(OSError, match="no dataset 'gone'"):
+        find_items(["dataset:gone"])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        find_items(["dataset:other"])
+
+
+def test_metadata_beside_a_file(tree: Path) -> None:
+    (tree / "a.json").write_text('{"title": "Ä", "name": "another", "nested": {"x": 1}, "none": null, "n": NaN}')
+    (tree / "a.txt").write_bytes(b"\xef\xbb\xbfwords\r\n")
+    (tree / "sub/c.json").write_text("{broken")
+    (tree / "sub/c.txt").write_bytes(b"\xff")
+    items = {item.key: item for item in find_items([str(tree)])}
+    values = fields(items["a.jpg"], {"title"})
+    assert (
+        not {"none", "n", "nested"} & values.keys()
+    )  # their texts "None", "nan" and "{'x': 1}" must not reach a prompt
+    assert (values["title"], values["txt"], values["name"], values["stem"], values["folder"]) == (
+        "Ä",
+        "words",
+        "a.jpg",
+        "a",
+        "",
+    )
+    assert fields(items["sub/c.webp"], {"kind", "name", "folder"})["folder"] == "sub"  # the broken files are not read
+    with pytest.raises(ValueError):
+        fields(items["sub/c.webp"], {"title"})
+    with pytest.raises(ValueError, match=r"the prompt names \{title\}; there are folder, key, name, stem"):
+        fill("{title}", fields(items["B.PNG"], {"title"}))
+
+
+def test_prompts_are_filled() -> None:
+    assert named(["a {b} {c}", "{d}{b}", "{ e } {}"]) == {"b", "c", "d"}
+    assert fill('{a} {{"a": {b}}} { a } {}', {"a": "{b}", "b": 2}) == '{b} {{"a": 2}} { a } {}'
