@@ -19,6 +19,7 @@ from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower import fsdp as sharding
+from hf_vit_accel.tower.decide import spec_of
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
 from hf_vit_accel.tower.state import TowerState, state_of
 
@@ -193,7 +194,7 @@ def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Rou
     last = state.last
     if last is None or spec is None:
         return last
-    places = {id(known_spec): (key[0], key[4]) for key, known_spec in snapshot.specs.items()}
+    places = {id(known_spec): (key.device, key.weights_dtype) for key, known_spec in snapshot.specs.items()}
     return last if places.get(id(last.spec)) == places.get(id(spec)) else None
 
 
@@ -258,7 +259,7 @@ def reasons_now(
     weights = _weights_of_calls(tower, snapshot)
     reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight: Any = snapshot.parts.projection.weight
-    return reasons, state.spec(snapshot, weights, weight.device, fast=not reasons, grad=False)
+    return reasons, spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False)
 
 
 def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:

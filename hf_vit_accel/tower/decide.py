@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
@@ -25,11 +25,11 @@ from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import refuse
 from hf_vit_accel.sharing.data_parallel import Sharing
-from hf_vit_accel.sharing.reuse import Looked
 from hf_vit_accel.sharing.split import Places
+from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
-from hf_vit_accel.tower.state import TowerState
+from hf_vit_accel.tower.state import SpecKey, TowerState
 
 
 class Way(Enum):
@@ -76,6 +76,24 @@ class Part:
     route: Route
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedCall:
+    """Whether the ranks of `data_parallel` share a call.
+
+    Attributes:
+        places: Which rank encodes what; None for a call that is not shared.
+        result: The result of the call for `Sharing.counts`; None if it is not counted.
+        reasons: Why a call that would gain is not shared.
+    """
+
+    places: Places | None = None
+    result: str | None = None
+    reasons: tuple[str, ...] = ()
+
+
+_NOT_SHARED = SharedCall()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StockPlan:
     """The decisions about a call that runs the stock forward.
@@ -85,14 +103,14 @@ class StockPlan:
         reasons: Why it is not fast, and features that it does not get.
         injected: Keyword arguments that the stock forward is given.
         route: Of the layout, on the way METADATA.
-        sharing: The result of the call for `Sharing.counts`; None without `data_parallel`.
+        shared: Whether ranks share the call.
     """
 
     way: Way
     reasons: tuple[str, ...]
     injected: Mapping[str, Any] = field(default_factory=dict)
     route: Route | None = None
-    sharing: str | None = None
+    shared: SharedCall = _NOT_SHARED
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,8 +119,7 @@ class FastPlan:
 
     Attributes:
         reasons: Features that the call does not get, with the cause of each.
-        pixels: (T, P), of the whole call.
-        grid: Of the whole call.
+        inputs: Pixels and grid of the whole call, and which images are equal.
         snapshot: The tower as it is now.
         parameters: Of the tower, as they are now.
         weights: Where they lie in memory.
@@ -110,9 +127,7 @@ class FastPlan:
         parts: The passes, in order. More than one for a long call, none if there is nothing to encode.
         most_rows: Rows of a pass at most; None for a call that may not be cut.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
-        looked: Which images are encoded and which are reused; None without `reuse`.
-        places: Which rank encodes what; None for a call that is not shared.
-        sharing: The result of the call for `Sharing.counts`; None without `data_parallel`.
+        shared: Which rank encodes what, if ranks share the call.
         runner: Of CUDA graphs; None for a tower without graphs.
         eager_reason: Why a tower with graphs runs this call eagerly, whatever its layout.
         marks_outputs: Whether the outputs of a frozen tower must require gradients.
@@ -120,8 +135,7 @@ class FastPlan:
     """
 
     reasons: tuple[str, ...]
-    pixels: Tensor
-    grid: Grid
+    inputs: Inputs
     snapshot: Snapshot
     parameters: list[nn.Parameter]
     weights: Weights
@@ -129,9 +143,7 @@ class FastPlan:
     parts: Sequence[Part]
     most_rows: int | None
     checkpoints: Sequence[Checkpoint | None]
-    looked: Looked | None
-    places: Places | None
-    sharing: str | None
+    shared: SharedCall
     runner: Runner | TrainingRunner | None
     eager_reason: str | None
     marks_outputs: bool
@@ -181,22 +193,21 @@ def decide(tower: Any, state: TowerState, call: Call, not_shared: str | None = N
         raise RuntimeError(
             "A patched tower cannot be captured in an outer CUDA graph; use hf_vit_accel.patch(model, cuda_graphs=True)"
         )
-    trains = torch.is_grad_enabled()
     # A third-party module (an adapter) may train parameters outside of the tower.
+    trains = torch.is_grad_enabled()
     grad = trains and bool(snapshot.foreign or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
-    reasons: list[str] = []
-    places: Places | None = None
-    sharing: str | None = None
+    shared = _NOT_SHARED
     if state.sharing is not None:
-        places, sharing, reasons = _places(state, state.sharing, call, checkpoints, not_shared)
+        shared = _decide_sharing(state, state.sharing, call, checkpoints, not_shared)
     slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         slow.append("this family takes the frames of a video one by one")
-    spec = state.spec(snapshot, weights, device, fast=not slow, grad=grad)
+    spec = spec_of(state, snapshot, weights, device, fast=not slow, grad=grad)
     if spec.ops is None:
-        return _decide_metadata(tower, state, call, spec, slow, sharing)
+        return _decide_metadata(tower, state, call, spec, slow, shared)
 
+    reasons = list(shared.reasons)
     most_rows = spec.max_rows
     if any(checkpoints) or isinstance(state.settings.max_rows, int):
         most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
@@ -205,8 +216,8 @@ def decide(tower: Any, state: TowerState, call: Call, not_shared: str | None = N
     if inputs.looked is not None:
         grid = inputs.looked.distinct(grid)
         reasons += inputs.looked.unmet
-    if places is not None and state.sharing is not None:
-        grid = places.grid_of(state.sharing.ranks.rank)
+    if shared.places is not None and state.sharing is not None:
+        grid = shared.places.grid_of(state.sharing.ranks.rank)
     if grid is inputs.grid and (most_rows is None or len(inputs.pixels) <= most_rows):
         parts = [Part(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
@@ -218,8 +229,7 @@ def decide(tower: Any, state: TowerState, call: Call, not_shared: str | None = N
     runner = state.training if grad else state.runner
     return FastPlan(
         reasons=tuple(reasons),
-        pixels=inputs.pixels,
-        grid=inputs.grid,
+        inputs=inputs,
         snapshot=snapshot,
         parameters=call.parameters,
         weights=weights,
@@ -227,9 +237,7 @@ def decide(tower: Any, state: TowerState, call: Call, not_shared: str | None = N
         parts=parts,
         most_rows=most_rows,
         checkpoints=checkpoints,
-        looked=inputs.looked,
-        places=places,
-        sharing=sharing,
+        shared=shared,
         runner=runner,
         eager_reason=None if runner is None else _reason_against_graphs(snapshot, weights, device, checkpoints),
         marks_outputs=trains and not grad and snapshot.marks_outputs(),
@@ -237,30 +245,42 @@ def decide(tower: Any, state: TowerState, call: Call, not_shared: str | None = N
     )
 
 
-def _places(
+def spec_of(
+    state: TowerState, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool
+) -> Spec:
+    """Return the spec of calls like this one; the same object while nothing of it changes."""
+    autocast = checks.autocast_dtype(device, weights.dtype)
+    scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.kinds, scales, len(state.passes.fewer))
+    spec = snapshot.specs.get(key)
+    return state.make_spec(snapshot, weights, key) if spec is None else spec
+
+
+def _decide_sharing(
     state: TowerState,
     sharing: Sharing,
     call: Call,
     checkpoints: Sequence[Checkpoint | None],
     not_shared: str | None,
-) -> tuple[Places | None, str | None, list[str]]:
-    """Return which rank encodes what, the result for `Sharing.counts`, and why a call that would gain is not shared.
+) -> SharedCall:
+    """Return whether the ranks share a call, and how.
 
     From here on the other ranks may wait for this one, so this comes before anything that may fail.
     """
     if not_shared is not None:
-        return None, "encoded by each rank alone", [not_shared]
+        return SharedCall(result="encoded by each rank alone", reasons=(not_shared,))
     inputs, snapshot = call.inputs, call.snapshot
     assert inputs is not None and snapshot is not None
     distinct = inputs.grid if inputs.looked is None else inputs.looked.distinct(inputs.grid)
     places = sharing.split(inputs.grid, distinct, snapshot.facts)
     if places is None:
-        return None, "too small to share", []
+        return SharedCall(result="too small to share")
     is_reentrant = any(checkpoint is not None and checkpoint.reentrant for checkpoint in checkpoints)
-    if reasons := sharing.reasons_against(snapshot.facts, reentrant=is_reentrant):
-        return None, None, reasons
+    reasons = sharing.reasons_against(snapshot.facts, reentrant=is_reentrant)
+    if reasons:
+        return SharedCall(reasons=tuple(reasons))
     sharing.wait_for_me(inputs.grid)
-    return places, "shared", []
+    return SharedCall(places=places, result="shared")
 
 
 def _decide_attention(tower: Any, state: TowerState, call: Call) -> StockPlan:
@@ -273,7 +293,7 @@ def _decide_attention(tower: Any, state: TowerState, call: Call) -> StockPlan:
 
 
 def _decide_metadata(
-    tower: Any, state: TowerState, call: Call, spec: Spec, slow: list[str], sharing: str | None
+    tower: Any, state: TowerState, call: Call, spec: Spec, slow: list[str], shared: SharedCall
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None
@@ -289,7 +309,7 @@ def _decide_metadata(
         reasons=tuple(reasons),
         injected=route.ready().injected(),
         route=route,
-        sharing="encoded by each rank alone" if sharing == "shared" else sharing,
+        shared=shared if shared.places is None else SharedCall(result="encoded by each rank alone"),
     )
 
 

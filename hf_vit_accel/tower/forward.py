@@ -273,8 +273,8 @@ def run(tower: Any, state: TowerState, plan: CallPlan, original: Original) -> Ou
         unserved = attention_only.reasons_unserved(state) if plan.way is Way.ATTENTION else ()
         return Outcome(plan=plan, output=output, reasons=unserved)
     with torch.no_grad() if plan.marks_outputs else nullcontext():
-        if plan.looked is None and plan.places is None and len(plan.parts) == 1:
-            outputs = _encode_part(state, plan, plan.parts[0], plan.pixels)
+        if plan.inputs.looked is None and plan.shared.places is None and len(plan.parts) == 1:
+            outputs = _encode_part(state, plan, plan.parts[0], plan.inputs.pixels)
         else:
             outputs = _encode_call(tower, state, plan)
     if plan.marks_outputs:  # copies: stock's outputs are no leaves either, and may be written to
@@ -285,22 +285,20 @@ def run(tower: Any, state: TowerState, plan: CallPlan, original: Original) -> Ou
 
 def _encode_call(tower: Any, state: TowerState, plan: FastPlan) -> list[Tensor]:
     """Return the outputs of all images of a call: encoded here or by other ranks, or reused."""
-    pixels_TP = plan.pixels
-    if plan.looked is not None:
-        assert state.reuse is not None
-        _, pixels_TP = state.reuse.select(plan.looked, plan.grid, pixels_TP)
-    if plan.places is None:
-        outputs = _encode_parts(state, plan, pixels_TP)
-    else:
-        assert state.sharing is not None
+    inputs, places, reuse = plan.inputs, plan.shared.places, state.reuse
+    pixels_TP = inputs.pixels
+    if reuse is not None and inputs.looked is not None:
+        _, pixels_TP = reuse.select(inputs.looked, inputs.grid, pixels_TP)
+    if state.sharing is not None and places is not None:
         request = plan.spec.request
-        share = state.sharing.start(plan.places, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
+        share = state.sharing.start(places, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
         with share:
             outputs = _encode_parts(state, plan, share.pixels_TP)
         outputs = share.gather(outputs, request.dtype)
-    if plan.looked is not None:
-        assert state.reuse is not None
-        outputs = state.reuse.collect(plan.looked, plan.grid, outputs)
+    else:
+        outputs = _encode_parts(state, plan, pixels_TP)
+    if reuse is not None and inputs.looked is not None:
+        outputs = reuse.collect(inputs.looked, inputs.grid, outputs)
     return outputs
 
 
@@ -356,8 +354,8 @@ def _count(state: TowerState, outcome: Outcome) -> Any:
     """Count a call that is over, and return its output. A call that failed is not counted."""
     plan = outcome.plan
     state.fallbacks.update((*plan.reasons, *outcome.reasons))
-    if state.sharing is not None and plan.sharing is not None:
-        state.sharing.counts[plan.sharing] += 1
+    if state.sharing is not None and plan.shared.result is not None:
+        state.sharing.counts[plan.shared.result] += 1
     if isinstance(plan, StockPlan):
         attended = plan.way is Way.ATTENTION and not outcome.reasons
         state.calls += attended

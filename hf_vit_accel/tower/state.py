@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,11 +21,23 @@ from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.reuse import Reuse
-from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
 
 STATE = "_hf_vit_accel"
+
+
+class SpecKey(NamedTuple):
+    """Everything that decides the spec of a call, beside the snapshot and the settings of its tower."""
+
+    device: torch.device
+    autocast: torch.dtype | None
+    fast: bool
+    grad: bool
+    weights_dtype: torch.dtype
+    weights_kinds: tuple[Any, ...]
+    scales: Scales | None
+    halvings: int
 
 
 class TowerState:
@@ -113,29 +125,34 @@ class TowerState:
             )
         return held
 
-    def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
-        """What decides the routes of calls like this one; the same object while nothing of it changes."""
-        settings, autocast = self.settings, guard.autocast_dtype(device, weights.dtype)
-        scales = self.scales(snapshot, device) if settings.fp8 is not None else None
-        key = device, autocast, fast, grad, weights.dtype, *weights.kinds, scales, len(self.passes.fewer)
-        spec = snapshot.specs.get(key)
-        if spec is None:
-            graphs, replayed = self.runner is not None and not grad, self.training is not None and grad
-            wants: Any = dict(grad=grad, graphs=graphs, replayed=replayed, score_mod=settings.score_mod)
-            dtype = autocast or (weights.dtype if snapshot.brought else None)  # FSDP2's shards may have another
-            request = snapshot.request(device, dtype, packed=fast, fp8=scales, **wants)
-            snapshot.specs[key] = spec = Spec(
-                geometry=snapshot.geometry,
-                request=request,
-                ops=self._build(snapshot, weights, request) if fast else None,
-                full_layers=snapshot.full_layers,
-                faults=tuple(self.faults.items()),
-                max_rows=self.passes.most(device, grad=grad, whole=bool(snapshot.sharded or snapshot.mixing)),
-                settings=settings,
-            )
-            own = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
-            if own and request.dtype == weights.dtype:  # autocast to it is the same, too
-                snapshot.specs |= {(device, same, *key[2:]): spec for same in (None, weights.dtype)}
+    def make_spec(self, snapshot: Snapshot, weights: Weights, key: SpecKey) -> Spec:
+        """Make the spec of a kind of calls, with the operations for it, and keep it with the snapshot."""
+        settings, grad = self.settings, key.grad
+        dtype = key.autocast or (weights.dtype if snapshot.brought else None)  # FSDP2's shards may have another
+        request = snapshot.request(
+            key.device,
+            dtype,
+            packed=key.fast,
+            fp8=key.scales,
+            grad=grad,
+            graphs=self.runner is not None and not grad,
+            replayed=self.training is not None and grad,
+            score_mod=settings.score_mod,
+        )
+        spec = Spec(
+            geometry=snapshot.geometry,
+            request=request,
+            ops=self._build(snapshot, weights, request) if key.fast else None,
+            full_layers=snapshot.full_layers,
+            faults=tuple(self.faults.items()),
+            max_rows=self.passes.most(key.device, grad=grad, whole=bool(snapshot.sharded or snapshot.mixing)),
+            settings=settings,
+        )
+        snapshot.specs[key] = spec
+        is_insensitive = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
+        if is_insensitive and request.dtype == weights.dtype:  # autocast to that dtype changes nothing
+            for autocast in (None, weights.dtype):
+                snapshot.specs[key._replace(autocast=autocast)] = spec
         return spec
 
     def saturated(self) -> list[int]:
