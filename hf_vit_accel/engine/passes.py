@@ -185,7 +185,9 @@ class Passes:
         Raises:
             torch.OutOfMemoryError: memory ran out, also in shorter passes.
         """
-        grad, clips, total = spec.request.grad, spec.geometry.clips, len(pixels_TP)
+        grad = spec.request.grad
+        clips = spec.geometry.clips
+        total = len(pixels_TP)
         max_rows = self.fewer.get(grad, spec.max_rows)
         pending = (grid,) if max_rows is None or total <= max_rows else cut(grid, max_rows, clips=clips)
         passes = _TrainedPasses(serve, spec, snapshot) if grad else _PlacedPasses(serve, total)
