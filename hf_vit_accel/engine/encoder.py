@@ -75,8 +75,11 @@ def encode(
         is_embedded: whether embedded rows came, which are kept: nothing is written to them.
 
     Returns:
-        Tensors that belong to the caller. Shapes: (T, E) or what the rows are downsampled to, then (M, width of the
-        text) for the merged features and for every deepstack layer that ran.
+        Tensors that belong to the caller.
+
+    Shapes:
+        rows: (T, E), or as they are downsampled.
+        features: (M, width of the text), merged and of every deepstack layer that ran.
     """
     ops = route.spec.ops
     tensors = route.tensors

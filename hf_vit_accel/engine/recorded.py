@@ -45,7 +45,7 @@ class _Slot:
 
 
 class Recorded:
-    """What the modules of a tower hold during a forward whose passes run again for its gradients.
+    """Record what modules hold during a forward whose passes run again for its gradients.
 
     Tensors are parameters, buffers, and those that are plain attributes. A parameter that was written to meanwhile
     raises, as in stock, which keeps it for the gradient. Of small buffers, which stock does not keep, there are copies.

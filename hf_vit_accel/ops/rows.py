@@ -40,7 +40,7 @@ class RowWise:
         """Whether a class is one of those declared."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         return kind in self.classes or any(
-            name.startswith(known) if known.endswith(".") else name == known for known in self.names
+            name.startswith(declared) if declared.endswith(".") else name == declared for declared in self.names
         )
 
 

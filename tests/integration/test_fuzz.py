@@ -32,7 +32,7 @@ from hf_vit_accel.engine.route import Routes, Spec
 from hf_vit_accel.graphs import runner as runner_module
 from hf_vit_accel.graphs import store
 from hf_vit_accel.layout import Geometry, build, to_device
-from hf_vit_accel.tower.decide import spec_of
+from hf_vit_accel.tower import decide
 from hf_vit_accel.tower.state import state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
@@ -323,7 +323,7 @@ def spec_of(tower: Any, *, fast: bool) -> Spec:
     """What decides the routes of a patched tower."""
     state = state_of(tower)
     snapshot = state.snapshot(tower)
-    return spec_of(state, snapshot, snapshot.weights()[1], torch.device("cpu"), fast=fast, grad=False)
+    return decide.spec_of(state, snapshot, snapshot.weights()[1], torch.device("cpu"), fast=fast, grad=False)
 
 
 @pytest.mark.parametrize(("family", "attention"), alike(("qwen2_5_vl", "flex"), ("qwen3_vl", "auto")))

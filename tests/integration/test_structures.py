@@ -127,7 +127,7 @@ def draw(seed: int) -> Structure:
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step of a tower makes.
+    """Outputs and gradients of one training step.
 
     Attributes:
         outputs: every output, in order.
@@ -152,11 +152,11 @@ def run_step(tower: Any, structure: Structure) -> Step:
     return Step([output.detach() for output in outputs], copy.deepcopy(gradients))
 
 
-def assert_same_step(found: Step, expected: Step) -> None:
+def assert_same_step(step: Step, expected: Step) -> None:
     """Compare outputs and gradients, those that are missing included."""
-    assert_close(found.outputs, expected.outputs)
+    assert_close(step.outputs, expected.outputs)
     for name, gradient in expected.gradients.items():
-        ours = found.gradients[name]
+        ours = step.gradients[name]
         assert (ours is None) == (gradient is None), name
         if gradient is not None and ours is not None:
             assert torch.equal(ours, gradient) or relative_error(ours, gradient) < 1e-4, name

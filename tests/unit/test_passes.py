@@ -145,17 +145,17 @@ def test_every_tower_in_passes_equals_one_pass_with_its_gradients(each: Any) -> 
     assert f"  passes     {told}" in str(hf_vit_accel.status(tower))
 
 
-def shortened(depth: int, indexes: list[int]) -> Callable[[Any], None]:
+def shortened(depth: int, indexes: list[int]) -> Callable[[torch.nn.Module], None]:
     """Return a function that gives a Qwen3-VL tower another depth and other deepstack layers."""
 
-    def shorten(tower: Any) -> None:
+    def shorten(tower: torch.nn.Module) -> None:
         tower.blocks = tower.blocks[:depth]
         tower.deepstack_visual_indexes = indexes
 
     return shorten
 
 
-def assert_same_gradients(tower: Any, stock: Any) -> None:
+def assert_same_gradients(tower: torch.nn.Module, stock: torch.nn.Module) -> None:
     """Compare the gradients of every parameter; those without one have none in both towers."""
     for model in (tower, stock):
         sum(output.square().sum() for output in hold(model, VIDEO)).backward()

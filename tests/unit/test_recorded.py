@@ -159,8 +159,8 @@ def test_dropout_of_adapters_acts_as_in_the_forward(family: str, trains_first: b
         assert all(module.training == model.training for module in tower_of(model).modules())
         gradients.append([p.grad.clone() for p in tower_of(model).parameters() if p.grad is not None])
     assert gradients[0]
-    for found, expected in zip(gradients[1], gradients[0], strict=True):
-        assert torch.equal(found, expected)
+    for gradient, expected in zip(gradients[1], gradients[0], strict=True):
+        assert torch.equal(gradient, expected)
 
 
 def test_a_dropout_that_stands_in_the_tower_acts_as_in_the_forward() -> None:
@@ -171,9 +171,9 @@ def test_a_dropout_that_stands_in_the_tower_acts_as_in_the_forward() -> None:
     loss = loss_of(tower)
     tower.eval()
     loss.backward()
-    found = [parameter.grad.clone() for parameter in tower.parameters()]
+    gradients = [parameter.grad.clone() for parameter in tower.parameters()]
     tower.train().zero_grad()
     torch.manual_seed(0)
     loss_of(tower).backward()
-    for gradient, parameter in zip(found, tower.parameters(), strict=True):
+    for gradient, parameter in zip(gradients, tower.parameters(), strict=True):
         assert torch.equal(gradient, parameter.grad)
