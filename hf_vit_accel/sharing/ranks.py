@@ -1,11 +1,11 @@
-"""The ranks that share calls: which group they are, and what they exchange. Nothing here knows towers.
+"""The ranks that share calls: their process group, and how they exchange data. Nothing here knows towers.
 
-Whatever torch.distributed raises comes out as a `RankError` that says what may be wrong.
+Errors of torch.distributed are raised as a `RankError` that names likely causes.
 
-What NCCL exchanges is waited for here, on the host and not for ever. A rank that dies leaves NCCL's kernels on the
-others spinning, and whoever then waits for their GPU hangs; torch's watchdog ends such a process a minute after the
-timeout (`ProcessGroupNCCL::Watchdog::runLoop`). A thread that aborted those kernels later would not do: the caller
-would go on with memory that was never filled.
+NCCL's exchanges are awaited here, on the host and with a time limit. A rank that dies leaves NCCL's kernels on the
+others spinning, and a rank that waits for its own GPU then hangs. torch's watchdog ends such a process a minute after
+the timeout (`ProcessGroupNCCL::Watchdog::runLoop`). A thread that aborted those kernels later would not help: the
+caller would go on with memory that was never filled.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from torch import Tensor
 
 
 class RankError(RuntimeError):
-    """In a call that ranks share: another rank failed, made another call, or did not answer in time."""
+    """Another rank of a shared call failed, made another call, or did not answer in time."""
 
 
 class Ranks:
-    """A process group. Copies share it; what is pickled comes back with the default group, or without any."""
+    """A process group. Copies share it; an unpickled object has the default group, or is None without one."""
 
     def __init__(self, group: Any) -> None:
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
@@ -40,68 +42,89 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where words are exchanged: on the host if the group can, so that nobody waits for a GPU."""
-        return torch.device("cpu" if "cpu" in {each.type for each in self.group._device_types} else "cuda")
+        """Return the device on which words are exchanged: the CPU if the group can, so that nobody waits for a GPU."""
+        kinds = {device.type for device in self.group._device_types}
+        return torch.device("cpu" if "cpu" in kinds else "cuda")
 
     def words(self, mine: list[int], last: Tensor, *, when: str) -> list[list[int]]:
-        """As many int64 words of every rank, by rank.
+        """Exchange int64 words with all ranks.
 
-        last: a word, (1,), that the host does not know; on `device`.
+        Args:
+            mine: The words of this rank; every rank gives as many.
+            last: One more word, (1,), that the host does not know; on `device`.
+            when: The moment that an error names.
+
+        Returns:
+            The words of every rank, by rank.
         """
-        on = self.device
-        found = list(torch.empty(self.size, len(mine) + 1, dtype=torch.int64, device=on))
-        with _told(when):
-            sent = torch.cat([torch.tensor(mine, dtype=torch.int64).to(on), last])
-            dist.all_gather(found, sent, group=self.group)
-        by_rank = torch.stack(found)
-        self.settle(on, when=when)
+        device = self.device
+        received = list(torch.empty(self.size, len(mine) + 1, dtype=torch.int64, device=device))
+        with _as_rank_error(when):
+            sent = torch.cat([torch.tensor(mine, dtype=torch.int64).to(device), last])
+            dist.all_gather(received, sent, group=self.group)
+        by_rank = torch.stack(received)
+        self.settle(device, when=when)
         return by_rank.tolist()
 
     def to_all(self, mine: Tensor, received: Sequence[Tensor], *, when: str) -> list[Tensor]:
-        """Each rank's tensor on every rank, by rank; received: where the others' go, of whatever sizes.
+        """Begin to send this rank's tensor to all others and to receive theirs; `settle` waits for the data.
 
-        One group of sends and receipts, which NCCL runs as one kernel: nothing is padded to the largest. Not yet there
-        when this returns: see `settle`.
+        NCCL runs one group of sends and receipts as one kernel, so nothing is padded to the largest size.
+
+        Args:
+            mine: The tensor of this rank.
+            received: Empty tensors for those of the others, by rank, of any sizes; this rank's is ignored.
+            when: The moment that an error names.
+
+        Returns:
+            Every rank's tensor, by rank.
         """
-        by_rank = [mine if rank == self.rank else each for rank, each in enumerate(received)]
+        by_rank = [mine if rank == self.rank else tensor for rank, tensor in enumerate(received)]
         operations = []
-        for rank, each in enumerate(by_rank):
-            if rank != self.rank:
-                operations += [dist.P2POp(dist.isend, mine, group=self.group, group_peer=rank)] * bool(mine.numel())
-                operations += [dist.P2POp(dist.irecv, each, group=self.group, group_peer=rank)] * bool(each.numel())
-        with _told(when):
+        for rank, tensor in enumerate(by_rank):
+            if rank == self.rank:
+                continue
+            if mine.numel():
+                operations.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=rank))
+            if tensor.numel():
+                operations.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=rank))
+        with _as_rank_error(when):
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
         return by_rank
 
     def add_up(self, tensors: Sequence[Tensor], *, when: str) -> list[Tensor]:
-        """The sum of each over all ranks, by one reduction for each dtype. Not yet there then, as in `to_all`."""
-        summed: dict[int, Tensor] = {}
-        for dtype in sorted({each.dtype for each in tensors}, key=str):
-            of = [index for index, each in enumerate(tensors) if each.dtype == dtype]
-            flat = torch.cat([tensors[index].reshape(-1) for index in of])
-            with _told(when):
+        """Begin to add up every tensor over all ranks, by one reduction for each dtype; `settle` waits for the sums."""
+        sums: dict[int, Tensor] = {}
+        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+            indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = torch.cat([tensors[index].reshape(-1) for index in indices])
+            with _as_rank_error(when):
                 dist.all_reduce(flat, group=self.group)
-            pieces = flat.split([tensors[index].numel() for index in of])
-            summed |= {index: piece.view(tensors[index].shape) for index, piece in zip(of, pieces, strict=True)}
-        return [summed[index] for index in range(len(tensors))]
+            pieces = flat.split([tensors[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                sums[index] = piece.view(tensors[index].shape)
+        return [sums[index] for index in range(len(tensors))]
 
-    def settle(self, at: torch.device, *, when: str) -> None:
-        """Waits until the current stream has what was exchanged. Raises, and aborts NCCL, after 0.9 of the timeout.
+    def settle(self, device: torch.device, *, when: str) -> None:
+        """Wait until the current stream has all exchanged data. Call this last: earlier launches run meanwhile.
 
-        Not later: at the timeout, torch's watchdog decides to end the process. Call it last: what was launched before
-        runs while the host waits. gloo has waited already.
+        gloo has waited already. With NCCL, abort and raise after 0.9 of the timeout, since torch's watchdog decides to
+        end the process when the timeout is over.
         """
-        if at.type != "cuda":
+        if device.type != "cuda":
             return
-        timeout = self.group._get_backend(at).options._timeout  # NCCL's own: gloo beside it waits for longer
-        done, limit, begin = torch.cuda.Event(), 0.9 * float(timeout.total_seconds()), time.monotonic()
-        with _told(when):
+        timeout = self.group._get_backend(device).options._timeout  # NCCL's own: gloo beside it waits for longer
+        limit = 0.9 * float(timeout.total_seconds())
+        done = torch.cuda.Event()
+        begin = time.monotonic()
+        with _as_rank_error(when):
             done.record()
             waited = 0.0
             while not done.query():
-                if waited > limit:  # by a clock that was read before: a process may be stopped, and go on
-                    _, absent = _within(1.5, self._abort, self._absent)
+                # The clock was read before the query: a process may be stopped, and go on.
+                if waited > limit:
+                    _, absent = _run_together(1.5, self._abort, self._absent)
                     from_whom = f" from rank {absent} of the group" if absent else ""
                     raise RuntimeError(f"no answer within {limit:.1f} s{from_whom}")
                 waited = time.monotonic() - begin
@@ -109,45 +132,48 @@ class Ranks:
                     time.sleep(1e-4)
 
     def _abort(self) -> None:
-        """Ends NCCL's kernels, so that the process can use its GPU, and leave. The group is of no use any more."""
+        """End NCCL's kernels, so that the process can use its GPU and leave. The group is unusable afterwards."""
         self.group._get_backend(torch.device("cuda")).abort()
 
     def _absent(self) -> str:
-        """Ranks that did not come to wait for the others: all that do tell the store, at about the same time."""
+        """Return the ranks that did not come to wait for the others: those that wait all set a key at one time."""
         store = dist.distributed_c10d._get_process_group_store(self.group)
-        store.set(f"{_CAME}{self.rank}", "")
+        store.set(f"{_WAITED}{self.rank}", "")
         time.sleep(1.0)
-        return ", ".join(str(rank) for rank in range(self.size) if not store.check([f"{_CAME}{rank}"]))
+        return ", ".join(str(rank) for rank in range(self.size) if not store.check([f"{_WAITED}{rank}"]))
 
 
-_SPINS, _CAME = 0.05, "hf_vit_accel/gave_up/"
-"""Seconds until a wait is long enough to sleep in between; keys of ranks in a group's store."""
+_SPINS = 0.05
+"""Seconds of waiting without sleep in between."""
+
+_WAITED = "hf_vit_accel/gave_up/"
+"""Prefix of the key that a waiting rank sets in its group's store."""
 
 
-def _within(seconds: float, *acts: Callable[[], Any]) -> list[Any]:
-    """What they return, all begun at once; None where one fails or hangs, for what it needs may be dead."""
-    found: list[Any] = [None] * len(acts)
+def _run_together(seconds: float, *functions: Callable[[], Any]) -> list[Any]:
+    """Run functions concurrently with a timeout; return None for those that fail or hang."""
+    results: list[Any] = [None] * len(functions)
 
-    def tried(index: int) -> None:
+    def run(index: int) -> None:
         with suppress(Exception):
-            found[index] = acts[index]()
+            results[index] = functions[index]()
 
-    threads = [threading.Thread(target=tried, args=(index,), daemon=True) for index in range(len(acts))]
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(functions))]
     for thread in threads:
         thread.start()
     end = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return found
+    return results
 
 
 @contextmanager
-def _told(when: str) -> Iterator[None]:
+def _as_rank_error(when: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # torch.distributed's own are of this class
+    except RuntimeError as error:  # torch.distributed's own errors are of this class
         raise RankError(
             f"the other ranks could not be reached {when}: {error}. All must make the same calls: one that died, "
             "raised before it came to its tower, or skipped a call keeps the others waiting"
@@ -164,21 +190,28 @@ def _unpickled(default: bool) -> Ranks | None:
     return None
 
 
-def ranks_of(wanted: Any) -> Ranks | None:
-    """The ranks that `patch(data_parallel=...)` means; None for none, or this one alone. ValueError for no group."""
-    if wanted is False:
+def ranks_of(data_parallel: Any) -> Ranks | None:
+    """Return the ranks that `patch(data_parallel=...)` means; None for no other rank than this one.
+
+    Args:
+        data_parallel: False, True, a process group or a device mesh of one dimension.
+
+    Raises:
+        ValueError: If there is no such group.
+    """
+    if data_parallel is False:
         return None
     expected = "expected data_parallel to be False, True, a process group or a device mesh of one dimension"
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             f"{expected}, with torch.distributed initialised; call init_process_group first, under torchrun"
         )
-    group: Any = dist.group.WORLD if wanted is True else wanted
+    group: Any = dist.group.WORLD if data_parallel is True else data_parallel
     if hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ValueError(f"{expected}, got a mesh of {group.ndim}; pass one of them, such as mesh['tp']")
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"{expected}, got {wanted!r}")
+        raise ValueError(f"{expected}, got {data_parallel!r}")
     ranks = Ranks(group)
     return ranks if ranks.size > 1 else None

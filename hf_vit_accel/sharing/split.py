@@ -1,4 +1,4 @@
-"""Which images and frames of a call each of several ranks encodes, decided from the grid alone, and where its rows lie.
+"""Split the images and frames of a call among ranks, from the grid alone, and find the rows of every rank.
 
 `T` packed patch rows.
 """
@@ -17,15 +17,15 @@ from torch import Tensor
 from hf_vit_accel.layout import Grid, rows_of
 
 EVEN = 6000
-"""Rows of a frame whose attention takes as long as everything else. From the times of FACTS (H200, bf16) at 1,024 and
-14,416 rows a frame it is 4,700 to 6,700, in all three families."""
+"""Rows of a frame whose attention takes as long as everything else: 4,700 to 6,700 in all three families (H200, bf16,
+times at 1,024 and 14,416 rows a frame)."""
 
 _STEPS = 256
 
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Frames of an entry of a grid: which entry, its first frame, how many."""
+    """Consecutive frames of one entry (a row) of a grid: the index of the entry, the first frame, and a count."""
 
     entry: int
     first: int
@@ -33,61 +33,84 @@ class Piece:
 
 
 Split = tuple[tuple[Piece, ...], ...]
-"""By rank, the pieces that it encodes, in the order of the call."""
+"""For every rank, the pieces that it encodes, in the order of the call."""
 
 
 def cost(rows: int, full: float) -> float:
-    """What a frame takes, in rows of the shortest frames. full: share of the layers that attend per frame."""
+    """Return the cost of a frame, in rows of very short frames.
+
+    Args:
+        rows: Patch rows of the frame.
+        full: Share of the layers that attend per frame.
+    """
     return rows * (1 + full * rows / EVEN)
 
 
 @lru_cache(maxsize=128)
 def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
-    """Frames (clips: entries) to ranks, so that the slowest takes nearly as little as can be.
+    """Assign frames to ranks such that the largest load is nearly minimal.
 
-    MULTIFIT (Coffman, Garey, Johnson 1978): under the lowest bound with which all find a place, each rank in its turn
-    takes the costliest frames that still fit.
+    MULTIFIT (Coffman, Garey, Johnson 1978) searches the lowest bound under which all frames find a place. Each rank in
+    its turn takes the costliest frames that still fit under the bound.
 
-    Frames that cost the same are alike, so each rank gets consecutive ones: few pieces, which share a layout.
+    Frames of equal cost are interchangeable, so each rank gets consecutive ones: few pieces, which share a layout.
+
+    Args:
+        grid: Frames, height and width of every entry.
+        ranks: The number of ranks.
+        clips: Whether all frames of an entry attend to each other, and stay together.
+        full: Share of the layers that attend per frame.
     """
     units: dict[float, list[Piece]] = {}
     for entry, (t, h, w) in enumerate(grid):
         frames = t if clips else 1
-        alike = units.setdefault(cost(h * w * frames, full), [])
-        alike += [Piece(entry, first, frames) for first in range(0, t, frames)]
-    counts = {each: len(alike) for each, alike in units.items()}
-    # Below the first bound there is nothing; at twice that, whatever fits nowhere would find all ranks above the mean.
-    least = max(sum(each * count for each, count in counts.items()) / ranks, max(counts)) * (1 + 1e-9)
+        equal_units = units.setdefault(cost(h * w * frames, full), [])
+        equal_units += [Piece(entry, first, frames) for first in range(0, t, frames)]
+    counts = {unit_cost: len(equal_units) for unit_cost, equal_units in units.items()}
+    # No bound below the first one suffices. Twice that always does: a unit fits nowhere only if every rank carries more
+    # than the mean.
+    total = sum(unit_cost * count for unit_cost, count in counts.items())
+    least = max(total / ranks, max(counts)) * (1 + 1e-9)
     bounds = [least * (1 + step / _STEPS) for step in range(_STEPS + 1)]
-    at = bisect_left(range(_STEPS), True, key=lambda step: not _fit(counts, ranks, bounds[step])[1])
+    lowest = bisect_left(range(_STEPS), True, key=lambda step: not _fit(counts, ranks, bounds[step])[1])
     shares = []
-    for taken in _fit(counts, ranks, bounds[at])[0]:
+    for taken in _fit(counts, ranks, bounds[lowest])[0]:
         share = []
-        for each, count in taken.items():
-            share += units[each][:count]
-            del units[each][:count]
+        for unit_cost, count in taken.items():
+            share += units[unit_cost][:count]
+            del units[unit_cost][:count]
         shares.append(_joined(sorted(share)))
     return tuple(shares)
 
 
 def _fit(counts: Mapping[float, int], ranks: int, bound: float) -> tuple[list[dict[float, int]], dict[float, int]]:
-    """By rank, how many it takes of each cost, always the highest that fits; and how many of each find no place."""
-    left, costs, by_rank = dict(counts), sorted(counts), []
+    """Let each rank take the costliest units that fit under a bound.
+
+    Returns:
+        For every rank its number of units of each cost, and the numbers of units that find no place.
+    """
+    unplaced = dict(counts)
+    costs = sorted(counts)
+    by_rank = []
     for _ in range(ranks):
-        room, taken = bound, dict[float, int]()
-        while (index := bisect_right(costs, room) - 1) >= 0:
-            each = costs[index]
-            count = min(left[each], int(room / each))
-            taken[each] = taken.get(each, 0) + count
-            left[each], room = left[each] - count, room - count * each
-            if not left[each]:
-                del left[each], costs[index]
+        room = bound
+        taken: dict[float, int] = {}
+        index = bisect_right(costs, room) - 1
+        while index >= 0:
+            unit_cost = costs[index]
+            count = min(unplaced[unit_cost], int(room / unit_cost))
+            taken[unit_cost] = taken.get(unit_cost, 0) + count
+            unplaced[unit_cost] -= count
+            room -= count * unit_cost
+            if not unplaced[unit_cost]:
+                del unplaced[unit_cost], costs[index]
+            index = bisect_right(costs, room) - 1
         by_rank.append(taken)
-    return by_rank, left
+    return by_rank, unplaced
 
 
 def _joined(units: list[Piece]) -> tuple[Piece, ...]:
-    """Neighbouring frames of an entry as one piece."""
+    """Join neighbouring frames of an entry to one piece."""
     joined: list[Piece] = []
     for unit in units:
         if joined and (joined[-1].entry, joined[-1].first + joined[-1].frames) == (unit.entry, unit.first):
@@ -98,61 +121,72 @@ def _joined(units: list[Piece]) -> tuple[Piece, ...]:
 
 
 def loads(grid: Grid, shares: Split, *, clips: bool, full: float) -> list[float]:
-    """The cost of each rank's pieces."""
-
-    def of(piece: Piece) -> float:
-        rows = grid[piece.entry][1] * grid[piece.entry][2]
-        return cost(rows * piece.frames, full) if clips else piece.frames * cost(rows, full)
-
-    return [sum(map(of, share)) for share in shares]
+    """Return the cost of each rank's pieces."""
+    costs = []
+    for share in shares:
+        load = 0.0
+        for piece in share:
+            _, height, width = grid[piece.entry]
+            if clips:
+                load += cost(height * width * piece.frames, full)
+            else:
+                load += piece.frames * cost(height * width, full)
+        costs.append(load)
+    return costs
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the rows of a split lie in a call of a grid."""
+    """The rows of every rank's share in a call."""
 
     grid: Grid
     shares: Split
 
     def grid_of(self, rank: int) -> Grid:
-        """What a rank encodes."""
+        """Return the grid that a rank encodes."""
         return tuple((piece.frames, *self.grid[piece.entry][1:]) for piece in self.shares[rank])
 
     @cached_property
     def total(self) -> int:
-        """T."""
+        """Return T, the patch rows of the call."""
         return rows_of(self.grid)
 
     @cached_property
     def rows(self) -> list[int]:
-        """By rank."""
+        """Return the patch rows of every rank's share."""
         return [rows_of(self.grid_of(rank)) for rank in range(len(self.shares))]
 
     @cached_property
     def runs(self) -> list[list[tuple[int, int]]]:
-        """By rank: the first row of each piece in the call, and the row after its last."""
+        """Return for every rank the first row of each piece in the call, and the row after its last."""
         starts = [0, *accumulate(t * h * w for t, h, w in self.grid)]
-        frames = [h * w for _, h, w in self.grid]
-        return [
-            [
-                (starts[p.entry] + p.first * frames[p.entry], starts[p.entry] + (p.first + p.frames) * frames[p.entry])
-                for p in share
-            ]
-            for share in self.shares
-        ]
+        runs = []
+        for share in self.shares:
+            runs_of_rank = []
+            for piece in share:
+                _, height, width = self.grid[piece.entry]
+                first_row = starts[piece.entry] + piece.first * height * width
+                runs_of_rank.append((first_row, first_row + piece.frames * height * width))
+            runs.append(runs_of_rank)
+        return runs
 
     def taken(self, tensor: Tensor, rank: int) -> Tensor:
-        """A rank's rows of a tensor that has rows, or merged tokens, of the whole call."""
-        runs = [slice(*(row * len(tensor) // self.total for row in run)) for run in self.runs[rank]]
-        if not runs:
+        """Return a rank's rows of a tensor that has rows, or merged tokens, of the whole call."""
+        slices = [self._slice(run, tensor) for run in self.runs[rank]]
+        if not slices:
             return tensor[:0]
-        return tensor[runs[0]] if len(runs) == 1 else torch.cat([tensor[run] for run in runs])
+        return tensor[slices[0]] if len(slices) == 1 else torch.cat([tensor[rows] for rows in slices])
 
     def put_together(self, by_rank: Sequence[Tensor], into: Tensor) -> None:
-        """The inverse: each rank's rows to where they lie in those of the whole call."""
+        """Copy each rank's rows to their places in the whole call: the inverse of `taken`."""
         for tensor, runs in zip(by_rank, self.runs, strict=True):
-            at = 0
-            for begin, end in runs:
-                begin, end = begin * len(into) // self.total, end * len(into) // self.total
-                into[begin:end].copy_(tensor[at : at + end - begin])
-                at += end - begin
+            start = 0
+            for run in runs:
+                rows = self._slice(run, into)
+                into[rows].copy_(tensor[start : start + rows.stop - rows.start])
+                start += rows.stop - rows.start
+
+    def _slice(self, run: tuple[int, int], tensor: Tensor) -> slice:
+        """Return the slice of a tensor of T rows, or of fewer merged tokens, that belongs to a run of patch rows."""
+        begin, end = run
+        return slice(begin * len(tensor) // self.total, end * len(tensor) // self.total)
