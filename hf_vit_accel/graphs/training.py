@@ -110,8 +110,9 @@ class TrainingRunner(GraphStore[Step]):
         """Return why a call runs eagerly, or None."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return self.eager("what gradients need is saved by hooks of somebody else (checkpointing, offloading)")
-        if any(parameter._backward_hooks for parameter in parameters):
-            return self.eager("a parameter has a hook on its gradient")
+        for parameter in parameters:
+            if parameter._backward_hooks:
+                return self.eager("a parameter has a hook on its gradient")
         largest = self.config.max_tokens * max(4, route.spec.geometry.merge**2)
         if route.metadata.rows > largest:
             return self.eager(f"with gradients, layouts of up to {largest} patches are captured", by_choice=True)

@@ -37,9 +37,9 @@ def poison_before_use(runner: Any) -> Any:
     make = store.CudaRecorder
 
     def recorder(device: torch.device) -> Any:
-        made: Any = make(device)
-        made.poisoned = runner.static_buffers
-        return made
+        created: Any = make(device)
+        created.poisoned = runner.static_buffers
+        return created
 
     store.CudaRecorder = recorder  # type: ignore[misc,assignment]
     return runner

@@ -1,15 +1,15 @@
-"""The benchmark: its floor, what it verifies, what it prints, writes and draws, and that stock is stock."""
+"""The benchmark: its floor, its verdicts, and what it prints, writes and draws."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,22 +17,22 @@ import tiny
 import torch
 import transformers
 from click.testing import Result
-from standins import alike
-from test_families import CLASSES, build
+from support.backends import Spoil, add_spoiled, hide_gpu
+from support.families import tiny_tower
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from hf_vit_accel import backends, machine
-from hf_vit_accel.backends.base import Needs
-from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.families import FAMILIES
+from hf_vit_accel.families import FAMILIES, Family
+from hf_vit_accel.layout import Grid
 from hf_vit_accel.tools import bench, cli
 from hf_vit_accel.tools.bench import baselines, contenders, towers, verify
 from hf_vit_accel.tools.bench.measure import _time
 from hf_vit_accel.tools.bench.profile import part_of
-from hf_vit_accel.tools.bench.work import Errors, draw_batch, outputs_of, results
+from hf_vit_accel.tools.bench.work import Errors, draw_batch, results
+
+Row = dict[str, Any]
 
 GRID = ((1, 4, 6), (3, 8, 4))
 SIZE = "1x4x6+3x8x4"
@@ -42,17 +42,18 @@ MEASURED = Path(__file__).parents[2] / "examples" / "benchmark" / "towers.json"
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a CUDA device, whatever this one has."""
-    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    """Hide this machine's CUDA device, if it has one."""
+    hide_gpu(monkeypatch)
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder with a tiny model's config.json and nothing else; of the family that has windows."""
+    """A folder with the config.json of a tiny model, which has windows."""
     return write_config("qwen2_5_vl", tmp_path)
 
 
 def write_config(name: str, folder: Path) -> Path:
+    """Write the config.json of a tiny model into a folder, without weights; return the folder."""
     model = tiny.TINY[name]
     config = getattr(transformers, model.config)(vision_config=model.vision, text_config=model.text, **tiny._TOKENS)
     config.save_pretrained(folder / name)
@@ -60,25 +61,18 @@ def write_config(name: str, folder: Path) -> Path:
 
 
 def command(*options: object) -> Result:
-    return CliRunner().invoke(cli.app, ["bench", *map(str, options)])
+    """Run `hf-vit-accel bench`."""
+    return CliRunner().invoke(cli.app, ["bench", *(str(option) for option in options)])
 
 
-def in_words(result: Result) -> str:
-    """What was written to standard error, without the box that is drawn around it."""
+def rows_of(path: Path) -> dict[str, Row]:
+    """Return the rows of a JSON file by contender; the last size's, if there are several."""
+    return {row["contender"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def error_text(result: Result) -> str:
+    """Return standard error without the box that is drawn around it."""
     return " ".join(result.stderr.replace("│", " ").split())
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Put a backend in front of `BACKENDS` that is sdpa, its results changed."""
-
-    class Spoiled(Sdpa):
-        name = "spoiled"
-        needs = Needs(cuda=False, differentiable=True)
-
-        def attend(self, *arguments: Any) -> Any:
-            return change(super().attend(*arguments))
-
-    monkeypatch.setattr(backends, "BACKENDS", (Spoiled(), *backends.BACKENDS))
 
 
 @pytest.mark.parametrize(
@@ -93,12 +87,12 @@ def test_floor(model: str, floors: tuple[float, ...]) -> None:
     """Milliseconds at 790 TFLOP/s of 784, 4096, 14416 and 16384 patches, counted independently."""
     tower = bench.build_tower(model, torch.device("meta"), torch.bfloat16)
     sizes = ("one 448²", "one 1024²", "one page", "16 x 512²")
-    found = [bench.matrix_flops(tower, bench.SIZES[size]) / (bench.PEAK * 1e9) for size in sizes]
-    assert found == pytest.approx(floors, rel=0.03)
+    computed = [bench.matrix_flops(tower, bench.SIZES[size]) / (bench.PEAK * 1e9) for size in sizes]
+    assert computed == pytest.approx(floors, rel=0.03)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_matrix_flops_are_those_that_torch_counts(name: str) -> None:
+def test_matrix_flops_agree_with_torch(name: str) -> None:
     tower = tiny.tower_of(tiny.TINY[name].build())
     tower.set_attn_implementation("eager")
     pixels = tiny.pixels_for(tower, list(GRID))
@@ -155,11 +149,11 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
     assert f"{rows[1]['ms']:.2f}" in printed[4]
 
 
-def test_a_run_that_is_stopped_leaves_what_it_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stopped_run_keeps_its_finished_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     checkpoint = write_config("qwen3_vl", tmp_path)
     lines = bench.lines
 
-    def stopped(block: Any, **options: Any) -> Any:
+    def stopped(block: list[bench.Row], **options: bool) -> Iterator[str]:
         if block[0].size == "1x2x2":
             raise KeyboardInterrupt
         return lines(block, **options)
@@ -170,7 +164,7 @@ def test_a_run_that_is_stopped_leaves_what_it_found(monkeypatch: pytest.MonkeyPa
     assert {row["size"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]} == {SIZE}
 
 
-def test_a_floor_of_ones_own(tmp_path: Path) -> None:
+def test_a_given_peak_sets_the_floor(tmp_path: Path) -> None:
     checkpoint = write_config("qwen3_vl", tmp_path)
     result = command("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--peak", 2, "--json", tmp_path / "r.json")
     report = json.loads((tmp_path / "r.json").read_text())
@@ -179,24 +173,36 @@ def test_a_floor_of_ones_own(tmp_path: Path) -> None:
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
 
 
-def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+def record_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let `bench` measure nothing; return a dictionary that gets the arguments of every call."""
+    recorded: dict[str, Any] = {}
 
-    def record(models: Any, sizes: Any, **options: Any) -> Any:
-        asked.update(options, models=models, sizes=sizes)
+    def record(models: list[str], sizes: dict[str, Grid], **options: object) -> Iterator[list[bench.Row]]:
+        recorded.update(options, models=models, sizes=sizes)
         return iter(())
 
     monkeypatch.setattr(bench, "bench", record)
-    assert command().exit_code == 0
-    assert (asked["models"], list(asked["sizes"]), asked["attentions"]) == (["qwen3-vl-2b"], ["1x8x8"], ["auto"])
-    assert (asked["rounds"], asked["peak"]) == (1, None)
-    assert command("--model", "qwen2-vl-2b", "--sizes", "one 448^2", "--rounds", 2).exit_code == 0
-    assert (asked["models"], list(asked["sizes"]), asked["attentions"]) == (["qwen2-vl-2b"], ["one 448²"], None)
+    return recorded
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `bench` choose its defaults for a GPU."""
     monkeypatch.setattr(bench, "device_of_choice", lambda: torch.device("cuda"))
     monkeypatch.setattr(bench, "peak_of", lambda *_: 123.0)
+
+
+def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = record_options(monkeypatch)
     assert command().exit_code == 0
-    assert len(asked["models"]) == 3 and list(asked["sizes"]) == list(bench.SIZES) and asked["attentions"] is None
-    assert (asked["rounds"], asked["peak"]) == (5, 123.0)
+    assert (options["models"], list(options["sizes"]), options["attentions"]) == (["qwen3-vl-2b"], ["1x8x8"], ["auto"])
+    assert (options["rounds"], options["peak"]) == (1, None)
+    assert command("--model", "qwen2-vl-2b", "--sizes", "one 448^2", "--rounds", 2).exit_code == 0
+    assert (options["models"], list(options["sizes"]), options["attentions"]) == (["qwen2-vl-2b"], ["one 448²"], None)
+    pretend_gpu(monkeypatch)
+    assert command().exit_code == 0
+    assert len(options["models"]) == 3 and list(options["sizes"]) == list(bench.SIZES)
+    assert options["attentions"] is None
+    assert (options["rounds"], options["peak"]) == (5, 123.0)
 
 
 def test_the_floor_is_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,13 +216,14 @@ def test_the_floor_is_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> Non
     assert towers.peak_of(cuda, torch.bfloat16) not in (None, bench.PEAK)
 
 
-def test_what_runs_is_shown(tmp_path: Path) -> None:
+def test_progress_is_shown(tmp_path: Path) -> None:
     checkpoint = write_config("qwen3_vl", tmp_path)
     result = command("--model", checkpoint, "--sizes", SIZE, "--rounds", 2, "--backends", "flashinfer_cudnn,sdpa")
-    told = [line for line in result.stderr.splitlines() if line.startswith("... ")]
-    assert "flashinfer_cudnn cannot run: " in told[0]  # before the work
-    assert any("building the tower" in line for line in told) and any("verifying sdpa" in line for line in told)
-    assert told[-1].endswith("timing, round 2 of 2")
+    progress = [line for line in result.stderr.splitlines() if line.startswith("... ")]
+    assert "flashinfer_cudnn cannot run: " in progress[0]  # before the work
+    assert any("building the tower" in line for line in progress)
+    assert any("verifying sdpa" in line for line in progress)
+    assert progress[-1].endswith("timing, round 2 of 2")
 
 
 def test_every_key_is_documented() -> None:
@@ -237,7 +244,7 @@ def test_a_config_file_and_half_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("spoil", "problem"),
     [
         (lambda out: out * 1.05, "relative error"),
         (lambda out: out.index_fill(0, torch.tensor([7]), float("nan")), "relative error inf"),
@@ -245,19 +252,21 @@ def test_a_config_file_and_half_precision(tmp_path: Path) -> None:
     ],
     ids=["scaled", "nan", "raises"],
 )
-def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Any, said: str) -> None:
-    spoil(monkeypatch, change)
+def test_a_wrong_backend_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spoil: Spoil, problem: str
+) -> None:
+    add_spoiled(monkeypatch, spoil)
     checkpoint = write_config("qwen2_vl", tmp_path)
     options = ("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "spoiled,sdpa")
     result = command(*options, "--json", tmp_path / "r.json")
     assert result.exit_code == 1
-    rows = {row["contender"]: row for row in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    rows = rows_of(tmp_path / "r.json")
     assert {name: row["status"] for name, row in rows.items()} == {
         "stock sdpa": "timed",
         "spoiled": "wrong",
         "sdpa": "timed",
     }
-    assert rows["spoiled"]["ms"] is None and said in rows["spoiled"]["problem"]
+    assert rows["spoiled"]["ms"] is None and problem in rows["spoiled"]["problem"]
     assert any(line.split()[:2] == ["spoiled", "WRONG:"] for line in result.stdout.splitlines())
 
 
@@ -268,39 +277,41 @@ def test_a_second_call_is_verified_too(monkeypatch: pytest.MonkeyPatch, tmp_path
         calls.append(None)
         return out if len(calls) <= tiny.TINY["qwen2_vl"].vision["depth"] else out * 2
 
-    spoil(monkeypatch, stale)
+    add_spoiled(monkeypatch, stale)
     checkpoint = write_config("qwen2_vl", tmp_path)
     assert command("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "spoiled").exit_code == 1
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_contenders_share_parameters_and_gradients_alone(train: bool) -> None:
-    """A copy of the weights for each would not fit. What one leaves on its modules, no other sees; nor its gradient."""
+def test_contenders_share_parameters_alone(train: bool) -> None:
+    """Copies of the weights would not fit. Traces on modules, and gradients, are no other contender's."""
     tower = tiny.tower_of(tiny.TINY["qwen2_vl"].build()).requires_grad_(train).train(train)
-    seen: list[nn.Module] = []
+    twins: list[nn.Module] = []
 
     @contextmanager
-    def opened(own: Any, grid: Any) -> Any:
-        seen.append(own)
-        assert not any("trace" in vars(module) for module in own.modules())
-        for module in own.modules():
-            module.trace = "left"
-        with baselines.stock("sdpa", own, grid) as run:
+    def opened(twin: nn.Module, grid: Grid) -> Iterator[baselines.Run]:
+        twins.append(twin)
+        assert not any("trace" in vars(module) for module in twin.modules())
+        for module in twin.modules():
+            module.trace = "here"
+        with baselines.stock("sdpa", twin, grid) as run:
             yield run
 
     both = [contenders.Contender(name=name, open=opened) for name in "ab"]
     for rows in bench.measure("tiny", tower, {"one": GRID, "two": GRID}, both, rounds=1):
         assert [row.status for row in rows] == ["timed", "timed"]
         assert all(parameter.grad is None for parameter in tower.parameters())
-    assert len(seen) == 4 and all(
-        modules.isdisjoint(other.modules()) for other in seen for modules in [{*tower.modules()}]
-    )
-    for each in seen:
-        assert all(mine is its for mine, its in zip(tower.parameters(), each.parameters(), strict=True))
-        assert {id(b) for b in each.buffers()}.isdisjoint(map(id, tower.buffers()))
+    assert len(twins) == 4
+    modules = {*tower.modules()}
+    buffers = {id(buffer) for buffer in tower.buffers()}
+    for twin in twins:
+        assert modules.isdisjoint(twin.modules())
+        assert buffers.isdisjoint(id(buffer) for buffer in twin.buffers())
+        for parameter, shared in zip(tower.parameters(), twin.parameters(), strict=True):
+            assert parameter is shared
 
 
-def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
+def test_contenders_that_cannot_run_are_skipped_with_reasons(tmp_path: Path) -> None:
     checkpoint = write_config("qwen2_5_vl", tmp_path)
     baselines = ",".join(bench.BASELINES)
     options = ("--model", checkpoint, "--sizes", f"{SIZE},1x2x2", "--rounds", 1, "--baselines", baselines)
@@ -319,7 +330,7 @@ def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--model", "no-such-model"), "unknown model 'no-such"),
         (("--model", "no-such/model"), "unknown model 'no-such"),
@@ -337,18 +348,19 @@ def test_what_cannot_run_is_skipped_with_its_reasons(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_explained_before_anything_runs(
-    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contenders, "patched", lambda *_, **__: pytest.fail("work began"))
     result = command("--model", "qwen3-vl-2b", "--sizes", "1x2x2", *options)
     assert result.exit_code == 2
-    assert re.search(said.replace(".:", r"\.:"), in_words(result)), in_words(result)
+    assert re.search(message.replace(".:", r"\.:"), error_text(result)), error_text(result)
 
 
 def test_training(checkpoint: Path, tmp_path: Path) -> None:
-    """Forward and backward: every gradient compared, stock's own errors beside, what has no backward told."""
+    """Every gradient is compared, stock's own errors stand beside, and set-ups without a backward are skipped."""
     baselines = ",".join(bench.BASELINES)
-    size, grid = "1x4x4+1x2x4", ((1, 4, 4), (1, 2, 4))  # products of bf16 are slow on a CPU
+    size = "1x4x4+1x2x4"  # small: products of bf16 are slow on a CPU
+    grid = ((1, 4, 4), (1, 2, 4))
     options = ("--train", "--model", checkpoint, "--sizes", size, "--rounds", 1, "--dtype", "bf16", "--peak", 1)
     options += ("--backends", "auto,sdpa,auto+graph", "--baselines", baselines, "--profile")
     result = command(*options, "--json", tmp_path / "r.json")
@@ -363,55 +375,55 @@ def test_training(checkpoint: Path, tmp_path: Path) -> None:
     for name, row in timed.items():
         assert row["worst"] in names and 1e-4 < row["error"] <= row["bound"] < 0.1
         assert row["floor_ms"] == pytest.approx(3 * bench.matrix_flops(tower, grid) / 1e9)
-        assert row["peak_gb"] is None  # a CPU does not tell
+        assert row["peak_gb"] is None  # a CPU does not report it
         assert 0.9 < row["error_ratio_mean"] <= row["error_ratio"] <= (1 if name == "stock sdpa" else 1.1) + 1e-6
-    told = {name: row["problem"] for name, row in rows.items() if row["status"] == "skipped"}
-    assert "CUDA graphs need cuda" in told["auto+graph"] and "no backward" in told["stock graph"]
-    assert "no backward" in told["stock flash_attention_3"] and "CUDA" in told["stock flash_attention_2"]
-    assert all(told.values()) and "of stock" in result.stdout and "parts of one step of auto" in result.stdout
+    problems = {name: row["problem"] for name, row in rows.items() if row["status"] == "skipped"}
+    assert "CUDA graphs need cuda" in problems["auto+graph"] and "no backward" in problems["stock graph"]
+    assert "no backward" in problems["stock flash_attention_3"] and "CUDA" in problems["stock flash_attention_2"]
+    assert all(problems.values()) and "of stock" in result.stdout and "parts of one step of auto" in result.stdout
 
 
 @pytest.mark.parametrize(("settles", "batches", "status"), [(8, 8, "timed"), (99, 20, "wrong"), (1, 5, "timed")])
-def test_an_error_near_its_bound_is_measured_in_more_batches(
+def test_an_error_near_its_bound_is_compared_in_more_batches(
     monkeypatch: pytest.MonkeyPatch, settles: int, batches: int, status: str
 ) -> None:
-    """A gradient of few numbers is not called wrong by chance, and not called right before it is."""
+    """Chance makes no gradient of few values wrong, and none right."""
     module = sys.modules["hf_vit_accel.tools.bench.measure"]
     judge = verify.judge
-    seen: list[str] = []
+    judged: list[str] = []
 
-    def judged(contender: Any, errors: Any, own: Any, tower: Any) -> Any:
-        verdict = judge(contender, errors, own, tower)
-        seen.append(contender.name)
-        near = contender.name == "auto" and seen.count("auto") < settles
-        return replace(verdict, error=1.05 * verdict.bound) if near else verdict
+    def judge_near(contender: contenders.Contender, *args: object) -> verify.Verdict:
+        verdict = judge(contender, *args)
+        judged.append(contender.name)
+        is_near = contender.name == "auto" and judged.count("auto") < settles
+        return replace(verdict, error=1.05 * verdict.bound) if is_near else verdict
 
-    monkeypatch.setattr(verify, "judge", judged)
+    monkeypatch.setattr(verify, "judge", judge_near)
     monkeypatch.setattr(module, "_time", lambda steps, *args, **kwargs: {name: [1.0] for name in steps})
     tower = tiny.tower_of(tiny.TINY["qwen2_vl"].build()).to(torch.bfloat16).requires_grad_(True)
     chosen = contenders.choose(tower, ["auto"], ["sdpa"])
     [rows] = bench.measure("tiny", tower, {"one": ((1, 2, 2),)}, chosen, rounds=1)
-    assert seen.count("auto") == batches and {row.contender: row.status for row in rows}["auto"] == status
+    assert judged.count("auto") == batches and {row.contender: row.status for row in rows}["auto"] == status
 
 
 def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The forward is right, and one product's gradient a quarter too large."""
+    """The forward is right, but the gradient of one product is a quarter too large."""
 
     class Louder(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:
             return value.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * 1.25
 
-    spoil(monkeypatch, Louder.apply)
+    add_spoiled(monkeypatch, Louder.apply, differentiable=True)
     checkpoint = write_config("qwen3_vl", tmp_path)
     options = ("--train", "--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "spoiled,sdpa")
     result = command(*options, "--baselines", "sdpa", "--json", tmp_path / "r.json")
     assert result.exit_code == 1
-    rows = {row["contender"]: row for row in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    rows = rows_of(tmp_path / "r.json")
     assert rows["sdpa"]["status"] == "timed" and rows["spoiled"]["status"] == "wrong"
     assert rows["spoiled"]["ms"] is None and re.search(
         "is allowed, of .*(qkv|norm1|patch_embed)", rows["spoiled"]["problem"]
@@ -419,143 +431,47 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_checkpointing(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_path: Path) -> None:
-    """Of stock and patched."""
-    module, again = sys.modules["hf_vit_accel.tools.bench.measure"], []
-    timed = module._time
+    """Stock and patched towers are timed with gradient checkpointing."""
+    module = sys.modules["hf_vit_accel.tools.bench.measure"]
+    checkpointed: list[str] = []
 
-    def counted(steps: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        assert all(step.run.tower.is_gradient_checkpointing for step in steps.values())
-        again.extend(steps)
-        return timed(steps, *args, **kwargs)
+    def counted(steps: dict[str, Any], *args: object, **kwargs: object) -> dict[str, list[float]]:
+        for name, step in steps.items():
+            assert step.run.tower.is_gradient_checkpointing
+            checkpointed.append(name)
+        return _time(steps, *args, **kwargs)
 
     monkeypatch.setattr(module, "_time", counted)
     options = ("--model", checkpoint, "--sizes", SIZE, "--rounds", 1, "--backends", "auto", "--checkpointing")
     assert command("--train", *options, "--json", tmp_path / "r.json").exit_code == 0
-    assert again == ["stock sdpa", "auto"] and json.loads((tmp_path / "r.json").read_text())["checkpointing"] is True
+    assert (
+        checkpointed == ["stock sdpa", "auto"]
+        and json.loads((tmp_path / "r.json").read_text())["checkpointing"] is True
+    )
     refused = command(*options)
     assert refused.exit_code == 2 and "--checkpointing needs --train" in refused.output
 
 
 def test_the_defaults_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(bench, "bench", lambda models, sizes, **more: asked.update(more, sizes=sizes) or iter(()))
+    options = record_options(monkeypatch)
     assert command("--train", "--model", "qwen3-vl-2b").exit_code == 0
-    assert asked["train"] and asked["attentions"] == ["auto"] and list(asked["sizes"]) == ["1x8x8"]
-    assert asked["baselines"] == ["sdpa", "flash_attention_2", "liger", "compile_blocks"]
-    monkeypatch.setattr(bench, "device_of_choice", lambda: torch.device("cuda"))
-    monkeypatch.setattr(bench, "peak_of", lambda *_: 123.0)
+    assert options["train"] and options["attentions"] == ["auto"] and list(options["sizes"]) == ["1x8x8"]
+    assert options["baselines"] == ["sdpa", "flash_attention_2", "liger", "compile_blocks"]
+    pretend_gpu(monkeypatch)
     assert command("--train").exit_code == 0
-    assert list(asked["sizes"]) == ["one 448²", "one 1024²", "16 x 512²", "one page"]
-    assert command().exit_code == 0 and not asked["train"] and asked["baselines"] == ["sdpa"]
+    assert options["attentions"] == ["auto", "auto+graph"]
+    assert list(options["sizes"]) == ["one 448²", "one 1024²", "16 x 512²", "one page"]
+    assert command().exit_code == 0 and not options["train"] and options["baselines"] == ["sdpa"]
 
 
-def gradients(run: baselines.Run, seed: int = 0) -> dict[str, torch.Tensor]:
-    return results(run, draw_batch(run, GRID, seed))
-
-
-@pytest.mark.matrix  # `bench` itself holds what it times to stock
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_compiled_blocks_train_as_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is compiled, whatever their number, and none falls back to eager beyond a limit of recompiles."""
-    compiled, compile_stock = [], torch.compile
-
-    def count(graph: Any, inputs: Any) -> Any:
-        compiled.append(len(graph.graph.nodes))
-        return graph
-
-    monkeypatch.setattr(torch, "compile", lambda forward, **options: compile_stock(forward, backend=count, **options))
-    tower = tiny.tower_of(tiny.TINY[name].build()).requires_grad_(True).train()
-    with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
-        expected = gradients(run)
-    with baselines._compiled_blocks("sdpa", tower, GRID) as run:
-        found = gradients(run)
-        first = len(compiled)
-        gradients(run, 1)
-        assert 0 < first == len(compiled)  # nothing is compiled again
-    assert found.keys() == expected.keys() and {"pixels", "output 0"} < found.keys()
-    assert len(found) > len(tower.blocks) * 8
-    for key, value in expected.items():
-        tiny.assert_close([found[key]], [value])
-
-
-@pytest.mark.parametrize("name", alike("qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
-def test_compiled_blocks_are_whole_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's varlen attention, traced without a GPU: one graph for all blocks of a kind, forward and backward."""
-    graphs, compile_stock, grid = [], torch.compile, ((1, 16, 12),)  # larger than a window
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(str(graph.graph))
-        return graph
-
-    def whole(forward: Any, **options: Any) -> Any:
-        return compile_stock(forward, backend=keep, fullgraph=True, **options)
-
-    monkeypatch.setattr(torch, "compile", whole)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        tower = tiny.tower_of(tiny.TINY[name].build(fresh=True)).requires_grad_(True).train()
-        pixels = tiny.pixels_for(tower, list(grid))
-        with baselines._compiled_blocks("flash_attention_2", tower, grid) as run:
-            outputs = outputs_of(run(pixels))
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    kinds = 2 if name == "qwen2_5_vl" else 1
-    assert len(graphs) == kinds and all("varlen_attn" in graph for graph in graphs)
-    assert all(parameter.grad is not None for parameter in tower.parameters())
-
-
-@pytest.mark.parametrize("name", ["Qwen2_5_VisionTransformerPretrainedModel", "Exaone4_5_VisionModel"])
-def test_flash_attention_2_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package torch's own varlen function serves: one call a layer with all segments, and its backward.
-
-    It takes as many heads of keys as of queries.
-    """
-    from torch.nn.attention import varlen
-
-    calls = []
-
-    def attend(q: Any, k: Any, v: Any, cu: torch.Tensor, cu_k: Any, longest: int, longest_k: int, *, scale: Any) -> Any:
-        calls.append(longest)
-        assert q.shape == k.shape == v.shape
-        parts = zip(*(x.split(cu.diff().tolist()) for x in (q, k, v)), strict=True)
-        outs = [
-            nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), scale=scale)
-            for part in parts
-        ]
-        return torch.cat([out.transpose(0, 1) for out in outs])
-
-    monkeypatch.setattr(varlen, "varlen_attn", attend)
-    tower = build(*next(each for each in CLASSES if each[2] == name)).requires_grad_(True).train()
-    with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
-        expected = gradients(run)
-    with baselines._stock_without_syncs("flash_attention_2", tower, GRID) as run:
-        found = gradients(run)
-    assert len(calls) == 2 * len(tower.blocks)  # once to learn the outputs' shapes
-    for key, value in expected.items():
-        tiny.assert_close([found[key]], [value])
-
-
-def test_liger_trains_what_the_tower_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build()).requires_grad_(True).train()
-    module = sys.modules[type(tower).__module__]
-    monkeypatch.setattr(
-        baselines, "_apply_liger", lambda _: {"apply_rotary_pos_emb_vision": module.apply_rotary_pos_emb_vision}
-    )
-    with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
-        expected = gradients(run)
-    with baselines._liger("sdpa", tower, GRID) as run:
-        assert run.tower is not tower and run.tower.training
-        found = gradients(run)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        tiny.assert_close([found[key]], [value])
-
-
-def test_errors_of_what_is_missing_or_not_finite() -> None:
-    one, errors = torch.ones(4), Errors()
-    errors.add({"a": one, "b": one, "c": one / 0}, {"a": one * 1.25, "c": one, "d": one})
-    errors.add({"a": one, "b": one}, {"a": one, "b": one, "d": one})
-    found = errors.by_name()
-    assert found["a"] == pytest.approx(0.2 / 2**0.5)
-    assert all(found[name] == float("inf") for name in "bcd")
+def test_missing_and_infinite_results_have_infinite_errors() -> None:
+    ones = torch.ones(4)
+    errors = Errors()
+    errors.add({"a": ones, "b": ones, "c": ones / 0}, {"a": ones * 1.25, "c": ones, "d": ones})
+    errors.add({"a": ones, "b": ones}, {"a": ones, "b": ones, "d": ones})
+    by_name = errors.by_name()
+    assert by_name["a"] == pytest.approx(0.2 / 2**0.5)
+    assert all(by_name[name] == float("inf") for name in "bcd")
 
 
 def test_profile(checkpoint: Path, tmp_path: Path) -> None:
@@ -601,7 +517,7 @@ def test_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib", None)
         result = command(*options)
-        assert result.exit_code == 2 and "pip install matplotlib" in in_words(result)
+        assert result.exit_code == 2 and "pip install matplotlib" in error_text(result)
     pytest.importorskip("matplotlib")
     assert command(*options).exit_code == 0
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
@@ -615,73 +531,12 @@ def test_the_published_measurements_can_be_drawn(tmp_path: Path) -> None:
         bench.plot({"rows": []}, tmp_path / "none.png")
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_stock_given_its_metadata_is_the_same(name: str) -> None:
-    tower = tiny.tower_of(tiny.TINY[name].build())
-    pixels = tiny.pixels_for(tower, list(GRID))
-    expected = tiny.run_tower(tower, list(GRID))
-    with torch.no_grad(), baselines._stock_without_syncs("sdpa", tower, GRID) as run:
-        tiny.assert_close(tiny.outputs_of(run(pixels)), expected, bound=0)
-
-
-def test_flash_attention_3_as_a_module_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its function under a private name: one call a layer with all segments, through the operator."""
-    calls = []
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, scale: float) -> Any:
-        calls.append(longest)
-        assert q.shape == k.shape == v.shape
-        parts = zip(*(x.split(cu.diff().tolist()) for x in (q, k, v)), strict=True)
-        heads_first = [[x.transpose(0, 1) for x in part] for part in parts]
-        outs = [nn.functional.scaled_dot_product_attention(*part, scale=scale) for part in heads_first]
-        return torch.cat([out.transpose(0, 1) for out in outs])
-
-    library = torch.library.Library("hf_vit_accel", "IMPL")
-    library.impl("flash_attention_3", attend, "CPU")
-    try:
-        tower = tiny.tower_of(tiny.TINY["qwen2_5_vl"].build())
-        expected = tiny.run_tower(tower, list(GRID))
-        monkeypatch.setattr(baselines, "is_flash_attn_3_available", lambda: False)
-        with torch.no_grad(), baselines.stock("flash_attention_3", tower, GRID) as run:
-            tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
-    finally:
-        library._destroy()
-    assert len(calls) == len(tower.blocks)
-
-
-def test_liger_is_applied_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package, which replaces a function and a class of the modeling module as the real one does."""
-    tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build())
-    module = sys.modules[type(tower).__module__]
-    before = dict(vars(module))
-    rotated = []
-
-    def rotate(*arguments: Any) -> Any:
-        rotated.append(None)
-        return before["apply_rotary_pos_emb_vision"](*arguments)
-
-    def apply(*, fused_linear_cross_entropy: bool) -> None:
-        vars(module).update(apply_rotary_pos_emb_vision=rotate, a_new_name=1)
-
-    liger = ModuleType("liger_kernel.transformers")
-    vars(liger)["apply_liger_kernel_to_qwen3_vl"] = apply
-    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    expected = tiny.run_tower(tower, list(GRID))
-    with torch.no_grad(), baselines._liger("sdpa", tower, GRID) as run:
-        assert vars(module) == before
-        tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
-        assert len(rotated) == len(tower.blocks) and vars(module) == before
-    vars(liger)["apply_liger_kernel_to_qwen3_vl"] = lambda **_: None
-    with pytest.raises(RuntimeError, match="replaces nothing"), baselines._liger("sdpa", tower, GRID):
-        pass
-
-
 def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     model = tiny.TINY["qwen3_vl"].build(seed=3)
     model.save_pretrained(tmp_path)
     tower = bench.build_tower(str(tmp_path), torch.device("cpu"), torch.float32, weights=True)
-    loaded, saved = tower.state_dict(), tiny.tower_of(model).state_dict()
+    loaded = tower.state_dict()
+    saved = tiny.tower_of(model).state_dict()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     with pytest.raises(ValueError, match="cannot load weights"):
         bench.build_tower("qwen3-vl-8b", torch.device("cpu"), torch.float32, weights=True)
@@ -697,17 +552,14 @@ def test_every_family_has_a_built_in_shape() -> None:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.attention_only], ids=lambda f: f.name)
-def test_every_family_is_verified_and_counted(family: Any) -> None:
-    """Tiny: the products that run are those that are counted, and what is patched is what stock returns."""
+def test_every_family_is_verified_and_counted(family: Family) -> None:
+    """Patched tiny towers return stock's results, and run as many products as are counted."""
+    grid = ((1, 4, 8), (1, 8, 8))
     for module, name in family.towers:
-        kind: Any = getattr(pytest.importorskip(module), name)
-        config = kind.config_class()
-        for field, value in family.tiny.items():
-            setattr(config, field, value)
-        config._attn_implementation_internal = "sdpa"
-        tower, grid = tiny.randomise(kind(config).eval()).requires_grad_(False), ((1, 4, 8), (1, 8, 8))
-        stock = baselines.Run(tower, lambda pixels, tower=tower, grid=grid: tower(pixels, grid_thw=torch.tensor(grid)))
-        batch, errors = draw_batch(stock, grid, 0), Errors()
+        tower = tiny_tower(family, module, name).requires_grad_(False)
+        stock = baselines.Run(tower, lambda pixels, tower=tower: tower(pixels, grid_thw=torch.tensor(grid)))
+        batch = draw_batch(stock, grid, 0)
+        errors = Errors()
         expected = results(stock, batch)
         with contenders._patched("sdpa", tower, grid) as run:
             errors.add(results(run, batch), expected)
@@ -715,7 +567,7 @@ def test_every_family_is_verified_and_counted(family: Any) -> None:
         tower.config._attn_implementation_internal = "eager"
         with FlopCounterMode(display=False) as counter:
             tower(batch.pixels_TP, grid_thw=torch.tensor(grid))
-        # Rotations are counted by torch alone, grouped products of experts by us alone.
+        # torch alone counts rotations, and `matrix_flops` alone grouped products of experts.
         assert counter.get_total_flops() == pytest.approx(towers.matrix_flops(tower, grid), rel=0.04)
 
 
@@ -742,7 +594,7 @@ def test_training_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_every_other_round_goes_backwards() -> None:
-    """So that no contender always runs behind the same, perhaps hotter, neighbour."""
+    """No contender always runs behind the same, perhaps hotter, neighbour."""
     turns: list[str] = []
     steps = {name: lambda name=name: turns.append(name) for name in "abc"}
     _time(steps, 2, cuda=False)
@@ -750,13 +602,13 @@ def test_every_other_round_goes_backwards() -> None:
     assert order == ["a", "b", "c", "b", "a"]
 
 
-def test_what_got_slower_is_told(tmp_path: Path) -> None:
-    def rows(**ms: float) -> dict[str, Any]:
-        made = [
-            dict(model="m", size="s", contender=name, ms=one, ms_low=one - 1, ms_high=one + 1)
-            for name, one in ms.items()
+def test_slower_rows_are_listed(tmp_path: Path) -> None:
+    def rows(**median_of: float) -> dict[str, Any]:
+        timed = [
+            dict(model="m", size="s", contender=name, ms=ms, ms_low=ms - 1, ms_high=ms + 1)
+            for name, ms in median_of.items()
         ]
-        return {"device": "A", "rows": [*made, dict(model="m", size="s", contender="skipped", ms=None)]}
+        return {"device": "A", "rows": [*timed, dict(model="m", size="s", contender="skipped", ms=None)]}
 
     lines = list(
         bench.slower(rows(same=10.1, slow=20, noisy=11, fast=5, new=3), rows(same=10, slow=10, noisy=10, fast=9))
@@ -771,40 +623,38 @@ def test_what_got_slower_is_told(tmp_path: Path) -> None:
     for row in old["rows"]:
         row |= {key: row[key] / 1000 for key in ("ms", "ms_low", "ms_high")}
     (tmp_path / "old.json").write_text(json.dumps(old))
-    told = command(*options, "--compare", tmp_path / "old.json").stdout
-    assert told.count("slower: ") == len(old["rows"]) == 2
-    row, other = old["rows"][0], ({"train": True}, {"dtype": "bfloat16"}, {"rows": [dict(model=1)]})
-    no_spread = old | {"rows": [{key: row[key] for key in row.keys() - {"ms_high"}}]}
-    for text in ("{}", "[", *(json.dumps(old | each) for each in other), json.dumps(no_spread)):
+    output = command(*options, "--compare", tmp_path / "old.json").stdout
+    assert output.count("slower: ") == len(old["rows"]) == 2
+    without_spread = dict(old["rows"][0])
+    del without_spread["ms_high"]
+    changes = ({"train": True}, {"dtype": "bfloat16"}, {"rows": [dict(model=1)]}, {"rows": [without_spread]})
+    for text in ("{}", "[", *(json.dumps(old | change) for change in changes)):
         (tmp_path / "bad.json").write_text(text)
         failed = command(*options, "--compare", tmp_path / "bad.json")
         assert failed.exit_code == 2 and "bench --json wrote" in failed.output
 
 
-def test_of_a_machine_what_nvidia_smi_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_the_facts_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
 
-    def smi(words: list[str], **kwargs: Any) -> Any:
-        asked.append(words)
+    def smi(command: list[str], **kwargs: object) -> SimpleNamespace:
+        commands.append(command)
         return SimpleNamespace(stdout="580.1, 1980, 1985, 700.00\n")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(bench.report.subprocess, "run", smi)
-    found = bench.host()
-    assert found["driver"] == "580.1" and (found["clock"], found["largest_clock"], found["power"]) == (
-        1980,
-        1985,
-        700.0,
-    )
-    assert asked[0][asked[0].index("-i") + 1] == "3"
+    facts = bench.host()
+    assert facts["driver"] == "580.1"
+    assert (facts["clock"], facts["largest_clock"], facts["power"]) == (1980, 1985, 700.0)
+    assert commands[0][commands[0].index("-i") + 1] == "3"
     monkeypatch.setattr(bench.report.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="[N/A]\n"))
     assert bench.host().keys() == {"cpu", "cores"}
 
 
-def test_towers_that_could_attend_in_fp8_are_timed_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8 serves packed rows alone: what stands against the tower is asked of those."""
-    asked: list[Any] = []
-    monkeypatch.setattr(type(backends.FP8), "reasons_against", lambda self, request: asked.append(request) or [])
+def test_fp8_is_timed_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 takes packed rows alone, so the reasons against it are those of packed rows."""
+    requests: list[backends.Request] = []
+    monkeypatch.setattr(type(backends.FP8), "reasons_against", lambda self, request: requests.append(request) or [])
     tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build())
-    (found,) = bench.choose(tower, ["auto+fp8"], [])
-    assert asked[-1].packed and found.open is not None and found.bound == 0.1
+    (contender,) = bench.choose(tower, ["auto+fp8"], [])
+    assert requests[-1].packed and contender.open is not None and contender.bound == 0.1

@@ -1,9 +1,8 @@
-"""The command line: what doctor says about good, missing and wrong backends, and that it keeps imports light."""
+"""The command line `doctor`: its verdicts on good, missing and wrong backends, as text and as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,26 +10,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import Result
+from support.backends import Spoil, add_spoiled, hide_gpu
 from typer.testing import CliRunner
 
 import hf_vit_accel
 from hf_vit_accel import backends, machine
-from hf_vit_accel.backends.base import Needs
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.ops.window_attention import attention_reference
 from hf_vit_accel.tools import cli
 from hf_vit_accel.tools import doctor as doctor_logic
 
 RUNNER = CliRunner()
-Spoil = Callable[[torch.Tensor], Any]
+Report = dict[str, Any]
 
 
 def doctor(*options: str) -> Result:
+    """Run `hf-vit-accel doctor`."""
     return RUNNER.invoke(cli.app, ["doctor", *options])
 
 
-def read(result: Result) -> dict[str, Any]:
-    """The one JSON object on standard output; NaN and Infinity, which are no JSON, fail."""
+def read(result: Result) -> Report:
+    """Return the one JSON object on standard output. NaN and Infinity, which are not JSON, fail."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -40,25 +40,15 @@ def read(result: Result) -> dict[str, Any]:
     return report
 
 
-def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def by_name(report: Report) -> dict[str, Report]:
+    """Return the verdicts on backends by name."""
     return {entry["name"]: entry for entry in report["backends"]}
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a CUDA device, whatever this one has."""
-    monkeypatch.setattr(machine, "has_cuda", lambda: False)
-
-
-def use(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, name: str = "spoiled", **needs: Any) -> None:
-    """Put a backend in front of `BACKENDS` that is sdpa, its results spoiled."""
-
-    class Spoiled(Sdpa):
-        def attend(self, *arguments: Any) -> Any:
-            return spoil(super().attend(*arguments))
-
-    Spoiled.name, Spoiled.needs = name, Needs(cuda=False, **needs)
-    monkeypatch.setattr(backends, "BACKENDS", (Spoiled(), *(b for b in backends.BACKENDS if b.name != name)))
+    """Hide this machine's CUDA device, if it has one."""
+    hide_gpu(monkeypatch)
 
 
 def test_version_and_help() -> None:
@@ -91,7 +81,8 @@ def test_without_a_gpu(no_gpu: None) -> None:
 def test_json_agrees(no_gpu: None) -> None:
     result = doctor("--json")
     assert result.exit_code == 0, result.output
-    report, text = read(result), doctor().stdout
+    report = read(result)
+    text = doctor().stdout
     assert set(report) == set(doctor_logic.Report.__dataclass_fields__)
     assert report["ok"] is True and report["gpus"] == [] and report["gpu_problem"] is None
     assert report["versions"] == {**machine.versions(), "hf-vit-accel": hf_vit_accel.__version__}
@@ -130,7 +121,7 @@ def last_row_wrong(out_THD: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "problem"),
     [
         (lambda out_THD: out_THD * 1.02, "relative error 2.0e-02"),
         (last_row_wrong, "relative error"),
@@ -143,19 +134,19 @@ def last_row_wrong(out_THD: torch.Tensor) -> torch.Tensor:
     ],
     ids=["scaled", "last row", "nan", "inf", "shape", "dtype", "none", "raises"],
 )
-def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: Spoil, said: str) -> None:
-    use(monkeypatch, spoil)
+def test_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None, spoil: Spoil, problem: str) -> None:
+    add_spoiled(monkeypatch, spoil)
     result = doctor()
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert any(line.split() == ["spoiled", "WRONG"] for line in lines)
     assert any(line.split() == ["sdpa", "usable"] for line in lines)
     assert lines[-1] == "  wrong or crashed: spoiled"
-    assert said in result.stdout
+    assert problem in result.stdout
 
 
 def test_a_wrong_backend_in_json(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    use(monkeypatch, lambda out_THD: out_THD * 1.02)
+    add_spoiled(monkeypatch, lambda out_THD: out_THD * 1.02)
     result = doctor("--json")
     assert result.exit_code == 1
     report = read(result)
@@ -165,22 +156,22 @@ def test_a_wrong_backend_in_json(monkeypatch: pytest.MonkeyPatch, no_gpu: None) 
 
 
 def test_one_wrong_dtype_is_enough(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    use(monkeypatch, lambda out_THD: out_THD * (1.0001 if out_THD.dtype == torch.float32 else 1))
+    add_spoiled(monkeypatch, lambda out_THD: out_THD * (1.0001 if out_THD.dtype == torch.float32 else 1))
     result = doctor("--json")
     assert result.exit_code == 1
     problems = {check["dtype"]: check["problem"] for check in by_name(read(result))["spoiled"]["checks"]}
     assert problems["float32"] and problems["bfloat16"] is None
 
 
-def test_auto_says_when_its_choice_is_wrong(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    use(monkeypatch, torch.zeros_like, name="sdpa")
+def test_auto_warns_of_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    add_spoiled(monkeypatch, torch.zeros_like, name="sdpa")
     result = doctor()
     assert result.exit_code == 1
     assert "  full layers    sdpa (WRONG here, name another)" in result.stdout.splitlines()
 
 
-def test_nothing_to_check(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    use(monkeypatch, raises, dtypes=(torch.float64,))
+def test_a_backend_that_takes_no_checked_case(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    add_spoiled(monkeypatch, raises, dtypes=(torch.float64,))
     result = doctor("--json")
     assert result.exit_code == 0
     entry = by_name(read(result))["spoiled"]
@@ -200,7 +191,7 @@ def test_a_probe_that_crashes(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> 
 
 
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(index: int | None = None) -> Any:
+    def busy(index: int | None = None) -> None:
         raise RuntimeError("CUDA error: all devices are busy")
 
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
@@ -213,8 +204,8 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sdpa" in result.stdout and "usable" in result.stdout
 
 
-def test_a_device_that_is_lost_is_not_held_against_the_next(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    use(monkeypatch, raises)
+def test_a_lost_device_is_not_blamed_on_the_next_backend(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    add_spoiled(monkeypatch, raises)
     monkeypatch.setattr(doctor_logic, "_still_works", lambda device: False)
     result = doctor("--json")
     assert result.exit_code == 1
@@ -229,14 +220,15 @@ def test_json_stays_alone_on_standard_output(monkeypatch: pytest.MonkeyPatch, no
         print("compiling")
         return out_THD
 
-    use(monkeypatch, chatty)
+    add_spoiled(monkeypatch, chatty)
     result = doctor("--json")
     assert result.exit_code == 0
     assert read(result)["ok"] is True
 
 
 def test_reference_attention() -> None:
-    lengths_S, scale = (3, 1, 5), 0.3
+    lengths_S = (3, 1, 5)
+    scale = 0.3
     qkv_T3HD = torch.randn(9, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     segment_T = torch.from_numpy(np.repeat(np.arange(3), lengths_S))
     q, k, v = (x_THD.transpose(0, 1) for x_THD in qkv_T3HD.unbind(1))

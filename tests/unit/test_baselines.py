@@ -1,0 +1,216 @@
+"""Stock set-ups of the benchmark: whatever they compile, replace or pass in, results are those of plain stock."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from standins import alike
+from support.backends import hide_gpu
+from support.families import tiny_tower
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_vit_accel.families import FAMILIES
+from hf_vit_accel.tools.bench import baselines
+from hf_vit_accel.tools.bench.work import draw_batch, outputs_of, results
+
+GRID = ((1, 4, 6), (3, 8, 4))
+Gradients = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide this machine's CUDA device, if it has one."""
+    hide_gpu(monkeypatch)
+
+
+def train(run: baselines.Run, seed: int = 0) -> Gradients:
+    """Run a forward and backward; return outputs and gradients by name."""
+    return results(run, draw_batch(run, GRID, seed))
+
+
+def train_stock(tower: nn.Module) -> Gradients:
+    """Do so with a copy of a tower as plain stock."""
+    with baselines.stock("sdpa", deepcopy(tower), GRID) as run:
+        return train(run)
+
+
+def assert_same(gradients: Gradients, expected: Gradients) -> None:
+    """Check that all outputs and gradients are there, and near."""
+    assert gradients.keys() == expected.keys()
+    for name, value in expected.items():
+        tiny.assert_close([gradients[name]], [value])
+
+
+def attend_segments(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend within each segment, as varlen functions do."""
+    assert q_THD.shape == k_THD.shape == v_THD.shape
+    lengths = cu_seqlens.diff().tolist()
+    outputs = []
+    for q, k, v in zip(q_THD.split(lengths), k_THD.split(lengths), v_THD.split(lengths), strict=True):
+        heads_first = [x.transpose(0, 1) for x in (q, k, v)]
+        outputs.append(nn.functional.scaled_dot_product_attention(*heads_first, scale=scale).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.matrix  # `bench` itself compares with stock before it times
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_compiled_blocks_train_as_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks are compiled, however many; none falls back to eager beyond a limit of recompiles."""
+    compiled = []
+    compile_stock = torch.compile
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        compiled.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: compile_stock(forward, backend=count, **options))
+    tower = tiny.tower_of(tiny.TINY[name].build()).requires_grad_(True).train()
+    expected = train_stock(tower)
+    with baselines._compiled_blocks("sdpa", tower, GRID) as run:
+        gradients = train(run)
+        first = len(compiled)
+        train(run, 1)
+        assert 0 < first == len(compiled), "compiled again"
+    assert {"pixels", "output 0"} < gradients.keys() and len(gradients) > len(tower.blocks) * 8
+    assert_same(gradients, expected)
+
+
+@pytest.mark.parametrize("name", alike("qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
+def test_compiled_blocks_are_whole_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's varlen attention, traced without a GPU: one graph for all blocks of a kind, forward and backward."""
+    graphs = []
+    compile_stock = torch.compile
+    grid = ((1, 16, 12),)  # larger than a window
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(str(graph.graph))
+        return graph
+
+    def compile_without_breaks(forward: Callable[..., object], **options: object) -> object:
+        return compile_stock(forward, backend=keep, fullgraph=True, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_without_breaks)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tower = tiny.tower_of(tiny.TINY[name].build(fresh=True)).requires_grad_(True).train()
+        pixels = tiny.pixels_for(tower, list(grid))
+        with baselines._compiled_blocks("flash_attention_2", tower, grid) as run:
+            outputs = outputs_of(run(pixels))
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    kinds = 2 if name == "qwen2_5_vl" else 1
+    assert len(graphs) == kinds and all("varlen_attn" in graph for graph in graphs)
+    assert all(parameter.grad is not None for parameter in tower.parameters())
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VisionTransformerPretrainedModel", "Exaone4_5_VisionModel"])
+def test_flash_attention_2_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package torch's own varlen function serves: one call a layer with all segments, and its backward.
+
+    It takes as many heads of keys as of queries.
+    """
+    from torch.nn.attention import varlen
+
+    longest_of_calls = []
+
+    def attend(*args: Any, scale: float) -> torch.Tensor:
+        q, k, v, cu_seqlens, _, longest, _ = args
+        longest_of_calls.append(longest)
+        return attend_segments(q, k, v, cu_seqlens, scale)
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    tower = trained_tower(name)
+    expected = train_stock(tower)
+    with baselines._stock_without_syncs("flash_attention_2", tower, GRID) as run:
+        gradients = train(run)
+    assert len(longest_of_calls) == 2 * len(tower.blocks)  # once to learn the outputs' shapes
+    assert_same(gradients, expected)
+
+
+def trained_tower(name: str) -> nn.Module:
+    """Build the tiny tower of a class."""
+    for family in FAMILIES:
+        for module, class_name in family.towers:
+            if class_name == name:
+                return tiny_tower(family, module, name).requires_grad_(True).train()
+    raise AssertionError(f"no family has a tower {name}")
+
+
+def test_flash_attention_3_as_a_module_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is called through our operator, once a layer with all segments."""
+    longest_of_calls = []
+
+    def attend(*args: Any) -> torch.Tensor:
+        q, k, v, cu_seqlens, longest, scale = args
+        longest_of_calls.append(longest)
+        return attend_segments(q, k, v, cu_seqlens, scale)
+
+    library = torch.library.Library("hf_vit_accel", "IMPL")
+    library.impl("flash_attention_3", attend, "CPU")
+    try:
+        tower = tiny.tower_of(tiny.TINY["qwen2_5_vl"].build())
+        expected = tiny.run_tower(tower, list(GRID))
+        monkeypatch.setattr(baselines, "is_flash_attn_3_available", lambda: False)
+        with torch.no_grad(), baselines.stock("flash_attention_3", tower, GRID) as run:
+            tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
+    finally:
+        library._destroy()
+    assert len(longest_of_calls) == len(tower.blocks)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_stock_with_metadata_passed_in_is_equal(name: str) -> None:
+    tower = tiny.tower_of(tiny.TINY[name].build())
+    pixels = tiny.pixels_for(tower, list(GRID))
+    expected = tiny.run_tower(tower, list(GRID))
+    with torch.no_grad(), baselines._stock_without_syncs("sdpa", tower, GRID) as run:
+        tiny.assert_close(tiny.outputs_of(run(pixels)), expected, bound=0)
+
+
+def test_liger_is_applied_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake package replaces a function of the modeling module, as the real one does."""
+    tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build())
+    module = sys.modules[type(tower).__module__]
+    before = dict(vars(module))
+    rotations = []
+
+    def rotate(*arguments: object) -> object:
+        rotations.append(None)
+        return before["apply_rotary_pos_emb_vision"](*arguments)
+
+    def apply(*, fused_linear_cross_entropy: bool) -> None:
+        vars(module).update(apply_rotary_pos_emb_vision=rotate, a_new_name=1)
+
+    liger = ModuleType("liger_kernel.transformers")
+    vars(liger)["apply_liger_kernel_to_qwen3_vl"] = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    expected = tiny.run_tower(tower, list(GRID))
+    with torch.no_grad(), baselines._liger("sdpa", tower, GRID) as run:
+        assert vars(module) == before
+        tiny.assert_close(tiny.outputs_of(run(tiny.pixels_for(tower, list(GRID)))), expected)
+        assert len(rotations) == len(tower.blocks) and vars(module) == before
+    vars(liger)["apply_liger_kernel_to_qwen3_vl"] = lambda **_: None
+    with pytest.raises(RuntimeError, match="replaces nothing"), baselines._liger("sdpa", tower, GRID):
+        pass
+
+
+def test_liger_trains_the_same_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tiny.tower_of(tiny.TINY["qwen3_vl"].build()).requires_grad_(True).train()
+    module = sys.modules[type(tower).__module__]
+    monkeypatch.setattr(
+        baselines, "_apply_liger", lambda _: {"apply_rotary_pos_emb_vision": module.apply_rotary_pos_emb_vision}
+    )
+    expected = train_stock(tower)
+    with baselines._liger("sdpa", tower, GRID) as run:
+        assert run.tower is not tower and run.tower.training
+        gradients = train(run)
+    assert_same(gradients, expected)
