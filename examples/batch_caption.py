@@ -111,7 +111,7 @@ def caption(options: Here) -> None:
 
 def _join_processes() -> PartialState:
     """Join the other processes of this run."""
-    # `PartialState` must be told of the CPU: else each of several processes on it takes itself for the only one.
+    # Without `cpu`, every process on a CPU would take itself for the only one.
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     # Processes wait for the slowest one to read its headers, which takes long in a folder of millions.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))

@@ -88,7 +88,7 @@ class Export:
         """Write the records to a folder (a text beside every picture), or a .jsonl, .parquet or .tar file.
 
         Raises:
-            ValueError: The name has another ending, or the file belongs to somebody else.
+            ValueError: The name has another ending, or `merge` did not write the file.
             OSError: The file cannot be written.
         """
         source_names = {record.source for record in records if record.source}
@@ -114,7 +114,7 @@ class Export:
         """Return the folder that keys are relative to."""
         return self.entry.get("root") or ""
 
-    # --- owners of files --------------------------------------------------------------------------------------------
+    # --- files that merge wrote --------------------------------------------------------------------------------------
 
     @property
     def _ledger(self) -> Path:
@@ -134,10 +134,10 @@ class Export:
                 file.write(f"\n{digest}")  # a digest that a full disk cut off stays a line of its own
         except OSError as error:
             if error.errno in FULL:
-                raise  # in a read-only folder nothing is noted, and later merges take the file for somebody else's
+                raise  # a read-only folder keeps no notes, so later merges need --overwrite
 
     def _write_file(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Write one file, unless it holds records or pictures or belongs to somebody else."""
+        """Write one file, unless it holds records or pictures, or `merge` did not write it."""
         is_in_folder = path.parent.resolve() == self.folder.resolve()
         if is_in_folder and any(fnmatchcase(path.name, pattern) for pattern in SHARDS):
             names = "captions-00000.jsonl and captions-ray-00000.parquet"

@@ -56,7 +56,7 @@ def manifest_entry(options: Options, ready: Prepared, processes: int | None, dev
 
 
 def sentence(error: BaseException) -> str:
-    """Return the first line of an error, where libraries say what is wrong."""
+    """Return the first line of an error, which names the problem."""
     text = _first_line(str(error)) or type(error).__name__
     return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 

@@ -63,7 +63,7 @@ def make_plan(
     retry_errors: bool = False,
     refuse_above: int = 0,
 ) -> Plan:
-    """Plan what is left to do.
+    """Plan the remaining work.
 
     Args:
         items: The items of this run.

@@ -1,4 +1,4 @@
-"""Keep what is known of one caption: as an object, as a line of JSON and as a row of a parquet file."""
+"""Represent a caption as an object, as a line of JSON and as a row of a parquet file."""
 
 from __future__ import annotations
 

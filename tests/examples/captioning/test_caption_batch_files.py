@@ -65,7 +65,7 @@ def test_a_fold_that_is_killed_loses_and_doubles_nothing(tmp_path: Path, monkeyp
     assert Batches.new(tmp_path).folder.name == "captions-ray-00001"
 
 
-def test_what_a_kill_tears_is_no_record(tmp_path: Path) -> None:
+def test_files_that_a_kill_tore_hold_no_records(tmp_path: Path) -> None:
     batches = Batches.new(tmp_path)
     batches.append(0, [record_of("a")])
     (batches.folder / ".0123.part").write_bytes((batches.folder / "00000000.parquet").read_bytes()[:50])

@@ -178,7 +178,9 @@ def test_a_prompt_that_names_another_text_now_is_asked_anew(photos: Path, output
     assert prompts_by_key == {key: f"describe this {text} ." for key, text in expected.items()}
 
 
-def test_what_cannot_be_read_now_keeps_its_caption(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_that_cannot_be_read_keep_their_captions(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caption(photos, output)
     records = list(Journal(output).records())
     times = (1, 1)

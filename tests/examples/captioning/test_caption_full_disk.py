@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
+    """Draw two scenes."""
     put(tmp_path / "photos", "a.png", "b.png")
     return tmp_path / "photos"
 
@@ -41,7 +42,7 @@ def limited(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_records_are_whole_where_files_grow_no_larger(photos: Path, output: Path, tmp_path: Path) -> None:
+def test_records_are_complete_after_the_disk_was_full(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos / "a.png", output, f"--root={photos}")
     shard = output / "captions-00000.jsonl"
     (record,) = Journal(output).records()
@@ -70,7 +71,7 @@ def test_a_run_that_cannot_begin_to_write_says_so(photos: Path, output: Path) ->
 
 
 @pytest.mark.parametrize("name", ["all.jsonl", "metadata.jsonl", "all.parquet", "all.tar", "all-%d.tar"])
-def test_merge_leaves_what_is_there_where_files_grow_no_larger(photos: Path, output: Path, name: str) -> None:
+def test_merge_on_a_full_disk_keeps_the_former_files(photos: Path, output: Path, name: str) -> None:
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     caption(photos, output)

@@ -375,7 +375,7 @@ def test_damaged_files_beside_the_records_are_named(photos: Path, output: Path) 
         assert (output / "manifest.json").read_text() == text
 
 
-def test_an_output_on_top_of_somebodys_files_leaves_them_alone(photos: Path) -> None:
+def test_other_files_in_the_output_folder_stay(photos: Path) -> None:
     put(photos, "progress/00000.png")
     mine = {
         photos / "progress" / "00000.json": '{"mine": 1}',

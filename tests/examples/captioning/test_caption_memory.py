@@ -139,7 +139,7 @@ def test_pixels_are_limited_as_qwens_are() -> None:
         limit_pixels(processor, 50_000, None)
 
 
-def test_the_gate_bounds_what_is_in_use() -> None:
+def test_the_gate_bounds_the_memory_in_use() -> None:
     gate = Gate(100)
     in_use = 0
     largest_use = 0

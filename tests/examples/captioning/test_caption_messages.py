@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
+    """Draw two scenes."""
     put(tmp_path / "photos", "a.png", "b.png")
     return tmp_path / "photos"
 
@@ -267,7 +268,7 @@ def test_a_stopped_run_says_how_to_go_on(
     assert "Traceback" not in words(done) and "2 items, 1 of them to caption" in words(caption(photos, output))
 
 
-def test_empty_inputs_say_what_was_passed_over(tmp_path: Path, output: Path) -> None:
+def test_empty_inputs_list_the_files_that_were_passed_over(tmp_path: Path, output: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "IMG_0001").touch()
     done = caption(tmp_path / "empty", output)

@@ -34,7 +34,7 @@ def files(tmp_path: Path) -> list[Item]:
     return [Item(key=name, file=str(tmp_path / name)) for name in ("a.png", "b.png", "missing.png")]
 
 
-def test_done_is_what_has_a_record(files: list[Item]) -> None:
+def test_items_with_a_record_are_done(files: list[Item]) -> None:
     done = [record_of(key, bytes=5) for key in ("a.png", "b.png")] + [record_of("missing.png", bytes=None)]
     assert to_do(files, []) == ({"a.png": ["p"], "b.png": ["p"], "missing.png": ["p"]}, set())
     assert to_do(files, done) == ({}, set())
@@ -52,7 +52,7 @@ def test_changed_files_are_done_again(files: list[Item]) -> None:
     assert prompts_by_key == {"a.png": ["p"]} and stale == {("a.png", "p")}
 
 
-def test_errors_are_tried_again_only_if_asked_and_only_what_is_tried_is_dropped(files: list[Item]) -> None:
+def test_only_retried_errors_are_dropped(files: list[Item]) -> None:
     done = [replace(record_of(key, bytes=5), status="error") for key in ("a.png", "elsewhere.png")]
     done += [replace(record_of("a.png", "q", bytes=5), status="error"), record_of("b.png", bytes=5)]
     assert to_do(files[:2], done) == ({}, set())
