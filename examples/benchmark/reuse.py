@@ -1,11 +1,11 @@
-"""Equal pictures encoded once: a step of GRPO, a chat that sends all its pictures again, many questions about each
-picture, and calls without any copy.
+"""Time the reuse of equal pictures: a step of GRPO, a chat, many questions about a picture, and calls without copies.
 
 python examples/benchmark/reuse.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b] [--device cuda] [--seconds 2]
 
-Towers alone, random weights in real shapes. Results are compared before anything is timed; times are medians, with and
-without reuse in turn. `ratio` is the time with reuse over that without; `bar` what is asked of it. Where nothing can be
-reused, `again` is a second tower without reuse: what two equal towers differ by.
+Towers run alone, with random weights in real shapes. Results are compared before anything is timed. Times are medians,
+with and without reuse in turn. In the JSON file, `ratio` is the time with reuse over the time without, and `bar` is the
+largest ratio that we accept. Calls that can reuse nothing also time `again`, a second tower without reuse: it shows the
+difference between two equal towers.
 """
 
 import argparse
@@ -15,46 +15,54 @@ import statistics
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from measuring import Row, in_turn, largest_error
+from torch import nn
 
 from hf_vit_accel import ReuseConfig, patch, status
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
 from hf_vit_accel.tools.bench.work import milliseconds, outputs_of
 
-PICTURES, COPIES, OLD, QUESTIONS = 8, 8, 10, 16
-SIDE, LARGE = 32, 64
+PICTURES = 8
+COPIES = 8
+OLD = 10
+QUESTIONS = 16
+SIDE = 32
+LARGE = 64
 """Patches of a picture's side: 512 x 512 pixels, and 1024 x 1024, with 16 a patch."""
 ACROSS = ReuseConfig(across_calls=True)
-Step = Callable[[], Any]
+
+Step = Callable[[], object]
+Build = Callable[[str, torch.device, torch.dtype], nn.Module]
+Pictures = list[torch.Tensor]
+"""The patches of every picture."""
 
 
-def draw(tower: Any, count: int, seed: int = 0, side: int = SIDE) -> list[torch.Tensor]:
-    """Random pictures in patches."""
+def draw(tower: nn.Module, count: int, seed: int = 0, side: int = SIDE) -> Pictures:
+    """Draw random pictures."""
     weight = weight_of(tower)
     generator = torch.Generator(weight.device).manual_seed(seed)
-    shape = count, side * side, weight[0].numel()
+    shape = (count, side * side, weight[0].numel())
     return list(torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype))
 
 
-def call(tower: Any, pictures: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Features of a call."""
+def call(tower: nn.Module, pictures: Pictures) -> list[torch.Tensor]:
+    """Call a tower; return its features."""
     sides = [math.isqrt(len(picture)) for picture in pictures]
     grid = torch.tensor([(1, side, side) for side in sides], device=pictures[0].device)
     return outputs_of(tower(torch.cat(pictures), grid_thw=grid))
 
 
-def forward(tower: Any, pictures: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same without gradients."""
+def forward(tower: nn.Module, pictures: Pictures) -> list[torch.Tensor]:
+    """Call a tower without gradients; return its features."""
     with torch.no_grad():
         return call(tower, pictures)
 
 
-def train(tower: Any, pictures: list[torch.Tensor], seed: int = 1) -> None:
-    """Forward and backward, each copy with a gradient of its own."""
+def train(tower: nn.Module, pictures: Pictures, seed: int = 1) -> None:
+    """Run forward and backward; every copy of a picture gets its own gradient."""
     tower.zero_grad(set_to_none=True)
     outputs = call(tower, pictures)
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
@@ -62,30 +70,46 @@ def train(tower: Any, pictures: list[torch.Tensor], seed: int = 1) -> None:
     torch.autograd.backward(outputs, incoming)
 
 
-def in_turn(steps: dict[str, Step], seconds: float, cuda: bool) -> dict[str, float]:
-    """Median milliseconds of each step."""
+def time_in_turn(steps: dict[str, Step], seconds: float, cuda: bool) -> dict[str, float]:
+    """Return the median milliseconds of every step.
+
+    Args:
+        steps: the steps by name
+        seconds: the time to spend
+        cuda: whether the steps run on a GPU
+    """
+    for _ in range(2):
+        for step in steps.values():
+            step()
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in (*steps.values(), *steps.values()):
-        step()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 3:
-        for name in list(steps)[:: -1 if len(times[next(iter(steps))]) % 2 else 1]:
+    rounds = 0
+    while time.perf_counter() < end or rounds < 3:
+        for name in in_turn(steps, rounds):
             times[name].append(milliseconds(steps[name], cuda=cuda))
-    return {name: statistics.median(each) for name, each in times.items()}
+        rounds += 1
+    return {name: statistics.median(of_step) for name, of_step in times.items()}
 
 
-def error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest relative L2 difference."""
-    pairs = zip(found, expected, strict=True)
-    return max(float((f.double() - e.double()).norm() / e.double().norm()) for f, e in pairs)
+def are_equal(features: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Compare features bit by bit."""
+    return all(torch.equal(feature, other) for feature, other in zip(features, expected, strict=True))
 
 
-def verify(plain: Any, reused: Any, kept: Any) -> dict[str, float]:
-    """Copies are those of the distinct pictures alone, bit for bit; gradients are near; no feature is stale."""
+def verify(plain: nn.Module, reused: nn.Module, kept: nn.Module) -> dict[str, float]:
+    """Check features and gradients; return the errors of both.
+
+    Features of copies equal those of the distinct pictures bit by bit, and no feature outlives its weights.
+
+    Args:
+        plain: a tower without reuse
+        reused: a tower with reuse within a call
+        kept: a tower with reuse across calls
+    """
     pictures = draw(plain, PICTURES, 7)
     copies = [pictures[index % PICTURES] for index in range(PICTURES * COPIES)]
-    distinct, found = forward(plain, pictures), forward(reused, copies)
-    assert all(torch.equal(f, d.repeat(COPIES, 1)) for f, d in zip(found, distinct, strict=True))
+    repeated = [feature.repeat(COPIES, 1) for feature in forward(plain, pictures)]
+    assert are_equal(forward(reused, copies), repeated)
     gradients = {}
     for name, tower in (("plain", plain), ("reused", reused)):
         tower.requires_grad_(True)
@@ -93,27 +117,28 @@ def verify(plain: Any, reused: Any, kept: Any) -> dict[str, float]:
         gradients[name] = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
         tower.requires_grad_(False).zero_grad(set_to_none=True)
     before = forward(kept, pictures)
-    assert all(map(torch.equal, forward(kept, pictures), before))
-    weight = next(reversed(list(kept.parameters())))
+    assert are_equal(forward(kept, pictures), before)
+    weight = list(kept.parameters())[-1]
     former = weight.detach().clone()
-    weight.data.view(-1)[-1].add_(1)  # no version counter sees it
-    assert not all(map(torch.equal, forward(kept, pictures), before)), "a stale feature"
+    weight.data.view(-1)[-1].add_(1)  # writes through .data leave the version counter alone
+    assert not are_equal(forward(kept, pictures), before), "a stale feature was returned"
     weight.data.copy_(former)
-    assert all(map(torch.equal, forward(kept, pictures), before)), "these weights were known"
-    return {"outputs": 0.0, "gradients": error(gradients["reused"], gradients["plain"])}
+    assert are_equal(forward(kept, pictures), before), "the features of these weights were kept"
+    return {"outputs": 0.0, "gradients": largest_error(gradients["reused"], gradients["plain"])}
 
 
-def chat(tower: Any, calls: int, cuda: bool, *, seed: int, side: int = SIDE) -> list[float]:
-    """Milliseconds of each of so many calls, each of one new picture and the ten before it."""
-    pictures, times = draw(tower, OLD, seed, side), []
+def chat(tower: nn.Module, calls: int, cuda: bool, *, seed: int, side: int = SIDE) -> list[float]:
+    """Return the milliseconds of every call of a chat: one new picture and the ten before it."""
+    pictures = draw(tower, OLD, seed, side)
+    times = []
     for index in range(calls):
         pictures = [*pictures[-OLD:], *draw(tower, 1, seed * 100_003 + index, side)]
         times.append(milliseconds(lambda: forward(tower, pictures), cuda=cuda))  # noqa: B023
     return times
 
 
-def ask(tower: Any, pictures: int, cuda: bool, *, seed: int) -> list[float]:
-    """Milliseconds of all questions about each of so many pictures, every question a call."""
+def ask(tower: nn.Module, pictures: int, cuda: bool, *, seed: int) -> list[float]:
+    """Return the milliseconds of all questions about every picture; every question is a call."""
     times = []
     for index in range(pictures):
         picture = draw(tower, 1, seed * 100_003 + index)
@@ -121,105 +146,157 @@ def ask(tower: Any, pictures: int, cuda: bool, *, seed: int) -> list[float]:
     return times
 
 
-def measure(
-    model: str, device: torch.device, seconds: float, calls: int, build: Any = build_tower
-) -> list[dict[str, Any]]:
-    """All rows of one model."""
-    cuda, rows = device.type == "cuda", []
-    plain = build(model, device, torch.bfloat16)
-    reused, kept = deepcopy(plain), deepcopy(plain)
-    patch(plain), patch(reused, reuse=True, strict=True), patch(kept, reuse=ACROSS, strict=True)
-    errors = verify(plain, reused, kept)
+class Comparison:
+    """Time three towers of one model: without reuse, with reuse within a call, and across calls.
 
-    def row(what: str, times: dict[str, float], bar: float | None = None, **more: Any) -> None:
-        one = {
-            "model": model,
-            "what": what,
-            "ms": times,
-            "ratio": times["reuse"] / times["without"],
-            "bar": bar,
-            **more,
+    Args:
+        model: the model's name
+        device: the device of the towers
+        seconds: the time of every comparison
+        calls: the calls of the chat
+        build: builds a tower
+    """
+
+    def __init__(self, model: str, device: torch.device, seconds: float, calls: int, build: Build) -> None:
+        self.model = model
+        self.seconds = seconds
+        self.calls = calls
+        self.cuda = device.type == "cuda"
+        self.rows: list[Row] = []
+        self.plain = build(model, device, torch.bfloat16)
+        self.reused = deepcopy(self.plain)
+        self.kept = deepcopy(self.plain)
+        self.patch()
+
+    def patch(self) -> None:
+        """Patch every tower with its kind of reuse."""
+        patch(self.plain)
+        patch(self.reused, reuse=True, strict=True)
+        patch(self.kept, reuse=ACROSS, strict=True)
+
+    def add(self, what: str, times: dict[str, float], bar: float | None = None, **fields: object) -> None:
+        """Add a row and print it."""
+        ratio = times["reuse"] / times["without"]
+        self.rows.append({"model": self.model, "what": what, "ms": times, "ratio": ratio, "bar": bar, **fields})
+        milliseconds_of_ways = ", ".join(f"{name} {value:.3f} ms" for name, value in times.items())
+        print(f"{self.model}, {what}: {milliseconds_of_ways}; {ratio:.3f} (bar {bar})", flush=True)
+
+    def time(self, steps: dict[str, Step]) -> dict[str, float]:
+        """Time steps in turn."""
+        return time_in_turn(steps, self.seconds, self.cuda)
+
+    def copies(self) -> None:
+        """Compare calls of which every picture occurs eight times, and a step of GRPO on them."""
+        errors = verify(self.plain, self.reused, self.kept)
+        pictures = draw(self.plain, PICTURES)
+        copies = [pictures[index // COPIES] for index in range(PICTURES * COPIES)]
+        steps: dict[str, Step] = {
+            "without": lambda: forward(self.plain, copies),
+            "reuse": lambda: forward(self.reused, copies),
         }
-        rows.append(one)
-        told = ", ".join(f"{name} {value:.3f} ms" for name, value in times.items())
-        print(f"{model}, {what}: {told}; {one['ratio']:.3f} (bar {bar})", flush=True)
+        self.add(f"{PICTURES} x {COPIES} copies, forward", self.time(steps), 0.16, errors=errors)
+        for tower in (self.plain, self.reused):
+            tower.requires_grad_(True)
+        steps = {"without": lambda: train(self.plain, copies), "reuse": lambda: train(self.reused, copies)}
+        self.add(f"{PICTURES} x {COPIES} copies, forward and backward", self.time(steps), 0.18)
+        self._policies(copies)
+        for tower in (self.plain, self.reused):
+            tower.requires_grad_(False).zero_grad(set_to_none=True)
 
-    pictures = draw(plain, PICTURES)
-    copies = [pictures[index // COPIES] for index in range(PICTURES * COPIES)]
-    each = {"without": plain, "reuse": reused}
-    steps: dict[str, Step] = {name: lambda tower=tower: forward(tower, copies) for name, tower in each.items()}
-    row(f"{PICTURES} x {COPIES} copies, forward", in_turn(steps, seconds, cuda), 0.16, errors=errors)
-    for tower in each.values():
-        tower.requires_grad_(True)
-    steps = {name: lambda tower=tower: train(tower, copies) for name, tower in each.items()}
-    row(f"{PICTURES} x {COPIES} copies, forward and backward", in_turn(steps, seconds, cuda), 0.18)
+    def _policies(self, copies: Pictures) -> None:
+        """Compare a step of GRPO: the policy is trained, the old policy and the reference are frozen.
 
-    # A step of GRPO: the policy is trained; the old policy and the reference are frozen. Pictures come again when
-    # a batch is used for several updates, which is when the frozen towers have seen them.
-    frozen = deepcopy(kept)
-    patch(frozen, reuse=ACROSS, strict=True)
-    plain_frozen = deepcopy(plain).requires_grad_(False)
+        Pictures come again when a batch is used for several updates, and the frozen towers have seen them then.
+        """
+        reference = patch(deepcopy(self.kept), reuse=ACROSS, strict=True)
+        plain_frozen = deepcopy(self.plain).requires_grad_(False)
 
-    def step(policy: Any, *others: Any) -> None:
-        train(policy, copies)
-        for other in others:
-            forward(other, copies)
+        def without_reuse() -> None:
+            train(self.plain, copies)
+            forward(plain_frozen, copies)
+            forward(plain_frozen, copies)
 
-    steps = {
-        "without": partial(step, plain, plain_frozen, plain_frozen),
-        "reuse": partial(step, reused, kept, frozen),
-    }
-    row("policy, old policy and reference, same pictures again", in_turn(steps, seconds, cuda))
-    for tower in each.values():
-        tower.requires_grad_(False).zero_grad(set_to_none=True)
+        def with_reuse() -> None:
+            train(self.reused, copies)
+            forward(self.kept, copies)
+            forward(reference, copies)
 
-    for graphs in (False, True) if cuda else (False,):
-        patch(plain, cuda_graphs=graphs), patch(kept, reuse=ACROSS, cuda_graphs=graphs)
+        steps: dict[str, Step] = {"without": without_reuse, "reuse": with_reuse}
+        self.add("policy, old policy and reference, same pictures again", self.time(steps))
+
+    def conversations(self, graphs: bool) -> None:
+        """Compare chats, and questions about a picture one after the other, with and without CUDA graphs."""
+        patch(self.plain, cuda_graphs=graphs)
+        patch(self.kept, reuse=ACROSS, cuda_graphs=graphs)
+        suffix = ", graphs" if graphs else ""
         for side in (SIDE, LARGE):
-            for tower in (plain, kept):
-                chat(tower, 5, cuda, seed=1, side=side)
+            for tower in (self.plain, self.kept):
+                chat(tower, 5, self.cuda, seed=1, side=side)
             times: dict[str, list[float]] = {"without": [], "reuse": []}
-            for block in range(10):  # in turn
-                times["without"] += chat(plain, max(calls // 100, 2), cuda, seed=2 + block, side=side)
-                found = chat(kept, max(calls // 10, 2), cuda, seed=2 + block, side=side)
-                times["reuse"] += found[1:]  # the first brings ten pictures
-            what = f"chat, 1 new picture and {OLD} old, {side * side} patches each{', graphs' if graphs else ''}"
-            told = status(kept).towers[0].reuse
-            medians = {name: statistics.median(each) for name, each in times.items()}
-            row(what, medians, 0.15, calls=len(times["reuse"]), reuse=str(told).split(maxsplit=1)[1])
+            for seed in range(2, 12):  # in turn
+                times["without"] += chat(self.plain, max(self.calls // 100, 2), self.cuda, seed=seed, side=side)
+                reused = chat(self.kept, max(self.calls // 10, 2), self.cuda, seed=seed, side=side)
+                times["reuse"] += reused[1:]  # all pictures of the first call are new
+            medians = {name: statistics.median(of_way) for name, of_way in times.items()}
+            hits = str(status(self.kept).towers[0].reuse).split(maxsplit=1)[1]
+            what = f"chat, 1 new picture and {OLD} old, {side * side} patches each{suffix}"
+            self.add(what, medians, 0.15, calls=len(times["reuse"]), reuse=hits)
+        times = {"without": [], "reuse": []}
+        for seed in range(20, 23):
+            times["without"] += ask(self.plain, max(self.calls // 100, 1), self.cuda, seed=seed)
+            times["reuse"] += ask(self.kept, max(self.calls // 100, 1), self.cuda, seed=seed)
+        medians = {name: statistics.median(of_way) for name, of_way in times.items()}
+        self.add(f"{QUESTIONS} questions about a picture, one after the other{suffix}", medians)
 
-        asked: dict[str, list[float]] = {"without": [], "reuse": []}
-        for block in range(3):
-            for name, tower in (("without", plain), ("reuse", kept)):
-                asked[name] += ask(tower, max(calls // 100, 1), cuda, seed=20 + block)
-        what = f"{QUESTIONS} questions about a picture, one after the other{', graphs' if graphs else ''}"
-        row(what, {name: statistics.median(each) for name, each in asked.items()})
+    def questions(self) -> None:
+        """Compare a call in which one picture occurs once per question."""
+        pictures = draw(self.plain, 1) * QUESTIONS
+        steps: dict[str, Step] = {
+            "without": lambda: forward(self.plain, pictures),
+            "reuse": lambda: forward(self.reused, pictures),
+        }
+        self.add(f"{QUESTIONS} questions about a picture, in one call", self.time(steps))
 
-    patch(plain), patch(reused, reuse=True, strict=True), patch(kept, reuse=ACROSS, strict=True)
-    pictures = draw(plain, 1) * QUESTIONS
-    steps = {name: lambda tower=tower: forward(tower, pictures) for name, tower in each.items()}
-    row(f"{QUESTIONS} questions about a picture, in one call", in_turn(steps, seconds, cuda))
-    each["again"] = patch(deepcopy(plain))
-    for count in (16, 2, 1):
-        pictures = draw(plain, count)
-        steps = {name: lambda tower=tower: forward(tower, pictures) for name, tower in each.items()}  # noqa: B023
-        times_ms = in_turn(steps, seconds, cuda)
-        row(f"{count} pictures, no copies", times_ms, 1.01, more_us=1e3 * (times_ms["reuse"] - times_ms["without"]))
-    steps = {"without": lambda: forward(plain, pictures), "reuse": lambda: forward(kept, pictures)}
-    row("1 picture that is known (what telling the weights costs)", in_turn(steps, seconds, cuda))
-    return rows
+    def no_copies(self) -> None:
+        """Compare calls that can reuse nothing, and a call of one known picture."""
+        again = patch(deepcopy(self.plain))
+        for count in (16, 2, 1):
+            pictures = draw(self.plain, count)
+            steps: dict[str, Step] = {
+                "without": lambda: forward(self.plain, pictures),  # noqa: B023
+                "reuse": lambda: forward(self.reused, pictures),  # noqa: B023
+                "again": lambda: forward(again, pictures),  # noqa: B023
+            }
+            times = self.time(steps)
+            microseconds = 1e3 * (times["reuse"] - times["without"])
+            self.add(f"{count} pictures, no copies", times, 1.01, more_us=microseconds)
+        steps = {"without": lambda: forward(self.plain, pictures), "reuse": lambda: forward(self.kept, pictures)}
+        self.add("1 picture that is known (what telling the weights costs)", self.time(steps))
+
+
+def measure(model: str, device: torch.device, seconds: float, calls: int, build: Build = build_tower) -> list[Row]:
+    """Return all rows of one model."""
+    comparison = Comparison(model, device, seconds, calls, build)
+    comparison.copies()
+    for graphs in (False, True) if device.type == "cuda" else (False,):
+        comparison.conversations(graphs)
+    comparison.patch()
+    comparison.questions()
+    comparison.no_copies()
+    return comparison.rows
 
 
 def main() -> None:
-    """Measure every model and write what was found."""
+    """Time every model, and print and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default="qwen3-vl-8b,qwen2.5-vl-7b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each comparison")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of every comparison")
     parser.add_argument("--calls", type=int, default=1000, help="of the chat")
     arguments = parser.parse_args()
-    device, rows = torch.device(arguments.device), []
+    device = torch.device(arguments.device)
+    rows: list[Row] = []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for model in arguments.models.split(","):
         rows += measure(model, device, arguments.seconds, arguments.calls)
