@@ -1,4 +1,4 @@
-"""What the build of the documentation adds to MkDocs (`on_config`) and to mkdocstrings (`Arguments`)."""
+"""Extend MkDocs (`on_config`) and mkdocstrings (`Arguments`) for the build of the documentation."""
 
 import re
 import tomllib
@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.config.defaults import MkDocsConfig
 
 
-def on_config(config: Any) -> Any:
-    """Sets the link to the repository, from the one place that names it."""
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Set the link to the repository, which pyproject.toml names."""
     project = tomllib.loads((Path(config.config_file_path).parent / "pyproject.toml").read_text())["project"]
     config.repo_url = project["urls"]["Repository"]
     return config
 
 
 class Arguments(griffe.Extension):
-    """Gives every argument of a docstring a paragraph: ours begin a line with `name: `."""
+    """Give every argument of a docstring that begins a line with `name: ` a paragraph of its own."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Changes the docstring in place."""
+        """Change the docstring in place."""
         if obj.docstring is not None:
             text = obj.docstring.value
             obj.docstring.value = re.sub(r"(?m)^((?:[a-z_]+, )*[a-z_]+): ", r"\n**\1**: ", text)

@@ -52,7 +52,9 @@ def patchify(pixels_BTHWC: torch.Tensor, patch: int) -> tuple[torch.Tensor, tupl
     if pixels.shape[1] % 2:
         pixels = torch.cat([pixels, pixels[:, -1:]], dim=1)
     batch, frames, channels, height, width = pixels.shape
-    t, h, w = frames // 2, height // patch, width // patch
+    t = frames // 2
+    h = height // patch
+    w = width // patch
     cut = pixels.view(batch, t, 2, channels, h // 2, 2, patch, w // 2, 2, patch)
     return cut.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9).reshape(batch * t * h * w, -1), (t, h, w)
 
