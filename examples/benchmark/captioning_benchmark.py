@@ -80,7 +80,8 @@ def draw(folder: Path, index: int) -> None:
     elif kind < 0.95:
         width, height = chance.integers(512, 1200, 2)
     else:
-        width, height = 1700, 2200
+        width = 1700
+        height = 2200
     coarse = chance.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
     Image.fromarray(coarse).resize((int(width), int(height))).save(folder / f"{index:05d}.jpg", quality=85)
 

@@ -204,7 +204,9 @@ def run(job: Job, path: Path, gpus: Sequence[str], cores: Sequence[int], limit: 
         The reason why the file is missing or incomplete; None if it was written.
     """
     path.unlink(missing_ok=True)
-    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        folders.append(os.environ["PYTHONPATH"])
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": os.pathsep.join(folders)}
     begin = time.monotonic()
     with path.with_suffix(".txt").open("w") as printed:

@@ -19,7 +19,10 @@ import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.tools.bench.towers import SHAPES
 
-IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653
+IMAGE = 151655
+VIDEO = 151656
+START = 151652
+END = 151653
 Options = dict[str, Any]
 """Keyword arguments."""
 TEXT: dict[str, tuple[str, Options]] = {

@@ -3,8 +3,8 @@
     python examples/benchmark/lora.py --json build/lora.json
 
 A step is forward and backward. Weights are random and in bf16. Adapters are in fp32 under autocast, as PEFT and
-`Trainer(bf16=True)` leave them. In the JSON file, `error` is the larger relative L2 error of the outputs and of all
-adapters' gradients together, against an fp32 run of stock.
+`Trainer(bf16=True)` leave them. In the JSON file, `error` is the largest relative L2 error against an fp32 run of
+stock. It compares every output, and all adapters' gradients together.
 """
 
 from __future__ import annotations

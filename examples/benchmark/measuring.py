@@ -1,4 +1,4 @@
-"""What the benchmarks share: relative errors, contenders in alternating order, and the JSON file."""
+"""Compute errors, alternate the order of contenders and write JSON files, for all benchmarks."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def are_equal(features: list[torch.Tensor], expected: list[torch.Tensor]) -> boo
     return all(torch.equal(feature, other) for feature, other in zip(features, expected, strict=True))
 
 
-def verify(plain: nn.Module, reused: nn.Module, kept: nn.Module) -> dict[str, float]:
+def verify(plain: nn.Module, reused: nn.Module, across: nn.Module) -> dict[str, float]:
     """Check features and gradients; return the errors of both.
 
     Features of copies equal those of the distinct pictures bit by bit, and no feature outlives its weights.
@@ -104,7 +104,7 @@ def verify(plain: nn.Module, reused: nn.Module, kept: nn.Module) -> dict[str, fl
     Args:
         plain: a tower without reuse
         reused: a tower with reuse within a call
-        kept: a tower with reuse across calls
+        across: a tower with reuse across calls
     """
     pictures = draw(plain, PICTURES, 7)
     copies = [pictures[index % PICTURES] for index in range(PICTURES * COPIES)]
@@ -116,14 +116,14 @@ def verify(plain: nn.Module, reused: nn.Module, kept: nn.Module) -> dict[str, fl
         train(tower, copies)
         gradients[name] = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]
         tower.requires_grad_(False).zero_grad(set_to_none=True)
-    before = forward(kept, pictures)
-    assert are_equal(forward(kept, pictures), before)
-    weight = list(kept.parameters())[-1]
+    before = forward(across, pictures)
+    assert are_equal(forward(across, pictures), before)
+    weight = list(across.parameters())[-1]
     former = weight.detach().clone()
     weight.data.view(-1)[-1].add_(1)  # writes through .data leave the version counter alone
-    assert not are_equal(forward(kept, pictures), before), "a stale feature was returned"
+    assert not are_equal(forward(across, pictures), before), "a stale feature was returned"
     weight.data.copy_(former)
-    assert are_equal(forward(kept, pictures), before), "the features of these weights were kept"
+    assert are_equal(forward(across, pictures), before), "the features of these weights were kept"
     return {"outputs": 0.0, "gradients": largest_error(gradients["reused"], gradients["plain"])}
 
 

@@ -94,11 +94,13 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
         writer.release()
         expected[name] = drawn.caption
     (tmp_path / "cut.mp4").write_bytes((tmp_path / "0.mp4").read_bytes()[:200])
-    script, checkpoint = EXAMPLES / "batch_caption.py", EXAMPLES / "tiny_captioner" / family
+    script = EXAMPLES / "batch_caption.py"
+    checkpoint = EXAMPLES / "tiny_captioner" / family
     options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--model", checkpoint]
     run(script, "caption", tmp_path, "--output", tmp_path / "out", *options, cwd=tmp_path)
     run(script, "merge", tmp_path / "out", tmp_path / "out.jsonl", cwd=tmp_path)
-    records = {record["key"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    merged = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    records = {record["key"]: record for record in merged}
     assert records.pop("cut.mp4")["status"] == "error"
     assert {key: record["status"] for key, record in records.items()} == dict.fromkeys(expected, "ok")
     right = sum(records[key]["caption"] == caption for key, caption in expected.items())
