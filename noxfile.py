@@ -1,7 +1,7 @@
-"""What takes too long for every change: `make matrix` runs all of it, `nox -s NAME` one part.
+"""Run the sessions that take too long for every change: `make matrix` runs all, `nox -s NAME` runs one.
 
-The versions are those of `tool.hf-vit-accel.tested` in pyproject.toml, the Pythons those of its classifiers.
-Workflows run what is tagged: "ci" at every change, "nightly" every night.
+pyproject.toml names the versions (`tool.hf-vit-accel.tested`) and the Pythons (its classifiers). Workflows run the
+sessions with the tag "ci" at every change, and those with the tag "nightly" every night.
 """
 
 from __future__ import annotations
@@ -23,19 +23,26 @@ NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
 OLDEST = {package: versions[0] for package, versions in TESTED.items()}
 PYTHONS = [name.rsplit(" ", 1)[1] for name in PROJECT["project"]["classifiers"] if ":: 3." in name]
 SELF, *TEST = PROJECT["project"]["optional-dependencies"]["test"]
-SELF = SELF.replace("hf-vit-accel", ".")  # by its name, pip 23 looks for it on the index
+SELF = SELF.replace("hf-vit-accel", ".")  # pip 23 would look up the name in the index
 TEST = [name for name in TEST if not name.startswith(("mypy", "ruff"))]
 WRAPPERS = ["bitsandbytes", "liger-kernel", "peft", "torchao"]
 
 
-def install(session: nox.Session, *more: str, **versions: str) -> None:
-    """The package with its tests' needs and the versions that are asked for, the newest of the others."""
-    wanted = [f"{package}=={version}.*" for package, version in (NEWEST | versions).items()]
-    session.install("-e", SELF, *TEST, *wanted, *more)
+def install(session: nox.Session, *packages: str, **versions: str) -> None:
+    """Install this package, the packages of its tests and tested versions of transformers and torch.
+
+    Args:
+        session: the session
+        packages: further packages
+        versions: a version by package; by default the newest tested one
+    """
+    pinned = [f"{package}=={version}.*" for package, version in (NEWEST | versions).items()]
+    session.install("-e", SELF, *TEST, *pinned, *packages)
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
 
 
 def run_suite(session: nox.Session, *arguments: str) -> None:
+    """Run all tests in parallel."""
     options = ["-q", "-n", "auto", "--dist", "worksteal", "--hypothesis-profile=all"]
     session.run("pytest", *options, *arguments, *session.posargs)
 
@@ -43,7 +50,7 @@ def run_suite(session: nox.Session, *arguments: str) -> None:
 @nox.session(tags=["ci"])
 @nox.parametrize("transformers", TESTED["transformers"])
 def transformers(session: nox.Session, transformers: str) -> None:
-    """The whole suite with every line of transformers."""
+    """Run all tests with every tested version of transformers."""
     install(session, transformers=transformers)
     run_suite(session)
 
@@ -51,35 +58,35 @@ def transformers(session: nox.Session, transformers: str) -> None:
 @nox.session(tags=["ci"])
 @nox.parametrize("torch", TESTED["torch"][:-1])
 def torch(session: nox.Session, torch: str) -> None:
-    """The whole suite with every older line of torch."""
+    """Run all tests with every tested version of torch but the newest."""
     install(session, torch=torch)
     run_suite(session)
 
 
 @nox.session(python=PYTHONS, tags=["ci"])
 def python(session: nox.Session) -> None:
-    """The whole suite with every Python."""
+    """Run all tests with every Python."""
     install(session)
     run_suite(session)
 
 
 @nox.session(tags=["ci"])
 def oldest(session: nox.Session) -> None:
-    """The whole suite with the oldest lines of all at once."""
+    """Run all tests with the oldest tested versions of transformers and torch."""
     install(session, **OLDEST)
     run_suite(session)
 
 
 @nox.session(venv_backend="uv", tags=["ci"])
 def floors(session: nox.Session) -> None:
-    """The whole suite with exactly the lowest versions that pyproject.toml allows.
+    """Run all tests with the lowest versions that pyproject.toml allows.
 
-    (pyarrow 26 refuses numpy before 2.0, and does not declare it.)
+    pyarrow stays below 22: newer ones refuse numpy before 2.0 (pyarrow 26 does) without declaring it.
     """
     session.install("--resolution", "lowest-direct", "-e", ".[examples]")
     lowest = Path(session.create_tmp()) / "lowest.txt"
-    freeze = "uv", "pip", "freeze", "--exclude-editable"
-    lowest.write_text(str(session.run(*freeze, silent=True, stderr=subprocess.DEVNULL)))  # where newer ones of uv talk
+    freeze = ("uv", "pip", "freeze", "--exclude-editable")
+    lowest.write_text(str(session.run(*freeze, silent=True, stderr=subprocess.DEVNULL)))  # newer uvs write to stderr
     session.install("-e", SELF, *TEST, "pyarrow<22", "--constraint", str(lowest))
     run_suite(session)
 
@@ -87,9 +94,9 @@ def floors(session: nox.Session) -> None:
 @nox.session(default=False, tags=["nightly"])
 @nox.parametrize("of", ["transformers", "torch"])
 def coming(session: nox.Session, of: str) -> None:
-    """The whole suite with what is not released yet: transformers' main branch, or torch's newest build.
+    """Run all tests with transformers' main branch, or with torch's newest nightly build.
 
-    TORCH_NIGHTLY_INDEX: the package index that holds torch's nightly builds.
+    The variable TORCH_NIGHTLY_INDEX names the package index of torch's nightly builds.
     """
     if of == "torch" and not os.environ.get("TORCH_NIGHTLY_INDEX"):
         session.error("set TORCH_NIGHTLY_INDEX to the index of torch's nightly builds, as pytorch.org gives it")
@@ -105,9 +112,9 @@ def coming(session: nox.Session, of: str) -> None:
 @nox.session
 @nox.parametrize("transformers", TESTED["transformers"][1:])
 def ways(session: nox.Session, transformers: str) -> None:
-    """Every way to wrap a model, with the packages that wrap, and the whole suite with what is marked `matrix`.
+    """Run all tests, those marked `matrix` included, with the packages that wrap models.
 
-    (Liger 0.8.5 takes transformers 5.17, not 5.23.)
+    Liger 0.8.5 works with transformers 5.17, but not with 5.23.
     """
     install(session, *WRAPPERS, transformers=transformers)
     run_suite(session, "--matrix")
@@ -116,8 +123,11 @@ def ways(session: nox.Session, transformers: str) -> None:
 @nox.session
 @nox.parametrize("transformers", TESTED["transformers"])
 def upstream(session: nox.Session, transformers: str) -> None:
-    """transformers' own model tests, stock beside patched; `-- CHECKOUT` for its suites of the single models."""
-    suites = ["requests", "datasets"] if session.posargs else []  # what those of the single models import
+    """Run transformers' own model tests, stock beside patched.
+
+    `-- CHECKOUT` runs its suites of single models, which a source distribution lacks.
+    """
+    suites = ["requests", "datasets"] if session.posargs else []  # the suites of single models import them
     install(session, "parameterized", *suites, transformers=transformers)
     if session.posargs:
         source = Path(session.posargs[0])

@@ -1,11 +1,12 @@
-"""Embeds document pages with a ColQwen model whose vision tower is accelerated by hf_vit_accel, and searches them.
+"""Embed document pages with a ColQwen model whose vision tower hf_vit_accel accelerates, and search them.
 
     python examples/embed_pages.py pages --output index --model vidore/colqwen2-v1.0-hf
     accelerate launch --num_processes 4 examples/embed_pages.py pages --output index --model vidore/colqwen2-v1.0-hf
     python examples/embed_pages.py --output index --query "How did revenue develop in 2023?"
 
-Each batch is a safetensors file, written whole or not at all: a page's key to its embeddings, (tokens, dim). A page
-that is there, of the same model, settings and file size, is not embedded again. Inputs are those of `batch_caption.py`.
+Every batch becomes a safetensors file, which is never incomplete: embeddings (tokens, dim) by the key of a page. A page
+is skipped if an earlier run embedded it with the same model, settings and file size. Inputs are those of
+`batch_caption.py`.
 """
 
 from __future__ import annotations
@@ -13,194 +14,234 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import transformers
 import typer
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
-from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from media.batches import Task, cost, halve_on_oom, measured, pack, spread
-from media.checkpoints import identity
-from media.files import fingerprint, lock, part_of, say
-from media.items import Item, open_item, size
-from media.pictures import REFUSE_ABOVE, read_image
-from media.processors import limit_pixels, reduced
-from media.sources import find
+from batch_caption import measured
+from captioning.batches import cost, limit_pixels, pack, spread
+from captioning.captioner import halve_on_oom
+from captioning.journal import lock, part_of
+from captioning.pictures import REFUSE_ABOVE
+from captioning.prepare import identity, say
+from captioning.sources import size
+from embedding.index import Plan, Settings, name_of, paths_of_files, plan, shards
+from embedding.pages import Batch, Page, Reader
 
 import hf_vit_accel
 
-Page = tuple[Item, Image.Image]
 
+def load(
+    model: str, revision: str | None, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Load a retriever of transformers and its processor.
 
-def shards(output: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Every file of embeddings with its metadata, the earliest first; what is no such file is passed over."""
-    for path in sorted(output.glob("pages-*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                yield path, file.metadata()
-        except Exception as error:  # safetensors has errors of its own
-            say(f"passed over: {path}: {error}")
-
-
-def name_of(item: Item) -> str:
-    """Its key as a tensor's name: file names need not be UTF-8."""
-    return item.key.encode("utf-8", "backslashreplace").decode()
-
-
-def load(model: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """A retriever of transformers, ready to embed, and its processor; ValueError for another model."""
+    Raises:
+        ValueError: if the checkpoint holds another kind of model
+    """
     disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(model, revision=revision)
     name = (config.architectures or ["no architecture"])[0]
     if not name.endswith("ForRetrieval") or not hasattr(transformers, name):
-        raise ValueError(f"expected a retriever such as ColQwen2ForRetrieval, {model} holds {name}")
+        raise ValueError(f"{model} holds {name}, which is no retriever. Name a checkpoint of ColQwen2ForRetrieval.")
     loaded = getattr(transformers, name).from_pretrained(model, revision=revision, dtype=dtype)
     return loaded.to(device).eval(), transformers.AutoProcessor.from_pretrained(model, revision=revision)
 
 
 @torch.inference_mode()
-def embed(model: Any, inputs: Any) -> list[torch.Tensor]:
-    """Embeddings of every row of a batch, (tokens, dim), without its padding."""
-    inputs = {name: value.to(model.device) for name, value in inputs.items()}
-    if "pixel_values" in inputs:
-        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    found = model(**inputs).embeddings
-    return [row[mask.bool()] for row, mask in zip(found, inputs["attention_mask"], strict=True)]
+def embed(model: PreTrainedModel, inputs: BatchFeature) -> list[torch.Tensor]:
+    """Embed a batch; return the embeddings (tokens, dim) of every row without its padding."""
+    on_device = {name: value.to(model.device) for name, value in inputs.items()}
+    if "pixel_values" in on_device:
+        on_device["pixel_values"] = on_device["pixel_values"].to(model.dtype)
+    embeddings = model(**on_device).embeddings
+    masks = on_device["attention_mask"].bool()
+    return [row[mask] for row, mask in zip(embeddings, masks, strict=True)]
 
 
 def max_sim(query: torch.Tensor, page: torch.Tensor) -> float:
-    """The sum over a query's tokens of their largest similarity to a page's (ColBERT, Khattab and Zaharia, 2020)."""
+    """Sum the largest similarity of every query token to a page's tokens (ColBERT, Khattab and Zaharia, 2020)."""
     return float((query.float() @ page.float().t()).amax(1).sum())
 
 
-def search(output: Path, queries: Sequence[str], top: int, load_for: Callable[[str, str | None], Any]) -> None:
-    """Print the best pages of the newest run for every query."""
-    found = list(shards(output))
-    if not found:
-        raise ValueError(f"no pages are embedded in {output}; name pages to embed, and --model")
-    newest = found[-1][1]
-    model, processor = load_for(newest["model"], newest["revision"] or None)
-    asked = embed(model, processor.process_queries(list(queries)))
+def search(output: Path, queries: Sequence[str], top: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Print the best pages of the newest run for every query.
+
+    Args:
+        output: the folder of the embeddings
+        queries: the texts to search for
+        top: the number of pages to print for a query
+        dtype: the dtype of the model
+        device: the device of the model
+    """
+    files = list(shards(output))
+    if not files:
+        raise ValueError(f"{output} holds no embedded pages. Name pages to embed, and --model.")
+    newest = files[-1][1]
+    model, processor = load(newest["model"], newest["revision"] or None, dtype, device)
+    embedded_queries = embed(model, processor.process_queries(list(queries)))
     scores: dict[str, list[float]] = {}
-    for path, metadata in found:
+    for path, metadata in files:
         if metadata["run"] == newest["run"]:
             with safe_open(path, "pt", device=str(model.device)) as file:
                 for key in file.keys():  # noqa: SIM118, it is no dict
-                    scores[key] = [max_sim(query, file.get_tensor(key)) for query in asked]
+                    scores[key] = [max_sim(query, file.get_tensor(key)) for query in embedded_queries]
     for index, query in enumerate(queries):
         print(f"{query}")
         for key in sorted(scores, key=lambda key: -scores[key][index])[:top]:
             print(f"  {scores[key][index]:8.3f}  {key}")
 
 
-def compare(model: Any, inputs: Any, attention: str) -> None:
-    """Print how many pages a second the model embeds with the stock tower and with the patched one, and the error."""
-    found = {}
+def compare(model: PreTrainedModel, inputs: BatchFeature, attention: str) -> None:
+    """Print the pages per second of the stock and of the patched tower, and the difference of their embeddings."""
+    embeddings = {}
     for name in ("stock", "patched"):
         if name == "patched":
             hf_vit_accel.patch(model, attention=attention)
         times = []
         for _ in range(4):
             start = time.perf_counter()
-            found[name] = torch.cat(embed(model, inputs)).float().cpu()  # waits for the GPU
+            embeddings[name] = torch.cat(embed(model, inputs)).float().cpu()  # waits for the GPU
             times.append(time.perf_counter() - start)
         print(f"{name}: {len(inputs['input_ids']) / median(times[1:]):.2f} pages a second")
-    error = (found["patched"] - found["stock"]).norm() / found["stock"].norm()
+    error = (embeddings["patched"] - embeddings["stock"]).norm() / embeddings["stock"].norm()
     print(f"relative L2 difference of the embeddings: {float(error):.1e}", flush=True)
     hf_vit_accel.unpatch(model)
 
 
-def plan(inputs: list[str], output: Path, settings: dict[str, Any], **choice: Any) -> tuple[list[Task], str, int]:
-    """The pages that have no embeddings of this run yet, the run's name, and the number of its next file."""
-    run, known, number = fingerprint(settings), {}, 0
-    for path, metadata in shards(output):
-        known |= json.loads(metadata["bytes"]) if metadata["run"] == run else {}
-        number = int(path.stem.split("-")[1]) + 1
-    found = find(inputs, **choice)
-    pages = [item for item in found.items if item.kind == "image"]
-    left = [item for item in pages if name_of(item) not in known or known[name_of(item)] != size(item)]
-    others = len(found.items) - len(pages) + sum(map(len, found.passed_over.values()))
-    say(f"{len(pages)} pages, {len(left)} of them to embed (run {run}); {others} other files are passed over")
-    return [Task(item=item, prompts=(), tokens=0) for item in left], run, number
-
-
-def ahead(batches: Iterable[Any], prepare: Callable[[Any], Any]) -> Iterator[Any]:
-    """What `prepare` makes of each batch, two of them in the making."""
-    waiting: deque[Any] = deque()
-    with ThreadPoolExecutor(2) as pool:
-        for batch in batches:
-            waiting.append(pool.submit(prepare, batch))
-            if len(waiting) > 2:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-def read(processor: Any, pool: ThreadPoolExecutor, batch: Sequence[Task]) -> tuple[list[Page], Any, list[str]]:
-    """A batch's pages, what the model takes of them, and what is wrong with others."""
-
-    def one(task: Task) -> Page | str:
-        try:
-            with open_item(task.item) as file:
-                return task.item, read_image(file, resize=reduced(processor))[0]
-        except Exception as error:  # Pillow's decoders raise anything for damaged files
-            return f"{task.item.key}: {error}"
-
-    def fits(page: Page) -> Page | str:
-        try:
-            return processor.process_images([page[1]]) and page
-        except Exception as error:  # as for an aspect ratio of more than 200
-            return f"{page[0].key}: {error}"
-
-    found = list(pool.map(one, batch))
-    pages = [page for page in found if not isinstance(page, str)]
-    try:
-        inputs = processor.process_images([image for _, image in pages]) if pages else None
-    except Exception:  # one that is refused would cost the whole batch: find it
-        found = [page if isinstance(page, str) else fits(page) for page in found]
-        pages = [page for page in found if not isinstance(page, str)]
-        inputs = processor.process_images([image for _, image in pages]) if pages else None
-    return pages, inputs, [each for each in found if isinstance(each, str)]
-
-
-def work(
-    model: Any, processor: Any, batches: Iterable[Any], files: Iterator[Path], metadata: dict[str, str]
+def embed_batches(
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    batches: Iterable[Batch],
+    files: Iterator[Path],
+    metadata: dict[str, str],
 ) -> tuple[int, int]:
-    """Embed batches into files; how many pages were, and how many could not be. A batch that is too large is halved."""
-    done = failed = 0
+    """Embed batches into files. A batch that does not fit into the memory is halved.
 
-    def run(ready: Any, pages: Sequence[Page]) -> list[Any]:
-        whole = ready is not None and len(ready["input_ids"]) == len(pages)
-        return embed(model, ready if whole else processor.process_images([image for _, image in pages]))
+    Args:
+        model: the retriever
+        processor: the model's processor
+        batches: the pages that were read
+        files: the paths of the files to write
+        metadata: the metadata of every file
 
-    for pages, inputs, told in batches:
-        made = halve_on_oom(partial(run, inputs), pages) if pages else []
-        found = [(item, rows) for (item, _), rows in zip(pages, made, strict=True)]
-        tensors = {name_of(item): rows.cpu() for item, rows in found if isinstance(rows, torch.Tensor)}
-        told += [f"{item.key}: {error}" for item, error in found if isinstance(error, Exception)]
-        for line in told:
-            say(f"not embedded: {line}")
+    Returns:
+        The numbers of pages that were embedded and that could not be.
+    """
+    embedded = 0
+    failed = 0
+    for batch in batches:
+
+        def run(pages: Sequence[Page], batch: Batch = batch) -> list[torch.Tensor]:
+            is_complete = batch.inputs is not None and len(pages) == len(batch.pages)
+            return embed(
+                model, batch.inputs if is_complete else processor.process_images([image for _, image in pages])
+            )
+
+        results = halve_on_oom(run, batch.pages) if batch.pages else []
+        tensors = {}
+        sizes = {}
+        errors = list(batch.errors)
+        for (item, _), result in zip(batch.pages, results, strict=True):
+            if isinstance(result, torch.Tensor):
+                tensors[name_of(item)] = result.cpu()
+                sizes[name_of(item)] = size(item)
+            else:
+                errors.append(f"{item.key}: {result}")
+        for error in errors:
+            say(f"not embedded: {error}")
         if tensors:
-            sizes = json.dumps({name_of(item): size(item) for item, _ in found if name_of(item) in tensors})
             with part_of(next(files)) as part:
-                save_file(tensors, part, metadata | {"bytes": sizes})
-        done, failed = done + len(tensors), failed + len(told)
-    return done, failed
+                save_file(tensors, part, metadata | {"bytes": json.dumps(sizes)})
+        embedded += len(tensors)
+        failed += len(errors)
+    return embedded, failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run that embeds pages; `main` explains them."""
+
+    inputs: list[str]
+    output: Path
+    model: str
+    revision: str | None
+    max_pixels: int | None
+    batch_tokens: int
+    batch_size: int
+    attention: str
+    no_patch: bool
+    beside: bool
+    column: str | None
+    split: str
+    decoders: int
+
+
+def shared_plan(options: Options, settings: Settings, state: PartialState, stack: ExitStack) -> Plan:
+    """Plan the run in the first process, which locks the folder; give the plan to all processes.
+
+    Raises:
+        OSError: if the first process could not read the inputs or write to the folder
+        ValueError: if the first process found a mistake in the options
+    """
+    answer: list[Plan | Exception | None] = [None]
+    if state.is_main_process:
+        try:
+            stack.enter_context(lock(options.output, alone=True))
+            identified, title = identity(options.model, options.revision, options.output, write=True)
+            say(f"model {title}")
+            settings = identified | settings
+            answer = [plan(options.inputs, options.output, settings, column=options.column, split=options.split)]
+        except (OSError, ValueError) as error:
+            answer = [error]  # all processes raise it: the others would wait forever
+    (planned,) = broadcast_object_list(answer)
+    if isinstance(planned, Exception):
+        raise planned
+    return planned
+
+
+def embed_pages(options: Options, dtype: torch.dtype, state: PartialState) -> int:
+    """Embed the pages that have no embeddings yet; return the number of pages that could not be embedded."""
+    model, processor = load(options.model, options.revision, dtype, state.device)
+    limit_pixels(processor, None, options.max_pixels)
+    settings = {"pixels": dict(processor.image_processor.size), "dtype": str(dtype)}
+    with ExitStack() as stack, ThreadPoolExecutor(options.decoders) as pool:
+        planned = shared_plan(options, settings, state, stack)
+        tasks = measured(planned.tasks, processor, REFUSE_ABOVE, options.decoders, state)
+        costs = [cost(task, 0) for task in tasks]
+        share = [tasks[index] for index in spread(costs, state.num_processes)[state.process_index]]
+        batches = list(pack(share, options.batch_tokens, options.batch_size))
+        reader = Reader(processor, pool)
+        if options.beside and batches:
+            compare(model, reader.read(batches[0]).inputs, options.attention)
+        if not options.no_patch:
+            hf_vit_accel.patch(model, attention=options.attention)
+        metadata = dict(run=planned.run, model=options.model, revision=options.revision or "")
+        files = paths_of_files(options.output, planned.number, state.process_index)
+        begin = time.perf_counter()
+        embedded, failed = embed_batches(model, processor, reader.ahead(batches), files, metadata)
+        of_processes = gather_object([(embedded, failed, time.perf_counter() - begin)])
+    pages = sum(embedded for embedded, _, _ in of_processes)
+    failures = sum(failed for _, failed, _ in of_processes)
+    seconds = max(seconds for _, _, seconds in of_processes)
+    if state.is_main_process:
+        say(f"{pages} pages embedded, {pages / seconds:.2f} a second; {failures} could not be")
+    return failures
 
 
 def main(
@@ -208,16 +249,16 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder of the embeddings; an earlier run is resumed.")] = Path("index"),
     model: Annotated[str | None, typer.Option(help="Folder of a checkpoint, or its name on the Hub.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
-    query: Annotated[list[str] | None, typer.Option(help="Print the best pages for it. Repeatable.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many pages a query is answered with.")] = 5,
+    query: Annotated[list[str] | None, typer.Option(help="Print the best pages for this text. Repeatable.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many pages to print for a query.")] = 5,
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger pages are reduced to it.")] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Most vision tokens (merged patches) in a batch.")] = 16384,
     batch_size: Annotated[int, typer.Option(min=1, help="Most pages in a batch.")] = 32,
     attention: Annotated[str, typer.Option(help="Attention backend of the vision tower.")] = "auto",
-    no_patch: Annotated[bool, typer.Option("--no-patch", help="The stock vision tower.")] = False,
+    no_patch: Annotated[bool, typer.Option("--no-patch", help="Run the stock vision tower.")] = False,
     beside: Annotated[bool, typer.Option("--compare", help="Time the first batch stock and patched, too.")] = False,
-    column: Annotated[str | None, typer.Option(help="Of the pictures, in parquet files and datasets.")] = None,
-    split: Annotated[str, typer.Option(help="Of datasets.")] = "train",
+    column: Annotated[str | None, typer.Option(help="Column of the pictures, in parquet files and datasets.")] = None,
+    split: Annotated[str, typer.Option(help="Split of datasets.")] = "train",
     decoders: Annotated[int, typer.Option(min=1, help="Threads that decode, per process.")] = 8,
 ) -> None:
     """Embed pages, and answer queries with them. Exits with 1 if pages could not be embedded."""
@@ -226,47 +267,30 @@ def main(
     if inputs and model is None:
         raise typer.BadParameter("name one, such as vidore/colqwen2-v1.0-hf", param_hint="--model")
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
-    first, dtype = state.is_main_process, torch.bfloat16 if state.device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if state.device.type == "cuda" else torch.float32
     failures = 0
     try:
         if inputs and model is not None:
-            loaded, processor = load(model, revision, dtype, state.device)
-            limit_pixels(processor, None, max_pixels)
-            with ExitStack() as stack, ThreadPoolExecutor(decoders) as pool:
-                answer: list[Any] = [None]
-                if first:
-                    try:
-                        stack.enter_context(lock(output, alone=True))
-                        settings, title = identity(model, revision, output, write=True)
-                        settings |= {"pixels": dict(processor.image_processor.size), "dtype": str(dtype)}
-                        say(f"model {title}")
-                        answer = [plan(inputs, output, settings, column=column, split=split)]
-                    except (OSError, ValueError) as error:
-                        answer = [error]
-                (found,) = broadcast_object_list(answer)
-                if isinstance(found, Exception):
-                    raise found
-                tasks, run, number = found
-                tasks = measured(tasks, processor, REFUSE_ABOVE, decoders, state)
-                share = spread([cost(task, 0) for task in tasks], state.num_processes)[state.process_index]
-                batches = list(pack([tasks[index] for index in share], batch_tokens, batch_size))
-                ready = partial(read, processor, pool)
-                if beside and batches:
-                    compare(loaded, ready(batches[0])[1], attention)
-                if not no_patch:
-                    hf_vit_accel.patch(loaded, attention=attention)
-                metadata = dict(run=run, model=model, revision=revision or "")
-                files = (output / f"pages-{n:08d}-{state.process_index:05d}.safetensors" for n in count(number))
-                begin = time.perf_counter()
-                done, failed = work(loaded, processor, ahead(batches, ready), files, metadata)
-                each = gather_object([(done, failed, time.perf_counter() - begin)])
-                pages, failures, seconds = (sum(e[0] for e in each), sum(e[1] for e in each), max(e[2] for e in each))
-                if first:
-                    say(f"{pages} pages embedded, {pages / seconds:.2f} a second; {failures} could not be")
-        if query and first:
-            search(output, query, top, partial(load, dtype=dtype, device=state.device))
+            options = Options(
+                inputs=inputs,
+                output=output,
+                model=model,
+                revision=revision,
+                max_pixels=max_pixels,
+                batch_tokens=batch_tokens,
+                batch_size=batch_size,
+                attention=attention,
+                no_patch=no_patch,
+                beside=beside,
+                column=column,
+                split=split,
+                decoders=decoders,
+            )
+            failures = embed_pages(options, dtype, state)
+        if query and state.is_main_process:
+            search(output, query, top, dtype, state.device)
     except (OSError, ValueError, hf_vit_accel.BackendUnavailableError) as error:
-        raise (typer.BadParameter(str(error)) if first else typer.Exit(2)) from None
+        raise (typer.BadParameter(str(error)) if state.is_main_process else typer.Exit(2)) from None
     finally:
         state.destroy_process_group()
     if failures:

@@ -1,16 +1,16 @@
-"""Images per second of `batch_caption.py` with a full-size Qwen2.5-VL-7B of random weights, stock and patched.
+"""Measure images per second of `batch_caption.py` with a full-size Qwen2.5-VL-7B of random weights, stock and patched.
 
     accelerate launch --num_processes 2 examples/benchmark/captioning_benchmark.py FOLDER --json captioning.json
     python examples/benchmark/captioning_benchmark.py build/captioning --cores 4,14
 
-The second prepares pictures on the CPU and on the GPU, with so many cores for one GPU, and compares what a trained tiny
-model says of them. Needs CUDA devices with 20 GB free each. Draws its pictures first: JPEGs of noise, 70% of them below
-480 pixels a side, 25% up to 1200, 5% of 1700 x 2200. The tokenizer is a tiny model's, so the captions are empty.
+The second command prepares pictures on the CPU and on the GPU, with 4 and with 14 cores for one GPU. Then it compares
+the captions of a trained tiny model. Every CUDA device needs 20 GB of free memory. The pictures are drawn first. They
+are JPEGs of noise: 70% below 480 pixels a side, 25% up to 1200, 5% of 1700 x 2200. The tokenizer is a tiny model's, so
+the captions are empty.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
@@ -20,18 +20,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import typer
 from PIL import Image
+from transformers import PreTrainedModel, ProcessorMixin
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import batch_caption  # noqa: E402
 from first_token import build  # noqa: E402
+from measuring import Row, write_json  # noqa: E402
 from tiny_captioner import scenes  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
@@ -39,9 +41,10 @@ from hf_vit_accel import machine  # noqa: E402
 from hf_vit_accel.tools import bench  # noqa: E402
 
 CHECKPOINT = HERE.parent / "tiny_captioner" / "qwen2_5_vl"
-LONGEST = 4096 * 28**2  # pixels of the largest picture that the model sees
+LONGEST = 4096 * 28**2
+"""Pixels of the largest picture; larger ones are reduced to it."""
 OPTIONS = {"--prompt": "describe this picture .", "--batch-tokens": "16384", "--batch-size": "32", "--decoders": "14"}
-# Stock's first run with so many tokens took some 14 s more than its next, so what warms up makes as many as any.
+# Stock's first run with 32 tokens took 14 s more than its next run, so the runs that warm up make 32 tokens, too.
 RUNS: dict[str, list[str]] = {
     "stock, to warm up": ["--no-patch", "--max-new-tokens", "32"],
     "patched, to warm up": ["--max-new-tokens", "32"],
@@ -50,7 +53,8 @@ RUNS: dict[str, list[str]] = {
     "stock, 32 tokens": ["--no-patch", "--max-new-tokens", "32"],
     "patched, 32 tokens": ["--max-new-tokens", "32"],
 }
-ON_CPU, ON_GPU = ["--processor-on", "cpu"], ["--processor-on", "gpu"]
+ON_CPU = ["--processor-on", "cpu"]
+ON_GPU = ["--processor-on", "gpu"]
 PROCESSORS: dict[str, list[str]] = {
     "prepared on the CPU, to warm up": [*ON_CPU, "--max-new-tokens", "32"],
     "prepared on the GPU, to warm up": [*ON_GPU, "--max-new-tokens", "32"],
@@ -59,11 +63,14 @@ PROCESSORS: dict[str, list[str]] = {
     "prepared on the CPU, 32 tokens": [*ON_CPU, "--max-new-tokens", "32"],
     "prepared on the GPU, 32 tokens": [*ON_GPU, "--max-new-tokens", "32"],
 }
-COMPARED, SIDES = 500, (120, 230)  # about the sizes that the tiny model learnt; most are resized
+COMPARED = 500
+"""Scenes whose captions are compared."""
+SIDES = (120, 230)
+"""The sides of the scenes in pixels: about the sizes of the tiny model's training; most scenes are resized."""
 
 
 def draw(folder: Path, index: int) -> None:
-    """One picture: the index decides its size and content."""
+    """Draw the picture of an index, which decides its size and content."""
     chance = np.random.default_rng(index)
     kind = chance.random()
     if kind < 0.7:
@@ -71,14 +78,15 @@ def draw(folder: Path, index: int) -> None:
     elif kind < 0.95:
         width, height = chance.integers(512, 1200, 2)
     else:
-        width, height = 1700, 2200
+        width = 1700
+        height = 2200
     coarse = chance.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
     Image.fromarray(coarse).resize((int(width), int(height))).save(folder / f"{index:05d}.jpg", quality=85)
 
 
 @cache
-def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The full-size model, made once."""
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Build the full-size model once."""
     token = load_processor(name).tokenizer.convert_tokens_to_ids
     names = ("image_pad", "video_pad", "vision_start", "vision_end")
     model = build("qwen2.5-vl-7b", *(token(f"<|{name}|>") for name in names), device=device).to(dtype)
@@ -87,97 +95,119 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     return model
 
 
-_load_model, _load_processor = batch_caption.load_model, batch_caption.load_processor
+_load_model = batch_caption.load_model
+_load_processor = batch_caption.load_processor
 
 
-def load_processor(name: str, revision: str | None = None) -> Any:
-    """The tiny model's processor, for pictures of the usual sizes."""
-    processor: Any = _load_processor(name)
+def load_processor(name: str, revision: str | None = None) -> ProcessorMixin:
+    """Load the tiny model's processor, for pictures of the usual sizes."""
+    processor = _load_processor(name)
     processor.image_processor.size = {"shortest_edge": 56**2, "longest_edge": LONGEST}
     return processor
 
 
 def compare(folder: Path) -> None:
-    """Print what the trained tiny model says of scenes that are prepared on the CPU and on the GPU."""
-    expected, drawn = {}, folder / "scenes"
+    """Caption scenes with the trained tiny model, prepared on the CPU and on the GPU; print the differences."""
+    drawn = folder / "scenes"
     drawn.mkdir(parents=True, exist_ok=True)
+    expected = {}
     for index in range(COMPARED):
-        scene, chance = scenes.scene((1 << 42) + index, video=False), random.Random(index)
+        scene = scenes.scene((1 << 42) + index, video=False)
         expected[f"{index}.png"] = scene.caption
+        chance = random.Random(index)
         scenes.draw(scene, chance.randint(*SIDES), chance.randint(*SIDES))[0].save(drawn / f"{index}.png")
-    found = []
-    for where in ("cpu", "gpu"):
-        output = folder / f"scenes prepared on the {where}"
-        options = ["--prompt", "describe this picture .", "--max-new-tokens", "24", "--processor-on", where]
+    captions = {}
+    for device in ("cpu", "gpu"):
+        output = folder / f"scenes prepared on the {device}"
+        options = ["--prompt", "describe this picture .", "--max-new-tokens", "24", "--processor-on", device]
         arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
         batch_caption.app([*arguments, *options, "--max-failures", "1"], standalone_mode=False)
-        merged = folder / f"scenes prepared on the {where}.jsonl"
-        batch_caption.app(["merge", str(output), str(merged), "--overwrite"], standalone_mode=False)
-        records = [json.loads(line) for line in merged.read_text(encoding="utf-8").splitlines()]
-        found.append({record["key"]: record["caption"] for record in records})
-        right = sum(found[-1][key] == caption for key, caption in expected.items())
-        print(f"### prepared on the {where}: {right} of {COMPARED} captions of scenes are right", flush=True)
-    print(f"### {sum(found[0][key] != found[1][key] for key in expected)} captions differ", flush=True)
+        captions[device] = {record.key: record.caption for record in Journal(output).merged()}
+        right = sum(captions[device][key] == caption for key, caption in expected.items())
+        print(f"### prepared on the {device}: {right} of {COMPARED} captions of scenes are right", flush=True)
+    different = sum(captions["cpu"][key] != captions["gpu"][key] for key in expected)
+    print(f"### {different} captions differ", flush=True)
 
 
-def on_cores(folder: Path, pictures: int, numbers: list[int]) -> None:
-    """Measure both ways to prepare pictures in processes that may use so many cores."""
-    ours = sorted(os.sched_getaffinity(0))
+def on_cores(folder: Path, pictures: int, numbers: Sequence[int]) -> None:
+    """Measure both ways to prepare pictures in processes that may use only some of the cores.
+
+    Args:
+        folder: the folder for pictures and records
+        pictures: the number of pictures
+        numbers: the numbers of cores
+    """
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     for number in numbers:
-        if number > len(ours):
-            print(f"### {number} cores: there are {len(ours)}", flush=True)
+        if number > len(cores):
+            print(f"### {number} cores: this machine has {len(cores)}", flush=True)
             continue
         print(f"### {number} cores", flush=True)
         command = [sys.executable, __file__, str(folder / f"{number} cores"), f"--pictures={pictures}", "--processors"]
-        pinned = ["taskset", "--cpu-list", ",".join(map(str, ours[:number]))]
+        pinned = ["taskset", "--cpu-list", ",".join(cores[:number])]
         subprocess.run([*pinned, *command], env=os.environ | {"OMP_NUM_THREADS": str(number)}, check=True)
 
 
-def per_second(output: Path) -> float:
-    """Return the pictures per second of a run, from the counts that each of its processes left in `output`."""
-    all_counts = [json.loads(path.read_text()) for path in (output / ".progress").glob("*.json")]
-    return sum(counts["items"] for counts in all_counts) / max(counts["seconds"] for counts in all_counts)
+def per_second(all_counts: list[Counts]) -> float:
+    """Return the pictures per second of all processes, until the last one ends."""
+    return sum(counts.items for counts in all_counts) / max(counts.seconds for counts in all_counts)
 
 
-def document(pictures: int, processes: int, rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """What `captioning.json` holds: pictures per second, stock and patched, by tokens for each: median and all."""
-    rows: list[dict[str, Any]] = []
+def document(pictures: int, processes: int, rates: Mapping[str, Sequence[float]]) -> Row:
+    """Return the content of `captioning.json`: pictures per second of stock and patched by number of tokens.
+
+    Args:
+        pictures: the number of pictures
+        processes: the number of processes
+        rates: pictures per second of every run, by the names of RUNS
+    """
+    rows: list[Row] = []
     for tokens in (1, 32):
-        found = {way: rates[f"{way}, {tokens} token{'s' * (tokens > 1)}"] for way in ("stock", "patched")}
-        rows.append({"tokens": tokens, **{way: statistics.median(of) for way, of in found.items()}, "all": found})
+        by_way = {way: rates[f"{way}, {tokens} token{'s' * (tokens > 1)}"] for way in ("stock", "patched")}
+        medians = {way: statistics.median(of_way) for way, of_way in by_way.items()}
+        rows.append({"tokens": tokens, **medians, "all": by_way})
     device = machine.cuda_device_name() if torch.cuda.is_available() else "cpu"
-    told = {"versions": machine.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
-    return {**told, "machine": bench.host(), "model": "qwen2.5-vl-7b", "images": pictures, "rows": rows}
+    head = {"versions": machine.versions(), "device": device, "gpus": processes, "dtype": "bfloat16"}
+    return {**head, "machine": bench.host(), "model": "qwen2.5-vl-7b", "images": pictures, "rows": rows}
+
+
+def fresh_model(name: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> PreTrainedModel:
+    """Return the full-size model without the patch of an earlier run."""
+    return hf_vit_accel.unpatch(load_model(name, dtype, device))
+
+
+def draw_all(folder: Path, pictures: int) -> None:
+    """Draw the pictures in several processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(partial(draw, folder), range(pictures), chunksize=16))
 
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder for pictures and records.")],
     pictures: Annotated[int, typer.Option(min=1)] = 640,
     processors: Annotated[bool, typer.Option("--processors", help="Prepare pictures on the CPU and the GPU.")] = False,
-    cores: Annotated[str, typer.Option(help="That with so many CPU cores, as 4,14.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each way is run, the ways taking turns.")] = 3,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write stock's and patched rates there.")] = None,
+    cores: Annotated[str, typer.Option(help="Numbers of CPU cores to prepare pictures with, as 4,14.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every way runs, in turns.")] = 3,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the rates of stock and patched to this file.")
+    ] = None,
 ) -> None:
-    """Caption the same pictures in every way; print what each process did."""
+    """Caption the same pictures in every way; print the summary of every run."""
     if cores:
         on_cores(folder, pictures, [int(number) for number in cores.split(",")])
         return
-
-    def fresh(name: str, dtype: torch.dtype, device: torch.device, revision: str | None = None) -> Any:
-        return hf_vit_accel.unpatch(load_model(name, dtype, device))
-
-    batch_caption.load_model, batch_caption.load_processor = fresh, load_processor
-    # Several runs in one process: what ends a run must not end the processes' group.
+    batch_caption.load_model = fresh_model
+    batch_caption.load_processor = load_processor
+    # Several runs share this process, so the end of a run must not end the process group.
     batch_caption.PartialState.destroy_process_group = lambda self: None  # type: ignore[method-assign]
     state = batch_caption.PartialState()
     drawn = folder / "pictures"
     if state.is_main_process:
-        drawn.mkdir(parents=True, exist_ok=True)
-        with ProcessPoolExecutor() as pool:
-            list(pool.map(partial(draw, drawn), range(pictures), chunksize=16))
+        draw_all(drawn, pictures)
     state.wait_for_everyone()
     rates: dict[str, list[float]] = {}
-    runs = (PROCESSORS if processors else RUNS).items()
+    runs = list((PROCESSORS if processors else RUNS).items())
     measured = [run for run in runs if "to warm up" not in run[0]]
     for name, options in [*runs, *measured * (rounds - 1)]:
         output = folder / name.replace(", ", "_").replace(" ", "_")
@@ -190,12 +220,14 @@ def main(
         if state.is_main_process:
             rates.setdefault(name, []).append(per_second(output))
         state.wait_for_everyone()
-    if json_path is not None and state.is_main_process and not processors:
-        found = document(pictures, state.num_processes, rates)
-        json_path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    if processors and state.is_main_process:
-        batch_caption.load_model, batch_caption.load_processor = _load_model, _load_processor
+    if not state.is_main_process:
+        return
+    if processors:
+        batch_caption.load_model = _load_model
+        batch_caption.load_processor = _load_processor
         compare(folder)
+    else:
+        write_json(json_path, document(pictures, state.num_processes, rates))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""What the checks of a steady call take on this host: all that is asked before a route is chosen.
+"""Time the checks of a steady call on this host: all that runs before a route is chosen.
 
 python examples/benchmark/checks.py [--json FILE] [--models qwen3-vl-8b,qwen2.5-vl-7b]
 
-Is the tower still what was read, what does its config ask for, have parameters moved, do the inputs fit, are there
-hooks? Frozen towers in real shapes; the grid lies on the host, so nothing waits for the GPU. Medians of 1,000, in
-microseconds, without gradients and with gradients enabled; `least` is the fastest tenth.
+Is the tower unchanged, which attention does its config name, have parameters moved, do the inputs fit, are there hooks?
+Towers are frozen and have real shapes. The grid is on the host, so nothing waits for the GPU. Times are medians of
+1,000 calls in microseconds, without gradients and with gradients enabled; `least` is the fastest tenth.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Row, write_json
+from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import machine
@@ -27,10 +28,11 @@ CALLS = 1000
 GRID = [(1, 28, 28)]
 
 
-def checked(tower: Any, pixels_TP: torch.Tensor, grid: torch.Tensor) -> list[str]:
-    """What a call of a patched tower asks, in its order; the reasons against serving it."""
+def checked(tower: nn.Module, pixels_TP: torch.Tensor, grid: torch.Tensor) -> list[str]:
+    """Run the checks of a patched tower's call in their order; return the reasons against the fast path."""
     state: Any = state_of(tower)
-    snapshot, grad = state.snapshot(tower), torch.is_grad_enabled()
+    snapshot = state.snapshot(tower)
+    grad = torch.is_grad_enabled()
     name = tower.config._attn_implementation
     reasons = guard.reasons_stock(tower, state.former_forward, name, snapshot, {})
     parameters, weights = snapshot.weights()
@@ -41,15 +43,21 @@ def checked(tower: Any, pixels_TP: torch.Tensor, grid: torch.Tensor) -> list[str
     return reasons + guard.reasons_slow(tower, snapshot, weights, call.options, grad=grad)
 
 
-def measure(tower: Any, *, grad: bool, calls: int = CALLS) -> dict[str, float]:
-    """Microseconds of the checks of a patched, frozen tower."""
+def measure(tower: nn.Module, *, grad: bool, calls: int = CALLS) -> dict[str, float]:
+    """Time the checks of a patched, frozen tower.
+
+    Returns:
+        The `median` and the fastest tenth (`least`), in microseconds.
+    """
     weight = weight_of(tower)
     rows = sum(t * h * w for t, h, w in GRID)
     pixels_TP = torch.zeros(rows, weight[0].numel(), device=weight.device, dtype=weight.dtype)
-    grid, times = torch.tensor(GRID), []
+    grid = torch.tensor(GRID)
+    times = []
     with torch.set_grad_enabled(grad):
         tower(pixels_TP, grid_thw=grid)
-        assert not (reasons := checked(tower, pixels_TP, grid)), reasons
+        reasons = checked(tower, pixels_TP, grid)
+        assert not reasons, reasons
         for _ in range(calls):
             begin = time.perf_counter()
             checked(tower, pixels_TP, grid)
@@ -58,12 +66,13 @@ def measure(tower: Any, *, grad: bool, calls: int = CALLS) -> dict[str, float]:
 
 
 def main() -> None:
-    """Time each model's checks; write or print what was found."""
+    """Time the checks of every model, print the times and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen2.5-vl-7b,qwen3-vl-8b,qwen2-vl-7b")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    device, rows = bench.device_of_choice(), []
+    device = bench.device_of_choice()
+    rows: list[Row] = []
     for model in arguments.models.split(","):
         tower = build_tower(model, device, bench.default_dtype(device)).requires_grad_(False)
         hf_vit_accel.patch(tower)
@@ -71,15 +80,14 @@ def main() -> None:
             rows.append({"model": model, "grad": grad, **measure(tower, grad=grad)})
             print(rows[-1], flush=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    found = {
+    document = {
         "device": name,
         "dtype": "bfloat16",
         "versions": machine.versions(),
         "machine": bench.host(),
         "rows": rows,
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, document)
 
 
 if __name__ == "__main__":

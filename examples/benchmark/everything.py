@@ -1,13 +1,13 @@
-"""Runs every benchmark, several at a time where there are several GPUs, and writes the JSON files of the tables.
+"""Run every benchmark, several at a time where there are several GPUs, and write the JSON files of the tables.
 
     python examples/benchmark/everything.py                            all, on every GPU, into examples/benchmark
     python examples/benchmark/everything.py --only training,towers --output build
     python examples/benchmark/everything.py --commands                 what would run
 
-A job has one GPU and its share of the CPU's cores to itself, but for those that want several GPUs: they run alone, when
-all others are over. Models of one job are timed by a process each, on any of the GPUs. What a process printed lies
-beside its file, in `parts`. A job's file is written when its last process is over: a run that is stopped leaves what
-was done. A job of which a process fails leaves the file of an earlier run as it is.
+A job has one GPU and its share of the CPU's cores to itself. Jobs that need several GPUs run alone, after all others.
+Every model of a job is timed by a process of its own, on any of the GPUs. The folder `parts` holds the file and the
+output of every process. A job's file is written when its last process ends, so a run that is stopped keeps the finished
+jobs. If a process of a job fails, the job's earlier file stays as it is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
+from documents import Document
 
 from hf_vit_accel import machine
 from hf_vit_accel.tools import bench
@@ -33,22 +35,29 @@ from hf_vit_accel.tools import bench
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 QWEN = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
-OTHERS = ("qwen3.5", "glm-ocr", "glm-4.1v-9b", "glm-5.3-flash", "paddleocr-vl", "ernie-4.5-vl", "dots3-note")
-OTHERS += ("qwen2.5-omni-7b", "exaone-4.5")
+OTHERS = (
+    *("qwen3.5", "glm-ocr", "glm-4.1v-9b", "glm-5.3-flash", "paddleocr-vl", "ernie-4.5-vl", "dots3-note"),
+    *("qwen2.5-omni-7b", "exaone-4.5"),
+)
 MODULES = {
     "hf-vit-accel": "hf_vit_accel",
     "torch.distributed.run": "torch.distributed.run",
     "accelerate": "accelerate.commands.accelerate_cli",
 }
+"""The module to run instead of a console script, which might belong to another Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What makes one file.
+    """Describe how one JSON file is made.
 
-    command: as the pages tell it, without `--json`. models: timed by a process each, as if each were named by its
-    `--model`. seconds: about what a process takes, for those that take long to begin first. gpus: 0 for all that
-    there are.
+    Args:
+        file: the name of the JSON file
+        command: the command as the pages show it, without `--json`
+        models: the models, each timed by a process of its own
+        option: the option that names a model
+        seconds: the estimated time of a process; long processes begin first
+        gpus: the number of GPUs that a process needs; 0 for all
     """
 
     file: str
@@ -58,31 +67,33 @@ class Job:
     seconds: int = 100
     gpus: int = 1
 
-    def told(self) -> str:
-        """The command that makes the whole file."""
+    def command_line(self) -> str:
+        """Return the command that makes the complete file, as the pages show it."""
         models = f" {self.option} {','.join(self.models)}" if self.models else ""
         return f"{self.command}{models} --json examples/benchmark/{self.file}"
 
     def parts(self) -> list[Job]:
-        """Jobs that can run beside each other."""
+        """Split the job into one job per model."""
         return [replace(self, models=(model,)) for model in self.models] or [self]
 
-    def words(self, path: Path) -> list[str]:
-        """What is run."""
-        command = self.command.replace("torchrun", "torch.distributed.run --standalone").split(" ", 1)
-        module = MODULES.get(command[0])
-        start = [sys.executable, *(["-m", module] if module else [])]
+    def arguments(self, path: Path) -> list[str]:
+        """Return the arguments of the process that writes its results to `path`."""
+        command = self.command.replace("torchrun", "torch.distributed.run --standalone")
+        program, _, options = command.partition(" ")
+        start = [sys.executable]
+        if program in MODULES:
+            start += ["-m", MODULES[program]]
         models = [self.option, ",".join(self.models)] if self.models else []
-        return [*start, *shlex.split(command[1]), *models, "--json", str(path)]
+        return [*start, *shlex.split(options), *models, "--json", str(path)]
 
 
 def _bench(file: str, options: str, models: tuple[str, ...] = QWEN, seconds: int = 100) -> Job:
     return Job(file=file, command=f"hf-vit-accel bench {options}", models=models, seconds=seconds)
 
 
-def _script(file: str, script: str, models: tuple[str, ...] = (), seconds: int = 100, **more: Any) -> Job:
+def _script(file: str, script: str, models: tuple[str, ...] = (), seconds: int = 100) -> Job:
     command = f"python examples/benchmark/{script}"
-    return Job(file=file, command=command, models=models, option="--models", seconds=seconds, **more)
+    return Job(file=file, command=command, models=models, option="--models", seconds=seconds)
 
 
 JOBS = {
@@ -126,7 +137,7 @@ JOBS = {
         QWEN[:2],
         seconds=150,
     ),
-    "hosts": _bench(  # of one machine: beside those of others it is called hosts_NAME.json
+    "hosts": _bench(  # rename it to hosts_NAME.json, which holds one machine
         "hosts.json", '--rounds 2 --sizes "one 448²" --backends auto,auto+graph --baselines sdpa', QWEN[:2], seconds=30
     ),
     "checks": _script("checks.json", "checks.py", seconds=30),
@@ -164,106 +175,164 @@ JOBS = {
         gpus=0,
     ),
 }
+"""The jobs by the name that `--only` takes."""
 
 
-def put_together(job: Job, documents: list[dict[str, Any]], commit: str | None) -> dict[str, Any]:
-    """One document of those of a job's parts, with what each was measured on."""
-    machines = [found.get("machine") for found in documents if found.get("machine")] or [bench.host()]
+def merge(job: Job, documents: Sequence[Document], commit: str | None) -> Document:
+    """Merge the documents of a job's parts, with every machine that measured one of them."""
+    machines = [document["machine"] for document in documents if document.get("machine")] or [bench.host()]
     common = {"versions": machine.versions(), "dtype": "bfloat16"}
-    whole = {**common, **documents[0], "command": job.told(), "commit": commit, "machine": machines[0]}
-    whole["machines"] = [machine for index, machine in enumerate(machines) if machine not in machines[:index]]
+    merged = {**common, **documents[0], "command": job.command_line(), "commit": commit, "machine": machines[0]}
+    merged["machines"] = [host for index, host in enumerate(machines) if host not in machines[:index]]
     if len(documents) > 1:
-        whole["rows"] = [row for found in documents for row in found["rows"]]
-    return whole
+        merged["rows"] = [row for document in documents for row in document["rows"]]
+    return merged
 
 
-def run(job: Job, path: Path, gpus: list[str], cores: list[int], limit: float) -> str | None:
-    """Make one file; why it is not there, or not whole, if so."""
+def run(job: Job, path: Path, gpus: Sequence[str], cores: Sequence[int], limit: float) -> str | None:
+    """Run the process that writes one file.
+
+    Args:
+        job: the part of a job to run
+        path: the file that the process writes; its output goes to the same name with .txt
+        gpus: the visible GPUs
+        cores: the CPU cores that the process may use; empty for all
+        limit: the seconds after which the process is killed
+
+    Returns:
+        The reason why the file is missing or incomplete; None if it was written.
+    """
     path.unlink(missing_ok=True)
-    known = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    places = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": os.pathsep.join(known)}
+    folders = [str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        folders.append(os.environ["PYTHONPATH"])
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": os.pathsep.join(folders)}
     begin = time.monotonic()
     with path.with_suffix(".txt").open("w") as printed:
         process = subprocess.Popen(
-            job.words(path), stdout=printed, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | places
+            job.arguments(path), stdout=printed, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | variables
         )
         if cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(process.pid, cores)
+        problem = None
         try:
-            code: int | None = process.wait(limit)
+            code = process.wait(limit)
+            if code != 0:
+                problem = f"exit code {code}"
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            code = None
-    took = time.monotonic() - begin
-    print(f"{took:5.0f} s  {path.stem}{'' if code == 0 else f'  ended with {code}'}", flush=True)
-    return None if code == 0 else f"{path.stem}: " + ("too long" if code is None else f"exit code {code}")
+            problem = f"killed after {limit:.0f} s"
+    seconds = time.monotonic() - begin
+    print(f"{seconds:5.0f} s  {path.stem}{f': {problem}' if problem else ''}", flush=True)
+    return f"{path.stem}: {problem}" if problem else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of a job, and the file that it writes."""
+
+    name: str
+    job: Job
+    path: Path
+
+
+class Files:
+    """Write the file of every job whose parts have all ended without a problem.
+
+    Args:
+        jobs: the jobs by name
+        parts: the parts of all jobs
+        output: the folder of the files
+        commit: the measured commit
+    """
+
+    def __init__(self, jobs: Mapping[str, Job], parts: Sequence[Part], output: Path, commit: str | None) -> None:
+        self.jobs = jobs
+        self.parts = parts
+        self.output = output
+        self.commit = commit
+        self.problems: dict[Path, str | None] = {part.path: f"{part.path.stem}: broke off" for part in parts}
+        self._lock = threading.Lock()
+
+    def end(self, part: Part, problem: str | None) -> None:
+        """Note how a part ended, and write its job's file if it was the last part and none failed."""
+        paths = [other.path for other in self.parts if other.name == part.name]
+        with self._lock:
+            self.problems[part.path] = problem
+            if any(self.problems[path] for path in paths):
+                return
+            self.problems[part.path] = f"{part.path.stem}: no file was made"  # holds if reading a part raises
+            documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+            job = self.jobs[part.name]
+            text = json.dumps(merge(job, documents, self.commit), indent=1, ensure_ascii=False) + "\n"
+            (self.output / job.file).write_text(text, encoding="utf-8")
+            self.problems[part.path] = None
+
+
+def run_all(parts: Sequence[Part], files: Files, gpus: Sequence[str], limit: float) -> None:
+    """Run the parts that need one GPU beside each other, longest first, then the others alone."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    share = len(cores) // len(gpus)
+    free: queue.Queue[int] = queue.Queue()
+    for gpu in range(len(gpus)):
+        free.put(gpu)
+
+    def run_on(part: Part, gpu: int) -> None:
+        try:
+            own_cores = cores[gpu * share : (gpu + 1) * share]
+            files.end(part, run(part.job, part.path, [gpus[gpu]], own_cores, limit))
+        finally:
+            free.put(gpu)
+
+    threads = []
+    for part in sorted(parts, key=lambda part: -part.job.seconds):
+        if part.job.gpus == 1:
+            threads.append(threading.Thread(target=run_on, args=(part, free.get())))
+            threads[-1].start()
+    for thread in threads:
+        thread.join()
+    for part in parts:
+        if part.job.gpus != 1:
+            files.end(part, run(part.job, part.path, gpus, [], limit))
+
+
+def described_commit() -> str | None:
+    """Ask git for the commit of this tree; None outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return answer.strip() or None
 
 
 def main(
     only: Annotated[str, typer.Option(help="Comma-separated names of JOBS.")] = ",".join(JOBS),
     output: Annotated[Path, typer.Option(help="Folder of the files.")] = HERE,
     gpus: Annotated[int, typer.Option(min=1)] = max(torch.cuda.device_count(), 1),
-    limit: Annotated[float, typer.Option(help="Seconds for one process.")] = 1800,
-    commit: Annotated[str | None, typer.Option(help="What is measured; by default what git says.")] = None,
-    commands: Annotated[bool, typer.Option("--commands", help="Print what would run, and nothing else.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which a process is killed.")] = 1800,
+    commit: Annotated[str | None, typer.Option(help="The measured commit; by default git is asked.")] = None,
+    commands: Annotated[bool, typer.Option("--commands", help="Print the commands without running them.")] = False,
 ) -> None:
-    """Run the jobs and write their files. Exits with 1 if one failed."""
-    jobs = {name: JOBS[name] for name in only.split(",")}
-    jobs = {name: replace(job, command=job.command.replace("{gpus}", str(gpus))) for name, job in jobs.items()}
+    """Run the jobs and write their files. Exits with 1 if a job failed."""
+    jobs = {}
+    for name in only.split(","):
+        jobs[name] = replace(JOBS[name], command=JOBS[name].command.replace("{gpus}", str(gpus)))
     if commands:
-        print(*(job.told() for job in jobs.values()), sep="\n")
+        print(*(job.command_line() for job in jobs.values()), sep="\n")
         return
-    if commit is None:
-        told = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-        commit = told.stdout.strip() or None
     output = output.resolve()  # processes run in another folder
     build = output / "parts"
     build.mkdir(parents=True, exist_ok=True)
-    parts = [(name, index, part) for name, job in jobs.items() for index, part in enumerate(job.parts())]
-    paths = {(name, index): build / f"{'_'.join([name, *part.models])}.json" for name, index, part in parts}
+    parts = []
+    for name, job in jobs.items():
+        for part in job.parts():
+            parts.append(Part(name, part, build / f"{'_'.join([name, *part.models])}.json"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",")[:gpus] if visible else [*map(str, range(gpus))]
-    free: queue.Queue[int] = queue.Queue()
-    for gpu in range(len(names)):
-        free.put(gpu)
-    ended: dict[Path, str | None] = {}
-    writes = threading.Lock()
-    all_cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    share = len(all_cores) // len(names)
-
-    def made(name: str, path: Path, problem: str | None) -> None:
-        found = [each for (of, _), each in paths.items() if of == name]
-        with writes:
-            ended[path] = problem
-            if any(ended.get(each, "not over") for each in found):
-                return
-            ended[path] = f"{path.stem}: no file was made"  # until it is
-            whole = put_together(jobs[name], [json.loads(each.read_text(encoding="utf-8")) for each in found], commit)
-            text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
-            (output / jobs[name].file).write_text(text, encoding="utf-8")
-            ended[path] = None
-
-    def one(name: str, part: Job, path: Path, gpu: int) -> None:
-        try:
-            made(name, path, run(part, path, [names[gpu]], all_cores[gpu * share : (gpu + 1) * share], limit))
-        finally:
-            free.put(gpu)
-
-    threads = []
-    for name, index, part in sorted(parts, key=lambda each: -each[2].seconds):
-        if part.gpus == 1:
-            gpu = free.get()
-            threads.append(threading.Thread(target=one, args=(name, part, paths[name, index], gpu)))
-            threads[-1].start()
-    for thread in threads:
-        thread.join()
-    for name, index, part in parts:
-        if part.gpus != 1:
-            made(name, paths[name, index], run(part, paths[name, index], names, [], limit))
-    wrong = [problem for path in paths.values() if (problem := ended.get(path, f"{path.stem}: broke off"))]
-    print(*wrong, sep="\n")
-    if wrong:
+    names = visible.split(",")[:gpus] if visible else [str(gpu) for gpu in range(gpus)]
+    files = Files(jobs, parts, output, commit or described_commit())
+    run_all(parts, files, names, limit)
+    problems = [problem for problem in files.problems.values() if problem]
+    print(*problems, sep="\n")
+    if problems:
         raise typer.Exit(1)
 
 

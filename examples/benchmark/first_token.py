@@ -1,4 +1,4 @@
-"""Time to the first token of `generate` for one 1024² image, stock and patched, with full-size random weights.
+"""Time `generate` up to the first token for one 1024² image, stock and patched, with full-size random weights.
 
 python examples/benchmark/first_token.py --json build/first_token.json     needs a CUDA device with 20 GB free
 """
@@ -12,13 +12,20 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from torch import nn
+from transformers import PreTrainedModel
 
 import hf_vit_accel
 from hf_vit_accel import machine
 from hf_vit_accel.tools.bench.towers import SHAPES
 
-IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653
-TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+IMAGE = 151655
+VIDEO = 151656
+START = 151652
+END = 151653
+Options = dict[str, Any]
+"""Keyword arguments."""
+TEXT: dict[str, tuple[str, Options]] = {
     "qwen2.5-vl-7b": (
         "Qwen2_5_VL",
         dict(
@@ -45,13 +52,30 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-WAYS: dict[str, dict[str, Any] | None] = {"stock": None, "patched": {}, "graphs": {"cuda_graphs": True}}
+"""The prefix of the model's classes, and its text config."""
+WAYS: dict[str, Options | None] = {"stock": None, "patched": {}, "graphs": {"cuda_graphs": True}}
+"""The arguments of `patch`; None for the stock model."""
 
 
 def build(
-    name: str, image: int = IMAGE, video: int = VIDEO, start: int = START, end: int = END, *, device: Any = "cuda"
-) -> Any:
-    """The whole model on the GPU, bf16, random weights; with the ids of the special tokens."""
+    name: str,
+    image: int = IMAGE,
+    video: int = VIDEO,
+    start: int = START,
+    end: int = END,
+    *,
+    device: torch.device | str = "cuda",
+) -> PreTrainedModel:
+    """Build a complete model in bf16 with random weights.
+
+    Args:
+        name: a name in TEXT
+        image: the id of the token that stands for a merged patch of an image
+        video: the id of the token that stands for a merged patch of a video
+        start: the id of the token before an image or a frame
+        end: the id of the token after an image or a frame
+        device: the device of the weights
+    """
     prefix, text = TEXT[name]
     tokens = dict(image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end)
     config = getattr(transformers, f"{prefix}Config")(
@@ -63,17 +87,28 @@ def build(
     return model.eval()
 
 
-def inputs_for(model: Any, grid: list[tuple[int, int, int]], *, video: bool = False) -> dict[str, torch.Tensor]:
-    """What `generate` takes: random pictures of a grid, or a video whose frames stand apart as Qwen3-VL's; and text."""
-    config, tower = model.config, model.model.visual
-    token, kind = (config.video_token_id, "video") if video else (config.image_token_id, "image")
-    weight, ids = tower.patch_embed.proj.weight, [3, 4]
+def inputs_for(
+    model: PreTrainedModel, grid: list[tuple[int, int, int]], *, video: bool = False
+) -> dict[str, torch.Tensor]:
+    """Draw the inputs of `generate`: random pictures and a text.
+
+    Args:
+        model: the model that takes the inputs
+        grid: frames, height and width in patches of every picture
+        video: make videos, with a token before and after every frame as Qwen3-VL has them
+    """
+    config = model.config
+    tower: nn.Module = model.model.visual
+    kind = "video" if video else "image"
+    token = config.video_token_id if video else config.image_token_id
+    ids = [3, 4]
     for t, h, w in grid:
-        some = h * w // tower.spatial_merge_size**2
+        tokens_of_frame = h * w // tower.spatial_merge_size**2
         for _ in range(t):
-            ids += [config.vision_start_token_id, *[token] * some, config.vision_end_token_id]
+            ids += [config.vision_start_token_id, *[token] * tokens_of_frame, config.vision_end_token_id]
     ids += range(5, 25)
     rows = sum(t * h * w for t, h, w in grid)
+    weight = tower.patch_embed.proj.weight
     generator = torch.Generator(weight.device).manual_seed(0)
     pixels = torch.randn(rows, weight[0].numel(), device=weight.device, dtype=weight.dtype, generator=generator)
     ids_ = torch.tensor([ids], device=weight.device)
@@ -86,8 +121,8 @@ def inputs_for(model: Any, grid: list[tuple[int, int, int]], *, video: bool = Fa
     }
 
 
-def first_token(model: Any, inputs: dict[str, torch.Tensor]) -> float:
-    """Milliseconds of one greedy token, by the clock."""
+def first_token(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> float:
+    """Measure the milliseconds of one greedy token by the clock."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     model.generate(**inputs, max_new_tokens=1, do_sample=False)
@@ -99,8 +134,8 @@ def main(
     models: Annotated[str, typer.Option(help="Comma-separated names of TEXT.")] = ",".join(TEXT),
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
-    """Time every model; medians in milliseconds."""
-    rows: list[dict[str, Any]] = []
+    """Time every model, print medians in milliseconds and write them to a file."""
+    rows: list[Options] = []
     for name in models.split(","):
         model = build(name)
         inputs = inputs_for(model, [(1, 64, 64)])
@@ -113,10 +148,10 @@ def main(
                 for _ in range(5):
                     first_token(model, inputs)
                 times[way] += [first_token(model, inputs) for _ in range(5)]
-        medians = {way: statistics.median(found) for way, found in times.items()}
-        for way, found in times.items():
+        medians = {way: statistics.median(of_way) for way, of_way in times.items()}
+        for way, of_way in times.items():
             saved = 100 * (1 - medians[way] / medians["stock"])
-            print(f"{name}  {way:8} {medians[way]:6.1f} ms ({min(found):.1f} - {max(found):.1f}), {saved:.0f}% less")
+            print(f"{name}  {way:8} {medians[way]:6.1f} ms ({min(of_way):.1f} - {max(of_way):.1f}), {saved:.0f}% less")
         rows.append({"model": name, "size": "one 1024²", **medians})
         if json_path is not None:
             result = {

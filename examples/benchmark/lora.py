@@ -1,24 +1,27 @@
-"""Towers trained by LoRA on all Linears of their layers: forward and backward, stock sdpa and compiled beside patched.
+"""Time towers that LoRA trains on all Linears of their blocks: stock sdpa and compiled blocks beside patched.
 
     python examples/benchmark/lora.py --json build/lora.json
 
-Random weights in bf16, adapters in fp32 under autocast, as PEFT and `Trainer(bf16=True)` have them. error: of outputs
-and of all adapters' gradients together, the larger relative L2, against an fp32 run of stock.
+A step is forward and backward. Weights are random and in bf16. Adapters are in fp32 under autocast, as PEFT and
+`Trainer(bf16=True)` leave them. In the JSON file, `error` is the largest relative L2 error against an fp32 run of
+stock. It compares every output, and all adapters' gradients together.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import peft
 import torch
 import typer
+from measuring import Grid, Row, device_name, in_turn, largest_error, write_json
+from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import machine
@@ -28,13 +31,17 @@ from hf_vit_accel.tools.bench.baselines import BASELINES
 from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, parse_size, weight_of
 from hf_vit_accel.tools.bench.work import milliseconds
 
+Forward = Callable[..., object]
 
-def adapted(model: str, device: torch.device, rank: int) -> Any:
-    """A tower with adapters, of which alone a gradient is required."""
+
+def adapted(model: str, device: torch.device, rank: int) -> nn.Module:
+    """Build a tower with adapters; only the adapters require gradients."""
     torch.manual_seed(0)
     tower = build_tower(model, device, torch.bfloat16).requires_grad_(False)
-    blocks = {id(each) for block in family_of_tower(tower).parts(tower).blocks for each in block.module.modules()}
-    linears = [name for name, each in tower.named_modules() if type(each) is torch.nn.Linear and id(each) in blocks]
+    in_blocks = {
+        id(module) for block in family_of_tower(tower).parts(tower).blocks for module in block.module.modules()
+    }
+    linears = [name for name, module in tower.named_modules() if type(module) is nn.Linear and id(module) in in_blocks]
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears, init_lora_weights=False)
     peft.inject_adapter_in_model(config, tower)
     for name, parameter in tower.named_parameters():
@@ -45,64 +52,113 @@ def adapted(model: str, device: torch.device, rank: int) -> Any:
     return tower.train()
 
 
-def measure(model: str, size: str, rank: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each way."""
-    name, grid = parse_size(size)
-    tower = adapted(model, device, rank)
-    exact, tensors_of = copy.deepcopy(tower).float(), family_of_tower(tower).tensors_of
-    pixels = torch.randn(rows_of(grid), weight_of(tower)[0].numel(), device=device)
-    pixels, grid_thw = pixels.bfloat16(), torch.tensor(grid, device=device)
-    wanted: list[torch.Tensor] = []
+@dataclass(frozen=True)
+class Contender:
+    """A tower and the function that runs its forward."""
 
-    def step(tower: Any, forward: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
-        wide = tower is exact
-        with torch.autocast(device.type, torch.bfloat16, enabled=not wide):
-            outputs = tensors_of(forward(pixels.float() if wide else pixels))
-        wanted.extend(map(torch.randn_like, outputs[len(wanted) :]))
-        torch.autograd.backward(outputs, [each.to(made.dtype) for each, made in zip(wanted, outputs, strict=True)])
-        return [*(output.detach() for output in outputs)]
+    tower: nn.Module
+    forward: Forward
 
-    def found(tower: Any, forward: Any) -> list[torch.Tensor]:
-        tower.zero_grad(set_to_none=True)
-        outputs = step(tower, forward)
-        gradients = [p.grad.flatten() for p in tower.parameters() if p.grad is not None]
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.tower.zero_grad(set_to_none=True)
+
+
+class Steps:
+    """Run training steps of several towers with the same pixels and the same incoming gradients.
+
+    Args:
+        tower: the adapted stock tower
+        grid: frames, height and width of every input
+        device: the device of the tower
+    """
+
+    def __init__(self, tower: nn.Module, grid: Grid, device: torch.device) -> None:
+        self.device = device
+        self.tensors_of = family_of_tower(tower).tensors_of
+        self.grid = torch.tensor(grid, device=device)
+        self.pixels_TP = torch.randn(rows_of(grid), weight_of(tower)[0].numel(), device=device).bfloat16()
+        self.incoming: list[torch.Tensor] = []
+
+    def plain(self, tower: nn.Module) -> Contender:
+        """Return a contender that calls the tower's own forward."""
+        return Contender(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=self.grid))
+
+    def run(self, contender: Contender, *, exact: bool = False) -> list[torch.Tensor]:
+        """Run forward and backward; return the outputs.
+
+        Args:
+            contender: the tower to run
+            exact: run in fp32, without autocast
+        """
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=not exact):
+            pixels_TP = self.pixels_TP.float() if exact else self.pixels_TP
+            outputs = self.tensors_of(contender.forward(pixels_TP))
+        if not self.incoming:
+            self.incoming = [torch.randn_like(output) for output in outputs]
+        gradients = [gradient.to(output.dtype) for gradient, output in zip(self.incoming, outputs, strict=True)]
+        torch.autograd.backward(outputs, gradients)
+        return [output.detach() for output in outputs]
+
+    def results(self, contender: Contender, *, exact: bool = False) -> list[torch.Tensor]:
+        """Run a step; return the outputs, then all gradients in one tensor, on the CPU."""
+        contender.clear()
+        outputs = self.run(contender, exact=exact)
+        gradients = [p.grad.flatten() for p in contender.tower.parameters() if p.grad is not None]
+        contender.clear()
         return [*(output.cpu() for output in outputs), torch.cat(gradients).cpu()]
 
-    def plain(tower: Any) -> tuple[Any, Any]:
-        return tower, lambda pixels: tower(pixels, grid_thw=grid_thw)
+    def peak_gigabytes(self, contender: Contender) -> float | None:
+        """Measure the peak memory of a step, its weights included; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.run(contender)
+        peak = torch.cuda.max_memory_allocated() - before
+        return (peak + sum(parameter.nbytes for parameter in contender.tower.parameters())) / 1e9
 
-    expected = found(*plain(exact))
-    exact.cpu()  # for the memory
-    rows, cuda = [], device.type == "cuda"
+    def milliseconds(self, contender: Contender) -> float:
+        """Time a step after one that is not timed."""
+        self.run(contender)
+        cuda = self.device.type == "cuda"
+        return milliseconds(lambda: self.run(contender), cuda=cuda, before=contender.clear)
+
+
+def contenders(tower: nn.Module, grid: Grid, steps: Steps, stack: ExitStack) -> dict[str, Contender]:
+    """Return stock, stock with compiled blocks (where that runs) and patched."""
+    ways = {"stock sdpa": steps.plain(tower)}
+    compiled = copy.deepcopy(tower)
+    opens = BASELINES["compile_blocks"](compiled)
+    if not isinstance(opens, list):  # a list holds the reasons why it cannot run
+        ways["stock compile_blocks"] = Contender(compiled, stack.enter_context(opens(compiled, grid)))
+    ways["auto"] = steps.plain(hf_vit_accel.patch(copy.deepcopy(tower), strict=True))
+    return ways
+
+
+def measure(model: str, size: str, rank: int, rounds: int, device: torch.device) -> list[Row]:
+    """Return a row for every contender."""
+    name, grid = parse_size(size)
+    tower = adapted(model, device, rank)
+    steps = Steps(tower, grid, device)
+    exact = copy.deepcopy(tower).float()
+    expected = steps.results(steps.plain(exact), exact=True)
+    del exact
+    rows: dict[str, Row] = {}
     with ExitStack() as stack:
-        ways: dict[str, tuple[Any, Any]] = {"stock sdpa": plain(tower)}
-        compiled = copy.deepcopy(tower)
-        if not isinstance(opens := BASELINES["compile_blocks"](compiled), list):
-            ways["stock compile_blocks"] = compiled, stack.enter_context(opens(compiled, grid))
-        ways["auto"] = plain(copy.deepcopy(tower))
-        hf_vit_accel.patch(ways["auto"][0], strict=True)
+        ways = contenders(tower, grid, steps, stack)
         times: dict[str, list[float]] = {way: [] for way in ways}
         for index in range(2 * rounds):
-            for way in list(ways)[:: -1 if index % 2 else 1]:
-                which = ways[way]
-                if index == 0:
-                    made = found(*which)
-                    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(made, expected, strict=True)]
-                    which[0].zero_grad(set_to_none=True)
-                    before = torch.cuda.memory_allocated() if cuda else 0
-                    torch.cuda.reset_peak_memory_stats() if cuda else None
-                    step(*which)
-                    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
-                    peak = (peak + sum(p.nbytes for p in which[0].parameters())) / 1e9 if cuda else None
+            for way in in_turn(ways, index):
+                if way not in rows:
+                    error = largest_error(steps.results(ways[way]), expected)
                     row = dict(model=model, size=name, patches=rows_of(grid), contender=way, rank=rank, ms=0.0)
-                    rows.append(row | dict(error=max(errors), peak_gb=peak))
-                step(*which)
-                clear = lambda: which[0].zero_grad(set_to_none=True)  # noqa: B023, E731
-                times[way].append(milliseconds(lambda: step(*which), cuda=cuda, before=clear))  # noqa: B023
-    for row in rows:
-        row["ms"] = statistics.median(times[str(row["contender"])])
+                    rows[way] = row | dict(error=error, peak_gb=steps.peak_gigabytes(ways[way]))
+                times[way].append(steps.milliseconds(ways[way]))
+    for way, row in rows.items():
+        row["ms"] = statistics.median(times[way])
         print(row, flush=True)
-    return rows
+    return list(rows.values())
 
 
 def main(
@@ -111,17 +167,16 @@ def main(
     rank: int = 16,
     rounds: int = 4,
     device: str = "cuda",
-    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
-    """Measure and write what was found."""
-    at = torch.device(device)
-    name = torch.cuda.get_device_name() if at.type == "cuda" else device
-    result: dict[str, Any] = {"device": name, "dtype": "bfloat16", "versions": machine.versions(), "rows": []}
-    result["machine"] = bench.host()
+    """Time every model, and print and write the rows."""
+    place = torch.device(device)
+    rows: list[Row] = []
+    document: Row = {"device": device_name(place), "dtype": "bfloat16", "versions": machine.versions(), "rows": rows}
+    document["machine"] = bench.host()
     for model in models.split(","):
-        result["rows"] += measure(model, size, rank, rounds, at)
-        if json_path is not None:
-            json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        rows += measure(model, size, rank, rounds, place)
+        write_json(json_path, document)
 
 
 if __name__ == "__main__":

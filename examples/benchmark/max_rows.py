@@ -1,22 +1,24 @@
-"""One long video in passes of several sizes: time, and peak memory beyond weights, pixels and outputs; a million rows.
+"""Time one long video in passes of several sizes, and measure its peak memory; then a video of a million rows.
 
     python examples/benchmark/max_rows.py --json build/max_rows.json      needs a CUDA device
 
-Weights and pixels are random, and what each size of pass gives is compared with one pass before anything is timed.
-`alone_ms` is what the passes take one by one, as calls of their own: what `ms` is above that, copies to the outputs
-take, and what it is above one pass, products and attention over fewer rows.
+Weights and pixels are random. Peak memory is beyond weights, pixels and outputs. The outputs of every size are compared
+with those of one pass before anything is timed. `alone_ms` is the time of the passes as calls of their own. The
+difference between `ms` and `alone_ms` is the time of copies to the outputs. The difference between `alone_ms` and one
+pass is the price of products and attention over fewer rows.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
+from measuring import Row, device_name, largest_error, write_json
+from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import machine
@@ -25,100 +27,127 @@ from hf_vit_accel.tools.bench.towers import build_tower, family_of_tower, weight
 from hf_vit_accel.tools.bench.work import milliseconds
 
 SIZES = (None, 16384, 28672, FREE, 50688, 65536)
-HEIGHT, WIDTH = 36, 64
+"""The values of `max_rows`; None for one pass."""
+HEIGHT = 36
+WIDTH = 64
+"""Patches of a frame's sides."""
 
 
-def pixels_of(tower: Any, frames: int, device: torch.device) -> torch.Tensor:
-    """Random patches of a video."""
-    wide = weight_of(tower)[0].numel()
-    drawn = torch.randn(frames * HEIGHT * WIDTH, wide, device=device, dtype=torch.bfloat16)
+def draw_pixels(tower: nn.Module, frames: int, device: torch.device) -> torch.Tensor:
+    """Draw the random patches of a video."""
+    pixels_of_patch = weight_of(tower)[0].numel()
+    drawn = torch.randn(frames * HEIGHT * WIDTH, pixels_of_patch, device=device, dtype=torch.bfloat16)
     return family_of_tower(tower).pixels(tower, drawn)
 
 
-def flat(tower: Any, output: Any) -> list[torch.Tensor]:
-    """Every output."""
+def grid_of(frames: int) -> torch.Tensor:
+    """Return the grid of one video."""
+    return torch.tensor([(frames, HEIGHT, WIDTH)])
+
+
+def outputs_of(tower: nn.Module, output: object) -> list[torch.Tensor]:
+    """Return every tensor of an output."""
     return list(family_of_tower(tower).tensors_of(output))
 
 
-def gigabytes(tower: Any, pixels: torch.Tensor, grid: torch.Tensor) -> tuple[float | None, list[torch.Tensor]]:
-    """Peak of a call beyond what was there and its outputs; None on a CPU. The peak is read before all else."""
+def gigabytes(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> tuple[float | None, list[torch.Tensor]]:
+    """Measure the peak memory of a call beyond its outputs and the memory before it.
+
+    Returns:
+        The gigabytes, None on a CPU, and the outputs.
+    """
     if pixels.device.type != "cuda":
-        return None, flat(tower, tower(pixels, grid_thw=grid))
+        return None, outputs_of(tower, tower(pixels, grid_thw=grid))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     output = tower(pixels, grid_thw=grid)
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    found = flat(tower, output)
-    return (peak - before - sum(each.nbytes for each in found)) / 1e9, found
+    peak = torch.cuda.max_memory_allocated()  # before `outputs_of`, which may allocate
+    tensors = outputs_of(tower, output)
+    return (peak - before - sum(tensor.nbytes for tensor in tensors)) / 1e9, tensors
 
 
-def measure(model: str, frames: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each size of pass, of a video of so many frames."""
-    tower = build_tower(model, device, torch.bfloat16)
-    grid, cuda = torch.tensor([(frames, HEIGHT, WIDTH)]), device.type == "cuda"
-    pixels, clips = pixels_of(tower, frames, device), family_of_tower(tower).geometry(tower).clips
-    rows: list[dict[str, Any]] = []
+def compare_sizes(model: str, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> list[Row]:
+    """Return a row for every size of pass: memory, error and the frames of every pass.
+
+    Raises:
+        AssertionError: if the outputs differ by more than rounding
+    """
+    clips = family_of_tower(tower).geometry(tower).clips
+    videos = tuple(tuple(video) for video in grid.tolist())
+    rows: list[Row] = []
     expected: list[torch.Tensor] = []
-    with torch.inference_mode():
-        for size in SIZES:
-            hf_vit_accel.patch(tower, max_rows=size, strict=True)
-            tower(pixels, grid_thw=grid)  # lays out
-            beyond, found = gigabytes(tower, pixels, grid)
-            expected = expected or [each.clone() for each in found]
-            off = max(
-                float((f.float() - e.float()).norm() / e.float().norm()) for f, e in zip(found, expected, strict=True)
-            )
-            passes = cut(tuple(map(tuple, grid.tolist())), size or len(pixels), clips=clips)
-            row = dict(model=model, max_rows=size, beyond_gb=beyond, error=off, times=[], alone=[])
-            rows.append(row | dict(frames=[sum(t for t, _, _ in each) for each in passes]))
-            assert off < 1e-2, row
-            del found
-        lengths = {each for row in rows for each in row["frames"]}
-        alone: dict[int, list[float]] = {each: [] for each in lengths}
-        for index in range(rounds):
-            for row in rows[:: -1 if index % 2 else 1]:
-                hf_vit_accel.patch(tower, max_rows=row["max_rows"])
-                tower(pixels, grid_thw=grid)
-                row["times"].append(milliseconds(lambda: tower(pixels, grid_thw=grid), cuda=cuda))
-            hf_vit_accel.patch(tower, max_rows=None)
-            for each in lengths:
-                some, of = pixels[: each * HEIGHT * WIDTH], torch.tensor([(each, HEIGHT, WIDTH)])
-                tower(some, grid_thw=of)
-                alone[each].append(milliseconds(lambda: tower(some, grid_thw=of), cuda=cuda))  # noqa: B023
-    for row in rows:
-        row["ms"] = statistics.median(row.pop("times"))
-        row["alone_ms"] = sum(statistics.median(alone[each]) for each in row["frames"])
-        del row["alone"]
+    for size in SIZES:
+        hf_vit_accel.patch(tower, max_rows=size, strict=True)
+        tower(pixels, grid_thw=grid)  # computes the layout, whose memory is not a pass's
+        beyond, outputs = gigabytes(tower, pixels, grid)
+        expected = expected or [output.clone() for output in outputs]
+        row: Row = dict(model=model, max_rows=size, beyond_gb=beyond, error=largest_error(outputs, expected))
+        del outputs
+        passes = cut(videos, size or len(pixels), clips=clips)
+        row["frames"] = [sum(t for t, _, _ in videos_of_pass) for videos_of_pass in passes]
+        assert row["error"] < 1e-2, row
+        rows.append(row)
+    return rows
+
+
+@torch.inference_mode()
+def measure(model: str, frames: int, rounds: int, device: torch.device) -> list[Row]:
+    """Return a row for every size of pass."""
+    tower = build_tower(model, device, torch.bfloat16)
+    grid = grid_of(frames)
+    pixels = draw_pixels(tower, frames, device)
+    rows = compare_sizes(model, tower, pixels, grid)
+    times: list[list[float]] = [[] for _ in rows]
+    lengths = {frames_of_pass for row in rows for frames_of_pass in row["frames"]}
+    alone: dict[int, list[float]] = {length: [] for length in lengths}
+    for index in range(rounds):
+        order = list(zip(rows, times, strict=True))
+        for row, of_row in order[:: -1 if index % 2 else 1]:
+            hf_vit_accel.patch(tower, max_rows=row["max_rows"])
+            of_row.append(_milliseconds_of_second_call(tower, pixels, grid))
+        hf_vit_accel.patch(tower, max_rows=None)
+        for length in lengths:
+            clip = pixels[: length * HEIGHT * WIDTH]
+            alone[length].append(_milliseconds_of_second_call(tower, clip, grid_of(length)))
+    for row, of_row in zip(rows, times, strict=True):
+        row["ms"] = statistics.median(of_row)
+        row["alone_ms"] = sum(statistics.median(alone[length]) for length in row["frames"])
         print(row, flush=True)
     return rows
 
 
-def many(model: str, frames: int, device: torch.device) -> dict[str, Any]:
-    """A very long video with the default settings: peak of the first call and of the second, and their seconds.
+def _milliseconds_of_second_call(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> float:
+    tower(pixels, grid_thw=grid)
+    return milliseconds(lambda: tower(pixels, grid_thw=grid), cuda=pixels.is_cuda)
 
-    Its last frames are compared with a call of them alone.
+
+@torch.inference_mode()
+def many(model: str, frames: int, device: torch.device) -> Row:
+    """Measure peak and seconds of two calls of a very long video with the default settings.
+
+    Raises:
+        AssertionError: if the last frames differ from a call of them alone
     """
-    tower, grid = build_tower(model, device, torch.bfloat16), torch.tensor([(frames, HEIGHT, WIDTH)])
-    pixels = pixels_of(tower, frames, device)
+    tower = build_tower(model, device, torch.bfloat16)
+    grid = grid_of(frames)
+    pixels = draw_pixels(tower, frames, device)
     hf_vit_accel.patch(tower, strict=True)
-    row: dict[str, Any] = dict(model=model, rows=len(pixels), beyond_gb=[], seconds=[])
-    with torch.inference_mode():
-        for _ in range(2):
-            begin = time.perf_counter()
-            beyond, found = gigabytes(tower, pixels, grid)
-            row["seconds"].append(time.perf_counter() - begin)
-            row["beyond_gb"].append(beyond)
-            row["outputs_gb"] = sum(each.nbytes for each in found) / 1e9
-            ends = [each[-(len(each) // frames) * 3 :].clone() for each in found]
-            del found
-        last = flat(tower, tower(pixels[-3 * HEIGHT * WIDTH :], grid_thw=torch.tensor([(3, HEIGHT, WIDTH)])))
-        pairs = zip(ends, last, strict=True)
-        row["error"] = max(float((f.float() - e.float()).norm() / e.float().norm()) for f, e in pairs)
+    row: Row = dict(model=model, rows=len(pixels), beyond_gb=[], seconds=[])
+    for _ in range(2):
+        begin = time.perf_counter()
+        beyond, outputs = gigabytes(tower, pixels, grid)
+        row["seconds"].append(time.perf_counter() - begin)
+        row["beyond_gb"].append(beyond)
+        row["outputs_gb"] = sum(output.nbytes for output in outputs) / 1e9
+        ends = [output[-(len(output) // frames) * 3 :].clone() for output in outputs]
+        del outputs
+    last = outputs_of(tower, tower(pixels[-3 * HEIGHT * WIDTH :], grid_thw=grid_of(3)))
+    row["error"] = largest_error(ends, last)
     row["passes"] = hf_vit_accel.status(tower).towers[0].passes
     print(row, flush=True)
-    assert row["error"] < 2e-2, row  # for three frames another backend attends: two roundings to bf16 apart
+    assert row["error"] < 2e-2, row  # three frames get another backend: both round to bf16
     return row
 
 
@@ -127,19 +156,19 @@ def main(
     frames: int = 64,
     rounds: int = 5,
     million: Annotated[int, typer.Option(help="Frames of the very long video of the first model; 0 for none.")] = 435,
-    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
-    """Measure and write what was found."""
+    """Measure every model, and print and write the rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
-    result |= {"dtype": "bfloat16", "versions": machine.versions(), "rows_of_call": frames * HEIGHT * WIDTH, "rows": []}
+    rows: list[Row] = []
+    document: Row = {"device": device_name(device), "dtype": "bfloat16", "versions": machine.versions()}
+    document |= {"rows_of_call": frames * HEIGHT * WIDTH, "rows": rows}
     names = models.split(",")
     if million:
-        result["million"] = many(names[0], million, device)
+        document["million"] = many(names[0], million, device)
     for model in names:
-        result["rows"] += measure(model, frames, rounds, device)
-        if json_path is not None:
-            json_path.write_text(json.dumps(result, indent=1) + "\n")
+        rows += measure(model, frames, rounds, device)
+        write_json(json_path, document)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ from the JSON files beside it; a test fails where a page differs.
+"""Write the tables of README.md and docs/ from the JSON files beside this one; a test fails where a page differs.
 
 python examples/benchmark/tables.py
 
@@ -7,327 +7,281 @@ A page holds a table between `<!-- table: NAME -->` and `<!-- end of table -->`;
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from documents import HERE, MODELS, Cell, Document, Row, conditions, digits, grid, load, steps, times, title
+from timings import TIMINGS, Timings
+
 ROOT = HERE.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PLACE = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-MODELS = ("qwen2.5-vl-7b", "qwen3-vl-8b", "qwen2-vl-7b")
-TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")  # stock's, that training is compared with
-SIZE_448 = "one 448²"
-
-Times = dict[tuple[str, str], dict[str, dict[str, Any]]]
+TRAINED = ("sdpa", "flash_attention_2", "compile_blocks")
+"""The stock contenders that patched training is compared with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timings:
-    """A table of one file that `hf-vit-accel bench --json` wrote.
-
-    columns: contender to its heading, the first is what others are compared with. command: what makes the file, where
-    it does not say so itself.
-    memory: each cell says the peak memory in GB; else how many times as fast as the first column it is.
-    """
-
-    file: str
-    columns: Mapping[str, str]
-    command: str = ""
-    memory: bool = False
-
-    def __call__(self) -> str:
-        """The table, and what it was measured on."""
-        document = load(self.file)
-        base = next(iter(self.columns))
-        head = ["ms (peak GB)" if self.memory else "ms", "input", "patches", *self.columns.values()]
-        rows = [
-            [
-                title(model),
-                size,
-                str(next(iter(rows.values()))["patches"]),
-                *(self._cell(rows.get(name), rows.get(base) if name != base else None) for name in self.columns),
-            ]
-            for (model, size), rows in times(document).items()
-        ]
-        return grid(head, rows) + f"\n{conditions(document, self.file, self.command)}\n"
-
-    def _cell(self, row: Mapping[str, Any] | None, base: Mapping[str, Any] | None) -> str:
-        if row is None:
-            return ""
-        if self.memory:
-            told = row["peak_gb"] is not None and not row["contender"].endswith("+graph")  # theirs is held beside
-            return digits(row["ms"]) + (f" ({row['peak_gb']:.1f})" if told else "")
-        return digits(row["ms"]) + (f" ({base['ms'] / row['ms']:.1f}x)" if base is not None else "")
-
-
-def load(file: str) -> dict[str, Any]:
-    """One of the JSON files."""
-    return dict(json.loads((HERE / file).read_text(encoding="utf-8")))
-
-
-def times(document: Mapping[str, Any]) -> Times:
-    """(model, size) to contender to its row, of everything that was timed."""
-    found: Times = {}
-    for row in document["rows"]:
-        if row["ms"] is not None:
-            found.setdefault((row["model"], row["size"]), {})[row["contender"]] = row
-    return found
-
-
-def conditions(document: Mapping[str, Any], file: str, command: str = "") -> str:
-    """Hardware, versions, commit and command, as far as the file says them."""
-    versions, machine = document["versions"], document.get("machine") or {}
-    parts = [
-        f"One {document['device']}" if document.get("gpus", 1) == 1 else f"{document['gpus']} x {document['device']}",
-        document["dtype"],
-        *(f"{name} {versions[name]}" for name in ("torch", "transformers", "triton") if versions.get(name)),
-        *([f"driver {machine['driver']}, up to {machine['largest_clock']} MHz"] if "driver" in machine else []),
-        f"commit {document['commit']}" if document.get("commit") else "commit not recorded",
-        f"`{document.get('command', command)}`",
-        f"`examples/benchmark/{file}`",
-    ]
-    note = f" {document['transcribed']}" if document.get("transcribed") else ""
-    return f"*{'; '.join(parts)}.*{note}"
+def timings_table(timings: Timings) -> str:
+    """Write a table of a file that `hf-vit-accel bench` wrote."""
+    return timings.table(load(timings.file))
 
 
 def first_token() -> str:
-    """Time to the first token, the language model included."""
+    """Write the time to the first token, which includes the language model."""
     document = load("first_token.json")
+    rows = []
+    for row in document["rows"]:
+        milliseconds = [digits(row[way]) for way in ("stock", "patched", "graphs")]
+        rows.append([title(row["model"]), *milliseconds, f"{saved(row):.0f}%"])
     head = ["ms", "stock", "patched", "patched, CUDA graphs", "less time"]
-    rows = [
-        [
-            title(row["model"]),
-            *(digits(row[key]) for key in ("stock", "patched", "graphs")),
-            f"{saved(row):.0f}%",
-        ]
-        for row in document["rows"]
-    ]
     command = "python examples/benchmark/first_token.py"
     return grid(head, rows) + f"\n{conditions(document, 'first_token.json', command)}\n"
 
 
 def captioning() -> str:
-    """Images a second of the batch captioner: of each way the median and all runs."""
+    """Write the images per second of the batch captioner: the median and every run of stock and patched."""
     document = load("captioning.json")
-    rows = [
-        [
-            str(row["tokens"]),
-            *(f"{digits(row[way])} ({', '.join(map(digits, row['all'][way]))})" for way in ("stock", "patched")),
-            f"{row['patched'] / row['stock']:.1f}x",
-        ]
-        for row in document["rows"]
-    ]
+    rows = []
+    for row in document["rows"]:
+        rates = []
+        for way in ("stock", "patched"):
+            runs = ", ".join(digits(rate) for rate in row["all"][way])
+            rates.append(f"{digits(row[way])} ({runs})")
+        rows.append([str(row["tokens"]), *rates, f"{row['patched'] / row['stock']:.1f}x"])
     head = ["new tokens", "stock, images/s, median (each run)", "patched", "times as fast"]
     return grid(head, rows) + f"\n{conditions(document, 'captioning.json')}\n"
 
 
 def captioning_processes() -> str:
-    """Images a second of the batch captioner by how many processes it has, a GPU each."""
-    document, rows = load("captioning_processes.json"), []
-    for tokens in dict.fromkeys(row["tokens"] for row in document["rows"]):
-        found = {row["processes"]: row for row in document["rows"] if row["tokens"] == tokens}
-        one = found[1]["per_second"]
-        rows.append(
-            [str(tokens), *(f"{digits(r['per_second'])} ({r['per_second'] / one:.2f}x)" for r in found.values())]
-        )
-    head = ["new tokens, images/s", *(f"{count} process{'es' * (count > 1)}" for count in found)]
+    """Write the images per second of the batch captioner by its number of processes, one GPU each."""
+    document = load("captioning_processes.json")
+    rates: dict[int, dict[int, float]] = {}
+    for row in document["rows"]:
+        rates.setdefault(row["tokens"], {})[row["processes"]] = row["per_second"]
+    rows = []
+    for tokens, by_processes in rates.items():
+        cells = [f"{digits(rate)} ({rate / by_processes[1]:.2f}x)" for rate in by_processes.values()]
+        rows.append([str(tokens), *cells])
+    counts = [f"{count} process{'es' * (count > 1)}" for count in by_processes]
     command = "accelerate launch --num_processes N examples/benchmark/captioning_benchmark.py build/captioning"
-    return grid(head, rows) + f"\n{conditions(document, 'captioning_processes.json', command)}\n"
+    table = grid(["new tokens, images/s", *counts], rows)
+    return table + f"\n{conditions(document, 'captioning_processes.json', command)}\n"
 
 
 def ways(file: str = "ways.json") -> str:
-    """Ways to train a tower: stock, patched, and how many times as fast that is."""
+    """Write the ways to train a tower: stock, patched and the speed-up.
+
+    Raises:
+        ValueError: if rows do not alternate between stock and patched, or a patched call ran stock
+    """
     document = load(file)
-    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
+    cells: dict[Cell, dict[str, str]] = {}
     for stock, ours in zip(document["rows"][::2], document["rows"][1::2], strict=True):
         if any(stock[key] != ours[key] for key in ("model", "size", "way")) or ours["calls"]["stock"]:
             raise ValueError(f"{file}: not a pair of stock and patched: {stock} and {ours}")
         ratio = stock["ms"] / ours["ms"]
-        told = f"{digits(stock['ms'])} / {digits(ours['ms'])} ({ratio:.{1 + (ratio < 1)}f}x)"
-        cells.setdefault((stock["model"], stock["size"]), {})[stock["way"]] = told
+        decimals = 2 if ratio < 1 else 1
+        cell = f"{digits(stock['ms'])} / {digits(ours['ms'])} ({ratio:.{decimals}f}x)"
+        cells.setdefault((stock["model"], stock["size"]), {})[stock["way"]] = cell
     head = ["ms, stock sdpa / patched", *(f"{title(model)}, {size}" for model, size in cells)]
-    rows = [[way, *(found[way] for found in cells.values())] for way in next(iter(cells.values()))]
+    names = next(iter(cells.values()))
+    rows = [[way, *(by_way[way] for by_way in cells.values())] for way in names]
     return grid(head, rows) + f"\n{conditions(document, file)}\n"
 
 
 def hosts() -> str:
-    """What the CPU decides: one small image on several machines, median and range."""
+    """Write the influence of the CPU: one small image on several machines, median and range."""
     files = ["towers.json", *sorted(path.name for path in HERE.glob("hosts_*.json"))]
-    documents = [load(file) for file in files]
+    documents = {file: load(file) for file in files}
+    measured = [times(document) for document in documents.values()]
     columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+graph": "`auto`, CUDA graph"}
-    found = [times(document) for document in documents]
-    rows = [
-        [title(model), size, *(_spread([each[model, size][name]["ms"] for each in found]) for name in columns)]
-        for model, size in found[-1]
-    ]
+    rows = []
+    for cell in measured[-1]:
+        ranges = [_range([machine[cell][contender]["ms"] for machine in measured]) for contender in columns]
+        rows.append([title(cell[0]), cell[1], *ranges])
     head = [f"ms on {len(files)} machines, median (range)", "input", *columns.values()]
-    told = (f"- {conditions(document, file)}\n" for document, file in zip(documents, files, strict=True))
-    return grid(head, rows) + f"\n{''.join(told)}"
+    machines = "".join(f"- {conditions(document, file)}\n" for file, document in documents.items())
+    return grid(head, rows) + f"\n{machines}"
 
 
-def checks() -> str:
-    """What all checks of a steady call take on a host."""
-    document, found = load("checks.json"), {}
-    for row in document["rows"]:
-        found.setdefault(row["model"], []).append(f"{digits(row['median'])} ({digits(row['least'])})")
-    head = ["us, median (fastest tenth)", "without gradients", "frozen, gradients enabled"]
-    table = grid(head, ([title(model), *cells] for model, cells in found.items()))
-    return table + f"\n{conditions(document, 'checks.json')}\n"
-
-
-def _spread(values: Sequence[float]) -> str:
+def _range(values: Sequence[float]) -> str:
     return f"{digits(statistics.median(values))} ({digits(min(values))} to {digits(max(values))})"
 
 
+def checks() -> str:
+    """Write the time that a host needs for all checks of a steady call."""
+    document = load("checks.json")
+    cells: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        cells.setdefault(row["model"], []).append(f"{digits(row['median'])} ({digits(row['least'])})")
+    head = ["us, median (fastest tenth)", "without gradients", "frozen, gradients enabled"]
+    table = grid(head, ([title(model), *of_model] for model, of_model in cells.items()))
+    return table + f"\n{conditions(document, 'checks.json')}\n"
+
+
 def training_step() -> str:
-    """Seconds of a step of `Trainer`, the language model included."""
+    """Write the seconds of a step of `Trainer`, which include the language model."""
     document = load("training_step.json")
-    rows = [
-        [
-            way,
-            f"{found['stock']['step']:.2f}",
-            f"{found['patched']['step']:.2f} ({found['stock']['step'] / found['patched']['step']:.1f}x)",
-            *(f"{found[of]['tower']:.2f}" for of in ("stock", "patched")),
-        ]
-        for way, found in steps(document).items()
-    ]
+    rows = []
+    for way, timing in steps(document).items():
+        stock = timing["stock"]
+        patched = timing["patched"]
+        step = f"{patched['step']:.2f} ({stock['step'] / patched['step']:.1f}x)"
+        rows.append([way, f"{stock['step']:.2f}", step, f"{stock['tower']:.2f}", f"{patched['tower']:.2f}"])
     command = "python examples/benchmark/training_step.py --json examples/benchmark/training_step.json"
     head = [f"seconds, {title(document['model'])}", "stock", "patched", "of it the tower, stock", "patched"]
     return grid(head, rows) + f"\n{conditions(document | {'dtype': 'bfloat16'}, 'training_step.json', command)}\n"
 
 
-def steps(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Way to train to what it took."""
-    return {way: found for way, found in document.items() if isinstance(found, dict) and "patched" in found}
-
-
 def data_parallel() -> str:
-    """One call shared by several GPUs, beside one of them."""
+    """Write the time of one call that several GPUs share, beside that of one GPU."""
     document = load("data_parallel.json")
-    ours: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    by_cell: dict[Cell, dict[int, Row]] = {}
     for run in document["runs"]:
         for row in run["towers"]:
             if not row["graphs"] and "448" not in row["size"]:
-                ours.setdefault((row["model"], row["size"]), {})[run["ranks"]] = row
+                by_cell.setdefault((row["model"], row["size"]), {})[run["ranks"]] = row
     counts = [run["ranks"] for run in document["runs"]]
-    told = any("balance_measured" in row for found in ours.values() for row in found.values())
-    rows = [
-        [
-            title(model),
-            size,
-            digits(statistics.median(row["alone_ms"] for row in found.values())),
-            *(cell for count in counts for cell in _shared(found.get(count), told)),
-        ]
-        for (model, size), found in ours.items()
-    ]
-    balances = ["slowest rank by mean (expected)"] * told
-    head = ["ms", "input", "one GPU", *(cell for count in counts for cell in (f"{count} GPUs", *balances))]
+    has_balance = any("balance_measured" in row for by_ranks in by_cell.values() for row in by_ranks.values())
+    head = ["ms", "input", "one GPU"]
+    for count in counts:
+        head += [f"{count} GPUs", *["slowest rank by mean (expected)"] * has_balance]
+    rows = []
+    for (model, size), by_ranks in by_cell.items():
+        cells = [title(model), size, digits(statistics.median(row["alone_ms"] for row in by_ranks.values()))]
+        for count in counts:
+            cells += _shared_cells(by_ranks.get(count), has_balance)
+        rows.append(cells)
     return grid(head, rows) + f"\n{conditions(document | {'gpus': counts[-1]}, 'data_parallel.json')}\n"
 
 
-def _shared(row: Mapping[str, Any] | None, told: bool) -> list[str]:
-    """told: whether there are cells of balance."""
+def _shared_cells(row: Row | None, has_balance: bool) -> list[str]:
+    """Return the cells of one number of GPUs: the time and, with `has_balance`, the load of the slowest rank."""
     if row is None:
-        return [""] * (1 + told)
-    even = f"{row['balance_measured']:.2f} ({row['balance']:.2f})" if "balance_measured" in row else ""
-    return [f"{digits(row['shared_ms'])} ({row['alone_ms'] / row['shared_ms']:.2f}x)", *[even] * told]
+        return [""] * (1 + has_balance)
+    cells = [f"{digits(row['shared_ms'])} ({row['alone_ms'] / row['shared_ms']:.2f}x)"]
+    if has_balance:
+        is_measured = "balance_measured" in row
+        cells.append(f"{row['balance_measured']:.2f} ({row['balance']:.2f})" if is_measured else "")
+    return cells
 
 
 def reuse() -> str:
-    """Calls with copies, with and without reuse."""
+    """Write the time of calls that hold copies, with and without reuse."""
     document = load("reuse.json")
-    rows = [
-        [
-            title(row["model"]),
-            row["what"],
-            *(digits(row["ms"][way]) for way in ("without", "reuse")),
-            f"{row['ratio']:.2f}",
-        ]
-        for row in document["rows"]
-    ]
+    rows = []
+    for row in document["rows"]:
+        milliseconds = row["ms"]
+        cells = [digits(milliseconds["without"]), digits(milliseconds["reuse"]), f"{row['ratio']:.2f}"]
+        rows.append([title(row["model"]), row["what"], *cells])
     head = ["ms", "calls", "without", "with reuse", "share of the time"]
     return grid(head, rows) + f"\n{conditions(document, 'reuse.json')}\n"
 
 
 def max_rows() -> str:
-    """A long video in passes."""
+    """Write the time and memory of a long video by the size of a pass."""
     document = load("max_rows.json")
-    whole = {row["model"]: row["ms"] for row in document["rows"] if row["max_rows"] is None}
-    rows = [
-        [
-            title(row["model"]),
-            "one pass" if row["max_rows"] is None else f"{row['max_rows']:,}",
-            f"{row['beyond_gb']:.2f}",
-            f"{digits(row['ms'])} ({row['ms'] / whole[row['model']]:.2f})",
-        ]
-        for row in document["rows"]
-    ]
+    one_pass = {row["model"]: row["ms"] for row in document["rows"] if row["max_rows"] is None}
+    rows = []
+    for row in document["rows"]:
+        size = "one pass" if row["max_rows"] is None else f"{row['max_rows']:,}"
+        milliseconds = f"{digits(row['ms'])} ({row['ms'] / one_pass[row['model']]:.2f})"
+        rows.append([title(row["model"]), size, f"{row['beyond_gb']:.2f}", milliseconds])
     head = [f"{document['rows_of_call']:,} patches", "`max_rows`", "GB beyond weights and outputs", "ms (of one pass)"]
     command = "python examples/benchmark/max_rows.py"
     return grid(head, rows) + f"\n{conditions(document, 'max_rows.json', command)}\n"
 
 
 def long_video() -> str:
-    """What a video's tower and its answer take within a budget, stock beside patched."""
+    """Write the memory and time of a video's tower and of its answer within a budget, stock and patched."""
     document = load("long_video.json")
-
-    def cell(step: Any) -> str:
-        return f"{step['peak_gb']:.1f} GB, {step['seconds']:.2f} s" if isinstance(step, dict) else step or ""
-
-    rows = [
-        [row["way"], f"{row['fps']:g}", f"{row['patches']:,}", cell(row["encode"]), cell(row.get("generate"))]
-        for row in document["rows"]
-    ]
+    rows = []
+    for row in document["rows"]:
+        measured = [_memory_and_time(row["encode"]), _memory_and_time(row.get("generate"))]
+        rows.append([row["way"], f"{row['fps']:g}", f"{row['patches']:,}", *measured])
     head = [f"within {document['rows'][0]['budget_gb']:g} GB", "frames a second", "patches", "encoding", "answering"]
     return grid(head, rows) + f"\n{conditions(document, 'long_video.json')}\n"
 
 
-def fp8_errors() -> str:
-    """How far FP8 is off."""
-    columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+fp8": "`auto` with `fp8=True`"}
+def _memory_and_time(step: Document | str | None) -> str:
+    """Write a step that ran as memory and seconds, and an error as it is."""
+    if isinstance(step, dict):
+        return f"{step['peak_gb']:.1f} GB, {step['seconds']:.2f} s"
+    return step or ""
+
+
+def fp8_linears(file: str = "fp8_linears.json") -> str:
+    """What linears in FP8 gain, and what they cost."""
+    document = load(file)
+    ways = {
+        "bf16": "bf16",
+        "attention": "`fp8=True`",
+        "attention qkv proj": '`linears=("qkv", "proj")`',
+        "all": "`linears=True`",
+        "all, graphs": "`linears=True`, CUDA graph",
+    }
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in document["rows"]:
+        found.setdefault((row["model"], row["size"]), {})[row["way"]] = row
+    ways = {way: head for way, head in ways.items() if all(way in each for each in found.values())}
     rows = [
-        [title(model), size, *(f"{rows[name]['error']:.2%}" for name in columns)]
-        for (model, size), rows in times(load("fp8.json")).items()
+        [
+            title(model),
+            size,
+            *(f"{digits(each[way]['ms'])} ({each[way]['error']:.1%}, {each[way]['cosine']:.4f})" for way in ways),
+        ]
+        for (model, size), each in found.items()
+        if size in ("16 x 512²", "one page")
     ]
+    command = "python examples/benchmark/fp8_linears.py"
+    head = ["ms (error, smallest cosine)", "input", *ways.values()]
+    return grid(head, rows) + f"\n{conditions(document, file, command)}\n"
+
+
+def fp8_errors() -> str:
+    """Write the error of FP8 attention beside that of bf16."""
+    columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+fp8": "`auto` with `fp8=True`"}
+    rows = []
+    for (model, size), by_contender in times(load("fp8.json")).items():
+        errors = [f"{by_contender[contender]['error']:.2%}" for contender in columns]
+        rows.append([title(model), size, *errors])
     return grid(["error", "input", *columns.values()], rows)
 
 
 def headline() -> str:
-    """What the README leads with: end to end, then the tower beside the fastest that is not ours."""
+    """Write the table at the top of README: end to end, then the tower beside the fastest stock setup."""
+    rows = [*_end_to_end(), *_towers()]
+    rows = [[cell or "not timed" for cell in row] for row in rows]
+    return grid(["what is timed", "compared with", *(title(model) for model in MODELS)], rows)
+
+
+def _end_to_end() -> list[list[str]]:
+    """Return the rows of the headline that include the language model."""
     tokens = {row["model"]: row["stock"] / row["graphs"] for row in load("first_token.json")["rows"]}
-    trained, captions = load("training_step.json"), load("captioning.json")
-    rows: list[list[str]] = [
-        [
-            "first token of one 1024² image, CUDA graphs",
-            "stock sdpa",
-            *(f"{tokens[model]:.1f}x" if model in tokens else "" for model in MODELS),
-        ],
-        *(
-            [
-                f"step of `Trainer`, {way}",
-                "stock sdpa",
-                *(
-                    f"{found['stock']['step'] / found['patched']['step']:.1f}x" if model == trained["model"] else ""
-                    for model in MODELS
-                ),
-            ]
-            for way, found in steps(trained).items()
-        ),
-        *(
-            [
-                f"batch captioning, {row['tokens']} new tokens",
-                "stock sdpa",
-                *(f"{row['patched'] / row['stock']:.1f}x" if model == captions["model"] else "" for model in MODELS),
-            ]
-            for row in captions["rows"]
-            if row["tokens"] > 1
-        ),
+    rows = [["first token of one 1024² image, CUDA graphs", "stock sdpa", *_speedups(tokens)]]
+    trained = load("training_step.json")
+    for way, timing in steps(trained).items():
+        speedup = timing["stock"]["step"] / timing["patched"]["step"]
+        rows.append([f"step of `Trainer`, {way}", "stock sdpa", *_speedups({trained["model"]: speedup})])
+    captions = load("captioning.json")
+    for row in captions["rows"]:
+        if row["tokens"] > 1:
+            speedup = row["patched"] / row["stock"]
+            name = f"batch captioning, {row['tokens']} new tokens"
+            rows.append([name, "stock sdpa", *_speedups({captions["model"]: speedup})])
+    return rows
+
+
+def _speedups(by_model: Mapping[str, float]) -> list[str]:
+    return [f"{by_model[model]:.1f}x" if model in by_model else "" for model in MODELS]
+
+
+def _towers() -> list[list[str]]:
+    """Return the rows of the headline that time the tower alone."""
+    fastest_trained = "the fastest of stock sdpa, FlashAttention-2, compiled blocks"
+    return [
         ["tower, forward", "stock with FlashAttention-3", *gains("towers.json", "auto", ("flash_attention_3",))],
         ["tower, forward, plain install", "stock sdpa", *gains("plain.json", "auto", ("sdpa",))],
         [
@@ -335,55 +289,39 @@ def headline() -> str:
             "stock, compiled and in a CUDA graph",
             *gains("small.json", "auto+graph", ("compile+graph",)),
         ],
-        [
-            "tower, forward and backward",
-            "the fastest of stock sdpa, FlashAttention-2, compiled blocks",
-            *gains("training.json", "auto", TRAINED),
-        ],
+        ["tower, forward and backward", fastest_trained, *gains("training.json", "auto", TRAINED)],
         [
             "tower, forward and backward, CUDA graphs",
-            "the fastest of stock sdpa, FlashAttention-2, compiled blocks",
+            fastest_trained,
             *gains("training.json", "auto+graph", TRAINED),
         ],
     ]
-    rows = [[cell or "not timed" for cell in row] for row in rows]
-    return grid(["what is timed", "compared with", *map(title, MODELS)], rows)
 
 
 def gains(file: str, ours: str, stock: Sequence[str]) -> Iterable[str]:
-    """For each model: how many times as fast as the fastest of some stock contenders, least and most over the sizes.
+    """Yield the speed-up of each model over the fastest stock contender, as a range over the sizes.
 
-    Raises KeyError where one of them was not timed, or ours was not.
+    Raises:
+        KeyError: if `ours` or a stock contender was not timed for a size
     """
-    found = times(load(file))
+    by_cell = times(load(file))
     for model in MODELS:
-        ratios = [
-            min(rows[f"stock {name}"]["ms"] for name in stock) / rows[ours]["ms"]
-            for (of, _), rows in found.items()
-            if of == model
-        ]
-        low, high = (f"{ratio:.1f}" for ratio in (min(ratios, default=0), max(ratios, default=0)))
-        yield "" if not ratios else f"{low}x" if low == high else f"{low} to {high}x"
+        ratios = []
+        for (model_of_cell, _), by_contender in by_cell.items():
+            if model_of_cell == model:
+                fastest = min(by_contender[f"stock {name}"]["ms"] for name in stock)
+                ratios.append(fastest / by_contender[ours]["ms"])
+        if not ratios:
+            yield ""
+            continue
+        low = f"{min(ratios):.1f}"
+        high = f"{max(ratios):.1f}"
+        yield f"{low}x" if low == high else f"{low} to {high}x"
 
 
-def saved(row: Mapping[str, Any]) -> float:
-    """Per cent of stock's time to the first token that patching with CUDA graphs saves."""
+def saved(row: Row) -> float:
+    """Return the percentage of stock's time to the first token that patching with CUDA graphs saves."""
     return float(100 * (1 - row["graphs"] / row["stock"]))
-
-
-def title(model: str) -> str:
-    """qwen2.5-vl-7b as its makers write it."""
-    return re.sub(r"\d+b$", lambda size: size[0].upper(), model.replace("qwen", "Qwen").replace("-vl-", "-VL-"))
-
-
-def digits(number: float) -> str:
-    """Three significant digits, or all before the point."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-
-
-def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -401,104 +339,19 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "max_rows": max_rows,
     "long_video": long_video,
     "reuse": reuse,
-    "towers_h100": Timings(
-        file="towers_h100.json",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "stock flash_attention_3": "stock FlashAttention-3",
-            "auto": "`auto`",
-            "torch_varlen": "`torch_varlen`",
-            "flashinfer_cudnn": "`flashinfer_cudnn`",
-            "flash_attention_4": "`flash_attention_4`",
-            "flash_attention_3": "`flash_attention_3`",
-        },
-    ),
-    "plain": Timings(file="plain.json", columns={"stock sdpa": "stock sdpa", "auto": "`auto`"}),
-    "backends": Timings(
-        file="towers.json",
-        columns={
-            "torch_varlen": "`torch_varlen`",
-            "flashinfer_cudnn": "`flashinfer_cudnn`",
-            "flash_attention_4": "`flash_attention_4`",
-            "flash_attention_3": "`flash_attention_3` (not from pip)",
-            "auto": "`auto` (all installed)",
-        },
-    ),
-    "families": Timings(
-        file="families.json",
-        command='hf-vit-accel bench --model NAME --sizes "16 x 512²,one 448²" --backends auto,auto+graph --rounds 2',
-        columns={"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+graph": "`auto`, CUDA graph"},
-    ),
-    "towers": Timings(
-        file="towers.json",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "stock flash_attention_3": "stock FlashAttention-3",
-            "auto": "`auto`",
-            "auto+graph": "`auto`, CUDA graph",
-            "flashinfer_cudnn": "`flashinfer_cudnn`",
-            "flash_attention_3": "`flash_attention_3`",
-        },
-    ),
-    "small": Timings(
-        file="small.json",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "stock flash_attention_3": "stock FlashAttention-3",
-            "stock graph": "the same in a CUDA graph",
-            "stock compile+graph": "and compiled",
-            "auto+graph": "`auto`, CUDA graph",
-            "flashinfer_cudnn+graph": "`flashinfer_cudnn`, CUDA graph",
-        },
-    ),
-    "training": Timings(
-        file="training.json",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "stock flash_attention_2": "stock FlashAttention-2",
-            "stock compile_blocks": "stock, compiled blocks",
-            "auto": "patched",
-            "auto+graph": "patched, CUDA graphs",
-        },
-        memory=True,
-    ),
-    **{
-        name: Timings(
-            file=f"{name}.json",
-            columns={"stock sdpa": "stock sdpa", "stock compile_blocks": "stock, compiled blocks", "auto": "patched"},
-            memory=True,
-        )
-        for name in ("lora", "checkpointing", "families_training")
-    },
-    "flex": Timings(
-        file="flex.json",
-        command=f'hf-vit-accel bench --model qwen3-vl-8b,qwen2.5-vl-7b --sizes "{SIZE_448},16 x 512²" '
-        "--backends flex,flex+graph,flashinfer_cudnn,flashinfer_cudnn+graph,auto",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "flex": "`flex`",
-            "flex+graph": "`flex`, CUDA graph",
-            "flashinfer_cudnn": "`flashinfer_cudnn`",
-            "flashinfer_cudnn+graph": "`flashinfer_cudnn`, CUDA graph",
-        },
-    ),
-    "fp8": Timings(
-        file="fp8.json",
-        command='hf-vit-accel bench --model qwen3-vl-8b,qwen2-vl-7b --sizes "one page,1x72x72" '
-        "--backends flashinfer_cudnn,auto,auto+fp8 --rounds 3",
-        columns={
-            "stock sdpa": "stock sdpa",
-            "flashinfer_cudnn": "`flashinfer_cudnn`",
-            "auto": "`auto`",
-            "auto+fp8": "`auto` with `fp8=True`",
-        },
-    ),
+    "fp8_linears": fp8_linears,
+    "fp8_linears_h100": partial(fp8_linears, "fp8_linears_h100.json"),
+    **{name: partial(timings_table, timings) for name, timings in TIMINGS.items()},
 }
-"""Every table that a page may hold."""
+"""The function that writes a table, by the name that a page gives it."""
 
 
 def filled(page: str) -> str:
-    """A page's text with its tables written anew; KeyError for a table that there is none of."""
+    """Write the tables of a page's text anew.
+
+    Raises:
+        KeyError: if the page names an unknown table
+    """
     return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place['name']]()}\n{place[3]}", page)
 
 

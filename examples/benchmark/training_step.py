@@ -1,10 +1,10 @@
-"""Seconds of one step of transformers' `Trainer` under bf16 autocast, stock and patched: 16 x 512² pictures, full size.
+"""Time one step of transformers' `Trainer` under bf16 autocast, stock and patched: 16 x 512² pictures, full size.
 
     python examples/benchmark/training_step.py --json build/training_step.json      needs a CUDA device with 80 GB
 
-Two ways to fine-tune: adapters (LoRA) on the language model with the tower frozen, and the tower trained with the
-language model frozen. Weights and pictures are random; stock and patched take turns in one process. What the tower
-itself takes of a step is measured alone, forward or forward and backward.
+There are two ways to fine-tune: adapters (LoRA) on the language model with a frozen tower, or the tower with a frozen
+language model. Weights and pictures are random. Stock and patched take turns in one process. The tower's share of a
+step is measured alone: its forward, and its backward where it is trained.
 """
 
 from __future__ import annotations
@@ -15,43 +15,60 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
 import hf_vit_accel
 from hf_vit_accel import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from first_token import END, IMAGE, START, build
+from measuring import Row, device_name, write_json
 
 WARM_UPS = 2
-WAYS = "LoRA on the language model, tower frozen", "tower trained, language model frozen"
+WAYS = ("LoRA on the language model, tower frozen", "tower trained, language model frozen")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+Sample = dict[str, torch.Tensor]
 
 
 class Clock(TrainerCallback):
-    """Seconds of every step, once the device is done with it."""
+    """Measure the seconds of every step until the device is done with it."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.begin = 0.0
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start."""
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Start the clock."""
         _wait()
         self.begin = time.perf_counter()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Stop: forward, backward and the optimizer's step are over."""
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Stop the clock after forward, backward and the optimizer's step."""
         _wait()
         self.seconds.append(time.perf_counter() - self.begin)
 
 
-def batch(tower: Any, images: int, side: int) -> dict[str, torch.Tensor]:
-    """One sample: images of side x side patches, then text that is learnt."""
+def batch(tower: nn.Module, images: int, side: int) -> Sample:
+    """Draw one sample: images of side x side patches, then a text with labels."""
     tokens = side * side // tower.spatial_merge_size**2
     picture = [START, *[IMAGE] * tokens, END]
     text = list(range(200, 264))
@@ -69,8 +86,8 @@ def batch(tower: Any, images: int, side: int) -> dict[str, torch.Tensor]:
     }
 
 
-def train(model: Any, sample: dict[str, torch.Tensor], steps: int) -> list[float]:
-    """Seconds of each step of `Trainer(bf16=True)`."""
+def train(model: nn.Module, sample: Sample, steps: int) -> list[float]:
+    """Return the seconds of every step of `Trainer(bf16=True)` after those that warm up."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -83,7 +100,7 @@ def train(model: Any, sample: dict[str, torch.Tensor], steps: int) -> list[float
             report_to="none",
             remove_unused_columns=False,
             disable_tqdm=True,
-            use_cpu=not torch.cuda.is_available(),
+            use_cpu=DEVICE.type == "cpu",
         )
         Trainer(
             model=model,
@@ -95,33 +112,64 @@ def train(model: Any, sample: dict[str, torch.Tensor], steps: int) -> list[float
     return clock.seconds[WARM_UPS:]
 
 
-def tower_alone(tower: Any, sample: dict[str, torch.Tensor], rounds: int = 5) -> float:
-    """Median seconds of the tower in a step: its forward, with the backward where it is trained."""
+def tower_alone(tower: nn.Module, sample: Sample, rounds: int = 5) -> float:
+    """Return the tower's median seconds in a step: its forward, and its backward where it is trained."""
     device = next(tower.parameters()).device
-    pixels, grid = sample["pixel_values"].to(device), sample["image_grid_thw"].to(device)
-    trained, found = any(parameter.requires_grad for parameter in tower.parameters()), []
+    pixels = sample["pixel_values"].to(device)
+    grid = sample["image_grid_thw"].to(device)
+    is_trained = any(parameter.requires_grad for parameter in tower.parameters())
+    seconds = []
     for _ in range(rounds + WARM_UPS):
         tower.zero_grad(set_to_none=True)
         _wait()
         begin = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16), torch.set_grad_enabled(trained):
+        with torch.autocast(device.type, torch.bfloat16), torch.set_grad_enabled(is_trained):
             output = tower(pixels, grid_thw=grid).pooler_output
-        if trained:
+        if is_trained:
             output.float().square().mean().backward()
         _wait()
-        found.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - begin)
     tower.zero_grad(set_to_none=True)
-    return statistics.median(found[WARM_UPS:])
+    return statistics.median(seconds[WARM_UPS:])
 
 
-def prepared(model: Any, way: str, rank: int) -> Any:
-    """The model with what is trained in this way requiring gradients."""
+def prepared(model: PreTrainedModel, way: str, rank: int) -> nn.Module:
+    """Freeze the model but for the weights that a way trains; add adapters where it trains those."""
     model.requires_grad_(False)
     if way == WAYS[0]:
         linears = r"model\.language_model\..*(q|k|v|o|gate|up|down)_proj"
         return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears))
     model.model.visual.requires_grad_(True)
     return model
+
+
+def measure(name: str, way: str, images: int, side: int, steps: int, rounds: int, rank: int) -> Row:
+    """Time stock and patched in turns; return the timings of one way to train."""
+    set_seed(0)
+    bare = build(name, device=DEVICE.type)
+    tower = bare.model.visual
+    model = prepared(bare, way, rank)
+    sample = batch(tower, images, side)
+    seconds: dict[str, list[float]] = {"stock": [], "patched": []}
+    alone: dict[str, list[float]] = {"stock": [], "patched": []}
+    for _ in range(rounds):
+        for contender in seconds:
+            hf_vit_accel.unpatch(model)
+            if contender == "patched":
+                hf_vit_accel.patch(model)
+            seconds[contender] += train(model, sample, WARM_UPS + steps)
+            alone[contender].append(tower_alone(tower, sample))
+    status = hf_vit_accel.status(model).towers[0]
+    timings: Row = {"fast_calls": status.calls, "stock_calls": status.stock_calls}
+    for contender, of_steps in seconds.items():
+        timings[contender] = {
+            "step": statistics.median(of_steps),
+            "low": min(of_steps),
+            "high": max(of_steps),
+            "tower": min(alone[contender]),
+        }
+    timings["share_of_stock"] = timings["patched"]["step"] / timings["stock"]["step"]
+    return timings
 
 
 def main(
@@ -131,37 +179,21 @@ def main(
     steps: int = 6,
     rounds: int = 2,
     rank: int = 16,
-    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
-    """Time the steps of both ways."""
-    result: dict[str, Any] = {"model": model, "images": images, "patches": side * side, "versions": machine.versions()}
-    result["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    """Time both ways to train, and print and write the timings."""
+    document: Row = {"model": model, "images": images, "patches": side * side, "versions": machine.versions()}
+    document["device"] = device_name(DEVICE)
     for way in WAYS:
-        set_seed(0)
-        bare = build(model, device="cuda" if torch.cuda.is_available() else "cpu")
-        vlm = prepared(bare, way, rank)
-        sample, seconds, alone = batch(bare.model.visual, images, side), {}, {}
-        for _ in range(rounds):
-            for name in ("stock", "patched"):
-                hf_vit_accel.unpatch(vlm)
-                if name == "patched":
-                    hf_vit_accel.patch(vlm)
-                seconds.setdefault(name, []).extend(train(vlm, sample, WARM_UPS + steps))
-                alone.setdefault(name, []).append(tower_alone(bare.model.visual, sample))
-        status = hf_vit_accel.status(vlm).towers[0]
-        found: dict[str, Any] = {"fast_calls": status.calls, "stock_calls": status.stock_calls}
-        for name, all_ in seconds.items():
-            found[name] = dict(step=statistics.median(all_), low=min(all_), high=max(all_), tower=min(alone[name]))
-        result[way] = found | {"share_of_stock": found["patched"]["step"] / found["stock"]["step"]}
-        print(f"{way}: {json.dumps(result[way])}", flush=True)
-        if json_path is not None:
-            json_path.write_text(json.dumps(result, indent=1) + "\n")
-        del bare, vlm
-        torch.cuda.empty_cache()
+        document[way] = measure(model, way, images, side, steps, rounds, rank)
+        print(f"{way}: {json.dumps(document[way])}", flush=True)
+        write_json(json_path, document)
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _wait() -> None:
-    if torch.cuda.is_available():
+    if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 

@@ -1,27 +1,29 @@
-"""Towers trained in every way that people train them: forward and backward of stock sdpa beside patched.
+"""Time forward and backward of towers in every way that people train them: stock sdpa beside patched.
 
     python examples/benchmark/ways.py --json build/ways.json
     torchrun --nproc-per-node 2 examples/benchmark/ways.py      DDP and FSDP2 over two GPUs
 
-Random weights, one step without an optimiser. difference: relative L2 between the gradients of both, which round
-differently. calls: how the patched tower was served. slower: how much longer than stock a step took, in percent.
+Weights are random; a step has no optimizer. In the JSON file, `difference` is the relative L2 difference of the
+gradients, which stock and patched round differently. `calls` counts fast and stock calls of the patched tower. `slower`
+is the extra time of a patched step in percent.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
+from measuring import Grid, Row, device_name, in_turn, write_json
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,135 +37,186 @@ from hf_vit_accel.tools.bench.work import milliseconds
 DEVICE = (
     torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
 )
-"""A CPU, with tiny towers, is for trying this out."""
+"""A CPU suffices to try this out with tiny towers."""
+LARGEST_DIFFERENCE = 0.05
+Wrap = Callable[[nn.Module], nn.Module]
 
-MOST_APART = 0.05
-Way = Callable[[Any], Any]
 
-
-def layers(tower: Any) -> list[Any]:
-    """The modules of its layers."""
+def blocks_of(tower: nn.Module) -> list[nn.Module]:
+    """Return the tower's blocks."""
     return [block.module for block in family_of_tower(tower).parts(tower).blocks]
 
 
-def checkpointed(tower: Any, *, reentrant: bool) -> Any:
-    """Layers run again in the backward; by the name that this transformers has for it."""
+def same(tower: nn.Module) -> nn.Module:
+    """Return the tower unchanged."""
+    return tower
+
+
+def checkpointed(tower: nn.Module, *, reentrant: bool) -> nn.Module:
+    """Enable checkpointing, by the name that this version of transformers gives it."""
     word = "activation" if hasattr(tower, "activation_checkpointing_enable") else "gradient"
-    getattr(tower, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": reentrant}})
+    enable = getattr(tower, f"{word}_checkpointing_enable")
+    enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": reentrant}})
     return tower
 
 
-def partly(tower: Any) -> Any:
-    """The last quarter of the layers, and what comes after them."""
-    blocks = layers(tower)
-    first = len(blocks) - max(1, len(blocks) // 4)
-    frozen = {id(p) for block in blocks[:first] for p in block.parameters()}
-    of_blocks = frozen | {id(p) for block in blocks for p in block.parameters()}
-    before = [p for name, p in tower.named_parameters() if id(p) not in of_blocks and "merger" not in name]
-    for parameter in [*before, *(p for p in tower.parameters() if id(p) in frozen)]:
-        parameter.requires_grad_(False)
+def partly(tower: nn.Module) -> nn.Module:
+    """Train the last quarter of the blocks and the mergers only."""
+    blocks = blocks_of(tower)
+    quarter = max(1, len(blocks) // 4)
+    trained = {id(parameter) for block in blocks[-quarter:] for parameter in block.parameters()}
+    for name, parameter in tower.named_parameters():
+        if id(parameter) not in trained and "merger" not in name:
+            parameter.requires_grad_(False)
     return tower
 
 
-def sharded(tower: Any, *, mixed: bool) -> Any:
-    """Every layer, and the tower around them."""
+def sharded(tower: nn.Module, *, mixed: bool) -> nn.Module:
+    """Shard every block and the tower by FSDP2."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
-    for block in layers(tower):
+    for block in blocks_of(tower):
         fully_shard(block, mp_policy=policy)
     return fully_shard(tower, mp_policy=policy)
 
 
-def compiled(tower: Any) -> Any:
-    """As a user does; without what is known of towers before, of which torch remembers eight."""
-    torch._dynamo.reset()
+def compiled(tower: nn.Module) -> nn.Module:
+    """Compile the tower as users do."""
+    torch._dynamo.reset()  # torch recompiles at most eight times, and earlier towers count
     return torch.compile(tower)
 
 
-WAYS: dict[str, tuple[torch.dtype, bool, Way]] = {
-    "all weights": (torch.bfloat16, False, lambda tower: tower),
-    "the last quarter of the layers": (torch.bfloat16, False, partly),
-    "autocast, bf16 weights": (torch.bfloat16, True, lambda tower: tower),
-    "autocast, fp32 weights": (torch.float32, True, lambda tower: tower),
-    "checkpointed": (torch.bfloat16, False, partial(checkpointed, reentrant=False)),
-    "checkpointed, reentrant": (torch.bfloat16, False, partial(checkpointed, reentrant=True)),
-    "torch.compile": (torch.bfloat16, False, compiled),
-    "DDP": (torch.bfloat16, False, DistributedDataParallel),
-    "FSDP2": (torch.bfloat16, False, partial(sharded, mixed=False)),
-    "FSDP2, fp32 weights in bf16": (torch.float32, False, partial(sharded, mixed=True)),
+@dataclass(frozen=True)
+class Way:
+    """Describe one way to train.
+
+    Args:
+        dtype: the dtype of the weights
+        wrap: prepares the tower
+        autocast: whether steps run under autocast to bf16
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    wrap: Wrap = same
+    autocast: bool = False
+
+
+WAYS = {
+    "all weights": Way(),
+    "the last quarter of the layers": Way(wrap=partly),
+    "autocast, bf16 weights": Way(autocast=True),
+    "autocast, fp32 weights": Way(torch.float32, autocast=True),
+    "checkpointed": Way(wrap=partial(checkpointed, reentrant=False)),
+    "checkpointed, reentrant": Way(wrap=partial(checkpointed, reentrant=True)),
+    "torch.compile": Way(wrap=compiled),
+    "DDP": Way(wrap=DistributedDataParallel),
+    "FSDP2": Way(wrap=partial(sharded, mixed=False)),
+    "FSDP2, fp32 weights in bf16": Way(torch.float32, partial(sharded, mixed=True)),
 }
-"""A name to the weights' dtype, whether autocast is on, and what is done to a tower."""
 
 
-def gradients(module: Any) -> torch.Tensor:
-    """All of them as one; of a sharded tower those of this rank."""
-    found = [p.grad for p in module.parameters() if p.grad is not None]
-    return torch.cat([(each.to_local() if hasattr(each, "to_local") else each).float().flatten() for each in found])
+def gradients(module: nn.Module) -> torch.Tensor:
+    """Concatenate all gradients; those of a sharded module are this rank's."""
+    flat = []
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            flat.append(local.float().flatten())
+    return torch.cat(flat)
 
 
-def measure(model: str, size: str, way: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for stock and one for patched."""
+class Steps:
+    """Run training steps of several modules with the same pixels and the same incoming gradients.
+
+    Args:
+        tower: a tower of the modules' class and weights
+        grid: frames, height and width of every input
+        way: the way to train
+    """
+
+    def __init__(self, tower: nn.Module, grid: Grid, way: Way) -> None:
+        shape = (rows_of(grid), weight_of(tower)[0].numel())
+        self.pixels_TP = torch.randn(shape, device=DEVICE).to(way.dtype)
+        self.grid = torch.tensor(grid, device=DEVICE)
+        self.autocast = way.autocast
+        self.tensors_of = family_of_tower(tower).tensors_of
+        self.incoming: list[torch.Tensor] = []
+
+    def run(self, module: nn.Module) -> None:
+        """Run forward and backward."""
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.autocast):
+            outputs = self.tensors_of(module(self.pixels_TP, grid_thw=self.grid))
+        if not self.incoming:
+            self.incoming = [torch.randn_like(output) for output in outputs]
+        gradients = [gradient.to(output.dtype) for gradient, output in zip(self.incoming, outputs, strict=True)]
+        torch.autograd.backward(outputs, gradients)
+
+    def warm_up(self, module: nn.Module) -> torch.Tensor:
+        """Run two steps, which compile and record; return the gradients of the second."""
+        for _ in range(2):
+            clear(module)
+            self.run(module)
+        result = gradients(module)
+        clear(module)
+        return result
+
+    def peak_gigabytes(self, module: nn.Module) -> float | None:
+        """Measure the peak memory of a step beyond the memory before it; None on a CPU."""
+        if DEVICE.type != "cuda":
+            return None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.run(module)
+        return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+    def milliseconds(self, module: nn.Module) -> float:
+        """Time a step that all ranks begin together."""
+        dist.barrier()
+        cuda = DEVICE.type == "cuda"
+        return milliseconds(lambda: self.run(module), cuda=cuda, before=lambda: clear(module))
+
+
+def clear(module: nn.Module) -> None:
+    """Drop the gradients."""
+    module.zero_grad(set_to_none=True)
+
+
+def measure(model: str, size: str, way: str, rounds: int) -> list[Row]:
+    """Return a row for stock and one for patched.
+
+    Raises:
+        AssertionError: if the gradients differ by more than rounding
+    """
     name, grid = parse_size(size)
-    dtype, autocast, make = WAYS[way]
     torch.manual_seed(0)
-    tower = build_tower(model, DEVICE, dtype).requires_grad_(True).train()
+    tower = build_tower(model, DEVICE, WAYS[way].dtype).requires_grad_(True).train()
     tower.set_attn_implementation("sdpa")
-    towers = {"stock sdpa": tower, "auto": copy.deepcopy(tower)}
-    hf_vit_accel.patch(towers["auto"])
-    modules = {contender: make(each) for contender, each in towers.items()}
-    tensors_of = family_of_tower(tower).tensors_of
-    pixels = torch.randn(rows_of(grid), weight_of(tower)[0].numel(), device=DEVICE).to(dtype)
-    grid_thw, wanted = torch.tensor(grid, device=DEVICE), list[torch.Tensor]()
-    cuda = DEVICE.type == "cuda"
-
-    def step(contender: str) -> None:
-        within: AbstractContextManager[Any] = nullcontext()
-        if autocast:
-            within = torch.autocast(DEVICE.type, torch.bfloat16)
-        with within:
-            outputs = tensors_of(modules[contender](pixels, grid_thw=grid_thw))
-        wanted.extend(map(torch.randn_like, outputs[len(wanted) :]))
-        torch.autograd.backward(outputs, [each.to(made.dtype) for each, made in zip(wanted, outputs, strict=True)])
-
-    def clear(contender: str) -> None:
-        modules[contender].zero_grad(set_to_none=True)
-
+    patched = hf_vit_accel.patch(copy.deepcopy(tower))
+    steps = Steps(tower, grid, WAYS[way])
+    modules = {"stock sdpa": WAYS[way].wrap(tower), "auto": WAYS[way].wrap(patched)}
+    results: dict[str, torch.Tensor] = {}
+    peaks: dict[str, float | None] = {}
     times: dict[str, list[float]] = {contender: [] for contender in modules}
-    peaks: dict[str, float | None] = dict.fromkeys(modules)
-    found: dict[str, torch.Tensor] = {}
     for index in range(2 * rounds):
-        for contender in list(modules)[:: -1 if index % 2 else 1]:
-            if index == 0:
-                for _ in range(2):  # what is compiled, tried or recorded is over
-                    clear(contender)
-                    step(contender)
-                found[contender] = gradients(modules[contender])
-                clear(contender)
-                if cuda:
-                    torch.cuda.synchronize()
-                    before = torch.cuda.memory_allocated()
-                    torch.cuda.reset_peak_memory_stats()
-                    step(contender)
-                    peaks[contender] = (torch.cuda.max_memory_allocated() - before) / 1e9
-            dist.barrier()
-            times[contender].append(milliseconds(partial(step, contender), cuda=cuda, before=partial(clear, contender)))
-    difference = float((found["auto"] - found["stock sdpa"]).norm() / found["stock sdpa"].norm())
-    assert difference <= MOST_APART, f"{model}, {size}, {way}: gradients are {difference:.2g} apart"
-    (status,) = hf_vit_accel.status(towers["auto"]).towers
-    calls = dict(fast=status.calls, stock=status.stock_calls)
-    medians = {contender: statistics.median(each) for contender, each in times.items()}
-    common = dict(model=model, size=name, patches=rows_of(grid), way=way, ranks=dist.get_world_size())
-    return [
-        common
-        | dict(contender=contender, ms=medians[contender], ms_low=min(each), ms_high=max(each))
-        | dict(peak_gb=peaks[contender])
-        | (dict(difference=difference, calls=calls, slower=slower(medians)) if contender == "auto" else {})
-        for contender, each in times.items()
-    ]
-
-
-def slower(medians: dict[str, float]) -> float:
-    """Percent; below zero where patched is faster."""
-    return 100 * (medians["auto"] / medians["stock sdpa"] - 1)
+        for contender in in_turn(modules, index):
+            if contender not in results:
+                results[contender] = steps.warm_up(modules[contender])
+                peaks[contender] = steps.peak_gigabytes(modules[contender])
+            times[contender].append(steps.milliseconds(modules[contender]))
+    difference = float((results["auto"] - results["stock sdpa"]).norm() / results["stock sdpa"].norm())
+    assert difference <= LARGEST_DIFFERENCE, f"{model}, {size}, {way}: gradients are {difference:.2g} apart"
+    rows = []
+    for contender, of_contender in times.items():
+        row = dict(model=model, size=name, patches=rows_of(grid), way=way, ranks=dist.get_world_size())
+        row |= dict(contender=contender, ms=statistics.median(of_contender))
+        row |= dict(ms_low=min(of_contender), ms_high=max(of_contender), peak_gb=peaks[contender])
+        rows.append(row)
+    status = hf_vit_accel.status(patched).towers[0]
+    stock, ours = rows
+    ours["difference"] = difference
+    ours["calls"] = dict(fast=status.calls, stock=status.stock_calls)
+    ours["slower"] = 100 * (ours["ms"] / stock["ms"] - 1)
+    return rows
 
 
 def main(
@@ -173,28 +226,26 @@ def main(
     ),
     ways: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(WAYS),
     rounds: int = 2,
-    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
-    """Measure and write what was found."""
+    """Time every model, size and way, and print and write the rows."""
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-    result: dict[str, Any] = {"device": name, "dtype": "bfloat16", "versions": machine.versions(), "rows": []}
-    result |= {"machine": bench.host(), "gpus": dist.get_world_size()}
+    rows: list[Row] = []
+    document: Row = {"device": device_name(DEVICE), "dtype": "bfloat16", "versions": machine.versions(), "rows": rows}
+    document |= {"machine": bench.host(), "gpus": dist.get_world_size()}
     for model in models.split(","):
         for size in sizes.split(","):
             for way in ways.split(";"):
-                result["rows"] += measure(model, size, way, rounds)
-                if dist.get_rank():
-                    continue
-                stock, ours = result["rows"][-2:]
-                told = f"{stock['ms']:.1f} and {ours['ms']:.1f} ms, apart {ours['difference']:.1e}, {ours['calls']}"
-                print(f"{model}, {size}, {way}: {told}", flush=True)
-                if json_path is not None:
-                    json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+                rows += measure(model, size, way, rounds)
+                if dist.get_rank() == 0:
+                    stock, ours = rows[-2:]
+                    line = f"{stock['ms']:.1f} and {ours['ms']:.1f} ms, apart {ours['difference']:.1e}, {ours['calls']}"
+                    print(f"{model}, {size}, {way}: {line}", flush=True)
+                    write_json(json_path, document)
     dist.destroy_process_group()
 
 

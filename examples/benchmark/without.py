@@ -1,30 +1,35 @@
-"""Runs a module as if some packages were not installed: a plain install, timed where everything is there.
+"""Run a module as if some packages were not installed, to time a plain install on a machine that has them all.
 
     python examples/benchmark/without.py flash_attn,flash_attn_interface,flashinfer,quack hf_vit_accel bench
 
-The module's arguments follow its name.
+The arguments of the module follow its name.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
 class Without:
-    """A finder that does not find some packages."""
+    """Wrap an import finder so that it does not find the hidden packages."""
 
     def __init__(self, finder: Any, hidden: frozenset[str]) -> None:
-        self.finder, self.hidden = finder, hidden
+        self.finder = finder
+        self.hidden = hidden
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """What the finder finds, but for what is hidden."""
-        found: ModuleSpec | None = None
-        if name.partition(".")[0] not in self.hidden:
-            found = self.finder.find_spec(name, path, target)
-        return found
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the wrapped finder's spec, or None for a hidden package."""
+        if name.partition(".")[0] in self.hidden:
+            return None
+        spec: ModuleSpec | None = self.finder.find_spec(name, path, target)
+        return spec
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.finder, name)

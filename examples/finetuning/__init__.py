@@ -1,1 +1,1 @@
-"""What `finetune.py` is made of: `data` (pictures and texts to batches), `curve` (the loss as a picture)."""
+"""The parts of `finetune.py`: pictures and texts (`data`), checkpoints (`folder`), the chart of the loss (`curve`)."""

@@ -1,4 +1,4 @@
-"""Pictures and their texts: found in JSON lines, folders, shards and tables, held out, read, made into batches."""
+"""Find pictures and their texts in JSON lines, folders, shards and tables; hold some out; make batches of them."""
 
 from __future__ import annotations
 
@@ -20,58 +20,73 @@ from media.sources import find
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
+from transformers import ProcessorMixin
 
-__all__ = ["Collator", "Example", "Examples", "Row", "find_examples", "hold_out", "text_column"]
+__all__ = ["Collator", "Example", "Examples", "Row", "find_examples", "find_text_column", "hold_out"]
 
 PICTURES = ("file_name", "image", "path", "key")
 TEXTS = ("text", "caption", "answer", "txt")
 IGNORED = -100
-"""The label that no loss is computed for."""
+"""The label of tokens without a loss."""
 _TRIES = 100
+
+Fields = Mapping[str, Any]
+"""The fields of a line of JSON or of a table's row, by name."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A picture and what belongs to it. values: of its line of JSON; None for what is read where the picture lies."""
+    """A picture and its fields.
+
+    Args:
+        item: the picture
+        values: the fields of its line of JSON; None if the fields are read where the picture is
+    """
 
     item: Item
-    values: Mapping[str, Any] | None = None
+    values: Fields | None = None
 
     @property
     def picture(self) -> str:
-        """The same for all examples of one picture."""
+        """The picture's name; equal for all examples of one picture."""
         return self.item.key if self.values is None else self.item.file
 
-    def fields(self, wanted: set[str]) -> Mapping[str, Any]:
-        """At least what of `wanted` there is."""
-        return fields(self.item, wanted) if self.values is None else self.values
+    def fields(self, names: set[str]) -> Fields:
+        """Return the fields with these names that exist, and possibly others."""
+        return fields(self.item, names) if self.values is None else self.values
 
 
 def find_examples(
     inputs: Sequence[str], *, column: str | None = None, split: str = "train", root: Path | None = None
 ) -> list[Example]:
-    """All examples of the inputs, in their order.
+    """Find all examples of the inputs, in their order.
 
-    An input is a .jsonl file, a folder with a `metadata.jsonl`, or whatever the captioning example reads. column: of
-    the pictures, by default the first known name; split: of datasets; root: what paths in .jsonl files are relative
-    to, by default the file's folder. Raises ValueError for an input that is not there or holds no pictures.
+    Args:
+        inputs: .jsonl files, folders with a `metadata.jsonl`, and all inputs of the captioning example
+        column: the column of the pictures; by default the first of PICTURES that exists
+        split: the split of datasets
+        root: the folder of relative paths in .jsonl files; by default the file's folder
+
+    Raises:
+        ValueError: if an input does not exist or holds no pictures
     """
-    found: list[Example] = []
+    examples: list[Example] = []
     for name in inputs:
         path = Path(name)
         lines = path / "metadata.jsonl" if path.is_dir() else path
         if lines.suffix == ".jsonl" and lines.is_file():
-            more = list(_in_lines(lines, column, root or lines.parent))
+            of_input = list(_read_lines(lines, column, root or lines.parent))
         else:
             items = find([name], column=column, split=split).items
-            more = [Example(item) for item in items if item.kind == "image"]
-        if not more:
+            of_input = [Example(item) for item in items if item.kind == "image"]
+        if not of_input:
             raise ValueError(f"no pictures in {name}")
-        found += more
-    return found
+        examples += of_input
+    return examples
 
 
-def _in_lines(path: Path, column: str | None, root: Path) -> Iterator[Example]:
+def _read_lines(path: Path, column: str | None, root: Path) -> Iterator[Example]:
+    """Yield the examples of a .jsonl file."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -90,31 +105,47 @@ def _in_lines(path: Path, column: str | None, root: Path) -> Iterator[Example]:
             yield Example(Item(key=f"{path}:{number}", file=os.path.normpath(root / picture)), values)
 
 
-def text_column(examples: Sequence[Example], column: str | None) -> str:
-    """The name of the texts. Raises ValueError if none of the first examples has one of that name."""
+def find_text_column(examples: Sequence[Example], column: str | None) -> str:
+    """Return the name of the texts' column.
+
+    Args:
+        examples: all examples; the first ones are looked at
+        column: the only allowed name; by default the names of TEXTS
+
+    Raises:
+        ValueError: if none of the first examples has a text of that name
+    """
     names = (column,) if column else TEXTS
-    for example in examples[:_TRIES]:  # one without a text is passed over, the first one too
-        has = example.fields(set(names))
-        if found := next((name for name in names if name in has), None):
-            return found
+    for example in examples[:_TRIES]:  # training skips examples without a text, so the first ones may lack it
+        existing = example.fields(set(names))
+        for name in names:
+            if name in existing:
+                return name
     first = f"{examples[0].item.key} has {', '.join(sorted(examples[0].fields(set())))}"
     raise ValueError(f"expected a text in {' or '.join(names)}, {first}; name it with --text-column")
 
 
 def hold_out(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and those of a share of the pictures, always the same ones, to evaluate by.
+    """Split the examples by picture into those to train on and those to evaluate with.
 
-    Raises ValueError where one of the two would be empty.
+    Args:
+        examples: all examples
+        fraction: the share of the pictures to evaluate with; every run holds out the same pictures
+
+    Raises:
+        ValueError: if no pictures would be left to train on
     """
-    # By the whole name, too: of equal names in several folders a set's order is another in every process.
+    # Equal file names in several folders have equal digests. The complete name decides between them, because the
+    # order of a set differs between processes.
     pictures = sorted({example.picture for example in examples}, key=lambda name: (_digest(name), name))
-    held = set(pictures[: max(1, round(fraction * len(pictures)))] if fraction else ())
-    kept = [example for example in examples if example.picture not in held]
-    if not kept:
+    held_out = set(pictures[: max(1, round(fraction * len(pictures)))] if fraction else ())
+    trained = [example for example in examples if example.picture not in held_out]
+    if not trained:
         raise ValueError(
-            f"expected pictures to train on beside those held out, got {len(pictures)} in all; 0 holds none out"
+            f"No pictures to train on beside those held out: the inputs hold {len(pictures)}. Give more pictures, or "
+            "hold none out: --eval-fraction 0."
         )
-    return kept, [example for example in examples if example.picture in held]
+    return trained, [example for example in examples if example.picture in held_out]
 
 
 def _digest(name: str) -> bytes:
@@ -123,7 +154,7 @@ def _digest(name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Row:
-    """What is shown, asked and to be answered."""
+    """A picture, the prompt about it and the text to learn."""
 
     image: Image.Image
     prompt: str
@@ -131,33 +162,44 @@ class Row:
 
 
 class Examples(Dataset[Row]):
-    """The examples as the trainer reads them.
+    """Read examples for the trainer.
 
-    One that cannot be read is told and passed over: the next one takes its place, in every run the same.
+    An unreadable example is reported and replaced by the next one, the same in every run.
+
+    Args:
+        examples: the examples
+        processor: the model's processor
+        prompt: the prompt, which may name fields in braces
+        text: the name of the texts' column
     """
 
-    def __init__(self, examples: Sequence[Example], processor: Any, *, prompt: str, text: str) -> None:
-        self.examples, self.processor, self.prompt, self.text = examples, processor, prompt, text
-        self._wanted, self._told = {text, *named([prompt])}, set[str]()
+    def __init__(self, examples: Sequence[Example], processor: ProcessorMixin, *, prompt: str, text: str) -> None:
+        self.examples = examples
+        self.processor = processor
+        self.prompt = prompt
+        self.text = text
+        self._fields = {text, *named([prompt])}
+        self._reported: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Row:
-        told = ""
+        problem = ""
         for place in range(index, index + min(_TRIES, len(self))):
             example = self.examples[place % len(self)]
             try:
                 return self._read(example)
             except Exception as error:  # Pillow's decoders raise anything for damaged files
-                told = f"{example.item.key}: {error}"
-            if told not in self._told:
-                self._told.add(told)
-                print(f"passed over: {told}", file=sys.stderr, flush=True)
-        raise ValueError(f"of {min(_TRIES, len(self))} examples in a row none can be read; the last was {told}")
+                problem = f"{example.item.key}: {error}"
+            if problem not in self._reported:
+                self._reported.add(problem)
+                print(f"passed over: {problem}", file=sys.stderr, flush=True)
+        raise ValueError(f"of {min(_TRIES, len(self))} examples in a row none can be read; the last was {problem}")
 
     def _read(self, example: Example) -> Row:
-        values = example.fields(self._wanted)
+        """Read one example; raise any error of a damaged one."""
+        values = example.fields(self._fields)
         text = values.get(self.text)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"no text in {self.text}")
@@ -167,51 +209,63 @@ class Examples(Dataset[Row]):
             raise ValueError(f"the processor refuses a picture of {image.width} x {image.height}")
         prompt = fill(self.prompt, {"kind": "picture", **values})
         for name in ("image_token", "video_token"):  # PaddleOCR-VL's processor has no videos
-            if (token := getattr(self.processor, name, None)) and token in prompt + text:
-                raise ValueError(f"{token} in a text stands for a picture that there is not")
+            token = getattr(self.processor, name, None)
+            if token and token in prompt + text:
+                raise ValueError(f"{token} in a text stands for a picture, and there is none")
         return Row(image, prompt, text.strip())
 
 
 class Collator:
-    """Rows to one batch of the model's inputs, padded on the right; only the answers' tokens have labels."""
+    """Make a batch of the model's inputs from rows, padded on the right. Only the answers' tokens have labels.
 
-    def __init__(self, processor: Any) -> None:
+    Args:
+        processor: the model's processor
+    """
+
+    def __init__(self, processor: ProcessorMixin) -> None:
         self.processor = processor
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """Return the batch; fields with a row per example come first, since the trainer takes their length."""
         tokenizer = self.processor.tokenizer
-        prompts, answers = zip(*map(self._rendered, rows), strict=True)
-        inputs = dict(
-            self.processor(text=list(prompts), images=[row.image for row in rows], padding=True, return_tensors="pt")
-        )
+        rendered = [self._rendered(row) for row in rows]
+        prompts = [prompt for prompt, _ in rendered]
+        answers = [answer for _, answer in rendered]
+        images = [row.image for row in rows]
+        inputs = dict(self.processor(text=prompts, images=images, padding=True, return_tensors="pt"))
         mask = inputs.pop("attention_mask").bool()
-        # Apart, as when the model is used: there the prompt ends before the answer's first token is chosen.
-        tokens = [torch.tensor(ids) for ids in tokenizer(list(answers), add_special_tokens=False).input_ids]
-        ids = [row[known] for row, known in zip(inputs["input_ids"], mask, strict=True)]
-        rest = [
-            name for name, value in inputs.items() if name != "input_ids" and value.shape == mask.shape
-        ]  # such as the kinds of tokens
-
-        def joined(starts: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], pad: int) -> torch.Tensor:
-            whole = [torch.cat(pair) for pair in zip(starts, ends, strict=True)]
-            return pad_sequence(whole, batch_first=True, padding_value=pad)
-
-        nothing = [torch.zeros_like(each) for each in tokens]
-        batch = {  # first what has a row per example: the trainer takes its length for the batch's
-            "input_ids": joined(ids, tokens, tokenizer.pad_token_id),
-            "attention_mask": joined([torch.ones_like(each) for each in ids], [each + 1 for each in nothing], 0),
-            "labels": joined([torch.full_like(each, IGNORED) for each in ids], tokens, IGNORED),
+        # Answers are tokenized apart from prompts, as in generation: the prompt ends before the first answer token.
+        answer_ids = [torch.tensor(ids) for ids in tokenizer(answers, add_special_tokens=False).input_ids]
+        prompt_ids = _unpadded(inputs.pop("input_ids"), mask)
+        per_token = [name for name, value in inputs.items() if value.shape == mask.shape]  # as mm_token_type_ids
+        batch = {
+            "input_ids": _joined(prompt_ids, answer_ids, tokenizer.pad_token_id),
+            "attention_mask": _joined(
+                [torch.ones_like(ids) for ids in prompt_ids], [torch.ones_like(ids) for ids in answer_ids], 0
+            ),
+            "labels": _joined([torch.full_like(ids, IGNORED) for ids in prompt_ids], answer_ids, IGNORED),
         }
-        for name in rest:
-            batch[name] = joined([row[known] for row, known in zip(inputs[name], mask, strict=True)], nothing, 0)
-        return batch | {name: value for name, value in inputs.items() if name not in batch}
+        for name in per_token:
+            zeros = [torch.zeros_like(ids) for ids in answer_ids]
+            batch[name] = _joined(_unpadded(inputs.pop(name), mask), zeros, 0)
+        return batch | inputs
 
     def _rendered(self, row: Row) -> tuple[str, str]:
-        """The prompt as the model's chat template writes it, and what the template makes of the answer, to its end."""
-        asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row.prompt}]}
-        answered = {"role": "assistant", "content": [{"type": "text", "text": row.text}]}
-        prompt = self.processor.apply_chat_template([asked], add_generation_prompt=True)
-        whole = self.processor.apply_chat_template([asked, answered])
-        # Templates of models that think open a thought in the prompt which the answer's does not have.
-        prompt = os.path.commonprefix([prompt, whole])  # noqa: RUF071 (it is no path)
-        return prompt, whole.removeprefix(prompt).rstrip()
+        """Return the prompt and the answer as the model's chat template writes them."""
+        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row.prompt}]}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": row.text}]}
+        prompt = self.processor.apply_chat_template([question], add_generation_prompt=True)
+        conversation = self.processor.apply_chat_template([question, answer])
+        # Templates of thinking models open a thought at the prompt's end, which the conversation does not have.
+        prompt = os.path.commonprefix([prompt, conversation])  # noqa: RUF071 (it is no path)
+        return prompt, conversation.removeprefix(prompt).rstrip()
+
+
+def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    return [row[is_token] for row, is_token in zip(values, mask, strict=True)]
+
+
+def _joined(prompts: Sequence[torch.Tensor], answers: Sequence[torch.Tensor], pad: int) -> torch.Tensor:
+    """Append every answer to its prompt, and pad the rows on the right."""
+    rows = [torch.cat(pair) for pair in zip(prompts, answers, strict=True)]
+    return pad_sequence(rows, batch_first=True, padding_value=pad)

@@ -1,12 +1,12 @@
-"""Proves that accelerated models give the captions of the stock model, on scenes that the tiny captioners never saw.
+"""Compare the captions of patched models with those of the stock model, on scenes that the tiny captioners never saw.
 
     python examples/tiny_captioner/parity.py --scenes 1000 --json build/parity.json
     python examples/tiny_captioner/parity.py --only fp8 --dtypes bfloat16           FP8 beside stock; needs a GPU
 
-Captions the same held-out scenes with the stock model and with every way to patch it that runs on this machine, in
-bf16 and fp16 on a GPU, in fp32 on a CPU. Prints a Markdown table. Exits with 1 if any accuracy differs from stock's by
-more than half a point (in FP8, which is not exact, by more than one, or if more than 1% of the captions are others), or
-if a patched model did not really run the way that its row says.
+The stock model and every way to patch it that runs on this machine caption the same held-out scenes. They run in bf16
+and fp16 on a GPU, and in fp32 on a CPU. The rows are printed as a Markdown table. The script exits with 1 if an
+accuracy differs from stock's by more than half a point. FP8 is not exact: it may differ by one point, and in 1% of the
+captions. The script also exits with 1 if a patched model did not run as its row says.
 """
 
 from __future__ import annotations
@@ -31,17 +31,26 @@ from hf_vit_accel.backends import BACKENDS, FP8
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train
+from scene_batches import Inputs, encode, shuffle
+from scene_batches import held_out as held_out_scenes
+from tiny_models import FAMILIES
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
-POINTS, FP8_POINTS = 0.5, 1.0
-"""The largest difference to stock's accuracy, in points."""
-FP8_ALWAYS = Fp8Config(min_seqlen=0)
-"""These pictures are far smaller than those that FP8 pays for."""
+POINTS = 0.5
+"""The largest difference from stock's accuracy, in points."""
+FP8_POINTS = 1.0
+"""The same for FP8."""
+FP8_ALWAYS = Fp8Config(min_seqlen=0, min_rows=0)
+"""The defaults leave out pictures as small as these."""
+FP8_LINEARS = {"fp8, linears of attention": ("qkv", "proj"), "fp8, all linears": True}
 CALIBRATED = "fp8, calibrated"
 GRAPHS = GraphConfig(max_tokens=100 * 2 * 7 * 7, exact_after=2)
-"""Holds the largest batch, 100 videos of 2 x 7 x 7 merged tokens, so that every call is replayed: a shape's first one
-padded, later ones exactly. The default's largest budget is made for single images; batches beyond it run in several
-replays, or eagerly."""
+"""The budget of the largest batch, 100 videos of 2 x 7 x 7 merged tokens, so that every call is replayed. The first
+call of a shape is padded, later ones are exact. The default's largest budget suits single images: larger batches run in
+several replays, or eagerly."""
+Options = dict[str, Any]
+"""The arguments of `hf_vit_accel.patch`."""
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16)}
 
 
@@ -49,14 +58,26 @@ DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16)}
 class Batch:
     """The model's inputs for some scenes, and their right captions."""
 
-    inputs: dict[str, Any]
+    inputs: Inputs
     expected: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one way gave. right: captions that are. changed: captions that differ from stock's. calls, replays: of the
-    tower, on the fast path and from CUDA graphs. problems: why it does not prove what it should.
+    """The result of one way to patch.
+
+    Args:
+        family: a name of `tiny_models.FAMILIES`
+        dtype: the dtype of the model
+        way: the name of the way
+        scenes: the number of captions
+        right: the number of right captions
+        stock_right: the number of right captions of the stock model
+        changed: the number of captions that differ from stock's
+        calls: the tower's calls on the fast path
+        replays: the tower's replays of CUDA graphs
+        points: the largest allowed difference of accuracy, in points
+        problems: the reasons why the row proves nothing
     """
 
     family: str
@@ -73,14 +94,14 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Accuracy above stock's, in points."""
+        """The accuracy above stock's, in points."""
         return 100 * (self.right - self.stock_right) / self.scenes
 
     @property
     def failed(self) -> bool:
-        """Whether the difference is too large or not proven."""
-        others = self.points == FP8_POINTS and self.changed > self.scenes * FP8_POINTS / 100
-        return abs(self.difference) > self.points or others or bool(self.problems)
+        """Whether the difference is too large, or the row proves nothing."""
+        has_changed = self.points == FP8_POINTS and self.changed > self.scenes * FP8_POINTS / 100
+        return abs(self.difference) > self.points or has_changed or bool(self.problems)
 
     def __str__(self) -> str:
         cells = (self.family, self.dtype, self.way, f"{self.right / self.scenes:.1%}", f"{self.difference:+.1f}")
@@ -92,14 +113,14 @@ HEADER = """| Family | dtype | Way | Accuracy | Difference to stock, points | Ca
 
 
 @cache
-def load_tokenizer(family: str) -> Any:
-    """The tokenizer of a trained checkpoint."""
+def load_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a trained checkpoint."""
     return transformers.AutoTokenizer.from_pretrained(HERE / family)
 
 
-def load(family: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
-    """A trained checkpoint as transformers loads it."""
-    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+def load(family: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Load a trained checkpoint with transformers."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
         HERE / family, dtype=dtype, attn_implementation="sdpa"
     )
     return model.to(device).eval()
@@ -108,30 +129,38 @@ def load(family: str, dtype: torch.dtype, device: torch.device | str = "cpu") ->
 def held_out(
     family: str, count: int, *, size: int = 100, shuffled: bool = False, device: torch.device | str = "cpu"
 ) -> list[Batch]:
-    """The scenes that `train.accuracy` judges by, encoded. shuffled: each with another's picture."""
+    """Encode the scenes that `train.accuracy` evaluates with.
+
+    Args:
+        family: a name of `tiny_models.FAMILIES`
+        count: the number of scenes
+        size: the scenes of a batch
+        shuffled: show the model the picture of another scene
+        device: the device of the inputs
+    """
     batches = []
-    for batch in train.held_out(family, count, size):
-        given = train.shuffle(batch) if shuffled else batch
-        inputs = train.encode(given, family, load_tokenizer(family), torch.device(device), answer=False)
+    for batch in held_out_scenes(family, count, size):
+        shown = shuffle(batch) if shuffled else batch
+        inputs = encode(shown, family, load_tokenizer(family), torch.device(device), answer=False)
         batches.append(Batch(inputs, batch["captions"]))
     return batches
 
 
-def captions(model: Any, family: str, batches: Sequence[Batch]) -> list[str]:
-    """Greedy captions of all scenes."""
+def captions(model: PreTrainedModel, family: str, batches: Sequence[Batch]) -> list[str]:
+    """Return the greedy captions of all scenes."""
     return [words for batch in batches for words in train.caption(model, load_tokenizer(family), batch.inputs)]
 
 
-def score(found: list[str], batches: Sequence[Batch]) -> int:
-    """How many captions are exactly right."""
-    return train.exact(found, [words for batch in batches for words in batch.expected])
+def score(captions: list[str], batches: Sequence[Batch]) -> int:
+    """Count the captions that are exactly right."""
+    return train.exact(captions, [words for batch in batches for words in batch.expected])
 
 
-def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Every way to patch that a device offers in a dtype, by name: the arguments of `hf_vit_accel.patch`."""
+def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, Options]:
+    """Return every way to patch that a device offers in a dtype, by name."""
     on_cuda = torch.device(device).type == "cuda"
-    usable = [b for b in BACKENDS if (on_cuda or not b.needs.cuda) and not b.reasons_against_machine()]
-    found: dict[str, dict[str, Any]] = {"auto": {}, "auto, nothing fused": {"fuse": False}}
+    usable = [b for b in ORDER if (on_cuda or not b.needs.cuda) and not b.reasons_against_machine()]
+    found: dict[str, Options] = {"auto": {}, "auto, nothing fused": {"fuse": False}}
     if on_cuda and any(backend.capturable for backend in usable):
         found["auto, graphs by default"] = {"cuda_graphs": True}
     for backend in usable:
@@ -147,30 +176,36 @@ def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, dict[str, 
 def compare(
     family: str, dtype: torch.dtype, device: torch.device | str, batches: Sequence[Batch], only: str = ""
 ) -> Iterator[Row]:
-    """A row for the stock model, then one for every way to patch it whose name begins so."""
+    """Yield a row for the stock model, then one for every way to patch it.
+
+    Args:
+        family: a name of `tiny_models.FAMILIES`
+        dtype: the dtype of the model
+        device: the device of the model
+        batches: the scenes
+        only: the beginning of the ways' names
+    """
     model = load(family, dtype, device)
     stock = captions(model, family, batches)
-    right, scenes, name = score(stock, batches), len(stock), str(dtype).removeprefix("torch.")
-    yield Row(family=family, dtype=name, way="stock", scenes=scenes, right=right, stock_right=right)
+    stock_right = score(stock, batches)
+    common = dict(family=family, dtype=str(dtype).removeprefix("torch."), scenes=len(stock), stock_right=stock_right)
+    yield Row(**common, way="stock", right=stock_right)
     for way, options in ways(device, dtype).items():
         if not way.startswith(only):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            if way == CALIBRATED:  # by the first batch alone
+            if way == CALIBRATED:  # the first batch calibrates
                 path = hf_vit_accel.calibrate(model, [batches[0].inputs], Path(folder, "maxima.json"))
                 options = {"fp8": Fp8Config(amax_file=path, min_seqlen=0)}
             with hf_vit_accel.patched(model, **options):
-                found = captions(model, family, batches)
+                patched = captions(model, family, batches)
                 status = hf_vit_accel.status(model)
         (tower,) = status.towers
         yield Row(
-            family=family,
-            dtype=name,
+            **common,
             way=way,
-            scenes=scenes,
-            right=score(found, batches),
-            stock_right=right,
-            changed=sum(one != other for one, other in zip(found, stock, strict=True)),
+            right=score(patched, batches),
+            changed=sum(caption != other for caption, other in zip(patched, stock, strict=True)),
             calls=tower.calls,
             replays=tower.graphs.replays if tower.graphs else 0,
             points=FP8_POINTS if "fp8" in options else POINTS,
@@ -179,13 +214,20 @@ def compare(
 
 
 def unproven(status: Status, options: Mapping[str, Any], calls: int) -> list[str]:
-    """Why a model may not have run as `patch` was asked to, after so many calls of its tower; empty if it has."""
+    """Return the reasons to doubt that a model ran as its options say.
+
+    Args:
+        status: the status of the model
+        options: the arguments of `patch`
+        calls: the expected number of fast calls
+    """
     (tower,) = status.towers
     problems = [f"{count} x {why}" for why, count in tower.fallbacks.items()]
     if tower.calls < calls or tower.stock_calls:
         problems.append(f"expected {calls} fast calls, counted {tower.calls}, and {tower.stock_calls} stock calls")
     named = options.get("attention")
-    if others := set(tower.backends.values()) - {named, "fused kernel"} if named else None:
+    others = set(tower.backends.values()) - {named, "fused kernel"}
+    if named and others:
         problems.append(f"{', '.join(sorted(others))} attended instead of {named}")
     if "fp8" in options and tower.backends["full"] != FP8.name:
         problems.append(f"{tower.backends['full']} attended instead of {FP8.name}")
@@ -193,11 +235,12 @@ def unproven(status: Status, options: Mapping[str, Any], calls: int) -> list[str
         problems.append(f"fp8: {tower.fp8}")
     if bool(tower.fused) != options.get("fuse", True):
         problems.append(f"fused: {', '.join(tower.fused) or 'nothing'}")
-    if graphs := options.get("cuda_graphs"):
+    graphs = options.get("cuda_graphs")
+    if graphs:
         assert tower.graphs is not None
-        # A default's budgets leave out what would not gain; GRAPHS leave out nothing.
-        left_out = [why for why in tower.graphs.eager if graphs is not True or "failed" in why]
-        problems += [f"{tower.graphs.eager[why]} calls without a graph: {why}" for why in left_out]
+        # The default's budgets leave out calls that gain nothing from a graph. GRAPHS leave out no call.
+        reasons = [reason for reason in tower.graphs.eager if graphs is not True or "failed" in reason]
+        problems += [f"{tower.graphs.eager[reason]} calls without a graph: {reason}" for reason in reasons]
         if tower.graphs.replays < (1 if graphs is True else calls):
             problems.append(f"{tower.graphs.replays} graphs replayed in {calls} calls")
     return problems
@@ -205,35 +248,36 @@ def unproven(status: Status, options: Mapping[str, Any], calls: int) -> list[str
 
 def main(
     scenes: Annotated[int, typer.Option(help="Held-out scenes for each model, in batches of 100.", min=1)] = 1000,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows there, too.")] = None,
-    only: Annotated[str, typer.Option(help="How the names of the ways begin that are compared with stock.")] = "",
-    dtypes: Annotated[str, typer.Option(help="Comma-separated, instead of all of the device's.")] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
+    only: Annotated[str, typer.Option(help="Compare only ways whose names begin like this.")] = "",
+    dtypes: Annotated[str, typer.Option(help="Comma-separated; by default all dtypes of the device.")] = "",
 ) -> None:
-    """Caption held-out scenes with stock and patched models and compare; exit with 1 if the captions got worse."""
+    """Caption held-out scenes with stock and patched models. Exits with 1 if the captions got worse."""
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    begin, rows = time.perf_counter(), []
-    wanted = [getattr(torch, name) for name in dtypes.split(",") if name] or DTYPES[device.type]
+    begin = time.perf_counter()
+    rows: list[Row] = []
+    chosen_dtypes = [getattr(torch, name) for name in dtypes.split(",") if name] or DTYPES[device.type]
     print(HEADER)
-    for family in train.FAMILIES:
+    for family in FAMILIES:
         batches = held_out(family, scenes, device=device)
-        for dtype in wanted:
+        for dtype in chosen_dtypes:
             for row in compare(family, dtype, device, batches, only):
                 print(row, flush=True)
                 rows.append(row)
         del batches
     if not any(row.way != "stock" for row in rows):
-        raise typer.BadParameter(f"expected --only to be how a way begins that runs here, got {only!r}")
+        raise typer.BadParameter(f"no way that runs here begins with {only!r}: give another --only")
     failed = [row for row in rows if row.failed]
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"\n{scenes} scenes on {where}, {versions}, {time.perf_counter() - begin:.0f} s: {len(failed)} rows failed")
+    print(f"\n{scenes} scenes on {name}, {versions}, {time.perf_counter() - begin:.0f} s: {len(failed)} rows failed")
     for row in failed:
-        why = (*row.problems, f"{row.difference:+.2f} points")
-        print(f"- {row.family}, {row.dtype}, {row.way}: {'; '.join(why)}")
+        problems = (*row.problems, f"{row.difference:+.2f} points")
+        print(f"- {row.family}, {row.dtype}, {row.way}: {'; '.join(problems)}")
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        report = {"device": where, "versions": versions, "rows": [asdict(row) for row in rows]}
+        report = {"device": name, "versions": versions, "rows": [asdict(row) for row in rows]}
         json_path.write_text(json.dumps(report, indent=2) + "\n")
     if failed:
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
-"""Draws synthetic scenes with exact captions: shapes and their relation, characters to read, short videos of motion.
+"""Draw synthetic scenes with exact captions: shapes and their relation, characters to read, short videos of motion.
 
-A scene is decided by its seed alone, then drawn at any size: the same seed gives the same caption and, at the same
+The seed alone decides a scene, which can be drawn at any size. The same seed gives the same caption and, at the same
 size, the same picture. There are over four million captions.
 """
 
@@ -28,9 +28,9 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "star")
 SIZES = {"small": 0.11, "large": 0.2}
-"""Radius, in the shorter side of the picture."""
+"""Radius, as a share of the picture's shorter side."""
 RELATIONS = ("left of", "above")
-"""Told from the left or the upper thing, so that every picture has one caption and no other."""
+"""A caption begins with the left or the upper thing, so every picture has exactly one caption."""
 MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 CHARACTERS = "023456789ACEFHKLMNPRTUX"
 GRAMMAR = ("a", "is", "of", "above", "moves", "and", "the", "text")
@@ -42,7 +42,15 @@ FRAMES = 4
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape at a place: the centre, in the picture's sides, and the radius, in its shorter one."""
+    """A shape at a place.
+
+    Args:
+        size: a name of SIZES
+        colour: a name of COLOURS
+        shape: a name of SHAPES
+        x: the centre, as a share of the picture's width
+        y: the centre, as a share of the picture's height
+    """
 
     size: str
     colour: str
@@ -52,13 +60,22 @@ class Thing:
 
     @property
     def words(self) -> str:
-        """How a caption names it."""
+        """The words of the thing in a caption."""
         return f"a {self.size} {self.colour} {self.shape}"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is to be seen. motion: of the first thing, for videos. text: characters in the picture's lower part."""
+    """The content of a picture or a video.
+
+    Args:
+        things: one or two things
+        background: a name of BACKGROUNDS
+        caption: the exact caption
+        seed: the seed that decided the scene
+        motion: the direction of the first thing in a video; None for a picture
+        text: characters in the picture's lower part
+    """
 
     things: tuple[Thing, ...]
     background: str
@@ -69,15 +86,21 @@ class Scene:
 
     @property
     def frames(self) -> int:
-        """Pictures to draw: 1, or those of a video."""
+        """The number of pictures: 1, or the frames of a video."""
         return 1 if self.motion is None else FRAMES
 
 
 def scene(seed: int, *, video: bool | None = None) -> Scene:
-    """Decide a scene. video: True for motion, False for a picture, None for one video in six."""
+    """Decide a scene.
+
+    Args:
+        seed: decides the scene
+        video: True for a video, False for a picture; by default one scene in six is a video
+    """
     chance = random.Random(seed)
-    is_video = chance.random() < 1 / 6
-    is_video = is_video if video is None else video
+    is_video = chance.random() < 1 / 6  # drawn in every case, so that `video` changes nothing else
+    if video is not None:
+        is_video = video
     background = chance.choice(list(BACKGROUNDS))
 
     def thing(x: float, y: float) -> Thing:
@@ -90,14 +113,14 @@ def scene(seed: int, *, video: bool | None = None) -> Scene:
         return Scene((start,), background, f"{start.words} moves {name}", seed, motion=(dx, dy))
     relation = chance.choice(RELATIONS)
     text = "".join(chance.choices(CHARACTERS, k=2)) if chance.random() < 0.5 else ""
-    # With text the lower part of the picture belongs to it.
-    bottom = 0.62 if text else 1.0
-    near, far = chance.uniform(0.2, 0.3), chance.uniform(0.7, 0.8)
+    bottom = 0.62 if text else 1.0  # text fills the lower part of the picture
+    near = chance.uniform(0.2, 0.3)
+    far = chance.uniform(0.7, 0.8)
     across = [chance.uniform(0.4, 0.6) for _ in range(2)]
     if relation == "left of":
-        things = thing(near, across[0] * bottom), thing(far, across[1] * bottom)
+        things = (thing(near, across[0] * bottom), thing(far, across[1] * bottom))
     else:
-        things = thing(across[0], near * bottom), thing(across[1], far * bottom)
+        things = (thing(across[0], near * bottom), thing(across[1], far * bottom))
     caption = f"{things[0].words} is {relation} {things[1].words}"
     if text:
         caption += f" and the text {' '.join(text)}"
@@ -108,7 +131,7 @@ _font = lru_cache(maxsize=1024)(ImageFont.load_default)
 
 
 def draw(scene: Scene, width: int, height: int) -> list[Image.Image]:
-    """The scene's pictures, RGB: one, or the frames of a video."""
+    """Draw the scene in RGB; return one picture, or the frames of a video."""
     chance = random.Random(scene.seed + 1)
     shade = chance.randint(-12, 12)
     background = tuple(channel + shade for channel in BACKGROUNDS[scene.background])
@@ -117,19 +140,20 @@ def draw(scene: Scene, width: int, height: int) -> list[Image.Image]:
         picture = Image.new("RGB", (width, height), background)
         pen = ImageDraw.Draw(picture)
         for index, thing in enumerate(scene.things):
-            x, y = thing.x, thing.y
+            x = thing.x
+            y = thing.y
             if scene.motion is not None and index == 0:
-                part = 0.5 * frame / (FRAMES - 1)
-                x, y = x + part * scene.motion[0], y + part * scene.motion[1]
-            # Above one another there is less room than beside one another, and with text less again.
-            room = 0.7 if scene.text else 1.0
+                distance = 0.5 * frame / (FRAMES - 1)
+                x += distance * scene.motion[0]
+                y += distance * scene.motion[1]
+            room = 0.7 if scene.text else 1.0  # things get smaller where text takes their space
             radius = SIZES[thing.size] * min(width, height) * room
             _OUTLINES[thing.shape](pen, x * width, y * height, radius, COLOURS[thing.colour])
         if scene.text:
             size = 0.34 * min(width, height)
-            at = chance.uniform(0.3, 0.7) * width, 0.81 * height
+            centre = (chance.uniform(0.3, 0.7) * width, 0.81 * height)
             ink = (250, 250, 250) if scene.background == "dark" else (10, 10, 10)
-            pen.text(at, " ".join(scene.text), font=_font(size), fill=ink, anchor="mm")
+            pen.text(centre, " ".join(scene.text), font=_font(size), fill=ink, anchor="mm")
         pictures.append(picture)
     return pictures
 
@@ -147,13 +171,13 @@ def _square(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour:
 
 
 def _polygon(radii: tuple[float, ...]) -> Outline:
-    """Corners at these parts of the radius, evenly around, the first on top."""
+    """Return a function that draws a polygon: its corners have these shares of the radius, clockwise from the top."""
 
     def outline(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour: tuple[int, int, int]) -> None:
         angles = [2 * pi * index / len(radii) for index in range(len(radii))]
         corners = [
-            (x + radius * part * sin(angle), y - radius * part * cos(angle))
-            for part, angle in zip(radii, angles, strict=True)
+            (x + radius * share * sin(angle), y - radius * share * cos(angle))
+            for share, angle in zip(radii, angles, strict=True)
         ]
         pen.polygon(corners, fill=colour)
 

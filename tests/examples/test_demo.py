@@ -1,4 +1,4 @@
-"""The demo, run as a user runs it; and videos through the captioning script, where decoders are installed."""
+"""Run the demo and the benchmark of captioning as users do, and caption videos where decoders are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,39 +31,41 @@ DEMO.command()(main)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
+    """Run a Python script; return what it prints."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_the_demo_captions_scenes_it_never_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # which it changes
+def test_the_demo_captions_scenes_that_it_never_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # the demo changes it
     done = RUNNER.invoke(DEMO, ["--output", str(tmp_path / "demo"), "--family=qwen3_vl", "--scenes=12"])
-    stdout = done.output
-    assert done.exit_code == 0, stdout
+    assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in (tmp_path / "demo" / "captions.jsonl").read_text().splitlines()]
     assert len(records) == 12 and {record["status"] for record in records} == {"ok"}
-    assert "captions are exactly right" in stdout and "relative L2 error" in stdout and "patched" in stdout
+    for words in ("captions are exactly right", "relative L2 error", "patched"):
+        assert words in done.output
     sheet = Image.open(tmp_path / "demo" / "contact_sheet.png")
     assert sheet.size == (COLUMNS * CELL[0], 2 * CELL[1])
 
 
-def test_the_demo_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
-    mine = tmp_path / "scenes" / "mine.txt"
-    mine.parent.mkdir()
-    mine.write_text("mine")
+def test_the_demo_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
+    other_file = tmp_path / "scenes" / "other.txt"
+    other_file.parent.mkdir()
+    other_file.write_text("as it was")
     done = RUNNER.invoke(DEMO, ["--output", str(tmp_path), "--scenes=1"])
-    assert done.exit_code == 2 and "name another folder" in done.output and mine.read_text() == "mine"
+    assert done.exit_code == 2 and "name another folder" in done.output
+    assert other_file.read_text() == "as it was"
 
 
-def test_the_demo_installs_what_it_needs_and_no_test_tools() -> None:
+def test_the_demo_installs_no_test_tools() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "\ndemo: $(VENV)/.installed-examples\n" in (ROOT / "Makefile").read_text()
     assert not {"mypy", "pytest", "pytest-xdist", "ruff", "hypothesis", "triton"} & set(extras["examples"])
 
 
-def test_the_contact_sheet_tells_right_from_wrong(tmp_path: Path) -> None:
+def test_the_contact_sheet_shows_right_captions_green_and_wrong_ones_red(tmp_path: Path) -> None:
     drawn = scene(1, video=False)
     draw(drawn, 112, 112)[0].save(tmp_path / "a.png")
     expected = {"a.png": drawn.caption}
@@ -92,11 +93,13 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
         writer.release()
         expected[name] = drawn.caption
     (tmp_path / "cut.mp4").write_bytes((tmp_path / "0.mp4").read_bytes()[:200])
-    script, checkpoint = EXAMPLES / "batch_caption.py", EXAMPLES / "tiny_captioner" / family
+    script = EXAMPLES / "batch_caption.py"
+    checkpoint = EXAMPLES / "tiny_captioner" / family
     options = ["--prompt", "describe this {kind} .", "--max-new-tokens", "24", "--model", checkpoint]
     run(script, "caption", tmp_path, "--output", tmp_path / "out", *options, cwd=tmp_path)
     run(script, "merge", tmp_path / "out", tmp_path / "out.jsonl", cwd=tmp_path)
-    records = {record["key"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    merged = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    records = {record["key"]: record for record in merged}
     assert records.pop("cut.mp4")["status"] == "error"
     assert {key: record["status"] for key, record in records.items()} == dict.fromkeys(expected, "ok")
     right = sum(records[key]["caption"] == caption for key, caption in expected.items())
@@ -105,44 +108,47 @@ def test_videos_are_captioned(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("processors", [False, True], ids=["stock and patched", "processors"])
 def test_the_captioning_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, processors: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], processors: bool
 ) -> None:
-    """Its runs, with a tiny model in place of the full-size one."""
+    """All runs of the benchmark end, with a tiny model in place of the full-size one."""
     runs = captioning_benchmark.PROCESSORS if processors else captioning_benchmark.RUNS
     captioning_benchmark.load_model.cache_clear()
     monkeypatch.setattr(captioning_benchmark, "COMPARED", 4)
     tiny = AutoModelForImageTextToText.from_pretrained(captioning_benchmark.CHECKPOINT)
-    built: list[Any] = []
+    built: list[tuple[str, tuple[int, ...]]] = []
 
-    def build(name: str, *tokens: int, device: torch.device) -> Any:
+    def build(name: str, *tokens: int, device: torch.device) -> torch.nn.Module:
         built.append((name, tokens))
         return tiny
 
     monkeypatch.setattr(captioning_benchmark, "build", build)
     monkeypatch.setattr(captioning_benchmark, "LONGEST", 16 * 28**2)
     for name in ("load_model", "load_processor"):
-        monkeypatch.setattr(captioning_benchmark.batch_caption, name, None)  # the benchmark sets its own: put them back
+        monkeypatch.setattr(
+            captioning_benchmark.batch_caption, name, None
+        )  # restores them after the test: the benchmark replaces them
     monkeypatch.setattr(PartialState, "destroy_process_group", None)
     path = tmp_path / "rates.json"
     captioning_benchmark.main(tmp_path, pictures=3, processors=processors, rounds=2, json_path=path)
     assert built == [("qwen2.5-vl-7b", (tiny.config.image_token_id, tiny.config.video_token_id, *built[0][1][2:]))]
     stdout = capsys.readouterr().out
-    assert stdout.count("\n  3 items in") == len(runs) + 4, "a summary for every run"
-    for run_of in runs:
-        (shard,) = (tmp_path / run_of.replace(", ", "_").replace(" ", "_")).glob("captions-*.jsonl")
+    assert stdout.count("\n  3 items in") == 2 * (len(runs) + 4), "each run's own summary, and ours"
+    for name_of_run in runs:
+        (shard,) = (tmp_path / name_of_run.replace(", ", "_").replace(" ", "_")).glob("captions-*.jsonl")
         records = [json.loads(line) for line in shard.read_text().splitlines()]
-        assert [record["status"] for record in records] == ["ok"] * 3 * (1 if "to warm up" in run_of else 2)
+        assert [record["status"] for record in records] == ["ok"] * 3 * (1 if "to warm up" in name_of_run else 2)
     assert ("### 0 captions differ" if processors else "stock") in stdout
     if processors:
         assert not path.exists()
         return
     assert hf_vit_accel.status(tiny).towers[0].calls
-    found = json.loads(path.read_text())
-    assert found["images"] == 3 and found["gpus"] == 1 and [row["tokens"] for row in found["rows"]] == [1, 32]
+    document = json.loads(path.read_text())
+    assert document["images"] == 3 and document["gpus"] == 1
+    assert [row["tokens"] for row in document["rows"]] == [1, 32]
     printed = stdout.split("### ")
-    for row in found["rows"]:
+    for row in document["rows"]:
         for way in ("stock", "patched"):
-            parts = [each for each in printed if each.startswith(f"{way}, {row['tokens']} token")]
-            for part, rate in zip(parts, row["all"][way], strict=True):
-                assert f": {rate:.2f} items/s" in part, "the rate that its summary tells"
+            summaries = [text for text in printed if text.startswith(f"{way}, {row['tokens']} token")]
+            for summary, rate in zip(summaries, row["all"][way], strict=True):
+                assert f": {rate:.2f} items/s" in summary
             assert row[way] == sum(row["all"][way]) / 2

@@ -1,6 +1,6 @@
-"""The tiny captioners: their scenes, the inputs of their training, and that patching leaves their captions alone.
+"""Test the tiny captioners: their scenes, the inputs of their training, and that patching keeps their captions.
 
-What changes the tower must change captions, so it is also shown how wrong they get without pictures and attention.
+Captions prove something only if they depend on the tower, so tests also caption without pictures or attention.
 """
 
 import copy
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,8 @@ import typer
 from accelerate.state import AcceleratorState
 from standins import TOWERS, alike
 from tiny import assert_close
+from torch import nn
+from transformers import PreTrainedModel
 
 import hf_vit_accel
 from hf_vit_accel import Status
@@ -33,19 +34,22 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "tiny_captioner"
 import batch_caption  # noqa: E402
 import curves  # noqa: E402
 import parity  # noqa: E402
+import scene_batches  # noqa: E402
 import scenes  # noqa: E402
+import tiny_models  # noqa: E402
 import train  # noqa: E402
 
 
 def test_a_seed_decides_a_scene() -> None:
     for seed in range(20):
-        one, other = scenes.scene(seed), scenes.scene(seed)
+        one = scenes.scene(seed)
+        other = scenes.scene(seed)
         assert one == other
         for first, second in zip(scenes.draw(one, 140, 112), scenes.draw(other, 140, 112), strict=True):
             assert first.size == (140, 112) and first.tobytes() == second.tobytes()
 
 
-def test_captions_are_many_and_of_known_words() -> None:
+def test_captions_are_many_and_consist_of_known_words() -> None:
     captions = {scenes.scene(seed).caption for seed in range(20000)}
     assert len(captions) > 13000
     assert {word for caption in captions for word in caption.split()} <= set(scenes.WORDS)
@@ -53,8 +57,8 @@ def test_captions_are_many_and_of_known_words() -> None:
     assert things**2 * len(scenes.RELATIONS) * (1 + len(scenes.CHARACTERS) ** 2) > 4_000_000
 
 
-def test_other_captions_are_other_pictures() -> None:
-    """Every word of a caption is to be seen: scenes that differ in one differ in their pixels."""
+def test_different_captions_have_different_pictures() -> None:
+    """Every word of a caption changes the pixels."""
     drawn = {}
     for seed in range(400):
         scene = scenes.scene(seed, video=False)
@@ -64,47 +68,46 @@ def test_other_captions_are_other_pictures() -> None:
     assert all(len(captions) == 1 for captions in drawn.values())
 
 
-def test_things_stand_where_captions_say() -> None:
+def test_things_are_where_the_caption_says() -> None:
     for seed in range(300):
         scene = scenes.scene(seed, video=False)
         first, second = scene.things
         relation = next(relation for relation in scenes.RELATIONS if f" is {relation} " in scene.caption)
-        across, down = second.x - first.x, second.y - first.y
+        across = second.x - first.x
+        down = second.y - first.y
         margin = across - abs(down) if relation == "left of" else down - abs(across)
-        assert margin > 0.04, scene  # no picture could as well have the other relation
+        assert margin > 0.04, scene  # the other relation would not fit as well
 
 
-def test_videos_move() -> None:
+def test_things_move_in_videos() -> None:
     for seed in range(40):
         scene = scenes.scene(seed, video=True)
         frames = [np.asarray(frame).astype(int) for frame in scenes.draw(scene, 112, 112)]
         assert len(frames) == scenes.FRAMES and scene.caption.split()[-2] == "moves"
         centres = []
         for frame in frames:
-            there = np.argwhere(np.abs(frame - frame[0, 0]).sum(-1) > 40)
-            centres.append(there.mean(0)[::-1])
+            pixels_of_thing = np.argwhere(np.abs(frame - frame[0, 0]).sum(-1) > 40)
+            centres.append(pixels_of_thing.mean(0)[::-1])
         moved = centres[-1] - centres[0]
-        assert (
-            tuple(np.sign(np.where(np.abs(moved) > 10, moved, 0)).astype(int))
-            == scenes.MOTIONS[scene.caption.split()[-1]]
-        )
+        direction = np.sign(np.where(np.abs(moved) > 10, moved, 0)).astype(int)
+        assert tuple(direction) == scenes.MOTIONS[scene.caption.split()[-1]]
 
 
-@pytest.mark.parametrize("family", train.FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_training_inputs_are_the_processors(family: str, tmp_path: Path) -> None:
-    """What the model is trained on is what its saved processor makes of the same pictures."""
-    tokenizer = train.build_tokenizer()
-    model = train.build_model(family, tokenizer, 0).eval()
+    """The saved processor makes the same inputs from the same pictures."""
+    tokenizer = tiny_models.build_tokenizer()
+    model = tiny_models.build_model(family, tokenizer, 0).eval()
     assert sum(parameter.numel() for parameter in model.parameters()) <= 3_000_000
     head = model.model.visual.blocks[0].attn.head_dim
     assert head == {"qwen3_vl": 72}.get(family, 80)
-    train.save(model, tokenizer, family, tmp_path)
+    tiny_models.save(model, tokenizer, family, tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size <= 8 << 20
     model.float()
-    unit = 2 * train.FAMILIES[family][1]["patch_size"]
-    seeds = [train.HELD_OUT + index for index in range(3)]
-    batch = train.draw_batch(seeds, unit, random.Random(0), video=False)
-    ours = train.encode(batch, family, tokenizer, torch.device("cpu"), answer=False)
+    unit = 2 * tiny_models.FAMILIES[family][1]["patch_size"]
+    seeds = [scene_batches.HELD_OUT + index for index in range(3)]
+    batch = scene_batches.draw_batch(seeds, unit, random.Random(0), video=False)
+    ours = scene_batches.encode(batch, family, tokenizer, torch.device("cpu"), answer=False)
     pictures = [scenes.draw(scenes.scene(seed, video=False), *batch["pixels"].shape[3:1:-1])[0] for seed in seeds]
     processor = batch_caption.load_processor(str(tmp_path))
     content = [{"type": "image"}, {"type": "text", "text": "describe this picture ."}]
@@ -113,19 +116,22 @@ def test_training_inputs_are_the_processors(family: str, tmp_path: Path) -> None
     for name in ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids"):
         assert torch.equal(ours[name], theirs[name]), name
     torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"], rtol=0, atol=1e-5)
-    labelled = train.encode(batch, family, tokenizer, torch.device("cpu"), answer=True)
+    labelled = scene_batches.encode(batch, family, tokenizer, torch.device("cpu"), answer=True)
     for row, caption in enumerate(batch["captions"]):
         answer = labelled["labels"][row][labelled["labels"][row] >= 0]
         assert tokenizer.decode(answer, skip_special_tokens=True).split() == caption.split()
         assert answer[-1] == tokenizer.eos_token_id
     assert torch.isfinite(model(**labelled).loss)
-    clip = train.encode(
-        train.draw_batch(seeds, unit, random.Random(0), video=True), family, tokenizer, torch.device("cpu"), answer=True
-    )
+    videos = scene_batches.draw_batch(seeds, unit, random.Random(0), video=True)
+    clip = scene_batches.encode(videos, family, tokenizer, torch.device("cpu"), answer=True)
     assert torch.isfinite(model(**clip).loss) and clip["video_grid_thw"][0, 0] == scenes.FRAMES // 2
 
 
-# --- trained ones, stock and patched ---------------------------------------------------------------------------------
+# --- trained models, stock and patched -------------------------------------------------------------------------------
+
+
+Change = Callable[[nn.Module], None]
+"""Change a tower in place."""
 
 
 @dataclass(frozen=True)
@@ -133,31 +139,31 @@ class Captioner:
     """A stock model in fp32 on the CPU, and 30 scenes for it: five batches of pictures and one of videos."""
 
     family: str
-    model: Any
+    model: PreTrainedModel
     batches: list[parity.Batch]
 
-    def patched(self, change: Callable[[Any], None] = lambda tower: None) -> Any:
-        """A patched copy whose tower was changed."""
+    def patched(self, change: Change = lambda tower: None) -> PreTrainedModel:
+        """Return a patched copy, after changing its tower."""
         model = copy.deepcopy(self.model)
         change(model.model.visual)
         return hf_vit_accel.patch(model, strict=True)
 
-    def accuracy(self, model: Any, batches: list[parity.Batch] | None = None) -> float:
-        """The share of captions that are exactly right."""
-        found = parity.captions(model, self.family, batches or self.batches)
-        return parity.score(found, batches or self.batches) / len(found)
+    def accuracy(self, model: PreTrainedModel, batches: list[parity.Batch] | None = None) -> float:
+        """Return the share of captions that are exactly right."""
+        captions = parity.captions(model, self.family, batches or self.batches)
+        return parity.score(captions, batches or self.batches) / len(captions)
 
 
-@pytest.fixture(scope="module", params=list(train.FAMILIES))
-def captioner(request: Any) -> Captioner:
+@pytest.fixture(scope="module", params=list(tiny_models.FAMILIES))
+def captioner(request: pytest.FixtureRequest) -> Captioner:
     family = request.param
     return Captioner(family, parity.load(family, torch.float32), parity.held_out(family, 30, size=5))
 
 
-def silence(*layers: int) -> Callable[[Any], None]:
-    """Take attention out of these layers of a tower, out of all without any."""
+def silence(*layers: int) -> Change:
+    """Return a change that removes the attention of these layers; without arguments, of all layers."""
 
-    def change(tower: Any) -> None:
+    def change(tower: nn.Module) -> None:
         with torch.no_grad():
             for index in layers or range(len(tower.blocks)):
                 for parameter in tower.blocks[index].attn.proj.parameters():
@@ -167,57 +173,59 @@ def silence(*layers: int) -> Callable[[Any], None]:
 
 
 def grid_of(batch: parity.Batch) -> tuple[int, int, int]:
-    """Frames, height and width of a batch's scenes, in patches."""
+    """Return frames, height and width of a batch's scenes, in patches."""
     (grid,) = (value for name, value in batch.inputs.items() if name.endswith("_grid_thw"))
     return tuple(grid[0].tolist())
 
 
 @pytest.mark.parametrize("captioner", TOWERS, indirect=True)
-def test_patched_captions_are_stocks(captioner: Captioner) -> None:
-    """Token for token; and logits to rounding, which would also tell of what changes no caption."""
+def test_patched_captions_are_those_of_stock(captioner: Captioner) -> None:
+    """Tokens are equal, and so are logits up to rounding: they show errors that change no caption."""
     grids = [grid_of(batch) for batch in captioner.batches]
     assert len(set(grids)) >= 4 and [t for t, _, _ in grids] == [1] * 5 + [2]
     patched = captioner.patched()
-    found = []
+    captions = []
     for batch in captioner.batches:
         tokens = train.greedy(patched, batch.inputs)
         assert torch.equal(tokens, train.greedy(captioner.model, batch.inputs))
-        found += parity.load_tokenizer(captioner.family).batch_decode(tokens, skip_special_tokens=True)
-    assert len(found) == 30 and parity.score(found, captioner.batches) >= 0.9 * len(found)
+        captions += parity.load_tokenizer(captioner.family).batch_decode(tokens, skip_special_tokens=True)
+    assert len(captions) == 30 and parity.score(captions, captioner.batches) >= 0.9 * len(captions)
     for batch in captioner.batches[-2:]:
         with torch.no_grad():
-            ours, theirs = (model(**batch.inputs).logits for model in (patched, captioner.model))
-        assert_close([ours], [theirs], 1e-5)
+            logits = patched(**batch.inputs).logits
+            expected = captioner.model(**batch.inputs).logits
+        assert_close([logits], [expected], 1e-5)
     assert not parity.unproven(hf_vit_accel.status(patched), {}, len(captioner.batches) + 2)
     assert not hf_vit_accel.status(captioner.model).towers[0].patched
 
 
 @pytest.mark.parametrize("captioner", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"), indirect=True)
-def test_captions_tell_of_pictures(captioner: Captioner) -> None:
+def test_captions_need_the_pictures(captioner: Captioner) -> None:
     shuffled = parity.held_out(captioner.family, 30, size=5, shuffled=True)
     assert captioner.accuracy(captioner.patched(), shuffled) < 0.1
 
 
 @pytest.mark.parametrize("captioner", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"), indirect=True)
 def test_captions_need_the_towers_attention(captioner: Captioner) -> None:
-    """From patches that saw no other the language model still makes out a tenth, where stock is right about all."""
+    """The language model still gets a tenth right from patches alone, and nearly all with attention."""
     patched = captioner.patched(silence())
     assert captioner.accuracy(patched) < 0.2
     assert hf_vit_accel.status(patched).towers[0].calls == len(captioner.batches)
 
 
-@pytest.mark.matrix  # of the checkpoint, which seldom changes
+@pytest.mark.matrix  # tests the checkpoint, which seldom changes
 @pytest.mark.parametrize("captioner", ["qwen2_5_vl"], indirect=True)
 def test_captions_need_windows_and_full_layers(captioner: Captioner) -> None:
     tower = captioner.model.model.visual
     window = tower.window_size // tower.patch_size
-    assert all(height * width > window**2 for _, height, width in map(grid_of, captioner.batches))
+    grids = [grid_of(batch) for batch in captioner.batches]
+    assert all(height * width > window**2 for _, height, width in grids)
     large = parity.held_out(captioner.family, 60, size=10)[2:4]
     full = tower.fullatt_block_indexes
     windowed = [layer for layer in range(len(tower.blocks)) if layer not in full]
     assert len(full) == len(windowed) == 2
 
-    def all_windowed(tower: Any) -> None:
+    def all_windowed(tower: nn.Module) -> None:
         tower.fullatt_block_indexes = []
 
     right = captioner.accuracy(captioner.patched(), large)
@@ -225,46 +233,46 @@ def test_captions_need_windows_and_full_layers(captioner: Captioner) -> None:
         assert captioner.accuracy(captioner.patched(change), large) < right - points / 100, change
 
 
-@pytest.mark.parametrize("family", train.FAMILIES)
-def test_checkpoints_are_small_and_load_quietly(family: str, caplog: Any) -> None:
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_checkpoints_are_small_and_load_without_warnings(family: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = parity.HERE / family
     assert (folder / "model.safetensors").stat().st_size <= 8 << 20
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
-    transformers.utils.logging.warning_once.cache_clear()  # others may have been warned of the same before
+    transformers.utils.logging.warning_once.cache_clear()  # an earlier test may have caused the same warning
     try:
         model, loading = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype="auto", output_loading_info=True
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        train.build_model(family, tokenizer, 0)
+        tiny_models.build_model(family, tokenizer, 0)
     finally:
         logger.removeHandler(caplog.handler)
     assert not caplog.records and not any(loading.values()), (caplog.text, loading)
     assert sum(parameter.numel() for parameter in model.parameters()) <= 3_000_000
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert tokenizer.get_vocab() == train.build_tokenizer().get_vocab()
+    assert tokenizer.get_vocab() == tiny_models.build_tokenizer().get_vocab()
 
 
-def test_parity_on_a_cpu(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_parity_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     parity.main(scenes=4, json_path=tmp_path / "sub" / "rows.json")
     table = capsys.readouterr().out
-    ways = ["stock", "auto", "auto, nothing fused", *(backend.name for backend in BACKENDS if not backend.needs.cuda)]
-    assert table.count("| +0.0 | 0 |") == len(ways) * len(train.FAMILIES) and "0 rows failed" in table
+    ways = ["stock", "auto", "auto, nothing fused", *(backend.name for backend in ORDER if not backend.needs.cuda)]
+    assert table.count("| +0.0 | 0 |") == len(ways) * len(tiny_models.FAMILIES) and "0 rows failed" in table
     rows = json.loads((tmp_path / "sub" / "rows.json").read_text())["rows"]
     assert [row["way"] for row in rows[: len(ways)]] == ways and "sdpa" in ways
     assert all(row["calls"] == (row["way"] != "stock") for row in rows)
 
 
 @pytest.mark.parametrize("captioner", ["qwen3_vl"], indirect=True)
-def test_parity_wants_proof(captioner: Captioner) -> None:
-    """Right captions do not count where the fast path, the backend, the graphs or the fusion did not run."""
+def test_parity_needs_proof_that_the_way_ran(captioner: Captioner) -> None:
+    """Right captions do not count if the fast path, the backend, the graphs or the fusion did not run."""
 
-    def problems(options: dict[str, Any], calls: int = 1, prepare: Callable[[Any], Any] = lambda tower: None) -> str:
+    def problems(options: parity.Options, calls: int = 1, change: Change = lambda tower: None) -> str:
         model = copy.deepcopy(captioner.model)
-        prepare(model.model.visual)
+        change(model.model.visual)
         with hf_vit_accel.patched(model, **options):
             train.greedy(model, captioner.batches[0].inputs)
             return "; ".join(parity.unproven(hf_vit_accel.status(model), options, calls))
@@ -273,7 +281,7 @@ def test_parity_wants_proof(captioner: Captioner) -> None:
     assert "expected 2 fast calls, counted 1" in problems({}, 2)
     assert "0 graphs replayed in 1 calls" in problems({"cuda_graphs": True})
     assert "1 calls without a graph" in problems({"cuda_graphs": parity.GRAPHS})
-    hooked = problems({}, prepare=lambda tower: tower.blocks[0].register_forward_hook(lambda *_: None))
+    hooked = problems({}, change=lambda tower: tower.blocks[0].register_forward_hook(lambda *_: None))
     assert "1 x " in hooked and "1 stock calls" in hooked
     (status,) = hf_vit_accel.status(captioner.patched()).towers
     assert parity.unproven(Status(towers=(replace(status, calls=1),)), {"attention": "flash_attention_3"}, 1) == [
@@ -285,9 +293,9 @@ def test_parity_wants_proof(captioner: Captioner) -> None:
     assert parity.unproven(Status(towers=(fp8,)), {"fp8": True}, 1) == [f"fp8: {fp8.fp8}"]
 
 
-def test_parity_fails_beyond_half_a_point(capsys: Any, monkeypatch: Any) -> None:
-    def row(right: int, **kwargs: Any) -> parity.Row:
-        return parity.Row(family="", dtype="", way="", scenes=1000, right=right, stock_right=990, **kwargs)
+def test_parity_fails_beyond_half_a_point(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(right: int, **fields: object) -> parity.Row:
+        return parity.Row(family="", dtype="", way="", scenes=1000, right=right, stock_right=990, **fields)
 
     assert not row(985).failed and not row(995).failed
     assert row(984).failed and row(996).failed and row(990, problems=("it ran elsewhere",)).failed
@@ -302,48 +310,55 @@ def test_parity_fails_beyond_half_a_point(capsys: Any, monkeypatch: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.matrix] * (name != "qwen2_5_vl")) for name in train.FAMILIES]
+    "family", [pytest.param(name, marks=[pytest.mark.matrix] * (name != "qwen2_5_vl")) for name in tiny_models.FAMILIES]
 )
-def test_patched_models_learn_as_stock(family: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    """From scratch, shortened: on a CPU in fp32 the curves are the same up to rounding, which seeds are far from."""
+def test_patched_models_learn_as_stock(
+    family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A few steps from scratch on a CPU in fp32: patched differs from stock by rounding, seeds differ by far more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(curves, "MEAN_OF", 3)
-    AcceleratorState._reset_state(True)  # that of an earlier test, in another precision
+    AcceleratorState._reset_state(True)  # an earlier test may have left another precision
     path = tmp_path / "curves.json"
     short = dict(steps=6, seeds=2, batch=4, scenes=4, workers=0)
     curves.main(families=family, json_path=path, plots=tmp_path, **short)
-    (found,) = json.loads(path.read_text())["families"]
-    assert found["furthest"] < 1e-2 and found["problems"] == [] and "right tokens: patched" in capsys.readouterr().out
-    (patched,) = found["patched"]
+    (comparison,) = json.loads(path.read_text())["families"]
+    assert comparison["furthest"] < 1e-2 and comparison["problems"] == []
+    assert "right tokens: patched" in capsys.readouterr().out
+    (patched,) = comparison["patched"]
     assert len(patched["losses"]) == 2 and patched["losses"][1] < patched["losses"][0]
     assert patched["fast"] >= 6 and patched["stock"] == 0
     assert (tmp_path / f"{family}.svg").read_text().count("<polyline") == 3
 
 
-def test_trainings_at_once_are_told_apart(monkeypatch: Any) -> None:
-    def run(family: str, seed: int, *, patched: bool, steps: int) -> tuple[Any, ...]:
+def test_trainings_at_once_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(family: str, seed: int, *, patched: bool, steps: int) -> tuple[str, int, bool, int]:
         return family, seed, patched, steps
 
     monkeypatch.setattr(curves, "run", run)
     one_by_one = list(curves.trainings(["a", "b"], seeds=3, patched=2, at_once=1, steps=7))
-    stock, patched = ([(seed, way, 7) for seed in range(count)] for way, count in ((False, 3), (True, 2)))
-    assert one_by_one == [(f, [(f, *run) for run in stock], [(f, *run) for run in patched]) for f in "ab"]
+    expected = []
+    for family in ("a", "b"):
+        stock = [(family, seed, False, 7) for seed in range(3)]
+        patched = [(family, seed, True, 7) for seed in range(2)]
+        expected.append((family, stock, patched))
+    assert one_by_one == expected
     monkeypatch.setattr(curves, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
     assert list(curves.trainings(["a", "b"], seeds=3, patched=2, at_once=3, steps=7)) == one_by_one
 
 
-def test_learning_otherwise_is_a_problem() -> None:
+def test_larger_differences_than_between_seeds_are_problems() -> None:
     def run(*losses: float, seed: int = 0, tokens: float = 0.5, fast: int = 1) -> curves.Run:
         return curves.Run(seed=seed, losses=losses, tokens=tokens, exact=0.0, fast=fast)
 
     stock = [run(2.0, 1.0), run(2.2, 1.4, seed=1, tokens=0.6)]
-    # As far as seeds are apart, or nearer.
+    # The differences are at most those between seeds.
     assert curves.compare("", stock, [run(2.1, 0.7, tokens=0.4)]).problems == ()
     far = curves.compare("", stock, [run(2.0, 1.0), run(2.2, 1.9, seed=1, tokens=0.6)])
     assert far.furthest == pytest.approx(1.25) and len(far.problems) == 1
     assert "right tokens" in curves.compare("", stock, [run(2.0, 1.0, tokens=0.3)]).problems[0]
     both = [run(2.0, 1.0, tokens=0.3), run(2.2, 1.4, seed=1, tokens=0.7)]
-    assert curves.compare("", stock, both).problems == (), "their mean is what counts"
+    assert curves.compare("", stock, both).problems == (), "the mean counts"
     slow = [run(2.0, 1.0, fast=0), run(2.2, 1.4, seed=1, tokens=0.6, fast=5)]
     assert "its own 5 times" in curves.compare("", stock, slow).problems[0]
 
@@ -352,9 +367,9 @@ def test_learning_otherwise_is_a_problem() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", train.FAMILIES)
-def test_gpu_captions_stay_right(family: str) -> None:
-    """At most one caption in 300 more or fewer is right, whichever way the tower runs, and it did run that way."""
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_captions_on_a_gpu_are_right_in_every_way(family: str) -> None:
+    """At most one caption in 300 more or fewer is right, and every way ran as its row says."""
     batches = parity.held_out(family, 300, size=50, device="cuda")
     for dtype in parity.DTYPES["cuda"]:
         rows = list(parity.compare(family, dtype, "cuda", batches))

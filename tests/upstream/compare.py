@@ -1,13 +1,13 @@
-"""Runs transformers' own model tests on stock towers and on patched ones, and compares what comes out test by test.
+"""Run transformers' own model tests on stock and on patched towers, and compare the outcome of every test.
 
     python tests/upstream/compare.py transformers-5.23.0            # an unpacked source distribution
     python tests/upstream/compare.py path/to/checkout-of-v5.23.0    # with the suites of the single models
 
-Either is taken as it stands: the transformers that is tested is the one in its `src`, not an installed one. Install
-what that version needs (its bound of huggingface-hub), and what the suites import: parameterized; in a checkout
-requests and datasets, too. It is slow, and `-- -k NAME` hands anything to pytest. No network is used.
+The transformers in the tree's `src` is tested, not an installed one. Install the packages that this version needs (its
+bound of huggingface-hub) and that the suites import: parameterized, and for a checkout also requests and datasets. The
+run is slow and uses no network. `-- -k NAME` passes arguments to pytest.
 
-Exits with 1 where a test comes out otherwise on patched towers: another outcome, or an error of another class.
+The script exits with 1 if a test has another outcome on patched towers, or an error of another class.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ STAND_INS = {
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
 }
-"""What the common tests import and source distributions leave out."""
+"""Files that the common tests import and source distributions lack."""
 
 
 def prepare(source: Path) -> list[str]:
-    """The tests to run in a source tree, after what a source distribution lacks was written there."""
+    """Write the files that a source distribution lacks; return the tests to run."""
     tests = source / "tests"
     models = [tests / "models" / name for name in SUITES]
     if all(model.is_dir() for model in models):
@@ -49,28 +49,43 @@ def prepare(source: Path) -> list[str]:
 
 
 def environment(source: Path) -> dict[str, str]:
-    """The variables with which a Python takes transformers and its tests from the tree, and ours from here."""
-    paths = [source / "src", source, HERE, HERE.parent, HERE.parent.parent, os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(map(str, paths))
+    """Return variables that make Python import transformers and its tests from the tree, and ours from here."""
+    folders = [source / "src", source, HERE, HERE.parent, HERE.parent.parent, os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(str(folder) for folder in folders)
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def version(source: Path) -> str:
-    """Which transformers is tested, and where it lies. Raises SystemExit if that is not in the tree."""
+    """Return the version and the file of the tested transformers.
+
+    Raises:
+        SystemExit: if the file is not in the tree
+    """
     code = "import transformers; print(transformers.__version__, transformers.__file__)"
     command = [sys.executable, "-c", code]
-    said = subprocess.run(command, env=environment(source), check=True, capture_output=True, text=True).stdout.strip()
-    if not Path(said.partition(" ")[2]).is_relative_to(source):
-        raise SystemExit(f"expected transformers in {source}, got {said}; give the root of its source tree")
-    return said
+    process = subprocess.run(command, env=environment(source), check=True, capture_output=True, text=True)
+    tested = process.stdout.strip()
+    if not Path(tested.partition(" ")[2]).is_relative_to(source):
+        raise SystemExit(f"Python imports transformers {tested}, not from {source}. Give the root of its source tree.")
+    return tested
 
 
-def start(source: Path, tests: list[str], *, patched: bool, more: list[str]) -> subprocess.Popen[bytes]:
-    """Begin the tests; what they say goes to a file beside the report."""
+def start(source: Path, tests: list[str], *, patched: bool, arguments: list[str]) -> subprocess.Popen[bytes]:
+    """Start the tests in the background.
+
+    Args:
+        source: the root of the source tree
+        tests: the files of the tests
+        patched: whether towers are patched
+        arguments: further arguments of pytest
+
+    Returns:
+        The process; its output goes to a file beside the report.
+    """
     report = source / f"report-{'patched' if patched else 'stock'}.xml"
     report.unlink(missing_ok=True)
     plugin = ["-p", "patched"] if patched else []
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", f"--junitxml={report}", *plugin, *more, *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", f"--junitxml={report}", *plugin, *arguments, *tests]
     command += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={source}"]
     with report.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(command, cwd=source, env=environment(source), stdout=log, stderr=log)
@@ -78,7 +93,12 @@ def start(source: Path, tests: list[str], *, patched: bool, more: list[str]) -> 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one test. message: begins with the class of the error, where there was one."""
+    """The outcome of one test.
+
+    Args:
+        kind: "passed", or the name of the element in the report
+        message: the message of a failure or an error, which begins with the class of the error
+    """
 
     kind: str
     message: str = ""
@@ -88,41 +108,45 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """The class of the error; messages may hold addresses and temporary paths."""
+        """The class of the error. The rest of a message is not compared: it may hold addresses and temporary paths."""
         return "" if self.kind == "skipped" else self.message.partition(":")[0].strip()
 
 
 def outcomes(report: Path) -> dict[str, Outcome]:
-    """Outcome by test."""
-    found = {}
+    """Read the outcome of every test from a report."""
+    by_test = {}
     for case in ElementTree.parse(report).iter("testcase"):
         bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
         outcome = Outcome(bad[0].tag, bad[0].get("message", "")) if bad else Outcome("passed")
-        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
-    return found
+        by_test[f"{case.get('classname')}::{case.get('name')}"] = outcome
+    return by_test
 
 
 def main() -> None:
+    """Run the tests on stock and on patched towers, and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
-    parser.add_argument("more", nargs="*", help="arguments for pytest, after --")
-    arguments = parser.parse_args()
-    source = arguments.source.resolve()
+    parser.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
+    options = parser.parse_args()
+    source = options.source.resolve()
     tests = prepare(source)
     print(f"transformers {version(source)}")
-    found = []
-    runs = [start(source, tests, patched=patched, more=arguments.more) for patched in (False, True)]
-    for name, process in zip(("stock", "patched"), runs, strict=True):
-        code, report = process.wait(), source / f"report-{name}.xml"
+    runs = {
+        "stock": start(source, tests, patched=False, arguments=options.arguments),
+        "patched": start(source, tests, patched=True, arguments=options.arguments),
+    }
+    results = {}
+    for name, process in runs.items():
+        code = process.wait()
+        report = source / f"report-{name}.xml"
         if code not in (0, 1) or not report.exists():
             raise SystemExit(f"the tests of {name} towers ended with {code}: {report.with_suffix('.log').read_text()}")
-        found.append(outcomes(report))
-        summary = report.with_suffix(".log").read_text().splitlines()
-        print(
-            f"{name}: {dict(Counter(outcome.kind for outcome in found[-1].values()))}",
-            *(line for line in summary if "towers patched" in line),
-        )
-    stock, patched = found
+        results[name] = outcomes(report)
+        counts = Counter(outcome.kind for outcome in results[name].values())
+        lines = report.with_suffix(".log").read_text().splitlines()
+        print(f"{name}: {dict(counts)}", *(line for line in lines if "towers patched" in line))
+    stock = results["stock"]
+    patched = results["patched"]
     names = sorted(stock.keys() | patched.keys())
     different = [name for name in names if str(stock.get(name)) != str(patched.get(name))]
     for name in different:

@@ -1,7 +1,7 @@
-"""A pytest plugin: every tower is patched before it is called, and the calls that were served are counted.
+"""A pytest plugin that patches every tower before its first call, and counts fast and stock calls.
 
-(Not as soon as it is built: patching gives its config another attention name, which some of the tests look at. And not
-the towers that a proof runs beside ours: they are stock, and patching one asks for that very proof.)
+A tower is not patched as soon as it is built, because patching changes the attention's name in its config, which some
+tests compare. The stock towers of a proof are not patched, because patching one would start the same proof.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hf_vit_accel.tower.state import TowerState, state_of
 STATES: list[TowerState] = []
 
 
-def _call(tower: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Patch a tower before its first call."""
     if state_of(tower) is None and not threading.current_thread().name.startswith("hf_vit_accel"):
         hf_vit_accel.patch(tower)
         state = state_of(tower)
@@ -31,14 +32,17 @@ def _call(tower: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def pytest_configure() -> None:
+    """Replace `__call__` of every class of towers."""
     for family in FAMILIES:
         for module, name in family.towers:
-            with suppress(ImportError):  # of what this transformers does not have yet
+            with suppress(ImportError):  # this version of transformers may lack the class
                 getattr(importlib.import_module(module), name).__call__ = _call
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    fast, stock = sum(state.calls for state in STATES), sum(state.stock_calls for state in STATES)
+    """Print the counts; fail if one of the two ways was not tested."""
+    fast = sum(state.calls for state in STATES)
+    stock = sum(state.stock_calls for state in STATES)
     terminalreporter.write_line(f"{len(STATES)} towers patched, {fast} calls fast, {stock} stock")
     if not fast or not stock:
-        pytest.exit("no call went one of the two ways: nothing was tested", returncode=1)
+        pytest.exit(f"fast and stock calls must both occur, got {fast} fast and {stock} stock", returncode=1)

@@ -1,13 +1,12 @@
-"""transformers' common model tests on our tiny models, where its own suites of these families are not at hand.
+"""Run transformers' common model tests on our tiny models, where its suites of these families are missing.
 
-Source distributions hold the common tests (`tests/test_modeling_common.py`), not those of the single models. `compare`
+Source distributions hold the common tests (`tests/test_modeling_common.py`), but no suites of single models. `compare`
 copies this file into the unpacked distribution.
 """
 
 from __future__ import annotations
 
 import unittest
-from typing import Any
 
 import torch
 import transformers
@@ -17,40 +16,45 @@ from transformers import PretrainedConfig
 from .generation.test_utils import GenerationTesterMixin
 from .test_modeling_common import ModelTesterMixin
 
-BATCH, GRID = 2, [(1, 4, 6)]
+BATCH = 2
+GRID = [(1, 4, 6)]
 
 
 class Tester:
-    """What the common tests ask of a model's tester."""
+    """Provide the attributes and methods that the common tests use."""
 
     def __init__(self, parent: unittest.TestCase, family: str) -> None:
-        self.parent, self.tiny = parent, TINY[family]
-        self.batch_size, self.is_training = BATCH, True
+        self.parent = parent
+        self.tiny = TINY[family]
+        self.batch_size = BATCH
+        self.is_training = True
         text = self.tiny.text
-        self.num_hidden_layers, self.hidden_size = text["num_hidden_layers"], text["hidden_size"]
+        self.num_hidden_layers = text["num_hidden_layers"]
+        self.hidden_size = text["hidden_size"]
         vision = self.tiny.build().config.vision_config
         self.vision_config = {
             "num_hidden_layers": vision.depth,
             "hidden_size": getattr(vision, "embed_dim", vision.hidden_size),
             "num_attention_heads": vision.num_heads,
         }
-        self.num_attention_heads, self.vocab_size = text["num_attention_heads"], text["vocab_size"]
+        self.num_attention_heads = text["num_attention_heads"]
+        self.vocab_size = text["vocab_size"]
         self.seq_length = self.prepare_config_and_inputs_for_common()[1]["input_ids"].shape[1]
 
     def get_config(self) -> PretrainedConfig:
-        """A tiny config."""
+        """Return the config of the tiny model."""
         config: PretrainedConfig = self.tiny.build().config
         return config
 
     def prepare_config_and_inputs_for_common(self) -> tuple[PretrainedConfig, dict[str, torch.Tensor]]:
-        """Two prompts of one image each."""
+        """Return the config, and inputs of two prompts with one image each."""
         model = self.tiny.build()
-        one, two = (chat_inputs(model, GRID, seed) for seed in range(BATCH))
-        return model.config, {name: torch.cat([one[name], two[name]]) for name in one}
+        prompts = [chat_inputs(model, GRID, seed) for seed in range(BATCH)]
+        return model.config, {name: torch.cat([prompt[name] for prompt in prompts]) for name in prompts[0]}
 
 
 class Common(ModelTesterMixin, GenerationTesterMixin):
-    """The flags of composite vision-language models."""
+    """Set the flags of composite vision-language models."""
 
     family: str
     _is_composite = True
@@ -58,14 +62,18 @@ class Common(ModelTesterMixin, GenerationTesterMixin):
     model_split_percents = [0.7, 0.8, 0.9]  # noqa: RUF012
 
     def setUp(self) -> None:
+        """Create the tester."""
         self.model_tester = Tester(self, self.family)  # type: ignore[arg-type]
 
 
-def _suite(family: str) -> Any:
-    whole = getattr(transformers, TINY[family].model)
+def _suite(family: str) -> type[unittest.TestCase]:
+    """Make the class of a family's tests."""
+    model = getattr(transformers, TINY[family].model)
     base = getattr(transformers, TINY[family].model.replace("ForConditionalGeneration", "Model"))
-    members = {"family": family, "all_model_classes": (base, whole), "__module__": __name__}
+    members = {"family": family, "all_model_classes": (base, model), "__module__": __name__}
     return type(f"Test_{family}", (Common, unittest.TestCase), members)
 
 
-Test_qwen2_vl, Test_qwen2_5_vl, Test_qwen3_vl = map(_suite, ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"))
+Test_qwen2_vl = _suite("qwen2_vl")
+Test_qwen2_5_vl = _suite("qwen2_5_vl")
+Test_qwen3_vl = _suite("qwen3_vl")

@@ -1,0 +1,115 @@
+"""Read and write the output folder of a run: checkpoints, the processor's files, the loss as a picture."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from captioning.captioner import load_processor
+from transformers import ProcessorMixin
+from transformers.utils import cached_file, is_torchvision_available
+
+from finetuning.curve import draw
+
+__all__ = ["check_adapters", "draw_loss", "finish", "newest_checkpoint", "save_processor", "step_of"]
+
+
+def newest_checkpoint(folder: Path, resume: bool) -> str | None:
+    """Return the newest complete checkpoint, if there is one.
+
+    Args:
+        folder: the output folder of the run
+        resume: whether the run may go on from a checkpoint
+
+    Raises:
+        ValueError: if there is a checkpoint and `resume` is False
+    """
+    # The trainer writes its state last, so a checkpoint without a state is incomplete.
+    checkpoints = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    if not checkpoints:
+        return None
+    newest = max(checkpoints, key=step_of)
+    if not resume:
+        raise ValueError(f"{newest} is of an earlier run: --resume goes on from it, another --output-dir starts anew")
+    return str(newest)
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(Path(checkpoint).name.partition("-")[2])
+
+
+def check_adapters(checkpoint: str, rank: int, alpha: float, freeze_tower: bool) -> None:
+    """Compare the options with the adapters of a checkpoint.
+
+    Args:
+        checkpoint: the folder of the checkpoint
+        rank: the rank of the adapters; 0 for none
+        alpha: the scale of the adapters
+        freeze_tower: whether the vision tower has no adapters
+
+    Raises:
+        ValueError: if they differ, since the checkpoint's weights would not fit
+    """
+    file = Path(checkpoint, "adapter_config.json")
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"r": 0}
+    options = {"r": ("--lora-rank", rank)}
+    if rank:
+        options["lora_alpha"] = ("--lora-alpha", alpha)
+    for name, (option, value) in options.items():
+        if config[name] != value:
+            raise ValueError(f"{checkpoint} was trained with {option} {config[name]}: go on with it, not with {value}")
+    was_frozen = bool(config.get("exclude_modules"))
+    if rank and was_frozen != freeze_tower:
+        word = "with" if was_frozen else "without"
+        raise ValueError(f"{checkpoint} was trained {word} --freeze-tower: go on {word} it")
+
+
+def save_processor(processor: ProcessorMixin, model: str, revision: str | None, folder: Path) -> None:
+    """Write the processor's files beside the model.
+
+    Args:
+        processor: the processor of the run
+        model: the checkpoint or name that the run began with
+        revision: the revision of the model on the Hub
+        folder: the output folder
+    """
+    if is_torchvision_available():
+        processor.tokenizer.padding_side = "right"  # it was loaded for generation, which pads on the left
+        processor.save_pretrained(folder)
+        return
+    # Without torchvision the processor lacks its part for videos, so the checkpoint's own files are copied.
+    source = Path(cached_file(model, "config.json", revision=revision)).parent
+    for pattern in ("*processor*.json", "*token*.json", "vocab*", "merges.txt", "chat_template*"):
+        for file in source.glob(pattern):
+            shutil.copy(file, folder / file.name)
+
+
+def finish(checkpoint: Path, folder: Path, model: str, revision: str | None, title: str) -> None:
+    """Write the files that a run writes at its end, from its last checkpoint; skip a run that has ended.
+
+    Args:
+        checkpoint: the checkpoint of the last step
+        folder: the output folder
+        model: the checkpoint or name that the run began with
+        revision: the revision of the model on the Hub
+        title: the title of the chart
+    """
+    if (folder / "loss.svg").exists():  # a run writes it last
+        return
+    state = checkpoint / "trainer_state.json"
+    for file in checkpoint.iterdir():
+        if file.suffix in (".safetensors", ".json", ".md") and file != state:
+            shutil.copy(file, folder / file.name)
+    save_processor(load_processor(model, revision), model, revision, folder)
+    draw_loss(json.loads(state.read_text(encoding="utf-8"))["log_history"], folder / "loss.svg", title)
+
+
+def draw_loss(history: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
+    """Draw the losses of the trainer's log."""
+    lines = {}
+    for name, words in {"loss": "training", "eval_loss": "held out"}.items():
+        lines[words] = [(entry["step"], entry[name]) for entry in history if name in entry]
+    draw(path, title, lines)

@@ -1,0 +1,253 @@
+"""Files of every kind for the captioning example, good and bad ones, and runs of it that can be killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import tarfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from caption_cli import EXAMPLES, ROOT, batch_caption, draw, encode
+from captioning.journal import Journal, Record
+from launched import launched
+from PIL import Image
+
+GOOD = 90
+"""The number of good files: six of every kind."""
+BAD = 20
+ALL = GOOD + BAD
+ENVIRONMENT = os.environ | {
+    "ACCELERATE_USE_CPU": "true",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def turned(image: Image.Image, orientation: int, turn: Image.Transpose, format: str, **options: object) -> bytes:
+    """Return a file that holds the turned image, and the orientation that turns it back."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode(image.transpose(turn), format, exif=exif, **options)
+
+
+def with_clear_corner(image: Image.Image) -> Image.Image:
+    """Make the upper left pixel transparent."""
+    image = image.convert("RGBA")
+    image.putpixel((0, 0), (0, 0, 0, 0))
+    return image
+
+
+BLUE = Image.new("RGB", (64, 64), "blue")
+KINDS: dict[str, Callable[[Image.Image], bytes]] = {
+    "png": encode,
+    "jpg": lambda image: encode(image, "JPEG", quality=95, subsampling=0),
+    "webp": lambda image: encode(image, "WEBP", lossless=True),
+    "bmp": lambda image: encode(image, "BMP"),
+    "tiff": lambda image: encode(image, "TIFF", compression="tiff_lzw"),
+    "gif": lambda image: encode(image.quantize(256), "GIF"),
+    "animated.gif": lambda image: encode(
+        image.quantize(256), "GIF", save_all=True, append_images=[BLUE.resize(image.size)] * 3
+    ),
+    "cmyk.jpg": lambda image: encode(image.convert("CMYK"), "JPEG", quality=100, subsampling=0),
+    "palette.PNG": lambda image: encode(image.quantize(256)),
+    "rgba.png": lambda image: encode(with_clear_corner(image)),
+    "turned.jpeg": lambda image: turned(image, 6, Image.Transpose.ROTATE_90, "JPEG", quality=95, subsampling=0),
+    "mirrored.png": lambda image: turned(image, 4, Image.Transpose.FLIP_TOP_BOTTOM, "PNG"),
+    "turned.tif": lambda image: turned(image, 8, Image.Transpose.ROTATE_270, "TIFF"),
+    "ppm": lambda image: encode(image, "PPM"),
+    "avif": lambda image: encode(image, "AVIF", quality=95),
+}
+"""Writes an image as a file of this kind, by the end of the file's name."""
+IHDR = b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+BOMB = b"\x89PNG\r\n\x1a\n\0\0\0\r" + IHDR + struct.pack(">I", zlib.crc32(IHDR)) + b"\0\0\0\0IDAT" + bytes(50)
+"""A tiny PNG file of 100,000 x 100,000 pixels."""
+
+
+def bad_files() -> dict[str, tuple[bytes, str]]:
+    """Return the content of every bad file, and a pattern of its error, by name."""
+    image = draw(0)[0]
+    files = {}
+    for kind in ("png", "jpg", "webp", "bmp", "gif"):
+        data = KINDS[kind](image)
+        files[f"bad/truncated.{kind}"] = (data[: len(data) // 2], "truncated|broken|decode|decoding|not an image")
+    return files | {
+        "bad/bomb.png": (BOMB, "limit"),
+        "bad/empty.jpg": (b"", "the file is empty"),
+        "bad/empty.webp": (b"", "the file is empty"),
+        "bad/float.tiff": (encode(Image.fromarray(np.ones((64, 64), np.float32)), "TIFF"), "floating-point"),
+        "bad/html.gif": (b"<html>404 not found</html>", "not an image"),
+        "bad/large.png": (encode(Image.new("1", (10_000, 10_000))), "10000 x 10000 pixels, the limit is 89478485"),
+        "bad/noise.jpg": (random.Random(0).randbytes(2000), "not an image"),
+        "bad/photo.heic": (b"\0\0\0\x18ftypheic" + bytes(100), "not an image"),
+        "bad/script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image"),
+        "bad/strip.png": (encode(Image.new("RGB", (3000, 4))), "aspect ratio"),
+        "bad/text.jpg": ("Kein Bild.\n".encode("utf-16"), "not an image"),
+        "bad/tower.png": (encode(Image.new("RGB", (2, 2000))), "aspect ratio"),
+        "bad/video.mp4": (random.Random(1).randbytes(2000), "pip install|Invalid data"),
+        "bad/zeros.bmp": (bytes(3000), "not an image"),
+        "bad/header.jpg": (KINDS["jpg"](image)[:20], "not an image|truncated"),
+    }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a run: a folder, a shard and a table.
+
+    Args:
+        arguments: the inputs as the command line takes them
+        captions: the right caption of every good file, by key
+        errors: a pattern of the error of every bad file, by key
+    """
+
+    arguments: list[str]
+    captions: dict[str, str]
+    errors: dict[str, str]
+
+
+def write_inputs(top: Path) -> Inputs:
+    """Write 90 scenes of all kinds and 20 bad files into folders, a tar shard and a parquet file."""
+    captions: dict[str, str] = {}
+    errors: dict[str, str] = {}
+    rows: list[dict[str, bytes | None]] = []
+    kinds = list(KINDS)
+    with tarfile.open(top / "shard.tar", "w") as archive:
+        for seed in range(GOOD):
+            image, caption = draw(seed)
+            kind = kinds[seed % len(kinds)]
+            data = KINDS[kind](image)
+            name = f"{seed:03d}.{kind}"
+            if seed % 5 == 4:
+                _add(archive, name, data)
+                captions[f"shard.tar/{name}"] = caption
+            elif seed % 10 == 3:
+                captions[f"table.parquet#{len(rows):09d}"] = caption
+                rows.append({"bytes": data, "path": None})
+            else:
+                path = top / "scenes" / ["", "sub", "sub/deep é\u2028"][seed % 3] / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+                captions[path.relative_to(top).as_posix()] = caption
+        for number, (name, (data, error)) in enumerate(bad_files().items()):
+            if number % 5 == 0:
+                _add(archive, name, data)
+                errors[f"shard.tar/{name}"] = error
+            else:
+                (top / "scenes" / name).parent.mkdir(exist_ok=True)
+                (top / "scenes" / name).write_bytes(data)
+                errors[f"scenes/{name}"] = error
+    pq.write_table(pa.table({"image": rows}), top / "table.parquet", row_group_size=7)
+    (top / "scenes" / "notes.md").write_text("no picture")
+    assert len(captions) == GOOD and len(errors) == BAD
+    return Inputs([str(top / name) for name in ("scenes", "shard.tar", "table.parquet")], captions, errors)
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    archive.addfile(info, io.BytesIO(data))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def options_of(inputs: Inputs, output: Path, **options: object) -> list[str]:
+    """Return the arguments of `batch_caption.py`."""
+    settings = {"max-new-tokens": 24, "batch-size": 4, "decoders": 2} | options
+    by_name = [f"--{name}={value}" for name, value in settings.items()]
+    return ["caption", *inputs.arguments, f"--output={output}", "--demo", *by_name]
+
+
+def command(inputs: Inputs, output: Path, processes: int) -> list[str]:
+    """Return the command that captions the inputs in so many processes."""
+    script = [str(EXAMPLES / "batch_caption.py"), *options_of(inputs, output)]
+    if processes == 1:
+        return [sys.executable, *script]
+    # `--cpu` starts one process unless mpirun starts it; `--multi_gpu` starts the number that is given, on CPUs too.
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}", "--num_machines=1"]
+    return [sys.executable, *launch, "--main_process_port=0", *script]
+
+
+class BackgroundRun:
+    """A captioning run in the background that can be killed at any moment.
+
+    Args:
+        inputs: the files to caption
+        output: the folder of the records
+        processes: the number of processes
+        way: "forked" for two forked processes of which one hangs; otherwise the run starts as a user starts it
+    """
+
+    def __init__(self, inputs: Inputs, output: Path, processes: int, way: str) -> None:
+        self.output = output
+        self.records_before = self.count()
+        if way == "forked":
+            arguments = (options_of(inputs, output), output.parent)
+            launcher = get_context("fork").Process(target=_run_two_of_which_one_hangs, args=arguments)
+            launcher.start()
+            self.process = psutil.Process(launcher.pid)
+            return
+        with (output.parent / "log.txt").open("ab") as log:
+            self.process = psutil.Popen(command(inputs, output, processes), env=ENVIRONMENT, stdout=log, stderr=log)
+
+    def count(self) -> int:
+        """Count the records that were written."""
+        return sum(shard.read_bytes().count(b"\n") for shard in Journal(self.output).shards())
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until a condition holds; `what` names it if the run ends or two minutes pass before."""
+        end = time.monotonic() + 120
+        while not condition():
+            assert self.process.status() != psutil.STATUS_ZOMBIE, f"the run ended before {what}"
+            assert time.monotonic() < end, f"waited in vain for {what}"
+            time.sleep(0.01)
+
+    def wait_for_records(self, count: int) -> None:
+        """Wait until the run has written this many records."""
+        self.wait_for(lambda: self.count() >= self.records_before + count, f"{count} records")
+
+    def worker(self, rank: int) -> psutil.Process:
+        """Return the process of a rank."""
+        children = self.process.children(recursive=True)
+        return next(process for process in children if process.environ().get("RANK") == str(rank))
+
+    def kill(self) -> None:
+        """Kill the launcher and its workers at once; every worker leads its own process group."""
+        processes = [self.process, *self.process.children(recursive=True)]
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=30)
+
+    def first_process_is_done(self) -> bool:
+        """Whether the first process has captioned its share."""
+        counts = json.loads((self.output / ".progress" / "00000.json").read_text())
+        return counts["items"] == counts["of"]
+
+
+def _run_two_of_which_one_hangs(arguments: list[str], folder: Path) -> None:
+    """Run two processes; the second one stops after its first records."""
+    append = Journal.append
+
+    def append_and_stop(self: Journal, process: int, records: list[Record]) -> None:
+        append(self, process, records)
+        if process == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    Journal.append = append_and_stop
+    launched("forked", EXAMPLES / "batch_caption.py", batch_caption.app, arguments, folder)

@@ -1,0 +1,140 @@
+"""Caption good and bad files of every kind with `examples/batch_caption.py`; kill runs and resume them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from caption_cli import EXAMPLES, RUNNER, batch_caption, draw
+from captioning.journal import Journal, lock
+from launched import WAYS, launched
+from support_examples import ALL, BAD, GOOD, KINDS, BackgroundRun, Inputs, options_of, write_inputs
+
+MergedRecords = list[dict[str, Any]]
+"""The lines of a merged file."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def merge(output: Path, result: Path) -> MergedRecords:
+    """Merge the records of a run into a file of JSON lines, and read it."""
+    done = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(result)])
+    assert done.exit_code == 0, done.output
+    return [json.loads(line) for line in result.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> MergedRecords:
+    """Return the merged records of one process that nobody interrupted."""
+    output = tmp_path_factory.mktemp("uninterrupted") / "new" / "captions"
+    done = RUNNER.invoke(batch_caption.app, options_of(inputs, output, **{"batch-size": 16}))
+    assert done.exit_code == 0, done.output
+    stdout = done.stdout
+    assert f"{ALL} items, {ALL} of them to caption" in stdout and f"{ALL} of {ALL} items in" in stdout
+    assert f"{GOOD} of {ALL} records have captions" in stdout and f"{BAD} records failed" in stdout
+    assert "model.visual: qwen3_vl, patched" in stdout and "vision tokens/s" in stdout
+    (entry,) = json.loads((output / "manifest.json").read_text())["runs"]
+    assert entry["records"] == ALL and entry["processes"] == 1 and entry["device"] == "cpu"
+    assert entry["prompts"] == ["describe this {kind} ."] and entry["inputs"] == inputs.arguments
+    assert entry["settings"]["max_new_tokens"] == 24 and entry["settings"]["dtype"] == "float32"
+    assert entry["versions"].keys() == {"torch", "transformers", "accelerate", "hf_vit_accel", "python"}
+    assert "patched" in entry["status"] and "T" in entry["begun"]
+    return merge(output, output.parent / "merged.jsonl")
+
+
+def test_good_files_have_the_right_captions(inputs: Inputs, uninterrupted: MergedRecords) -> None:
+    good = {record["key"]: record for record in uninterrupted if record["status"] == "ok"}
+    assert good.keys() == inputs.captions.keys()
+    wrong = {key: record["caption"] for key, record in good.items() if record["caption"] != inputs.captions[key]}
+    assert len(wrong) <= 0.1 * len(good), wrong
+    by_length = sorted(KINDS, key=len)
+    wrong_kinds = Counter(next((kind for kind in by_length if key.endswith(kind)), "row") for key in wrong)
+    assert max(wrong_kinds.values(), default=0) <= 3, wrong_kinds  # more would mean that a kind is read wrongly
+    sizes = {draw(seed)[0].size for seed in range(GOOD)}
+    assert {(record["width"], record["height"]) for record in good.values()} == sizes
+    assert all(record["tokens"] and record["error"] is None for record in good.values())
+
+
+def test_bad_files_have_reasons(inputs: Inputs, uninterrupted: MergedRecords) -> None:
+    bad = {record["key"]: record for record in uninterrupted if record["status"] == "error"}
+    assert bad.keys() == inputs.errors.keys()
+    other_errors = {key: bad[key] for key, error in inputs.errors.items() if not re.search(error, bad[key]["error"])}
+    assert not other_errors
+    assert all(record["caption"] is None for record in bad.values())
+
+
+@pytest.fixture
+def runs() -> Iterator[list[BackgroundRun]]:
+    """Hold the runs of a test, and kill those that are left after it."""
+    started: list[BackgroundRun] = []
+    yield started
+    for run in started:
+        if run.process.is_running():
+            run.kill()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_runs_that_hang_and_are_killed_give_the_same_records(
+    inputs: Inputs, uninterrupted: MergedRecords, tmp_path: Path, runs: list[BackgroundRun], way: str
+) -> None:
+    """First run two processes of which one hangs, then one process if runs are launched; kill them; then finish."""
+    output = tmp_path / "captions"
+    chance = random.Random()
+    sizes = (2,) if way == "forked" else (2, 1)
+    for number, processes in enumerate(sizes, start=1):
+        run = BackgroundRun(inputs, output, processes, way)
+        runs.append(run)
+        # Another process may write records before the first one has noted the run.
+        run.wait_for(lambda count=number: len(Journal(output).manifest()["runs"]) == count, "the run is noted")
+        if processes == 2:
+            check_that_the_other_process_goes_on(run, inputs, way)
+        else:
+            run.wait_for_records(chance.randint(1, 15))
+            time.sleep(chance.uniform(0, 0.3))
+        run.kill()
+        with lock(output, alone=True):  # the lock is free
+            pass
+        assert run.count() < ALL
+        # A power cut often leaves half a line and half a file; a kill seldom does.
+        with chance.choice(Journal(output).shards()).open("ab") as shard:
+            shard.write(b'{"key": "torn \xc3')
+        (output / f".manifest.json.{processes}").write_text('{"runs": [{"run"')
+    written = {(record.key, record.prompt) for record in Journal(output).records()}
+    script = EXAMPLES / "batch_caption.py"
+    stdout = launched("forked", script, batch_caption.app, options_of(inputs, output), tmp_path)
+    assert f"{ALL} items, {ALL - len(written)} of them to caption" in stdout
+    assert stdout.count("of them to caption") == 1 and f"{GOOD} of {ALL} records have captions" in stdout
+    assert "process 0:" in stdout and "process 1:" in stdout
+    lines = Counter((record.key, record.prompt) for record in Journal(output).records())
+    assert len(lines) == ALL and max(lines.values()) == 1, "no record was written twice"
+    assert merge(output, tmp_path / "merged.jsonl") == uninterrupted
+    table = tmp_path / "merged.parquet"
+    assert RUNNER.invoke(batch_caption.app, ["merge", str(output), str(table)]).exit_code == 0
+    assert pq.read_table(table).to_pylist() == uninterrupted
+    assert len(json.loads((output / "manifest.json").read_text())["runs"]) == len(sizes) + 1
+
+
+def check_that_the_other_process_goes_on(run: BackgroundRun, inputs: Inputs, way: str) -> None:
+    """A process that hangs stops no other one, and keeps the folder locked: no second run, no incomplete merge."""
+    output = run.output
+    shards = [output / f"captions-{rank:05d}.jsonl" for rank in range(2)]
+    run.wait_for(lambda: all(shard.exists() for shard in shards), "both processes write")
+    if way != "forked":
+        run.worker(1).suspend()
+    run.wait_for(run.first_process_is_done, "the first process does its share")
+    assert run.count() < ALL
+    refused = RUNNER.invoke(batch_caption.app, ["caption", *inputs.arguments, f"--output={output}", "--demo"])
+    assert refused.exit_code == 2 and "another run is writing to" in refused.output
+    missing = RUNNER.invoke(batch_caption.app, ["merge", str(output), str(output.parent / "part.jsonl")])
+    assert missing.exit_code == 1 and "records are missing" in missing.output
