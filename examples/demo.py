@@ -55,7 +55,14 @@ def draw_scenes(folder: Path, count: int, unit: int) -> dict[str, str]:
     return captions
 
 
-def contact_sheet(folder: Path, records: list[Record], expected: dict[str, str]) -> Image.Image:
+def run_captioner(*arguments: str) -> None:
+    """Run `batch_caption.py` in a process of its own. Exits as it does if it fails."""
+    completed = subprocess.run([sys.executable, str(CAPTIONER), *arguments])
+    if completed.returncode:
+        raise typer.Exit(completed.returncode)
+
+
+def contact_sheet(folder: Path, records: list[dict[str, Any]], expected: dict[str, str]) -> Image.Image:
     """Draw every picture above its caption, ticked or crossed; a wrong caption is followed by the right one."""
     rows = -(-len(records) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * CELL[0], rows * CELL[1]), "white")
@@ -64,16 +71,16 @@ def contact_sheet(folder: Path, records: list[Record], expected: dict[str, str])
     for index, record in enumerate(records):
         x = index % COLUMNS * CELL[0]
         y = index // COLUMNS * CELL[1]
-        picture = Image.open(folder / record.key)
+        picture = Image.open(folder / record["key"])
         picture.thumbnail((PICTURE, PICTURE))
         sheet.paste(picture, (x + (CELL[0] - picture.width) // 2, y + 8 + (PICTURE - picture.height) // 2))
-        text = record.caption or str(record.error)
-        if record.caption == expected[record.key]:
+        text = record["caption"] or str(record["error"])
+        if record["caption"] == expected[record["key"]]:
             colour = GREEN
             pen.line([(x + 12, y + 224), (x + 16, y + 230), (x + 24, y + 216)], fill=colour, width=3)
         else:
             colour = RED
-            text += f" (is: {expected[record.key]})"
+            text += f" (is: {expected[record['key']]})"
             pen.line([(x + 12, y + 216), (x + 24, y + 230)], fill=colour, width=3)
             pen.line([(x + 24, y + 216), (x + 12, y + 230)], fill=colour, width=3)
         pen.multiline_text((x + 32, y + 214), "\n".join(textwrap.wrap(text, 27)[:5]), font=font, fill=colour)

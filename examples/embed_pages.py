@@ -33,15 +33,14 @@ from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from batch_caption import measured
-from captioning.batches import cost, limit_pixels, pack, spread
-from captioning.captioner import halve_on_oom
-from captioning.journal import lock, part_of
-from captioning.pictures import REFUSE_ABOVE
-from captioning.prepare import identity, say
-from captioning.sources import size
 from embedding.index import Plan, Settings, name_of, paths_of_files, plan, shards
 from embedding.pages import Batch, Page, Reader
+from media.batches import cost, halve_on_oom, measured, pack, spread
+from media.checkpoints import identity
+from media.files import lock, part_of, say
+from media.items import size
+from media.pictures import REFUSE_ABOVE
+from media.processors import limit_pixels
 
 import hf_vit_accel
 

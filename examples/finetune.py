@@ -37,10 +37,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import ModelOutput
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from captioning.batches import limit_pixels
-from captioning.captioner import load_processor
 from finetuning.data import IGNORED, Collator, Example, Examples, find_examples, find_text_column, hold_out
 from finetuning.folder import check_adapters, draw_loss, finish, newest_checkpoint, save_processor, step_of
+from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 from benchmark.first_token import build, inputs_for
-from captioning.pictures import read_frames
+from media.pictures import read_frames
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.video_utils import VideoMetadata
 

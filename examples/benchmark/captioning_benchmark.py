@@ -11,6 +11,7 @@ the captions are empty.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
@@ -122,7 +123,10 @@ def compare(folder: Path) -> None:
         options = ["--prompt", "describe this picture .", "--max-new-tokens", "24", "--processor-on", device]
         arguments = ["caption", str(drawn), "--output", str(output), "--model", str(CHECKPOINT), "--overwrite"]
         batch_caption.app([*arguments, *options, "--max-failures", "1"], standalone_mode=False)
-        captions[device] = {record.key: record.caption for record in Journal(output).merged()}
+        merged = folder / f"scenes prepared on the {device}.jsonl"
+        batch_caption.app(["merge", str(output), str(merged), "--overwrite"], standalone_mode=False)
+        records = [json.loads(line) for line in merged.read_text(encoding="utf-8").splitlines()]
+        captions[device] = {record["key"]: record["caption"] for record in records}
         right = sum(captions[device][key] == caption for key, caption in expected.items())
         print(f"### prepared on the {device}: {right} of {COMPARED} captions of scenes are right", flush=True)
     different = sum(captions["cpu"][key] != captions["gpu"][key] for key in expected)
@@ -148,9 +152,10 @@ def on_cores(folder: Path, pictures: int, numbers: Sequence[int]) -> None:
         subprocess.run([*pinned, *command], env=os.environ | {"OMP_NUM_THREADS": str(number)}, check=True)
 
 
-def per_second(all_counts: list[Counts]) -> float:
-    """Return the pictures per second of all processes, until the last one ends."""
-    return sum(counts.items for counts in all_counts) / max(counts.seconds for counts in all_counts)
+def per_second(output: Path) -> float:
+    """Return the pictures per second of a run, from the counts that each of its processes left in `output`."""
+    all_counts = [json.loads(path.read_text()) for path in (output / ".progress").glob("*.json")]
+    return sum(counts["items"] for counts in all_counts) / max(counts["seconds"] for counts in all_counts)
 
 
 def document(pictures: int, processes: int, rates: Mapping[str, Sequence[float]]) -> Row:

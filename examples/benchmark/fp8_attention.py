@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from measuring import in_turn
 
-from hf_vit_accel.backends import FP8, ORDER, Plan, Request, plan_alone
+from hf_vit_accel.backends import BACKENDS, FP8, Plan, Request, plan_alone
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.ops.rope import rope_
@@ -57,7 +57,7 @@ def contenders(qkv: torch.Tensor, tables: Tables, lengths: list[int]) -> dict[st
         return attended
 
     runs: dict[str, Run] = {}
-    for backend in ORDER:
+    for backend in BACKENDS:
         if backend.name in BF16 and not backend.reasons_against(request):
             plan = plan_alone(backend, segments, request)
             copy = qkv.clone()  # the rotation overwrites it

@@ -111,7 +111,7 @@ def verify(plain: nn.Module, reused: nn.Module, across: nn.Module) -> dict[str, 
     repeated = [feature.repeat(COPIES, 1) for feature in forward(plain, pictures)]
     assert are_equal(forward(reused, copies), repeated)
     gradients = {}
-    for name, tower in (("plain", plain), ("within", within)):
+    for name, tower in (("plain", plain), ("reused", reused)):
         tower.requires_grad_(True)
         train(tower, copies)
         gradients[name] = [parameter.grad for parameter in tower.parameters() if parameter.grad is not None]

@@ -11,7 +11,6 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from documents import HERE, MODELS, Cell, Document, Row, conditions, digits, grid, load, steps, times, title
 from timings import TIMINGS, Timings
@@ -212,34 +211,6 @@ def _memory_and_time(step: Document | str | None) -> str:
     return step or ""
 
 
-def fp8_linears(file: str = "fp8_linears.json") -> str:
-    """What linears in FP8 gain, and what they cost."""
-    document = load(file)
-    ways = {
-        "bf16": "bf16",
-        "attention": "`fp8=True`",
-        "attention qkv proj": '`linears=("qkv", "proj")`',
-        "all": "`linears=True`",
-        "all, graphs": "`linears=True`, CUDA graph",
-    }
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in document["rows"]:
-        found.setdefault((row["model"], row["size"]), {})[row["way"]] = row
-    ways = {way: head for way, head in ways.items() if all(way in each for each in found.values())}
-    rows = [
-        [
-            title(model),
-            size,
-            *(f"{digits(each[way]['ms'])} ({each[way]['error']:.1%}, {each[way]['cosine']:.4f})" for way in ways),
-        ]
-        for (model, size), each in found.items()
-        if size in ("16 x 512²", "one page")
-    ]
-    command = "python examples/benchmark/fp8_linears.py"
-    head = ["ms (error, smallest cosine)", "input", *ways.values()]
-    return grid(head, rows) + f"\n{conditions(document, file, command)}\n"
-
-
 def fp8_errors() -> str:
     """Write the error of FP8 attention beside that of bf16."""
     columns = {"stock sdpa": "stock sdpa", "auto": "`auto`", "auto+fp8": "`auto` with `fp8=True`"}
@@ -339,8 +310,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "max_rows": max_rows,
     "long_video": long_video,
     "reuse": reuse,
-    "fp8_linears": fp8_linears,
-    "fp8_linears_h100": partial(fp8_linears, "fp8_linears_h100.json"),
     **{name: partial(timings_table, timings) for name, timings in TIMINGS.items()},
 }
 """The function that writes a table, by the name that a page gives it."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from captioning.batches import Task
-from captioning.journal import fingerprint
-from captioning.prepare import say
-from captioning.sources import Item, find, size
+from media.batches import Task
+from media.files import fingerprint, say
+from media.items import Item, size
+from media.sources import find
 from safetensors import safe_open
 
 __all__ = ["Plan", "Settings", "name_of", "paths_of_files", "plan", "shards"]

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from captioning.batches import Task, reduced
-from captioning.pictures import read_image
-from captioning.sources import Item, open_item
+from media.batches import Task
+from media.items import Item, open_item
+from media.pictures import read_image
+from media.processors import reduced
 from PIL import Image
 from transformers import BatchFeature, ProcessorMixin
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from captioning.captioner import load_processor
+from media.processors import load_processor
 from transformers import ProcessorMixin
 from transformers.utils import cached_file, is_torchvision_available
 

@@ -41,9 +41,8 @@ POINTS = 0.5
 """The largest difference from stock's accuracy, in points."""
 FP8_POINTS = 1.0
 """The same for FP8."""
-FP8_ALWAYS = Fp8Config(min_seqlen=0, min_rows=0)
+FP8_ALWAYS = Fp8Config(min_seqlen=0)
 """The defaults leave out pictures as small as these."""
-FP8_LINEARS = {"fp8, linears of attention": ("qkv", "proj"), "fp8, all linears": True}
 CALIBRATED = "fp8, calibrated"
 GRAPHS = GraphConfig(max_tokens=100 * 2 * 7 * 7, exact_after=2)
 """The budget of the largest batch, 100 videos of 2 x 7 x 7 merged tokens, so that every call is replayed. The first
@@ -159,7 +158,7 @@ def score(captions: list[str], batches: Sequence[Batch]) -> int:
 def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, Options]:
     """Return every way to patch that a device offers in a dtype, by name."""
     on_cuda = torch.device(device).type == "cuda"
-    usable = [b for b in ORDER if (on_cuda or not b.needs.cuda) and not b.reasons_against_machine()]
+    usable = [b for b in BACKENDS if (on_cuda or not b.needs.cuda) and not b.reasons_against_machine()]
     found: dict[str, Options] = {"auto": {}, "auto, nothing fused": {"fuse": False}}
     if on_cuda and any(backend.capturable for backend in usable):
         found["auto, graphs by default"] = {"cuda_graphs": True}

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+import batch_caption
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from caption_cli import EXAMPLES, ROOT, batch_caption, draw, encode
 from captioning.journal import Journal, Record
-from launched import launched
 from PIL import Image
+from programs import EXAMPLES, ROOT, draw, encode, launched
 
 GOOD = 90
 """The number of good files: six of every kind."""

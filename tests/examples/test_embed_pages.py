@@ -10,10 +10,9 @@ import pytest
 import torch
 import transformers
 import typer
-from caption_cli import EXAMPLES, RUNNER, draw, words
 from click.testing import Result
-from launched import WAYS, launched
 from PIL import Image
+from programs import EXAMPLES, RUNNER, WAYS, draw, launched, words
 from safetensors.torch import load_file
 from tiny import IMAGE, TINY, randomise, relative_error
 from tokenizers import Tokenizer, models, pre_tokenizers

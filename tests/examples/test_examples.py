@@ -11,10 +11,12 @@ from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
+import batch_caption
 import pytest
-from caption_cli import RUNNER, UNIT, batch_caption, draw
-from captioning.journal import Journal, Record, lock
+from captioning.journal import Journal, Record
 from click.testing import Result
+from media.files import lock
+from programs import RUNNER, UNIT, draw
 
 load_cached = lru_cache(maxsize=4)(batch_caption.load_model)
 

@@ -24,6 +24,8 @@ import finetune  # noqa: E402
 import scenes  # noqa: E402
 from finetuning.curve import draw  # noqa: E402
 from finetuning.data import Collator, Example, Examples, find_examples, find_text_column, hold_out  # noqa: E402
+from media.items import Item  # noqa: E402
+from media.processors import limit_pixels, load_processor  # noqa: E402
 
 PROMPT = "describe this picture ."
 Settings = dict[str, Any]

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import batch_caption
 import pyarrow.parquet as pq
 import pytest
-from caption_cli import EXAMPLES, RUNNER, batch_caption, draw
-from captioning.journal import Journal, lock
-from launched import WAYS, launched
+from captioning.journal import Journal
+from media.files import lock
+from programs import EXAMPLES, RUNNER, WAYS, draw, launched
 from support_examples import ALL, BAD, GOOD, KINDS, BackgroundRun, Inputs, options_of, write_inputs
 
 MergedRecords = list[dict[str, Any]]

@@ -259,7 +259,7 @@ def test_parity_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     parity.main(scenes=4, json_path=tmp_path / "sub" / "rows.json")
     table = capsys.readouterr().out
-    ways = ["stock", "auto", "auto, nothing fused", *(backend.name for backend in ORDER if not backend.needs.cuda)]
+    ways = ["stock", "auto", "auto, nothing fused", *(backend.name for backend in BACKENDS if not backend.needs.cuda)]
     assert table.count("| +0.0 | 0 |") == len(ways) * len(tiny_models.FAMILIES) and "0 rows failed" in table
     rows = json.loads((tmp_path / "sub" / "rows.json").read_text())["rows"]
     assert [row["way"] for row in rows[: len(ways)]] == ways and "sdpa" in ways
