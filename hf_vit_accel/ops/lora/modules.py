@@ -51,8 +51,10 @@ class Lora:
         adapters = []
         for name in owner.active_adapters:
             if name in owner.lora_A:
-                a, b = owner.lora_A[name], owner.lora_B[name]
-                adapters.append(ActiveAdapter(a, b, owner.lora_dropout[name], owner.scaling[name]))
+                adapter = ActiveAdapter(
+                    owner.lora_A[name], owner.lora_B[name], owner.lora_dropout[name], owner.scaling[name]
+                )
+                adapters.append(adapter)
         return adapters
 
 
