@@ -20,11 +20,15 @@ from hf_vit_accel.families.base import Parts
 
 Apply = Callable[[Tensor], Tensor]
 """Rows to rows."""
+ReadWeights = Callable[[], list[Any]]
+"""Reads weights as they are now, in the order of a function's arguments; biases may be None."""
+Attributes = dict[str, Any]
+"""The dictionary of a module."""
 AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(x, delta), both (T, E), to (x + delta, a function of that sum)."""
 
 
-def placed_by_accelerate(module: nn.Module) -> Any:
+def placed_by_accelerate(module: nn.Module) -> object:
     """Return the device to which accelerate's hook moves a module's inputs; None for no hook, or one that offloads.
 
     With `device_map`, accelerate puts such a hook on every module. Inside a tower on one device it does nothing.
@@ -34,7 +38,7 @@ def placed_by_accelerate(module: nn.Module) -> Any:
     return hook.execution_device if is_aligning and not hook.offload else None
 
 
-def own_forward(module: nn.Module) -> Any:
+def own_forward(module: nn.Module) -> object:
     """Return a forward that was set on an instance; None for none.
 
     A removed accelerate hook leaves the class's forward on the instance: that counts as none.
@@ -45,7 +49,7 @@ def own_forward(module: nn.Module) -> Any:
     return None if is_of_class else forward
 
 
-def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[str]:
+def reasons_replaced(module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
     """Report why a module may compute something else than its class in torch (`kind`) or transformers."""
     name = type(module).__name__
     if kind is not None and type(module) is not kind:
@@ -79,12 +83,12 @@ class Reads:
     """Record attributes of modules with their values, to notice changes."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-        self._getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
-        self._absent: list[tuple[str, dict[str, Any]]] = []
-        self._values: list[Any] = []
+        self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
+        self._getters: list[tuple[Callable[[Attributes], object], Attributes]] = []
+        self._absent: list[tuple[str, Attributes]] = []
+        self._values: list[object] = []
 
-    def read(self, module: Any, name: str, default: Any = None) -> Any:
+    def read(self, module: nn.Module, name: str, default: object = None) -> Any:
         """Read and record an attribute that is no weight."""
         attributes = vars(module)
         if name in attributes:
@@ -125,7 +129,7 @@ def copied(values: Any) -> Any:
     return values
 
 
-def filled(weights: Sequence[Any], biases: Sequence[Any]) -> list[Any] | None:
+def filled(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
     """Return the biases of joined products, with zeros for missing ones; None where all are missing."""
     if all(bias is None for bias in biases):
         return None
@@ -133,12 +137,12 @@ def filled(weights: Sequence[Any], biases: Sequence[Any]) -> list[Any] | None:
     return [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs]
 
 
-Slots = Sequence[tuple[dict[str, Any], str]]
+Slots = Sequence[tuple[Attributes, str]]
 """Places of parameters: the dictionary of a module, and the name in it."""
 
 
 @contextmanager
-def replaced(slots: Slots, by: Sequence[Any]) -> Iterator[None]:
+def replaced(slots: Slots, by: Sequence[object]) -> Iterator[None]:
     """Replace parameters of modules by other tensors within the with block."""
     former = [parameters[name] for parameters, name in slots]
     try:
@@ -179,13 +183,13 @@ class Context:
     classes: frozenset[type] | None = None
     reads: Reads = field(default_factory=Reads)
     fused: set[str] = field(default_factory=set)
-    activations: dict[Any, str | None] = field(default_factory=dict)
+    activations: dict[tuple[type, str], str | None] = field(default_factory=dict)
 
-    def read(self, module: Any, name: str, default: Any = None) -> Any:
+    def read(self, module: nn.Module, name: str, default: object = None) -> Any:
         """Read and record an attribute of a module; see `Reads`."""
         return self.reads.read(module, name, default)
 
-    def reader(self, *places: tuple[nn.Module, str], cast: bool = True) -> Callable[[], list[Any]]:
+    def reader(self, *places: tuple[nn.Module, str], cast: bool = True) -> ReadWeights:
         """Build a function that reads weights, and biases that may be None, as they are at its call.
 
         It reads the modules' dictionaries, where any replacement of a weight is stored: `__getattr__` takes ten times
@@ -246,12 +250,18 @@ class Context:
             return lambda weight: weight
         return lambda weight: None if weight is None else weight.to(dtype)
 
-    def reasons_replaced(self, module: Any, kind: type[nn.Module] | None = None) -> list[str]:
+    def reasons_replaced(self, module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
         """Report the reasons of the function of that name, and a class that the proof of the tower does not cover."""
         reasons = reasons_replaced(module, kind)
         if not reasons and kind is None and self.classes is not None and type(module) not in self.classes:
             return [f"a {type(module).__name__} is none of this tower's own modules"]
         return reasons
+
+
+Subject = Any
+"""A module of transformers, a `Block` or all `Parts`, as an operation needs it."""
+Built = Any
+"""A callable, with the arguments that the field of `Ops` documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,15 +282,15 @@ class Operation:
 
     name: str
     summary: str
-    subjects: Callable[[Parts], list[Any]]
-    reasons_against: Callable[[Any, Context], list[str]]
-    fused: Callable[[Any, Context], Any]
-    plain: Callable[[Any, Context], Any]
+    subjects: Callable[[Parts], list[Subject]]
+    reasons_against: Callable[[Subject, Context], list[str]]
+    fused: Callable[[Subject, Context], Built]
+    plain: Callable[[Subject, Context], Built]
     triton: bool = True
     guards: bool = False
     missing: str = ""
 
-    def build(self, parts: Parts, context: Context, *, requested: bool) -> tuple[dict[int, Any], str | None]:
+    def build(self, parts: Parts, context: Context, *, requested: bool) -> tuple[dict[int, Built], str | None]:
         """Build the operation for every subject, by the subject's `id`; also why none is fused, or None."""
         subjects = self.subjects(parts)
         reason = next(self._reasons(subjects, context, requested), None)
@@ -295,7 +305,7 @@ class Operation:
             operations[id(subject)] = operation
         return operations, None
 
-    def _reasons(self, subjects: list[Any], context: Context, requested: bool) -> Iterator[str]:
+    def _reasons(self, subjects: list[Subject], context: Context, requested: bool) -> Iterator[str]:
         if not requested:
             yield "not asked for"
         if not subjects:

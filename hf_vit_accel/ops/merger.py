@@ -29,7 +29,7 @@ def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
     return None
 
 
-def _gated(merger: Any) -> bool:
+def _gated(merger: nn.Module) -> bool:
     """Whether a merger is a product, its norm, an activation, and a SwiGLU with the names that `ops.mlp` knows."""
     return all(hasattr(merger, name) for name in ("proj", "post_projection_norm", "act1", "gate_proj"))
 

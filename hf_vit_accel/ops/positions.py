@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 _BLOCK = 256
 
@@ -98,7 +98,7 @@ class AddPositions(torch.autograd.Function):
     """Run `add_positions_reference` as one kernel, saving indices and weights; the table's gradient adds in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
         ctx.save_for_backward(indices_T4, weights_T4)
         ctx.table = table_NE.shape[0], table_NE.dtype
         x_TE = x_TE.contiguous()
@@ -106,7 +106,7 @@ class AddPositions(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_TE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_TE: Tensor) -> Gradients:
         needs_x, needs_table, _, _ = ctx.needs_input_grad
         table_rows, dtype = ctx.table
         indices_T4, weights_T4 = ctx.saved_tensors

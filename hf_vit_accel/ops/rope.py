@@ -18,6 +18,7 @@ from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
 from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum, runs, store_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
 def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -277,13 +278,13 @@ class Rope(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
         return rope_(qkv_T3HD.clone(memory_format=torch.contiguous_format), cos_TD, sin_TD)
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_T3HD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_T3HD: Tensor) -> Gradients:
         return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
 
 

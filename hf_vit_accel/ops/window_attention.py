@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from hf_vit_accel.ops.base import Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 LONGEST = 64
 """Rows of the longest window that the kernels take: one program holds a complete window."""
@@ -235,7 +235,7 @@ class WindowAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float
+        ctx: FunctionContext, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float
     ) -> Tensor:
         qkv_T3HD = qkv_T3HD.contiguous()
         ctx.save_for_backward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1)
@@ -244,7 +244,7 @@ class WindowAttention(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_THD: Tensor) -> Gradients:
         qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         rows, _, heads, dim = qkv_T3HD.shape
         dqkv_T3HD = torch.empty_like(qkv_T3HD)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from hf_vit_accel.ops.add_norm import add_norm_reference as add_norm_reference
 from hf_vit_accel.ops.add_norm import add_norm_rows, pieces
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.training.column_sum import add_up, attach_sum, runs
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 _PROGRAMS_PER_SM = 4  # each has one warp, which needs no barriers, and prefetches its next rows
 
@@ -138,7 +137,7 @@ class AddNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         x_TE: Tensor,
         delta_TE: Tensor | None,
         weight_E: Tensor,
@@ -160,7 +159,7 @@ class AddNormFunction(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dsum_TE: Tensor | None, dout_TE: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, dsum_TE: Tensor | None, dout_TE: Tensor | None) -> Gradients:
         needs_x, needs_delta, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         if dout_TE is None:
             ddelta_TE = dsum_TE.to(ctx.delta_dtype) if needs_delta and dsum_TE is not None else None
