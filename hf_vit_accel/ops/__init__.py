@@ -1,12 +1,12 @@
-"""The operations of a tower, each in a file of its own, and the table from which they are chosen.
+"""The operations of a tower, one file each, and the table from which they are chosen.
 
-A new operation is one file and its line in `TABLE`; `fuse`, status and tests pick it up. A reference in plain torch
-says what each computes: kernels are held to it, and `tower.proof` holds it to transformers.
+A new operation is one file and one line in `TABLE`; `fuse`, status and tests pick it up. Its plain-torch reference
+defines what it computes: tests compare kernels with it, and `tower.proof` compares it with transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,17 +43,23 @@ TABLE: tuple[Operation, ...] = (
     window.OPERATION,
 )
 PARTS: Mapping[str, str] = {operation.name: operation.summary for operation in TABLE}
-"""What `fuse` may name."""
+"""The names that `fuse` takes, with a summary of each."""
 
 Rows = Tensor
 Finish = Callable[[Rows, Rows | None], tuple[Rows, ...]]
+Table = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOps:
-    """One layer. norm1, norm2: (x, delta) -> (x + delta, norm of it), x possibly in place. mlp: rows to their delta.
+    """The operations of one layer.
 
-    qkv: rows to packed queries, keys and values, (T, 3 * heads * head dim).
+    Attributes:
+        norm1: (x, delta) to (x + delta, norm of it); may write the sum to x.
+        qkv: rows to packed queries, keys and values, (T, 3 * heads * head dim).
+        proj: attended rows to what the residual stream receives.
+        norm2: the same as norm1.
+        mlp: normed rows to what the residual stream receives.
     """
 
     norm1: AddNorm
@@ -65,16 +71,24 @@ class LayerOps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ops:
-    """The operations of one tower on one device in one dtype. fused: parts that are; unfused: the others, and why.
+    """The operations of one tower, on one device in one dtype.
 
-    tables: rows and positions (T, 2) to cos and sin (T, D). rotate: see `ops.rope`. deepstack: (x, delta) ->
-    (x + delta, what the merger makes of it), x possibly in place. finish: the same of the last layer to the rows that
-    the tower returns, and to features where it has a merger. attend_window: see `ops.window_attention`.
+    Attributes:
+        embed: pixels to rows.
+        add_positions: adds interpolated position embeddings to rows; None for a tower without.
+        tables: rows and positions (T, 2) to cos and sin, (T, D) each.
+        rotate: see `ops.rope`.
+        attend_window: see `ops.window_attention`; None where a backend attends windows.
+        layers: of every layer.
+        finish: the last layer's (x, delta) to the rows that the tower returns, and to features if it has a merger.
+        deepstack: by layer, (x, delta) to (x + delta, the merger's result); may write the sum to x.
+        fused: names of fused parts.
+        unfused: names of the other parts, with the reason.
     """
 
     embed: Apply
     add_positions: Callable[[Rows, Tensor, Tensor], Rows] | None
-    tables: Callable[[Rows, Tensor], tuple[Tensor, Tensor]]
+    tables: Callable[[Rows, Tensor], Table]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     attend_window: Callable[..., Tensor] | None
     layers: tuple[LayerOps, ...]
@@ -84,58 +98,81 @@ class Ops:
     unfused: Mapping[str, str]
 
 
-def build(parts: Parts, context: Context, wanted: frozenset[str] | None = None) -> Ops:
-    """Choose a tower's operations: those of `wanted` (None: all) that fit fused, others as its modules do them."""
-    made: dict[str, list[Any]] = {}
+def build(parts: Parts, context: Context, requested: frozenset[str] | None = None) -> Ops:
+    """Build a tower's operations: fused where they are requested and possible, else by the tower's modules.
+
+    Args:
+        requested: names of parts to fuse; None for all.
+    """
+    built: dict[str, dict[int, Any]] = {}
     unfused: dict[str, str] = {}
     for operation in TABLE:
-        made[operation.name], why = operation.build(parts, context, wanted=wanted is None or operation.name in wanted)
-        if why is not None:
-            unfused[operation.name] = why
-    each = {name: iter(operations) for name, operations in made.items()}
-    shapes = [next(each["heads"]) if block.shaped else None for block in parts.blocks]
-    layers = tuple(_layer(block, shape, each, context) for block, shape in zip(parts.blocks, shapes, strict=True))
-    (embed,), embed_norm = made["patch_embed"], None if parts.embed_norm is None else next(each["norms"])
-    if (
-        embed_norm is not None and context.casts
-    ):  # the residual stream starts with, and keeps, what a norm by weights of another dtype makes: fp32
-        embed_norm = norm.plain(parts.embed_norm, context, rows=False)
-    final_norm = None if parts.final_norm is None else next(each["norms"])
-    if parts.final_norm is not None and context.rows_dtype is not None:
-        final_norm = norm.plain(parts.final_norm, context, rows=False)  # it is returned: autocast may have it in fp32
-    downsampled = next(each["downsample"], None)
-
-    merge = None if parts.merger is None else next(each["mergers"])
+        is_requested = requested is None or operation.name in requested
+        built[operation.name], reason = operation.build(parts, context, requested=is_requested)
+        if reason is not None:
+            unfused[operation.name] = reason
+    downsampled = None if parts.downsample is None else built["downsample"][id(parts.downsample)]
+    merge = None if parts.merger is None else built["mergers"][id(parts.merger)]
     return Ops(
-        embed=embed if embed_norm is None else lambda pixels_TP: embed_norm(embed(pixels_TP), None)[1],
-        add_positions=next(each["positions"], None),
+        embed=_embed(parts, built, context),
+        add_positions=None if parts.table is None else built["positions"][id(parts.table)],
         tables=rope.tables(parts.rotary, context),
-        rotate=made["rope"][0],
-        attend_window=next(each["window_attention"], None),
-        layers=layers,
-        finish=_finish(final_norm, downsampled, merge, grad=context.grad),
-        deepstack=dict(zip(parts.deepstack, each["mergers"], strict=True)),
+        rotate=built["rope"][id(parts)],
+        attend_window=built["window_attention"].get(id(parts)),
+        layers=tuple(_layer(block, built, context) for block in parts.blocks),
+        finish=_finish(_final_norm(parts, built, context), downsampled, merge, grad=context.grad),
+        deepstack={layer: built["mergers"][id(module)] for layer, module in parts.deepstack.items()},
         fused=frozenset(context.fused),
         unfused=unfused,
     )
 
 
-def _layer(block: Block, shape: Any, each: Mapping[str, Iterator[Any]], context: Context) -> LayerOps:
-    norm1, norm2, routed = next(each["norms"]), next(each["norms"]), mlp.routed(block.mlp)
-    if routed and context.casts:  # experts are chosen by, and add up in, what autocast makes of the norm
-        norm2 = norm.plain(block.norm2, context, rows=False)
+Built = Mapping[str, Mapping[int, Any]]
+"""The operations that were built, by the name of the part and the `id` of the module."""
+
+
+def _embed(parts: Parts, built: Built, context: Context) -> Apply:
+    embed: Apply = built["patch_embed"][id(parts)]
+    if parts.embed_norm is None:
+        return embed
+    norm_rows: AddNorm = built["norms"][id(parts.embed_norm)]
+    if context.casts:  # the norm's weights are fp32: its result starts the residual stream, which stays fp32
+        norm_rows = norm.plain(parts.embed_norm, context, rows=False)
+    return lambda pixels_TP: norm_rows(embed(pixels_TP), None)[1]
+
+
+def _final_norm(parts: Parts, built: Built, context: Context) -> AddNorm | None:
+    if parts.final_norm is None:
+        return None
+    if context.rows_dtype is not None:  # the tower returns it, in the dtype that autocast chooses for norms
+        return norm.plain(parts.final_norm, context, rows=False)
+    final_norm: AddNorm = built["norms"][id(parts.final_norm)]
+    return final_norm
+
+
+def _layer(block: Block, built: Built, context: Context) -> LayerOps:
+    norm2: AddNorm = built["norms"][id(block.norm2)]
+    if not mlp.routed(block.mlp):
+        mlp_op: Apply = built["mlp"][id(block.mlp)]
+    else:
+        mlp_op = context.called(block.mlp)
+        if context.casts:  # the router, and the sum over experts, keep the dtype that autocast chooses for norms
+            norm2 = norm.plain(block.norm2, context, rows=False)
     return LayerOps(
-        norm1=norm1,
-        qkv=project.build(block, context, shape),
+        norm1=built["norms"][id(block.norm1)],
+        qkv=project.build(block, context, built["heads"][id(block)] if block.shaped else None),
         proj=linear.build(block.proj, context),
         norm2=norm2,
-        mlp=context.called(block.mlp) if routed else next(each["mlp"]),
+        mlp=mlp_op,
     )
 
 
 def _finish(norm: AddNorm | None, downsample: Apply | None, merge: AddNorm | None, *, grad: bool) -> Finish:
-    """grad: the rows that are returned are those that the merger is given, so that gradients of them, and hooks on
-    them, see all that is made of them.
+    """Build the end of the tower.
+
+    Args:
+        grad: return the very rows that the merger receives: then their gradient, and hooks on them, include the
+            merger's.
     """
     if norm is None and not grad:
         assert merge is not None
@@ -144,7 +181,9 @@ def _finish(norm: AddNorm | None, downsample: Apply | None, merge: AddNorm | Non
     def finish(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, ...]:
         if norm is not None:
             _, x_TE = norm(x_TE, delta_TE)
-            x_TE, delta_TE = x_TE if downsample is None else downsample(x_TE), None
+            delta_TE = None
+            if downsample is not None:
+                x_TE = downsample(x_TE)
         if merge is None:
             return (x_TE,)
         if not grad:

@@ -1,7 +1,7 @@
-"""What an operation is: which modules it computes, what stands against it there, and how it is built from them.
+"""The contract of an operation: which modules it computes, why it may not, and how it is built from them.
 
-Operations read weights from their modules at every call: what changes there is seen. What else they read, they read
-through a `Context`, which remembers it: when one of those attributes changes, they are built anew.
+Operations read weights from their modules at every call, so they see changes. All other attributes are read once,
+through a `Context` that records them: when one of them changes, the operations are built anew.
 """
 
 from __future__ import annotations
@@ -20,29 +20,37 @@ from hf_vit_accel.families.base import Parts
 
 Apply = Callable[[Tensor], Tensor]
 """Rows to rows."""
+ReadWeights = Callable[[], list[Any]]
+"""Reads weights as they are now, in the order of a function's arguments; biases may be None."""
+Attributes = dict[str, Any]
+"""The dictionary of a module."""
 AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(x, delta), both (T, E), to (x + delta, what is made of it)."""
+"""(x, delta), both (T, E), to (x + delta, a function of that sum)."""
 
 
-def placed_by_accelerate(module: nn.Module) -> Any:
-    """The device to which accelerate's hook on a module brings inputs; None for no hook, or one that does more.
+def placed_by_accelerate(module: nn.Module) -> object:
+    """Return the device to which accelerate's hook moves a module's inputs; None for no hook, or one that offloads.
 
-    With `device_map` such hooks are on every module. Inside a tower on one device they do nothing.
+    With `device_map`, accelerate puts such a hook on every module. Inside a tower on one device it does nothing.
     """
     hook: Any = vars(module).get("_hf_hook")
-    known = (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
-    return hook.execution_device if known and not hook.offload else None
+    is_aligning = (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
+    return hook.execution_device if is_aligning and not hook.offload else None
 
 
-def own_forward(module: nn.Module) -> Any:
-    """A forward that was set on an instance; None for none, or the class's (which removed accelerate hooks leave)."""
+def own_forward(module: nn.Module) -> object:
+    """Return a forward that was set on an instance; None for none.
+
+    A removed accelerate hook leaves the class's forward on the instance: that counts as none.
+    """
     forward = vars(module).get("forward" if placed_by_accelerate(module) is None else "_old_forward")
-    ours = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
-    return None if ours else forward
+    function = getattr(forward, "__func__", None)
+    is_of_class = function is type(module).forward and getattr(forward, "__self__", None) is module
+    return None if is_of_class else forward
 
 
-def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[str]:
-    """Why a module may do something else than its class in torch (`kind`) or transformers was written to do."""
+def reasons_replaced(module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
+    """Report why a module may compute something else than its class in torch (`kind`) or transformers."""
     name = type(module).__name__
     if kind is not None and type(module) is not kind:
         name = f"{type(module).__module__}.{name}" if name == kind.__name__ else name
@@ -58,16 +66,16 @@ def reasons_replaced(module: Any, kind: type[nn.Module] | None = None) -> list[s
 
 
 class Reads:
-    """Attributes of modules, with the values that they had when they were read."""
+    """Record attributes of modules with their values, to notice changes."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-        self._getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
-        self._absent: list[tuple[str, dict[str, Any]]] = []
-        self._values: list[Any] = []
+        self._names: dict[int, tuple[Attributes, dict[str, None]]] = {}
+        self._getters: list[tuple[Callable[[Attributes], object], Attributes]] = []
+        self._absent: list[tuple[str, Attributes]] = []
+        self._values: list[object] = []
 
-    def read(self, module: Any, name: str, default: Any = None) -> Any:
-        """An attribute that is no weight."""
+    def read(self, module: nn.Module, name: str, default: object = None) -> Any:
+        """Read and record an attribute that is no weight."""
         attributes = vars(module)
         if name in attributes:
             self._names.setdefault(id(attributes), (attributes, {}))[1][name] = None
@@ -76,56 +84,60 @@ class Reads:
         return getattr(module, name, default)
 
     def all_of(self, module: nn.Module) -> None:
-        """Every attribute of a module that is called as it is, and of those inside it; a Linear has none that count."""
-        for each in module.modules():
-            if type(each) is not nn.Linear:
-                for name in vars(each).keys() - vars(_BARE).keys():
-                    self.read(each, name)
+        """Record all attributes of a module that is called, and of the modules inside it, except Linears.
+
+        (A Linear's forward reads its weights only.)
+        """
+        for child in module.modules():
+            if type(child) is not nn.Linear:
+                for name in vars(child).keys() - vars(_BARE).keys():
+                    self.read(child, name)
 
     def seal(self) -> None:
-        """All is read: remember the values."""
+        """Record the current values of all attributes that were read."""
         self._getters = [(itemgetter(*names), attributes) for attributes, names in self._names.values()]
         self._values = [copied(get(attributes)) for get, attributes in self._getters]
 
     def unchanged(self) -> bool:
-        """Whether all of them are still what they were when this was sealed."""
+        """Whether all attributes still have the values that `seal` recorded."""
         try:
             return [get(attributes) for get, attributes in self._getters] == self._values and not any(
                 name in attributes for name, attributes in self._absent
             )
-        except (KeyError, RuntimeError):  # it is gone, or a tensor that now is another
+        except (KeyError, RuntimeError):  # an attribute was deleted, or tensors were compared
             return False
 
 
 def copied(values: Any) -> Any:
-    """Values, and each of those inside: lists may change in place."""
+    """Copy nested lists and tuples, since callers may change lists in place."""
     if isinstance(values, tuple | list):
-        return type(values)(map(copied, values))
+        return type(values)([copied(value) for value in values])
     return values
 
 
-def filled(weights: Sequence[Any], biases: Sequence[Any]) -> list[Any] | None:
-    """The biases of products that are made as one, zeros for those that are missing; None where all are."""
+def filled(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """Return the biases of joined products, with zeros for missing ones; None where all are missing."""
     if all(bias is None for bias in biases):
         return None
-    return [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
+    pairs = zip(weights, biases, strict=True)
+    return [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs]
 
 
-Slots = Sequence[tuple[dict[str, Any], str]]
-"""Where modules hold parameters, one by one: the dictionary, and the name in it."""
+Slots = Sequence[tuple[Attributes, str]]
+"""Places of parameters: the dictionary of a module, and the name in it."""
 
 
 @contextmanager
-def replaced(slots: Slots, by: Sequence[Any]) -> Iterator[None]:
-    """Within the with block, modules hold others in the place of their parameters."""
-    former = [place[name] for place, name in slots]
+def replaced(slots: Slots, by: Sequence[object]) -> Iterator[None]:
+    """Replace parameters of modules by other tensors within the with block."""
+    former = [parameters[name] for parameters, name in slots]
     try:
-        for (place, name), each in zip(slots, by, strict=True):
-            place[name] = each
+        for (parameters, name), tensor in zip(slots, by, strict=True):
+            parameters[name] = tensor
         yield
     finally:
-        for (place, name), each in zip(slots, former, strict=True):
-            place[name] = each
+        for (parameters, name), tensor in zip(slots, former, strict=True):
+            parameters[name] = tensor
 
 
 _BARE = nn.Module()
@@ -133,13 +145,19 @@ _BARE = nn.Module()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """What operations are built for.
+    """What operations are built for: a device, dtypes, gradients; it records the attributes that they read.
 
-    dtype: of the rows; weights: of the weights, which are cast where that is another (autocast). no_kernels: why Triton
-    kernels cannot run there, None if they can. reference: whether plain torch stands in for them, differentiable and on
-    any device. grad: whether gradients flow through what is built. classes: those whose
-    forwards are proven, None for any of transformers. fused: operations earlier in the table that are. activations:
-    what was found by trying them.
+    Attributes:
+        device: of the rows.
+        dtype: of the rows.
+        weights: dtype of the weights. Where it differs from the rows' (autocast), weights are cast.
+        no_kernels: why Triton kernels cannot run; None if they can.
+        reference: build plain torch instead of kernels, differentiable and on any device.
+        grad: whether gradients flow through the operations.
+        classes: classes whose forwards the proof covers; None for all of transformers.
+        reads: attributes of modules that were read.
+        fused: operations earlier in the table that are fused.
+        activations: results of `ops.mlp.activation_of`.
     """
 
     device: torch.device
@@ -151,32 +169,43 @@ class Context:
     classes: frozenset[type] | None = None
     reads: Reads = field(default_factory=Reads)
     fused: set[str] = field(default_factory=set)
-    activations: dict[Any, str | None] = field(default_factory=dict)
+    activations: dict[tuple[type, str], str | None] = field(default_factory=dict)
 
-    def read(self, module: Any, name: str, default: Any = None) -> Any:
-        """An attribute of a module; see `Reads`."""
+    def read(self, module: nn.Module, name: str, default: object = None) -> Any:
+        """Read and record an attribute of a module; see `Reads`."""
         return self.reads.read(module, name, default)
 
-    def reader(self, *places: tuple[nn.Module, str], cast: bool = True) -> Callable[[], list[Any]]:
-        """What reads weights, or biases that are None, as they are at that time. cast: to the dtype of the rows.
+    def reader(self, *places: tuple[nn.Module, str], cast: bool = True) -> ReadWeights:
+        """Build a function that reads weights, and biases that may be None, as they are at its call.
 
-        From where modules hold them, and whoever replaces them puts others: `__getattr__` takes ten times as long.
+        It reads the modules' dictionaries, where any replacement of a weight is stored: `__getattr__` takes ten times
+        as long.
+
+        Args:
+            places: modules, and the names of their weights.
+            cast: cast the weights to the dtype of the rows.
         """
-        held = [(vars(module), name) for module, name in places]
+        slots = [(vars(module), name) for module, name in places]
 
         def read() -> list[Any]:
-            return [
-                (of if name in (of := own["_parameters"]) or name in (of := own["_buffers"]) else own)[name]
-                for own, name in held
-            ]
+            weights = []
+            for attributes, name in slots:
+                parameters = attributes["_parameters"]
+                if name in parameters:
+                    weights.append(parameters[name])
+                elif name in attributes["_buffers"]:
+                    weights.append(attributes["_buffers"][name])
+                else:
+                    weights.append(attributes[name])
+            return weights
 
         if not (cast and self.casts):
             return read
         to_rows = self.cast
-        return lambda: list(map(to_rows, read()))
+        return lambda: [to_rows(weight) for weight in read()]
 
     def called(self, module: nn.Module) -> nn.Module:
-        """A module that is to be called as it is."""
+        """Record all attributes of a module that is called as it is, and return it."""
         self.reads.all_of(module)
         return module
 
@@ -187,68 +216,83 @@ class Context:
 
     @property
     def rows_dtype(self) -> torch.dtype | None:
-        """What norms write rows in: of autocast's products, where they would be fp32; None for that of what is normed.
+        """Return the dtype in which norms write rows: under autocast that of its products; None for the input's.
 
-        (Of a block that FSDP2 shards by a policy, all is of another dtype than when operations were built.)
+        (FSDP2's policy of a block may give its rows another dtype than the one that operations were built for.)
         """
         kind = self.device.type
         return self.dtype if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
 
     @property
     def casts(self) -> bool:
-        """Whether the rows are of another dtype than the weights."""
+        """Whether the rows have another dtype than the weights."""
         return self.weights not in (None, self.dtype)
 
     @property
     def cast(self) -> Callable[[Any], Any]:
-        """A weight, or a bias that is None, to the dtype of the rows; once per forward: each weight serves once."""
+        """Return a function that casts a weight, or a bias that may be None, to the dtype of the rows."""
         dtype = self.dtype
         if not self.casts:
             return lambda weight: weight
         return lambda weight: None if weight is None else weight.to(dtype)
 
-    def reasons_replaced(self, module: Any, kind: type[nn.Module] | None = None) -> list[str]:
-        """As the function of that name; also for a class of transformers that the proven tower does not have there."""
+    def reasons_replaced(self, module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
+        """Report the reasons of the function of that name, and a class that the proof of the tower does not cover."""
         reasons = reasons_replaced(module, kind)
         if not reasons and kind is None and self.classes is not None and type(module) not in self.classes:
             return [f"a {type(module).__name__} is none of this tower's own modules"]
         return reasons
 
 
+Subject = Any
+"""A module of transformers, a `Block` or all `Parts`, as an operation needs it."""
+Built = Any
+"""A callable, with the arguments that the field of `Ops` documents."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of a tower, as `fuse` names it.
+    """One operation of a tower.
 
-    subjects: parts -> what it computes, one callable each (modules, or the parts themselves). reasons_against: why one
-    of them is not what the operation computes. fused: one of them -> the operation. plain: the same by its module.
-    triton: whether it is a Triton kernel. guards: whether it marks the kernel's errors itself, as it calls modules too.
-    missing: what a tower without subjects lacks.
+    Attributes:
+        name: its name in `fuse`.
+        summary: one line about it.
+        subjects: finds the modules in a tower's parts that it computes, or the parts themselves.
+        reasons_against: reports why a subject is not what the operation computes.
+        fused: builds the operation for a subject.
+        plain: builds the same by the subject's module.
+        triton: whether it is a Triton kernel.
+        guards: whether it guards its kernel by itself, since it calls modules too.
+        missing: why a tower has no subject.
     """
 
     name: str
     summary: str
-    subjects: Callable[[Parts], list[Any]]
-    reasons_against: Callable[[Any, Context], list[str]]
-    fused: Callable[[Any, Context], Any]
-    plain: Callable[[Any, Context], Any]
+    subjects: Callable[[Parts], list[Subject]]
+    reasons_against: Callable[[Subject, Context], list[str]]
+    fused: Callable[[Subject, Context], Built]
+    plain: Callable[[Subject, Context], Built]
     triton: bool = True
     guards: bool = False
     missing: str = ""
 
-    def build(self, parts: Parts, context: Context, *, wanted: bool) -> tuple[list[Any], str | None]:
-        """A callable for each subject, and why they are not fused; None if they are."""
+    def build(self, parts: Parts, context: Context, *, requested: bool) -> tuple[dict[int, Built], str | None]:
+        """Build the operation for every subject, by the subject's `id`; also why none is fused, or None."""
         subjects = self.subjects(parts)
-        why = next(self._reasons(subjects, context, wanted), None)
-        if why is None:
-            context.fused.add(self.name)
-            made = [self.fused(subject, context) for subject in subjects]
-            return [
-                machine.guarded(machine.KERNELS, one) for one in made
-            ] if self.triton and not self.guards else made, None
-        return [self.plain(subject, context) for subject in subjects], why
+        reason = next(self._reasons(subjects, context, requested), None)
+        if reason is not None:
+            return {id(subject): self.plain(subject, context) for subject in subjects}, reason
+        context.fused.add(self.name)
+        operations = {}
+        for subject in subjects:
+            operation = self.fused(subject, context)
+            if self.triton and not self.guards:
+                operation = machine.guarded(machine.KERNELS, operation)
+            operations[id(subject)] = operation
+        return operations, None
 
-    def _reasons(self, subjects: list[Any], context: Context, wanted: bool) -> Iterator[str]:
-        if not wanted:
+    def _reasons(self, subjects: list[Subject], context: Context, requested: bool) -> Iterator[str]:
+        if not requested:
             yield "not asked for"
         if not subjects:
             yield self.missing

@@ -20,12 +20,13 @@ def _reasons_against(conv: Any, context: Context) -> list[str]:
 
 
 def _fused(conv: Any, context: Context) -> Apply:
-    product, cast = LinearFunction.apply if context.trains_by_kernels else F.linear, context.cast
+    product = LinearFunction.apply if context.trains_by_kernels else F.linear
+    cast = context.cast
     for name in READ:
         context.read(conv, name)
 
     def downsample(x_TE: Tensor) -> Tensor:
-        # Channels last, as the rows lie: a copy of the weight, a hundredth of the product's time.
+        # Rows have their channels last, so the weight is copied in that order: a hundredth of the product's time.
         weight = cast(conv.weight).permute(0, 2, 3, 1).flatten(1)
         return product(x_TE.reshape(-1, weight.shape[1]).to(weight.dtype), weight, cast(conv.bias))
 

@@ -17,6 +17,7 @@ from hf_vit_accel.ops import norm as norms
 from hf_vit_accel.ops.add_norm import add_norm_reference
 from hf_vit_accel.ops.base import Apply, Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
 def shape_heads_reference(qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
@@ -179,7 +180,9 @@ class ShapeHeads(torch.autograd.Function):
     """Run `shape_heads_reference` as one kernel in each direction, out of place; the norms' input is saved."""
 
     @staticmethod
-    def forward(ctx: Any, qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionContext, qkv_TF: Tensor, heads: int, key_heads: int, eps: float, *weights_D: Tensor
+    ) -> Tensor:
         if weights_D and any(ctx.needs_input_grad):
             ctx.save_for_backward(qkv_TF, *weights_D)
         else:
@@ -189,7 +192,7 @@ class ShapeHeads(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_TF: Tensor) -> Gradients:
         qkv_TF, *weights_D = ctx.saved_tensors
         heads, key_heads, eps, dim = ctx.settings
         dout_TF = dout_TF.contiguous()

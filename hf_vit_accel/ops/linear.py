@@ -16,6 +16,7 @@ from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.lora.adapter import product
 from hf_vit_accel.ops.lora.modules import lora_of
 from hf_vit_accel.ops.training.column_sum import column_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
 from hf_vit_accel.ops.training.trained import Trained
 
@@ -35,7 +36,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         x_TE: Tensor,
         weight_FE: Tensor,
         bias_F: Tensor | None,
@@ -48,7 +49,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dy_TF: Tensor) -> Gradients:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight_FE, *input_tensors = ctx.saved_tensors
         dy_TF = dy_TF.contiguous()

@@ -1,4 +1,4 @@
-"""The first half of an MLP in one kernel: its products over tensor descriptors, biases and activation.
+"""The first half of an MLP in one kernel: products over tensor descriptors, biases and activation.
 
 SwiGLU is silu(x G^T + g) * (x U^T + u); quick_gelu is z * sigmoid(1.702 z) with z = x W^T + b.
 `T` rows, `E` width, `F` width of the MLP, `G` that width rounded up to a multiple of 8.
@@ -7,6 +7,7 @@ SwiGLU is silu(x G^T + g) * (x U^T + u); quick_gelu is z * sigmoid(1.702 z) with
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from hf_vit_accel.ops.launch import TensorDescriptor, for_descriptor, jit, next_
 
 
 def linear_quick_gelu_reference(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    """quick_gelu(x W^T + b), (T, F), rounded once, at the end (stock rounds four times)."""
+    """Compute quick_gelu(x W^T + b), (T, F), rounded once, at the end (stock rounds four times)."""
     wide = torch.promote_types(x_TE.dtype, torch.float32)
     z_TF = F.linear(x_TE.to(wide), weight_FE.to(wide), bias_F.to(wide))
     return (z_TF * torch.sigmoid(1.702 * z_TF)).to(x_TE.dtype)
@@ -34,17 +35,21 @@ def linear_swiglu_reference(
     *,
     limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the last product of a SwiGLU MLP takes: the gated rows (T, G), and its weight (E, G); zeros beyond F.
+    """Compute what the last product of a SwiGLU MLP takes, with zeros beyond F.
 
-    Rounded once, at the end (stock rounds both products, silu and the result).
+    Rounding happens once, at the end (stock rounds both products, silu and the result).
+
+    Returns:
+        The SwiGLU's result, (T, G), and the last product's weight, (E, G).
     """
     wide = torch.promote_types(x_TE.dtype, torch.float32)
     gate_TF, up_TF = (
         F.linear(x_TE.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
         for weight, bias in ((gate_FE, gate_F), (up_FE, up_F))
     )
-    spare = -gate_FE.shape[0] % 8
-    return F.pad(swiglu_reference(gate_TF, up_TF, limit=limit).to(x_TE.dtype), (0, spare)), F.pad(down_EF, (0, spare))
+    padding = -gate_FE.shape[0] % 8
+    h_TF = swiglu_reference(gate_TF, up_TF, limit=limit).to(x_TE.dtype)
+    return F.pad(h_TF, (0, padding)), F.pad(down_EF, (0, padding))
 
 
 @jit
@@ -74,11 +79,12 @@ def _linear_activation_kernel(
     COPY_ROWS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    # x, weight, up, out: descriptors, which read zeros and write nothing outside of their tensors.
+    # x, weight, up and out are descriptors: outside their tensors they read zeros and write nothing.
     program = tl.program_id(0)
-    tiles_t, tiles_f = tl.cdiv(rows, BLOCK_T), tl.cdiv(PADDED, BLOCK_F)
+    tiles_t = tl.cdiv(rows, BLOCK_T)
+    tiles_f = tl.cdiv(PADDED, BLOCK_F)
     if program < tiles_t * tiles_f:
-        # GROUP tiles of rows share the weights' tiles while those are in the L2 cache.
+        # GROUP tiles of rows run one after the other, so that they find the weights' tiles in the L2 cache.
         group = program // (GROUP * tiles_f)
         in_group = min(tiles_t - group * GROUP, GROUP)
         t = (group * GROUP + program % (GROUP * tiles_f) % in_group) * BLOCK_T
@@ -90,11 +96,11 @@ def _linear_activation_kernel(
             a = tl.dot(rows_TE, weight.load([f, e]).T, a)
             if GATED:
                 b = tl.dot(rows_TE, up.load([f, e]).T, b)
-        at = f + tl.arange(0, BLOCK_F)
+        columns = f + tl.arange(0, BLOCK_F)
         if BIASED:
-            a += tl.load(bias + at, mask=at < WIDTH, other=0.0).to(tl.float32)[None, :]
+            a += tl.load(bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
             if GATED:
-                b += tl.load(up_bias + at, mask=at < WIDTH, other=0.0).to(tl.float32)[None, :]
+                b += tl.load(up_bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
         if GATED:
             if LIMITED:
                 a, b = cut_off(a, b, limit)
@@ -103,7 +109,7 @@ def _linear_activation_kernel(
             result = a * _sigmoid(1.702 * a)
         out.store([t, f], result.to(out.dtype))
     else:
-        # The programs after the tiles fill the last wave: each copies rows of the next product's weight.
+        # The programs after the tiles fill the last wave: they copy rows of the next product's weight.
         row = (program - tiles_t * tiles_f) * COPY_ROWS + tl.arange(0, COPY_ROWS)
         column = tl.arange(0, COPY_BLOCK)
         inside = (row < OUTER)[:, None] & (column < PADDED)[None, :]
@@ -114,28 +120,56 @@ def _linear_activation_kernel(
 
 @jit
 def _sigmoid(x):
-    # The squared reciprocal root is half as many instructions as a division, and as exact to 2^-21.
+    # The squared reciprocal root takes half as many instructions as a division; both agree to 2^-21.
     root = tl.rsqrt(1.0 + tl.exp(-x))
     return root * root
 
 
+class _Tile(NamedTuple):
+    """A choice of `tile`.
+
+    Attributes:
+        block_t: rows.
+        stages: of the pipeline.
+        programs: programs that share a multiprocessor.
+        time: of one tile, relative to the first choice.
+    """
+
+    block_t: int
+    stages: int
+    programs: int
+    time: float
+
+    def cost(self, rows: int, columns: int, multiprocessors: int) -> float:
+        """Estimate the time of all rounds."""
+        tiles = -(-rows // self.block_t) * columns
+        rounds = -(-tiles // (multiprocessors * self.programs))
+        return rounds * self.programs * self.time
+
+
+_TILES = (
+    _Tile(128, stages=3, programs=2, time=1.0),
+    _Tile(128, stages=2, programs=3, time=1.05),
+    _Tile(64, stages=2, programs=4, time=0.6),
+)
+
+
 @lru_cache(maxsize=256)
 def tile(rows: int, columns: int, multiprocessors: int) -> tuple[int, int]:
-    """Rows of a tile and stages of its pipeline, for so many columns of tiles.
+    """Choose the rows of a tile and the stages of its pipeline.
 
-    Several programs of four warps share a multiprocessor, one's activation running during another's product: two with
-    three stages, three with two (5% slower), four with two and half as many rows (which take 0.6 of the time). The
-    fewest rounds win: on an H200, 784 rows of Qwen2-VL would be 280 tiles, two rounds of 264.
+    Several programs of four warps share a multiprocessor, so that one's activation overlaps with another's product.
+    The choice with the shortest rounds wins: 784 rows of Qwen2-VL are 280 tiles of 128 rows, two rounds of 264 (H200).
+
+    Args:
+        rows: T.
+        columns: number of tiles side by side.
+
+    Returns:
+        Rows of a tile, and stages.
     """
-    choices = ((128, 3, 2, 1.0), (128, 2, 3, 1.05), (64, 2, 4, 0.6))
-
-    def cost(choice: tuple[int, int, int, float]) -> float:
-        block_t, _, together, each = choice
-        tiles = -(-rows // block_t) * columns
-        return -(-tiles // (multiprocessors * together)) * together * each
-
-    block_t, stages, _, _ = min(choices, key=cost)
-    return block_t, stages
+    best = min(_TILES, key=lambda choice: choice.cost(rows, columns, multiprocessors))
+    return best.block_t, best.stages
 
 
 def _launch(
@@ -146,20 +180,30 @@ def _launch(
     out_down_EG: Tensor,
     limit: float | None = None,
 ) -> Tensor:
-    """weights (F, E) and biases (F): one of each, or gate's and up's. out_down_EG: down_EF itself is not copied."""
-    (rows, inner), (width, _), gated = x_TE.shape, weights[0].shape, len(weights) == 2
+    """Launch the kernel; return the activation's result, (T, G).
+
+    Args:
+        weights: (F, E); one, or gate's and up's.
+        biases: (F) or None, one for each weight.
+        out_down_EG: receives down's weight, padded; `down_EF` itself where nothing is to be copied.
+    """
+    rows, inner = x_TE.shape
+    width = weights[0].shape[0]
+    gated = len(weights) == 2
     padded = -(-width // 8) * 8
     out_TG = x_TE.new_empty(rows, padded)
-    block_f, block_e, group, copy_rows = 64 if gated else 128, 64, 16 if gated else 4, 4
+    block_f = 64 if gated else 128
+    block_e = 64
+    copy_rows = 4
     block_t, stages = tile(rows, -(-padded // block_f), machine.multiprocessors(x_TE.device))
     tiles = -(-rows // block_t) * -(-padded // block_f)
     copies = 0 if out_down_EG is down_EF else -(-down_EF.shape[0] // copy_rows)
-    first, last = (TensorDescriptor.from_tensor(for_descriptor(weights[at]), [block_f, block_e]) for at in (0, -1))
     _linear_activation_kernel[(tiles + copies,)](
         TensorDescriptor.from_tensor(for_descriptor(x_TE), [block_t, block_e]),
-        first,
-        last,
-        *(weights[0] if bias is None else bias.contiguous() for bias in (biases[0], biases[-1])),
+        TensorDescriptor.from_tensor(for_descriptor(weights[0]), [block_f, block_e]),
+        TensorDescriptor.from_tensor(for_descriptor(weights[-1]), [block_f, block_e]),
+        weights[0] if biases[0] is None else biases[0].contiguous(),
+        weights[0] if biases[-1] is None else biases[-1].contiguous(),
         TensorDescriptor.from_tensor(out_TG, [block_t, block_f]),
         down_EF,
         out_down_EG,
@@ -176,7 +220,7 @@ def _launch(
         BLOCK_F=block_f,
         BLOCK_E=block_e,
         STAGES=stages,
-        GROUP=group,
+        GROUP=16 if gated else 4,
         COPY_ROWS=copy_rows,
         COPY_BLOCK=next_power_of_2(padded if copies else min(padded, 8192)),
         num_warps=4,
@@ -185,9 +229,9 @@ def _launch(
 
 
 def linear_quick_gelu(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    """`linear_quick_gelu_reference` as one kernel; E and F must be multiples of 8.
+    """Run `linear_quick_gelu_reference` as one kernel; E and F must be multiples of 8.
 
-    At 16384 rows of Qwen2-VL on an H200: 360 us against 396 for the library's product and `quick_gelu_`.
+    At 16384 rows of Qwen2-VL: 360 us against 396 for the library's product and `quick_gelu_` (H200).
     """
     return _launch(x_TE, (weight_FE,), (bias_F,), weight_FE, weight_FE)
 
@@ -202,13 +246,12 @@ def linear_swiglu(
     *,
     limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_swiglu_reference` as one kernel; E must be a multiple of 8.
+    """Run `linear_swiglu_reference` as one kernel; E must be a multiple of 8.
 
-    Reads gate and up as they are, whatever F is; `down` is copied, by the same launch, only where F is not aligned. At
-    16384 rows of Qwen2.5-VL on an H200: 460 us against 486 for the library's product of padded weights and `swiglu`,
-    beside 25 for the padding.
+    Gate and up are read as they are, for any F. The same launch copies `down_EF`, if F is not a multiple of 8. At
+    16384 rows of Qwen2.5-VL: 460 us against 486 for the library's product and `swiglu`, and 25 for padding (H200).
     """
-    width, outer = gate_FE.shape[0], down_EF.shape[0]
+    width = gate_FE.shape[0]
     down_EF = down_EF.contiguous()
-    out_down_EG = down_EF if width % 8 == 0 else down_EF.new_empty(outer, -(-width // 8) * 8)
+    out_down_EG = down_EF if width % 8 == 0 else down_EF.new_empty(down_EF.shape[0], -(-width // 8) * 8)
     return _launch(x_TE, (gate_FE, up_FE), (gate_F, up_F), down_EF, out_down_EG, limit), out_down_EG

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from hf_vit_accel.ops.training.trained import Trained
 
 
 def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
-    """(norm, the modules that follow it), by the names that the families use."""
+    """Return (norm, the modules after it), by the attribute names of the families."""
     if hasattr(merger, "ln_q"):
         return (merger.ln_q, list(merger.mlp)) if isinstance(merger.mlp, nn.Sequential | nn.ModuleList) else None
     if all(hasattr(merger, name) for name in ("norm", "linear_fc1", "act_fn", "linear_fc2")):
@@ -30,36 +29,41 @@ def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
     return None
 
 
-def _gated(merger: Any) -> bool:
-    """Whether it is a product, its norm, an activation, and a SwiGLU by the names that `ops.mlp` knows."""
+def _gated(merger: nn.Module) -> bool:
+    """Whether a merger is a product, its norm, an activation, and a SwiGLU with the names that `ops.mlp` knows."""
     return all(hasattr(merger, name) for name in ("proj", "post_projection_norm", "act1", "gate_proj"))
 
 
 def _reasons_against(merger: Any, context: Context) -> list[str]:
-    if reasons := context.reasons_replaced(merger):
+    reasons = context.reasons_replaced(merger)
+    if reasons:
         return reasons
     if _gated(merger):
         return norms.reasons_against(merger.post_projection_norm, context) + mlps.reasons_against(merger, context)
     layers = layers_of(merger)
     if layers is None or not hasattr(merger, "hidden_size"):
         return [f"{type(merger).__name__} is not a merger that is known"]
-    if isinstance(getattr(merger, "mlp", None), nn.Sequential) and (reasons := context.reasons_replaced(merger.mlp)):
+    if isinstance(getattr(merger, "mlp", None), nn.Sequential):
+        reasons = context.reasons_replaced(merger.mlp)
+    if reasons:
         return reasons
     return norms.reasons_against(layers[0], context)
 
 
 def fused(merger: Any, context: Context) -> AddNorm:
-    """(x, delta) to (x + delta, what the merger makes of it)."""
+    """Build (x, delta) to (x + delta, the merger's result)."""
     if _gated(merger):
         return _fused_gated(merger, context)
-    norm, rest = layers_of(merger) or (None, [])
-    assert norm is not None
+    layers = layers_of(merger)
+    assert layers is not None
+    norm, modules = layers
     add_norm = guarded(KERNELS, norms.fused(norm, context))
-    width, merged_width = norm.weight.shape[0], context.read(merger, "hidden_size")
-    for module in rest:
+    width = norm.weight.shape[0]
+    merged_width = context.read(merger, "hidden_size")
+    for module in modules:
         context.called(module)
-    trained = _differentiable(rest, context) if context.trains_by_kernels else None
-    # Norms that are not fused have been shown x, and may keep it: then nothing is written to it in place.
+    trained = _differentiable(modules, context) if context.trains_by_kernels else None
+    # Norms that are not fused received x and may keep it: then the kernel must not write to it.
     in_place = context.reference or "norms" in context.fused
 
     def merge(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -69,8 +73,8 @@ def fused(merger: Any, context: Context) -> AddNorm:
         x_ME = normed_TE.view(-1, merged_width)
         if trained is not None:
             return sum_TE.view(x_TE.shape), trained(x_ME, recipe=attached_recipe(normed_TE))
-        for each in rest:
-            x_ME = each(x_ME)
+        for module in modules:
+            x_ME = module(x_ME)
         return sum_TE.view(x_TE.shape), x_ME
 
     return merge
@@ -78,33 +82,39 @@ def fused(merger: Any, context: Context) -> AddNorm:
 
 def _fused_gated(merger: Any, context: Context) -> AddNorm:
     add_norm = guarded(KERNELS, norms.fused(merger.post_projection_norm, context))
-    project, activate = linear.build(merger.proj, context), context.called(merger.act1)
+    project = linear.build(merger.proj, context)
+    activate = context.called(merger.act1)
     gated = mlps.fused(merger, context)
 
     def merge(x_ME: Tensor, delta_ME: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert delta_ME is None, "rows that were downsampled are no residual stream"
+        assert delta_ME is None, "downsampled rows are no residual stream"
         return x_ME, gated(activate(add_norm(project(x_ME), None)[1]))
 
     return merge
 
 
-def _differentiable(rest: list[Any], context: Context) -> Trained | None:
-    """Product, GELU, product as an MLP that keeps little for its gradient; None for anything else."""
-    kinds = nn.Linear, nn.GELU, nn.Linear
-    if len(rest) != 3 or any(map(context.reasons_replaced, rest, kinds)):
+def _differentiable(modules: list[Any], context: Context) -> Trained | None:
+    """Build product, GELU, product as an MLP that saves little for its gradient; None for other modules."""
+    if len(modules) != 3:
         return None
-    kind, weights = "gelu_tanh" if rest[1].approximate == "tanh" else "gelu", mlps.places(rest[:1], rest[2])
-    return Trained(function=GeluMlp, weights=context.reader(*weights), settings=(kind,), takes_norm=True)
-
-
-def _call(merger: nn.Module, x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-    x_TE = x_TE if delta_TE is None else x_TE + delta_TE
-    # The module may keep what it is given or hand it on, and the next norm writes in place.
-    return x_TE.clone(), merger(x_TE)
+    for module, expected in zip(modules, (nn.Linear, nn.GELU, nn.Linear), strict=True):
+        if context.reasons_replaced(module, expected):
+            return None
+    first, activation, last = modules
+    kind = "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    weights = context.reader(*mlps.places([first], last))
+    return Trained(function=GeluMlp, weights=weights, settings=(kind,), takes_norm=True)
 
 
 def _plain(merger: nn.Module, context: Context) -> AddNorm:
-    return partial(_call, context.called(merger))
+    merger = context.called(merger)
+
+    def merge(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+        x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+        # The next norm writes in place, and the module may keep its input or return it.
+        return x_TE.clone(), merger(x_TE)
+
+    return merge
 
 
 OPERATION = Operation(

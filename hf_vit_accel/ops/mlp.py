@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
-from hf_vit_accel.ops.base import Apply, Context, Operation
+from hf_vit_accel.ops.base import Apply, Context, Operation, ReadWeights
 from hf_vit_accel.ops.launch import why_not_descriptors
 from hf_vit_accel.ops.linear_activation import linear_quick_gelu, linear_swiglu
 from hf_vit_accel.ops.lora import mlp as lora_mlp
@@ -28,7 +28,7 @@ KINDS = "gelu_tanh", "quick_gelu", "silu"
 """The activations of layers for which there are kernels."""
 
 
-def activation_of(activation: Any, context: Context) -> str | None:
+def activation_of(activation: nn.Module, context: Context) -> str | None:
     """Return the name of `ACTIVATIONS` that a module computes, by trying it; None for any other function."""
     key = type(activation), activation.extra_repr()
     if key not in context.activations:
@@ -36,7 +36,7 @@ def activation_of(activation: Any, context: Context) -> str | None:
     return context.activations[key]
 
 
-def _try_activation(activation: Any) -> str | None:
+def _try_activation(activation: nn.Module) -> str | None:
     x = torch.linspace(-6, 6, 97, device="cpu", dtype=torch.float32)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
@@ -133,7 +133,7 @@ def places(before: Sequence[Any], after: Any) -> list[tuple[Any, str]]:
     return [*weights, *biases, (after, "weight"), (after, "bias")]
 
 
-def _gelu(weights: Callable[[], list[Any]], linear_activation: Callable[..., Tensor]) -> Apply:
+def _gelu(weights: ReadWeights, linear_activation: Callable[..., Tensor]) -> Apply:
     def run(x_TE: Tensor) -> Tensor:
         weight_FE, bias_F, weight_EF, bias_E = weights()
         return F.linear(linear_activation(x_TE, weight_FE, bias_F), weight_EF, bias_E)
@@ -151,7 +151,7 @@ def _linear_quick_gelu(x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tenso
 # (Parameters as views of padded storage would cost nothing, but safetensors and fused optimizers reject them.)
 
 
-def _swiglu_in_one_launch(weights: Callable[[], list[Any]], limit: float | None) -> Apply:
+def _swiglu_in_one_launch(weights: ReadWeights, limit: float | None) -> Apply:
     def run(x_TE: Tensor) -> Tensor:
         *first, down_E = weights()
         h_TG, down_EG = linear_swiglu(x_TE, *first, limit=limit)
@@ -160,7 +160,7 @@ def _swiglu_in_one_launch(weights: Callable[[], list[Any]], limit: float | None)
     return run
 
 
-def _swiglu(weights: Callable[[], list[Any]], limit: float | None) -> Apply:
+def _swiglu(weights: ReadWeights, limit: float | None) -> Apply:
     def run(x_TE: Tensor) -> Tensor:
         gate_FE, up_FE, gate_F, up_F, down_EF, down_E = weights()
         if gate_FE.shape[0] % 8 == 0:

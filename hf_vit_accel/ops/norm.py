@@ -36,7 +36,12 @@ def fused(norm: Any, context: Context) -> AddNorm:
     rms = _is_rms(norm)
     if rms:
         weights = context.reader((norm, "weight"), cast=False)
-        settings: tuple[Any, ...] = (None, context.read(norm, "variance_epsilon"), rms, context.rows_dtype)  # no bias
+        settings: tuple[object, ...] = (
+            None,
+            context.read(norm, "variance_epsilon"),
+            rms,
+            context.rows_dtype,
+        )  # no bias
     else:
         weights = context.reader((norm, "weight"), (norm, "bias"), cast=False)
         settings = context.read(norm, "eps"), rms, context.rows_dtype
@@ -46,7 +51,7 @@ def fused(norm: Any, context: Context) -> AddNorm:
     return lambda x_TE, delta_TE: run(x_TE, delta_TE, *weights(), *settings)
 
 
-def _is_rms(norm: Any) -> bool:
+def _is_rms(norm: nn.Module) -> bool:
     return hasattr(norm, "variance_epsilon")
 
 

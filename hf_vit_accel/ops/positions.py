@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, tl
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 _BLOCK = 256
 
 
 def add_positions_reference(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
-    """(T, E): x plus the weighted sum of four table rows, made in fp32 and rounded to x's dtype before it is added."""
+    """Add the weighted sum of four table rows, made in fp32 and rounded to x's dtype, to x; (T, E)."""
     return x_TE + (table_NE[indices_T4] * weights_T4[:, :, None]).sum(1).to(x_TE.dtype)
 
 
@@ -41,7 +41,7 @@ def _add_positions_kernel(
 
 
 def add_positions_(x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
-    """`add_positions_reference` as one kernel, in place: nothing of size (T, 4, E) is written."""
+    """Run `add_positions_reference` as one kernel, in place; nothing of size (T, 4, E) is written."""
     assert x_TE.is_contiguous()
     return _add(x_TE, table_NE, indices_T4, weights_T4, x_TE)
 
@@ -76,9 +76,13 @@ def _add_to_table_kernel(dout, indices, weights, dtable, WIDTH: tl.constexpr, TA
 
 
 def _table_gradient(dout_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor, table_rows: int) -> Tensor:
-    """The gradient of the table, (N, E), in fp32. Atomic additions come in any order: not where order matters."""
+    """Compute the gradient of the table, (N, E), in fp32.
+
+    The kernel's atomic additions run in any order, so torch's deterministic mode takes another way.
+    """
     rows, width = dout_TE.shape
-    dout_TE, taps = dout_TE.contiguous(), indices_T4.shape[1]
+    taps = indices_T4.shape[1]
+    dout_TE = dout_TE.contiguous()
     dtable_NE = torch.zeros(table_rows, width, dtype=torch.float32, device=dout_TE.device)
     if torch.are_deterministic_algorithms_enabled():
         for tap in range(taps):
@@ -91,10 +95,10 @@ def _table_gradient(dout_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor, tab
 
 
 class AddPositions(torch.autograd.Function):
-    """`add_positions_reference` as one kernel; saved are indices and weights. The table's gradient adds in fp32."""
+    """Run `add_positions_reference` as one kernel, saving indices and weights; the table's gradient adds in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, x_TE: Tensor, table_NE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
         ctx.save_for_backward(indices_T4, weights_T4)
         ctx.table = table_NE.shape[0], table_NE.dtype
         x_TE = x_TE.contiguous()
@@ -102,7 +106,7 @@ class AddPositions(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_TE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_TE: Tensor) -> Gradients:
         needs_x, needs_table, _, _ = ctx.needs_input_grad
         table_rows, dtype = ctx.table
         indices_T4, weights_T4 = ctx.saved_tensors

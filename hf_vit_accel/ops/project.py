@@ -18,7 +18,8 @@ from hf_vit_accel.ops import linear
 from hf_vit_accel.ops.base import Apply, Context, filled
 from hf_vit_accel.ops.heads import ShapeHeads, shape_heads_reference, sizes_of
 from hf_vit_accel.ops.linear import LinearFunction
-from hf_vit_accel.ops.training.trained import InnerContext, Trained
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
+from hf_vit_accel.ops.training.trained import Trained
 
 
 def build(block: Block, context: Context, shape: Apply | None) -> Apply:
@@ -88,7 +89,7 @@ class ProjectFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, *arguments: Any) -> Tensor:
+    def forward(ctx: FunctionContext, x_TE: Tensor, *arguments: Any) -> Tensor:
         *weights, products, sizes, recipe = arguments
         needs_x, *needs = ctx.needs_input_grad[: 1 + len(weights)]
         needs_weights = needs[:products]
@@ -116,7 +117,7 @@ class ProjectFunction(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_TF: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_TF: Tensor) -> Gradients:
         saved = ctx.saved_tensors
         first_input = ctx.products
         first_shape = first_input + ctx.input_count

@@ -18,16 +18,21 @@ from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
 from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum, runs, store_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
 def rope_reference(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate q and k in fp32, rounded once, as stock does (x * cos + rotate_half(x) * sin); (T, 3, H, D), new.
+    """Rotate q and k in fp32, x * cos + rotate_half(x) * sin, rounded once like stock; a new (T, 3, H, D).
 
-    cos_TD, sin_TD: both halves of D filled alike.
+    Args:
+        cos_TD: table whose halves of D are equal.
+        sin_TD: the same.
     """
+    dim = qkv_T3HD.shape[-1]
     wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
-    cos, sin = cos_TD[:, None, None].to(wide), sin_TD[:, None, None].to(wide)
-    qk, dim = qkv_T3HD[:, :2].to(wide), qkv_T3HD.shape[-1]
+    cos = cos_TD[:, None, None].to(wide)
+    sin = sin_TD[:, None, None].to(wide)
+    qk = qkv_T3HD[:, :2].to(wide)
     turned = torch.cat((-qk[..., dim // 2 :], qk[..., : dim // 2]), dim=-1)
     return torch.cat(((qk * cos + turned * sin).to(qkv_T3HD.dtype), qkv_T3HD[:, 2:]), dim=1)
 
@@ -45,8 +50,8 @@ def _rope_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    # q and k of a row as one run of pairs (d, d + DIM / 2): half of 72 or 80 is no power of two, all of them together
-    # fill every lane. A tile has at least as many pairs as threads, so that none is held twice.
+    # q and k of a row are one run of pairs (d, d + DIM / 2). Half of 72 or 80 is no power of two; all heads together
+    # fill every lane. A tile has at least as many pairs as threads: otherwise two threads would hold the same pair.
     half: tl.constexpr = DIM // 2
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     pair = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
@@ -63,9 +68,10 @@ def _rope_kernel(
 
 
 def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """`rope_reference` as one kernel, in place, and bit-equal to it (products are not fused)."""
+    """Run `rope_reference` as one kernel, in place; the results are bit-equal, as products are not fused."""
     rows, _, heads, dim = qkv_T3HD.shape
-    block_t, block_p = 8, 128
+    block_t = 8
+    block_p = 128
     _rope_kernel[(-(-rows // block_t), -(-heads * dim // block_p))](
         qkv_T3HD,
         cos_TD,
@@ -77,7 +83,7 @@ def rope_(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         DIM=dim,
         BLOCK_T=block_t,
         BLOCK_P=block_p,
-        num_warps=4 if dim % 16 == 0 else 8,  # vectors of 8 where half a head holds whole ones, else of 4
+        num_warps=4 if dim % 16 == 0 else 8,  # vectors of 8 where they divide half a head, else of 4
         enable_fp_fusion=False,
     )
     return qkv_T3HD
@@ -98,29 +104,38 @@ def _rope_back_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    # A run of rows, a pair of q, of k and of v by each lane, so that the tables are read once; v for its sum only.
+    # A program takes a run of rows. A lane takes a pair of q, of k and of v, so that the tables are read once; v is
+    # read for its sum only.
     half: tl.constexpr = DIM // 2
     width: tl.constexpr = HEADS * DIM
     dtype: tl.constexpr = dqkv.dtype.element_ty
     pair = (tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
-    d, known = pair % half, pair < HEADS * half
+    d = pair % half
+    is_pair = pair < HEADS * half
     f = pair // half * DIM + d
     q_sum1 = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    q_sum2, k_sum1, k_sum2, v_sum1, v_sum2 = q_sum1, q_sum1, q_sum1, q_sum1, q_sum1
-    for at in tl.range(0, length, BLOCK_T):
-        t = (tl.program_id(1) * length + at + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
-        inside = (t < rows) & known
+    q_sum2 = q_sum1
+    k_sum1 = q_sum1
+    k_sum2 = q_sum1
+    v_sum1 = q_sum1
+    v_sum2 = q_sum1
+    for start in tl.range(0, length, BLOCK_T):
+        t = (tl.program_id(1) * length + start + tl.arange(0, BLOCK_T))[:, None].to(tl.int64)
+        inside = (t < rows) & is_pair
         table = t * table_stride + d
         c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
         q = dqkv + t * (3 * width) + f
-        k, v = q + width, q + 2 * width
-        q1 = tl.load(q, mask=inside, other=0.0).to(tl.float32)
-        q2 = tl.load(q + half, mask=inside, other=0.0).to(tl.float32)
-        k1 = tl.load(k, mask=inside, other=0.0).to(tl.float32)
-        k2 = tl.load(k + half, mask=inside, other=0.0).to(tl.float32)
-        q1, q2 = q1 * c + q2 * s, q2 * c - q1 * s
-        k1, k2 = k1 * c + k2 * s, k2 * c - k1 * s
+        k = q + width
+        v = q + 2 * width
+        dq1 = tl.load(q, mask=inside, other=0.0).to(tl.float32)
+        dq2 = tl.load(q + half, mask=inside, other=0.0).to(tl.float32)
+        dk1 = tl.load(k, mask=inside, other=0.0).to(tl.float32)
+        dk2 = tl.load(k + half, mask=inside, other=0.0).to(tl.float32)
+        q1 = dq1 * c + dq2 * s
+        q2 = dq2 * c - dq1 * s
+        k1 = dk1 * c + dk2 * s
+        k2 = dk2 * c - dk1 * s
         if NEED_SUM:
             v_sum1 += tl.load(v, mask=inside, other=0.0).to(tl.float32)
             v_sum2 += tl.load(v + half, mask=inside, other=0.0).to(tl.float32)
@@ -133,7 +148,8 @@ def _rope_back_kernel(
         tl.store(k, k1.to(dtype), mask=inside)
         tl.store(k + half, k2.to(dtype), mask=inside)
     if NEED_SUM:
-        run, f = tl.program_id(1), tl.where(known, f, 3 * width)
+        run = tl.program_id(1)
+        f = tl.where(is_pair, f, 3 * width)
         store_sum(partial, q_sum1, f, run, 3 * width)
         store_sum(partial, q_sum2, f + half, run, 3 * width)
         store_sum(partial, k_sum1, f + width, run, 3 * width)
@@ -143,12 +159,13 @@ def _rope_back_kernel(
 
 
 def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Gradients of rotated q and k, and of v, rotated back in place; of many rows their sum is remembered."""
+    """Rotate the gradients of rotated q and k back in place; with many rows, attach the sum of dq, dk and dv."""
     rows, _, heads, dim = dqkv_T3HD.shape
     assert dqkv_T3HD.is_contiguous() and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
     needs_sum = rows >= FEW_ROWS
-    # Few rows in whole: 76 and 78 us at 16384 rows of 72 or 80, as 8 rows by 64 pairs 111 and 109 (H200).
-    block_t, block_p = 2, min(1024, next_power_of_2(heads * dim // 2))
+    # A tile of few complete rows takes 76 us at 16384 rows of 72; one of 8 rows by 64 pairs takes 111 (H200).
+    block_t = 2
+    block_p = min(1024, next_power_of_2(heads * dim // 2))
     columns = -(-heads * dim // 2 // block_p)
     length, count = runs(rows, columns, dqkv_T3HD.device, block_t=block_t)
     width = 3 * heads * dim
@@ -197,7 +214,8 @@ def _rope_gather_kernel(
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     pair = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P))[None, :]
     inside = (t < rows) & (pair < HEADS * half)
-    d, head = pair % half, pair // half
+    d = pair % half
+    head = pair // half
     table = t.to(tl.int64) * table_stride + d
     c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
@@ -217,16 +235,20 @@ def _rope_gather_kernel(
 
 
 def rope_gather_back(parts_BHLD: tuple[Tensor, ...], cos_TD: Tensor, sin_TD: Tensor, out_T3HD: Tensor) -> Tensor:
-    """The gradients of rotated q and k, and of v, rotated back and packed: T rows of B segments, L each.
+    """Rotate the gradients of rotated q and k back, and pack them with v's: T rows of B segments, L rows each.
 
-    parts: dq, dk, dv as (B, H, L, D), of whatever strides an attention's backward gave them.
+    Args:
+        parts_BHLD: dq, dk and dv, (B, H, L, D), with any strides.
+        out_T3HD: receives the packed gradients.
     """
     if len({part.stride() for part in parts_BHLD}) > 1 or parts_BHLD[0].stride(3) != 1:
         parts_BHLD = tuple(part.contiguous() for part in parts_BHLD)
     batch, heads, length, dim = parts_BHLD[0].shape
     stride_b, stride_h, stride_l, _ = parts_BHLD[0].stride()
     assert out_T3HD.is_contiguous() and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
-    rows, block_t, block_p = batch * length, 4, 512
+    rows = batch * length
+    block_t = 4
+    block_p = 512
     _rope_gather_kernel[(-(-rows // block_t), -(-heads * dim // 2 // block_p))](
         *parts_BHLD,
         cos_TD,
@@ -249,30 +271,30 @@ def rope_gather_back(parts_BHLD: tuple[Tensor, ...], cos_TD: Tensor, sin_TD: Ten
 
 
 class Rope(torch.autograd.Function):
-    """`rope_reference` by kernels, in both directions; saved are the tables only.
+    """Run `rope_reference` by kernels in both directions; only the tables are saved.
 
-    On copies: done in place on a view of a product, autograd would copy the gradient three times (`CopySlices`), and a
-    gradient that comes in may be somebody else's too. Attention that rotates by itself needs neither.
+    Both kernels run on copies. In place on a view of a product, autograd would copy the gradient three times
+    (`CopySlices`); and an incoming gradient may belong to others, too. Attention that rotates by itself needs no copy.
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
         return rope_(qkv_T3HD.clone(memory_format=torch.contiguous_format), cos_TD, sin_TD)
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_T3HD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_T3HD: Tensor) -> Gradients:
         return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
 
 
 def tables(rotary: Any, context: Context) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Rows and positions (T, 2) to cos and sin (T, D) by the tower's own module, whatever its frequencies."""
+    """Build a function of rows and positions (T, 2) to cos and sin (T, D), by the tower's own module."""
     rotary = context.called(rotary)
-    # Until transformers 5.17 the module returned the angles of one half, and the tower did the rest. (Someone else's
-    # module in its place may not say what it takes.)
-    known = [kind for kind in (type(rotary), *(context.classes or ())) if "RotaryEmbedding" in kind.__name__]
-    if any("x" in inspect.signature(kind.forward).parameters for kind in known):
+    # Until transformers 5.17 the module returned the angles of one half, and the tower computed cos and sin. (A
+    # replacement by another module may not tell its arguments: then the class of the proven tower does.)
+    kinds = [kind for kind in (type(rotary), *(context.classes or ())) if "RotaryEmbedding" in kind.__name__]
+    if any("x" in inspect.signature(kind.forward).parameters for kind in kinds):
         return rotary
 
     def make(x_TE: Tensor, positions_T2: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,9 +306,9 @@ def tables(rotary: Any, context: Context) -> Callable[[Tensor, Tensor], tuple[Te
 
 
 def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
-    """Why q and k cannot be rotated on the projection, in place: another module might keep its output."""
+    """Report why q and k cannot be rotated in place on the projection: a replaced module may keep its output."""
     for block in parts.blocks:
-        if len(block.qkv) > 1 or block.shaped:  # what comes of them is ours
+        if len(block.qkv) > 1 or block.shaped:  # an operation of ours makes the packed rows
             continue
         reasons = lora_reasons(block.qkv[0], context)
         if reasons:
@@ -295,7 +317,7 @@ def reasons_against_rotation(parts: Parts, context: Context) -> list[str]:
 
 
 def rotate(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """`Rope` where a gradient flows, else `rope_`: nobody keeps what a plain Linear has just made."""
+    """Run `Rope` where a gradient flows, else `rope_`: a plain Linear does not keep its output."""
     if torch.is_grad_enabled() and qkv_T3HD.requires_grad:
         return Rope.apply(qkv_T3HD, cos_TD, sin_TD)
     return rope_(qkv_T3HD, cos_TD, sin_TD)

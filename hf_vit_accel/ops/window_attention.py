@@ -1,13 +1,12 @@
-"""Attention within short windows, rotation included, straight from the packed projection.
+"""Attention within short windows, rotation included, from the packed projection.
 
-`T` rows, `S` windows, `L` rows of one, `H` heads, `D` head dim.
+`T` rows, `S` windows, `L` rows of a window, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +16,14 @@ from hf_vit_accel.ops.base import Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 LONGEST = 64
-"""Rows of the longest window that one program holds."""
+"""Rows of the longest window that the kernels take: one program holds a complete window."""
 
 
 def attention_reference(qkv_T3HD: Tensor, lengths_S: Sequence[int], scale: float) -> Tensor:
-    """Attention within segments by its definition, softmax(scale * q k^T) v, in the dtype given; returns (T, H, D)."""
+    """Compute softmax(scale * q k^T) v within every segment, (T, H, D), in the dtype of `qkv_T3HD`."""
     outputs = []
     for segment_L3HD in qkv_T3HD.split(list(lengths_S)):
         q_HLD, k_HLD, v_HLD = segment_L3HD.permute(1, 2, 0, 3)
@@ -34,7 +34,7 @@ def attention_reference(qkv_T3HD: Tensor, lengths_S: Sequence[int], scale: float
 def window_attention_reference(
     qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float
 ) -> Tensor:
-    """Rotate q and k, then softmax(scale * q k^T) v within each window; (T, H, D). The projection is not changed."""
+    """Rotate q and k, then compute softmax(scale * q k^T) v within every window, (T, H, D); not in place."""
     wide_T3HD = rope_reference(qkv_T3HD, cos_TD, sin_TD).to(torch.promote_types(qkv_T3HD.dtype, torch.float32))
     return attention_reference(wide_T3HD, cu_seqlens_S1.diff().tolist(), scale).to(qkv_T3HD.dtype)
 
@@ -54,22 +54,24 @@ def _window_attention_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # The head dim in its two rotary halves: each is loaded once, rotated in registers and fed to the matrix unit.
+    # The head dim is split in its two rotary halves: each is loaded once, rotated in registers, then multiplied.
     half: tl.constexpr = DIM // 2
     start = tl.load(offsets + tl.program_id(0)).to(tl.int64)
     length = (tl.load(offsets + tl.program_id(0) + 1) - start).to(tl.int32)
     if length == 0:
         return
-    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    t = tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
     inside = (t < length)[:, None] & (d < half)[None, :]
     row = start + t
     c = tl.load(cos + row[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row[:, None] * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = qkv.dtype.element_ty
-    for index in tl.range(HEADS_EACH, num_stages=2):  # the next head's rows are on their way while this one's are used
+    for index in tl.range(HEADS_EACH, num_stages=2):  # the next head is loaded while this one is computed
         head = (tl.program_id(1) * HEADS_EACH + index) * DIM
         q = qkv + row[:, None] * (3 * HEADS * DIM) + head + d[None, :]
-        k, v = q + HEADS * DIM, q + 2 * HEADS * DIM
+        k = q + HEADS * DIM
+        v = q + 2 * HEADS * DIM
         q1 = tl.load(q, mask=inside, other=0.0).to(tl.float32)
         q2 = tl.load(q + half, mask=inside, other=0.0).to(tl.float32)
         k1 = tl.load(k, mask=inside, other=0.0).to(tl.float32)
@@ -89,31 +91,38 @@ def _window_attention_kernel(
 
 @lru_cache(maxsize=256)
 def heads_each(windows: int, heads: int, slots: int) -> int:
-    """How many heads one program takes in turn, cos and sin kept in registers.
+    """Choose how many heads one program takes, one after the other, with cos and sin in registers.
 
-    More is better while the programs fill the `slots` that run at once: cos and sin are loaded once, and the next
-    head is loaded during this one (H200, 256 windows x 64 x 16 x 80: 2 heads 86 us, 4 heads 83, 16 heads 78). Each
-    program costs about a third of one head's time beside its heads.
+    More heads are better while the programs fill all slots: cos and sin are loaded once, and the next head is loaded
+    during this one (256 windows of 64 rows, 16 heads of 80: 86 us with 2 heads, 78 with 16; H200). A program itself
+    costs about a third of one head's time.
+
+    Args:
+        slots: programs that run at once.
     """
 
-    def cost(each: int) -> tuple[int, int]:
-        return -(-windows * heads // each // slots) * (3 * each + 1), -each
+    def cost(count: int) -> tuple[int, int]:
+        rounds = -(-windows * heads // count // slots)
+        return rounds * (3 * count + 1), -count
 
-    return min((each for each in range(1, heads + 1) if heads % each == 0), key=cost)
+    divisors = [count for count in range(1, heads + 1) if heads % count == 0]
+    return min(divisors, key=cost)
 
 
 def window_attention(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float) -> Tensor:
-    """`window_attention_reference` as one kernel that reads the projection once and writes the result once.
+    """Run `window_attention_reference` as one kernel; it reads the projection once and writes the result once.
 
-    cu_seqlens_S1: int32, windows of at most `LONGEST` rows, together all rows; empty ones cost nothing.
+    Args:
+        cu_seqlens_S1: int32 offsets of windows with at most `LONGEST` rows, which cover all rows; windows may be empty.
     """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.is_contiguous()
     out_THD = qkv_T3HD.new_empty(rows, heads, dim)
     windows = cu_seqlens_S1.shape[0] - 1
-    # Of the windows some may be empty, in a CUDA graph most: as many as full ones hold the rows is the better guess.
-    each = heads_each(min(windows, -(-rows // LONGEST)), heads, 2 * machine.multiprocessors(qkv_T3HD.device))
-    _window_attention_kernel[(windows, heads // each)](
+    # In a CUDA graph most windows may be empty, so the number of full ones is estimated from the rows.
+    full_windows = min(windows, -(-rows // LONGEST))
+    heads_of_program = heads_each(full_windows, heads, 2 * machine.multiprocessors(qkv_T3HD.device))
+    _window_attention_kernel[(windows, heads // heads_of_program)](
         qkv_T3HD,
         cos_TD,
         sin_TD,
@@ -122,7 +131,7 @@ def window_attention(qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlen
         scale * 1.4426950408889634,
         cos_TD.stride(0),
         HEADS=heads,
-        HEADS_EACH=each,
+        HEADS_EACH=heads_of_program,
         DIM=dim,
         BLOCK_T=LONGEST,
         BLOCK_D=max(next_power_of_2(dim // 2), 16),
@@ -148,26 +157,32 @@ def _window_attention_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # One window of one head. Halves as in the forward kernel; a gradient is turned back in registers and written once.
+    # A program takes one window of one head, in halves like the forward kernel. Gradients are rotated back in registers
+    # and written once.
     half: tl.constexpr = DIM // 2
     start = tl.load(offsets + tl.program_id(0)).to(tl.int64)
     length = (tl.load(offsets + tl.program_id(0) + 1) - start).to(tl.int32)
     if length == 0:
         return
-    t, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    t = tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
     inside = (t < length)[:, None] & (d < half)[None, :]
     row = (start + t)[:, None]
     dtype: tl.constexpr = qkv.dtype.element_ty
-    at = row * (3 * HEADS * DIM) + tl.program_id(1) * DIM + d[None, :]
-    q, k, v = qkv + at, qkv + at + HEADS * DIM, qkv + at + 2 * HEADS * DIM
+    cell = row * (3 * HEADS * DIM) + tl.program_id(1) * DIM + d[None, :]
+    q = qkv + cell
+    k = qkv + cell + HEADS * DIM
+    v = qkv + cell + 2 * HEADS * DIM
     c = tl.load(cos + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     x1 = tl.load(q, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(q + half, mask=inside, other=0.0).to(tl.float32)
-    q1, q2 = (x1 * c - x2 * s).to(dtype), (x2 * c + x1 * s).to(dtype)
+    q1 = (x1 * c - x2 * s).to(dtype)
+    q2 = (x2 * c + x1 * s).to(dtype)
     x1 = tl.load(k, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(k + half, mask=inside, other=0.0).to(tl.float32)
-    k1, k2 = (x1 * c - x2 * s).to(dtype), (x2 * c + x1 * s).to(dtype)
+    k1 = (x1 * c - x2 * s).to(dtype)
+    k2 = (x2 * c + x1 * s).to(dtype)
 
     scores = tl.dot(q2, tl.trans(k2), acc=tl.dot(q1, tl.trans(k1))) * scale
     scores = tl.where((t < length)[None, :], scores, float("-inf"))
@@ -177,10 +192,11 @@ def _window_attention_backward_kernel(
     o = dout + row * (HEADS * DIM) + tl.program_id(1) * DIM + d[None, :]
     o1 = tl.load(o, mask=inside, other=0.0)
     o2 = tl.load(o + half, mask=inside, other=0.0)
-    dv = dqkv + at + 2 * HEADS * DIM
+    dv = dqkv + cell + 2 * HEADS * DIM
     turned = tl.trans(weights.to(dtype))
     sums = partial + tl.program_id(0).to(tl.int64) * (3 * HEADS * DIM) + tl.program_id(1) * DIM + d
-    y1, y2 = tl.dot(turned, o1), tl.dot(turned, o2)
+    y1 = tl.dot(turned, o1)
+    y2 = tl.dot(turned, o2)
     _store(dv, y1, y2, sums + 2 * HEADS * DIM, inside, d, half, NEED_SUM)
 
     v1 = tl.load(v, mask=inside, other=0.0)
@@ -188,20 +204,22 @@ def _window_attention_backward_kernel(
     dweights = tl.dot(o2, tl.trans(v2), acc=tl.dot(o1, tl.trans(v1)))
     dscores = weights * (dweights - tl.sum(weights * dweights, axis=1)[:, None])
     dscores = (dscores * scale).to(dtype)
-    # Loaded again: held until here, they would not leave enough registers.
+    # Loaded again: keeping the tables until here would need too many registers.
     c = tl.load(cos + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    y1, y2 = tl.dot(dscores, k1), tl.dot(dscores, k2)
-    _store(dqkv + at, y1 * c + y2 * s, y2 * c - y1 * s, sums, inside, d, half, NEED_SUM)
+    y1 = tl.dot(dscores, k1)
+    y2 = tl.dot(dscores, k2)
+    _store(dqkv + cell, y1 * c + y2 * s, y2 * c - y1 * s, sums, inside, d, half, NEED_SUM)
     turned = tl.trans(dscores)
-    y1, y2 = tl.dot(turned, q1), tl.dot(turned, q2)
-    dk = dqkv + at + HEADS * DIM
+    y1 = tl.dot(turned, q1)
+    y2 = tl.dot(turned, q2)
+    dk = dqkv + cell + HEADS * DIM
     _store(dk, y1 * c + y2 * s, y2 * c - y1 * s, sums + HEADS * DIM, inside, d, half, NEED_SUM)
 
 
 @jit
 def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_SUM: tl.constexpr):
-    """Both halves of a gradient, and its sums over the window's rows: those past its end are zeros."""
+    """Store both halves of a gradient, and its sums over the window's rows; rows past the window's end are zeros."""
     tl.store(to, y1.to(to.dtype.element_ty), mask=inside)
     tl.store(to + half, y2.to(to.dtype.element_ty), mask=inside)
     if NEED_SUM:
@@ -210,14 +228,14 @@ def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_SUM: tl.constex
 
 
 class WindowAttention(torch.autograd.Function):
-    """`window_attention` with a gradient that is one kernel, too.
+    """Run `window_attention`, and its backward as one kernel.
 
-    A window's softmax is made again from the projection, the only thing that is saved.
+    Only the projection (and the tables) is saved; the backward computes the softmax again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float
+        ctx: FunctionContext, qkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor, cu_seqlens_S1: Tensor, scale: float
     ) -> Tensor:
         qkv_T3HD = qkv_T3HD.contiguous()
         ctx.save_for_backward(qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1)
@@ -226,13 +244,14 @@ class WindowAttention(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dout_THD: Tensor) -> Gradients:
         qkv_T3HD, cos_TD, sin_TD, cu_seqlens_S1 = ctx.saved_tensors
         rows, _, heads, dim = qkv_T3HD.shape
-        dqkv_T3HD, windows = torch.empty_like(qkv_T3HD), cu_seqlens_S1.shape[0] - 1
+        dqkv_T3HD = torch.empty_like(qkv_T3HD)
+        windows = cu_seqlens_S1.shape[0] - 1
         needs_sum = rows >= FEW_ROWS
         size = 1, windows * needs_sum, 3 * heads * dim
-        partial_1PF = torch.zeros(size, dtype=torch.float32, device=qkv_T3HD.device)  # an empty window writes none
+        partial_1PF = torch.zeros(size, dtype=torch.float32, device=qkv_T3HD.device)  # empty windows write nothing
         _window_attention_backward_kernel[(windows, heads)](
             qkv_T3HD,
             cos_TD,

@@ -288,6 +288,21 @@ def test_adapters_of_another_dtype_are_left_to_peft_but_under_autocast(autocast:
         assert ("mlp" in fused(model)) == enabled  # status tells of that call, though it is asked outside of autocast
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"use_dora": True}, "it is a variant of LoRA, such as DoRA"),
+        ({"lora_bias": True}, "an adapter is no Linear without bias"),
+    ],
+)
+def test_status_says_why_adapters_are_left_to_peft(called: list[str], kwargs: dict[str, bool], reason: str) -> None:
+    config = peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False, **kwargs)
+    model = hf_vit_accel.patch(peft.get_peft_model(TINY["qwen3_vl"].build(), config))
+    step(model, grad=False)
+    unfused = hf_vit_accel.status(model).towers[0].unfused
+    assert unfused["mlp"] == f"a peft.tuners.lora.layer.Linear stands where a plain Linear was: {reason}"
+
+
 def test_the_proof_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that computes something else is told from PEFT's, and no random number is drawn."""
     kind, state = peft.tuners.lora.layer.Linear, torch.get_rng_state()

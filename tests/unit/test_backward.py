@@ -32,11 +32,12 @@ from hf_vit_accel.ops.rope import Rope, rope_back_, rope_reference
 from hf_vit_accel.ops.training import column_sum as column_sum_module
 from hf_vit_accel.ops.training import norm_backward, norm_recipe
 from hf_vit_accel.ops.training.column_sum import column_sum, column_sum_reference, flattened
+from hf_vit_accel.ops.training.context import InnerContext
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp, gelu_mlp_reference
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction, add_norm_reference
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe
 from hf_vit_accel.ops.training.swiglu_backward import SwigluMlp, swiglu_mlp_reference
-from hf_vit_accel.ops.training.trained import InnerContext, Trained, layer_of
+from hf_vit_accel.ops.training.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
 GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]

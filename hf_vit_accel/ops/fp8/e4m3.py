@@ -1,8 +1,8 @@
-"""What e4m3 can hold: the scales by which numbers fit, and the way back.
+"""Scales by which numbers fit into e4m3.
 
-Scales are powers of two. e4m3 keeps three bits of mantissa at every exponent, so a scale decides only what overflows
-and what is lost below its smallest numbers; of two powers of two that avoid both, either gives the same result. That is
-why they may follow from a sample of the rows, with room for the others.
+Scales are powers of two. e4m3 keeps three bits of mantissa at every exponent. So a scale decides only which numbers
+overflow, and which are lost below the smallest one. Two powers of two that avoid both give the same result. Therefore a
+scale may follow from a sample of the rows, with room for the others.
 
 `H` heads; 3: q, k, v.
 """
@@ -17,11 +17,13 @@ from hf_vit_accel.ops.launch import jit, tl
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
-_LOWEST_POWER, _HIGHEST_POWER = -50, 25  # of a scale: products of two, divided by a third, are normal in float32
+# Exponents of scales. Within these, a product of two scales divided by a third one is a normal number in float32.
+_LOWEST_POWER = -50
+_HIGHEST_POWER = 25
 
 
 def powers(amax: Tensor) -> Tensor:
-    """The largest powers of two, fp32, by which absolute amax fit into e4m3, each by itself."""
+    """Return the largest powers of two, fp32, by which every absolute amax fits into e4m3."""
     mantissa, exponent = torch.frexp(amax.float())  # mantissa in [0.5, 1); 448 = 0.875 * 2**9
     power = torch.where(mantissa > 0.875, 8 - exponent, 9 - exponent).clamp(_LOWEST_POWER, _HIGHEST_POWER)
     power = torch.where(amax == 0, _HIGHEST_POWER, power)
@@ -29,11 +31,11 @@ def powers(amax: Tensor) -> Tensor:
 
 
 def fit(amax_3H: Tensor) -> Tensor:
-    """Scales (..., 3, H), by which absolute amax (..., 3, H) fit into e4m3: x * scale is at most `LARGEST`.
+    """Return scales (..., 3, H) by which absolute amax (..., 3, H) fit into e4m3: x * scale is at most `LARGEST`.
 
-    Of v, each head has the largest power of two that fits. Of q and k the product is the same for all heads, since the
-    attention has one factor for all scores: a head's are the largest that fit, both smaller by half of what that asks.
-    (By all of it, one of the two would sink to zero in heads whose scores are 10,000 times smaller than another's.)
+    v has the largest power of two that fits, head by head. The product of q's and k's scale is the same for all heads,
+    since the attention has one factor for all scores. Both are reduced alike to reach that product: otherwise one of
+    the two would sink to zero in heads whose scores are 10,000 times smaller than another head's.
     """
     q_H, k_H, v_H = powers(amax_3H).unbind(-2)
     product = (q_H * k_H).amin(-1, keepdim=True)
@@ -44,22 +46,22 @@ def fit(amax_3H: Tensor) -> Tensor:
 
 @jit
 def fit_one(amax):
-    """`powers` within a kernel."""
+    """Compute `powers` within a kernel."""
     bits = amax.to(tl.int32, bitcast=True)
     power = 8 - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    power = tl.minimum(tl.maximum(power, -50), 25)  # as _LOWEST_POWER, _HIGHEST_POWER
+    power = tl.minimum(tl.maximum(power, -50), 25)  # _LOWEST_POWER, _HIGHEST_POWER
     return ((power + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
 def rounded(x, scale):
-    """Numbers brought to e4m3 within a kernel: too large ones become the largest, as the hardware rounds."""
-    return (x * scale + (x - x)).to(tl.float8e4nv)  # what is not finite becomes NaN: x - x is
+    """Round scaled numbers to e4m3 within a kernel; the hardware cuts too large numbers off at the largest one."""
+    return (x * scale + (x - x)).to(tl.float8e4nv)  # x - x is NaN for infinite x, 0 otherwise
 
 
 @jit
 def fit_all(amax, head, HEADS: tl.constexpr):
-    """`fit` within a kernel: pointer to amax (3, H) to the scales of q, k and v, and the product of the first two."""
+    """Compute `fit` within a kernel, from a pointer to amax (3, H): scales of q, k and v, and q's times k's."""
     inside = head < HEADS
     q = fit_one(tl.load(amax + head, mask=inside, other=0.0))
     k = fit_one(tl.load(amax + HEADS + head, mask=inside, other=0.0))

@@ -1,12 +1,12 @@
-"""Quantisation to e4m3 for attention: the packed projection split, rotated, scaled, rounded, padded; and the way back.
+"""Quantise queries, keys and values to e4m3 for attention: rotate, scale, round, pad; and the way back.
 
-Values are centred first: each head's mean over a sample of the rows is taken off, and put back on what the attention
-made of the rest, which is exact for any vector, as its weights add up to one. Hopper's tensor cores add products of
-e4m3 to sums of about 13 bits. Where thousands of weights are alike and values have a mean, each product is too small
-for the sum that they have built up: 5% of random towers' features were lost at 4096 rows and 16% at 14416 (H200). It
-also spares the mean from being rounded to e4m3 in the output.
+Values are centred first: every head's mean over a sample of the rows is subtracted, and added to the attention's
+result. That is exact for any vector, as attention weights add up to one. Hopper's tensor cores add products of e4m3 in
+sums of about 13 bits. Where thousands of weights are alike and values have a mean, each product is too small for the
+sum so far: without centring 5% of random towers' features were lost at 4096 rows, 16% at 14416 (H200). Centring also
+keeps the mean from being rounded to e4m3 in the output.
 
-`T` rows, `S` of them, `H` heads, `D` head dim, `P` that dim padded with zeros; 3: q, k, v.
+`T` rows, `S` sampled rows, `H` heads, `D` head dim, `P` that dim padded with zeros; 3: q, k, v.
 """
 
 from __future__ import annotations
@@ -19,15 +19,25 @@ from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import rope_reference
 
-_SAMPLES = 256  # rows that tell what to expect of the others
-_ROWS, _WARPS = 64, 4
-_ROOM = 4.0  # by how much others may be larger; little, as averages of many values are small, and need what is left
+_SAMPLES = 256
+"""Rows from which the amax of all rows is estimated."""
+_ROOM = 4.0
+"""Factor by which other rows may exceed the sample; small, since averages of many values need the bits below."""
+_ROWS = 64
+"""Rows of a program of the kernel that quantises."""
+_WARPS = 4
 
 
 def sample_reference(qkv_T3HD: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """Of a sample of the first `used` rows, evenly spread: the mean of v, fp32 (H, D), and amax to expect, (3, H).
+    """Estimate from evenly spread rows; numbers that are not finite count as zero.
 
-    No rotation makes a number larger than the two of its pair together. What is not finite counts as zero.
+    A rotated number is at most the sum of its pair's absolute values, whatever the angle.
+
+    Args:
+        used: number of rows, from the first, that count.
+
+    Returns:
+        The mean of v, fp32 (H, D), and the expected amax, (3, H).
     """
     rows_S = torch.arange(_SAMPLES, device=qkv_T3HD.device) * used // _SAMPLES
     sampled = qkv_T3HD[rows_S].float()
@@ -50,22 +60,30 @@ def quantize_reference(
     *,
     final: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q and k in fp32, and bring q, k, v to e4m3: (3, T, H, P), the scales (3, H), this call's amax (3, H).
+    """Rotate q and k in fp32, and round q, k and v to e4m3.
 
-    used: rows that count; what stands after them never reaches a maximum. center_HD: is taken off v. amax_3H: what is
-    expected. Its scales serve unless something overflows; then those of what was found do. final: they serve whatever
-    overflows; it is cut off at `LARGEST`. Numbers that are not finite become NaN and are no maximum.
+    Numbers that are not finite become NaN and do not count for amax.
+
+    Args:
+        used: number of rows, from the first, that count for amax.
+        center_HD: subtracted from v.
+        amax_3H: expected amax, from which the scales follow. If a number overflows, they follow from the true amax.
+        padded: P.
+        final: keep the scales of `amax_3H`; numbers that overflow are cut off at `LARGEST`.
+
+    Returns:
+        q, k and v in e4m3, (3, T, H, P); the scales, (3, H); the true amax, (3, H).
     """
     qkv = rope_reference(qkv_T3HD.float(), cos_TD, sin_TD)
     qkv[:, 2] -= center_HD
     finite = qkv.isfinite()
-    found_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
+    true_amax_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
     scales_3H = fit(amax_3H)
-    if not final and bool((found_3H * scales_3H > LARGEST).any()):
-        scales_3H = fit(found_3H)
+    if not final and bool((true_amax_3H * scales_3H > LARGEST).any()):
+        scales_3H = fit(true_amax_3H)
     scaled = (qkv * scales_3H[:, :, None]).clamp(-LARGEST, LARGEST)
     scaled = torch.where(finite, scaled, float("nan")).transpose(0, 1)
-    return F.pad(scaled, (0, padded - qkv.shape[-1])).to(E4M3), scales_3H, found_3H
+    return F.pad(scaled, (0, padded - qkv.shape[-1])).to(E4M3), scales_3H, true_amax_3H
 
 
 @jit
@@ -82,20 +100,28 @@ def _sample_kernel(
     BLOCK_J: tl.constexpr,
 ):
     # A program takes a head of v or, unless FINAL, of q or k, as pairs (j, j + DIM / 2).
-    head, part, j = tl.program_id(0), 2 - tl.program_id(1), tl.arange(0, BLOCK_J)
+    head = tl.program_id(0)
+    part = 2 - tl.program_id(1)
+    j = tl.arange(0, BLOCK_J)
     half: tl.constexpr = DIM // 2
     t = (tl.arange(0, SAMPLES).to(tl.int64) * tl.load(used_rows) // SAMPLES)[:, None]
-    source, real = qkv + t * row_stride + ((part * HEADS + head) * DIM + j)[None, :], (j < half)[None, :]
+    source = qkv + t * row_stride + ((part * HEADS + head) * DIM + j)[None, :]
+    real = (j < half)[None, :]
     x1 = tl.load(source, mask=real, other=0.0).to(tl.float32)
     x2 = tl.load(source + half, mask=real, other=0.0).to(tl.float32)
-    x1, x2 = tl.where(tl.abs(x1) < float("inf"), x1, 0.0), tl.where(tl.abs(x2) < float("inf"), x2, 0.0)
+    x1 = tl.where(tl.abs(x1) < float("inf"), x1, 0.0)
+    x2 = tl.where(tl.abs(x2) < float("inf"), x2, 0.0)
     if part == 2:
-        mean1, mean2 = tl.sum(x1, 0) / SAMPLES, tl.sum(x2, 0) / SAMPLES
+        mean1 = tl.sum(x1, 0) / SAMPLES
+        mean2 = tl.sum(x2, 0) / SAMPLES
         tl.store(center + head * DIM + j, mean1, mask=j < half)
         tl.store(center + head * DIM + half + j, mean2, mask=j < half)
-        x1, x2 = x1 - mean1[None, :], x2 - mean2[None, :]
+        x1 = x1 - mean1[None, :]
+        x2 = x2 - mean2[None, :]
     if not FINAL:
-        amax, size1, size2 = call + part * HEADS + head, tl.abs(x1), tl.abs(x2)
+        amax = call + part * HEADS + head
+        size1 = tl.abs(x1)
+        size2 = tl.abs(x2)
         size = tl.where(part == 2, tl.maximum(size1, size2), size1 + size2)
         tl.store(amax, tl.max(tl.max(size, 1), 0) * 4.0)  # _ROOM
         tl.store(amax + 3 * HEADS, 0.0)
@@ -120,9 +146,9 @@ def _quantize_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    # A program takes ROWS rows of 4 heads of q, k or v, BLOCK_T at a time, a head as pairs (j, j + DIM / 2). A tile
-    # has as many pairs of each head as its threads load in vectors of 4: so all loads and stores share one layout, and
-    # the loads of all 4 heads are under way before anything is stored.
+    # A program takes ROWS rows of 4 heads of q, k or v, BLOCK_T at a time, a head as pairs (j, j + DIM / 2). A tile has
+    # as many pairs of a head as its threads load in vectors of 4. So all loads and stores share one layout, and all 4
+    # heads are loaded before anything is stored.
     half: tl.constexpr = DIM // 2
     groups: tl.constexpr = (HEADS + 3) // 4
     part = tl.program_id(1) // groups
@@ -132,7 +158,7 @@ def _quantize_kernel(
     amax = call + 3 * HEADS
     q, k, v, product = fit_all(call, head, HEADS)
     if AGAIN:
-        # The second launch looks at what the first found, and mostly returns.
+        # The second launch checks the true amax of the first one, and mostly returns.
         overflows = tl.load(amax + head, mask=inside_h, other=0.0) * q > 448.0  # LARGEST
         overflows |= tl.load(amax + HEADS + head, mask=inside_h, other=0.0) * k > 448.0
         overflows |= tl.load(amax + 2 * HEADS + head, mask=inside_h, other=0.0) * v > 448.0
@@ -146,16 +172,18 @@ def _quantize_kernel(
         tl.store(amax + 6 * HEADS, 1.0 / product)
     mine = tl.where(part == 0, q, tl.where(part == 1, k, v))
     scale = tl.sum(tl.where(head[None, :] == h[:, None], mine[None, :], 0.0), 1)[None, :, None]
-    heads, j = h[None, :, None], tl.arange(0, PADDED // 2)[None, None, :]
+    heads = h[None, :, None]
+    j = tl.arange(0, PADDED // 2)[None, None, :]
     real = (j < half) & (heads < HEADS)
-    is_rotated, count = part < 2, tl.load(used_rows)
-    parts = tl.full((1, 1, PADDED // 2), part, tl.int32)  # Triton 3.9's interpreter takes no mask that a scalar is in
+    is_rotated = part < 2
+    count = tl.load(used_rows)
+    parts = tl.full((1, 1, PADDED // 2), part, tl.int32)  # Triton 3.9's interpreter takes no scalar in a mask
     mean1 = tl.load(center + DIM * heads + j, mask=real & (parts == 2), other=0.0)
     mean2 = tl.load(center + DIM * heads + half + j, mask=real & (parts == 2), other=0.0)
-    found = tl.zeros((BLOCK_T, 4, PADDED // 2), tl.float32)
+    largest = tl.zeros((BLOCK_T, 4, PADDED // 2), tl.float32)
     zeros = tl.zeros((BLOCK_T, 4, PADDED // 2), tl.float32).to(tl.float8e4nv)
-    for at in tl.range(0, ROWS, BLOCK_T):
-        t = tl.program_id(0) * ROWS + at + tl.arange(0, BLOCK_T)[:, None, None]
+    for start in tl.range(0, ROWS, BLOCK_T):
+        t = tl.program_id(0) * ROWS + start + tl.arange(0, BLOCK_T)[:, None, None]
         inside = (t < rows) & (heads < HEADS)
         here = (t < rows) & real
         table = t.to(tl.int64) * DIM + j
@@ -168,16 +196,17 @@ def _quantize_kernel(
         y1 = tl.where(is_rotated, x1 * c - x2 * s, x1 - mean1)
         y2 = tl.where(is_rotated, x2 * c + x1 * s, x2 - mean2)
         if not AGAIN:
-            size1, size2 = tl.abs(y1), tl.abs(y2)
-            found = tl.maximum(found, tl.where((t < count) & (size1 < float("inf")), size1, 0.0))
-            found = tl.maximum(found, tl.where((t < count) & (size2 < float("inf")), size2, 0.0))
+            size1 = tl.abs(y1)
+            size2 = tl.abs(y2)
+            largest = tl.maximum(largest, tl.where((t < count) & (size1 < float("inf")), size1, 0.0))
+            largest = tl.maximum(largest, tl.where((t < count) & (size2 < float("inf")), size2, 0.0))
         target = out + ((part * rows + t).to(tl.int64) * HEADS + heads) * PADDED + j
         tl.store(target, rounded(y1, scale), mask=here)
         tl.store(target + half, rounded(y2, scale), mask=here)
         for after in tl.static_range(DIM, PADDED, PADDED // 2):
             tl.store(target + after, zeros, mask=inside & (j < PADDED - after))
     if not AGAIN:
-        tl.atomic_max(amax + part * HEADS + h, tl.max(tl.max(found, 2), 0), mask=h < HEADS)
+        tl.atomic_max(amax + part * HEADS + h, tl.max(tl.max(largest, 2), 0), mask=h < HEADS)
 
 
 def quantize(
@@ -190,12 +219,18 @@ def quantize(
     *,
     final: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`sample_reference` and `quantize_reference` on the GPU: what is quantised (3, T, H, P), the mean of v (H, D).
+    """Run `sample_reference` and `quantize_reference` on the GPU, without waiting for it.
 
-    used_1: int32 rows that count, on the device. call_43H: receives the amax that are expected and those that are
-    found, (3, H) each, the scales that serve, and one over the product of q's and k's. final: what is expected stands
-    there, and what was found before, which stays where it is larger. Else a second launch does the work again where
-    something overflowed.
+    A second launch quantises again if a number overflowed; with `final` there is none.
+
+    Args:
+        used_1: int32 number of rows that count, on the device.
+        call_43H: receives the expected amax, the true amax, the scales, and (its first number) one over q's scale times
+            k's. With `final`, it holds the expected amax, and the largest true amax of all calls.
+        padded: P.
+
+    Returns:
+        q, k and v in e4m3, (3, T, H, P), and the mean that was subtracted from v, (H, D).
     """
     rows, _, heads, dim = qkv_T3HD.shape
     assert qkv_T3HD.stride()[1:] == (heads * dim, dim, 1) and cos_TD.is_contiguous() and sin_TD.is_contiguous()
@@ -240,7 +275,7 @@ def quantize(
 
 
 def dequantize_reference(out_THP: Tensor, scales_H: Tensor, center_HD: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention made of quantised values, (T, H, P), in their own units, with their mean, unpadded: (T, H, D)."""
+    """Undo the scaling, centring and padding of values in the attention's result: (T, H, P) to (T, H, D)."""
     return (out_THP[..., : center_HD.shape[1]].float() / scales_H[:, None] + center_HD).to(dtype)
 
 
@@ -269,10 +304,12 @@ def _dequantize_kernel(
 
 
 def dequantize(out_THP: Tensor, scales_H: Tensor, center_HD: Tensor, dtype: torch.dtype) -> Tensor:
-    """`dequantize_reference` as one kernel."""
-    (rows, heads, padded), dim = out_THP.shape, center_HD.shape[1]
+    """Run `dequantize_reference` as one kernel."""
+    rows, heads, padded = out_THP.shape
+    dim = center_HD.shape[1]
     out_THD = out_THP.new_empty(rows, heads, dim, dtype=dtype)
-    block_t, block_e = 8, 256
+    block_t = 8
+    block_e = 256
     _dequantize_kernel[(-(-rows // block_t), -(-heads * dim // block_e))](
         out_THP,
         scales_H,

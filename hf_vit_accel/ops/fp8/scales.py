@@ -1,4 +1,4 @@
-"""What FP8 attention is told of the sizes of numbers: amax in a file, and what of it lies on the device.
+"""Absolute maxima (amax) for FP8 attention: a file of them, and their tensors on the device.
 
 `L` layers, `H` heads; 3 stands for q, k, v.
 """
@@ -16,14 +16,18 @@ from torch import Tensor
 from hf_vit_accel.layout import settle
 from hf_vit_accel.ops.fp8.e4m3 import LARGEST, fit
 
-_FORMAT, _VERSION = "hf-vit-accel fp8 amax", 1
+_FORMAT = "hf-vit-accel fp8 amax"
+_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Amax:
-    """Absolute amax of q, k (rotated) and v, by layer and head, in the model's own units; fp32, on the host.
+    """Absolute amax of rotated q and k, and of v, by layer and head, in the model's own units.
 
-    margin: what they are multiplied by before scales follow from them. model: the family that they were found with.
+    Attributes:
+        amax_L3H: fp32, on the host.
+        margin: factor of amax before scales follow from it.
+        model: the family of the model that was calibrated.
     """
 
     amax_L3H: Tensor
@@ -31,7 +35,7 @@ class Amax:
     model: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a JSON file of its own format; returns its path."""
+        """Write a JSON file and return its path."""
         layers = [dict(zip("qkv", layer, strict=True)) for layer in self.amax_L3H.tolist()]
         content = {"format": _FORMAT, "version": _VERSION, "model": self.model, "margin": self.margin, "layers": layers}
         path = Path(path)
@@ -40,18 +44,24 @@ class Amax:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Amax:
-        """Read such a file. Raises ValueError for anything else, FileNotFoundError where there is none."""
+        """Read a file of `save`.
+
+        Raises:
+            ValueError: the file has another format.
+            FileNotFoundError: there is no file.
+        """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
                 raise ValueError(f"its format is not {_FORMAT!r}, version {_VERSION}")
-            margin, parts = float(content["margin"]), [[layer[part] for part in "qkv"] for layer in content["layers"]]
-            amax_L3H = torch.tensor(parts, dtype=torch.float32, device="cpu")
+            margin = float(content["margin"])
+            layers = [[layer[part] for part in "qkv"] for layer in content["layers"]]
+            amax_L3H = torch.tensor(layers, dtype=torch.float32, device="cpu")
             if amax_L3H.dim() != 3 or not amax_L3H.numel():
                 raise ValueError("layers, or q, k and v, have different numbers of heads, or none")
-            # What is no number is not at least 0; numbers, or numbers times the margin, may be larger than any model's.
+            # NaN fails `>= 0`. A finite amax may overflow when it is multiplied by the margin.
             if not (margin >= 1 and (amax_L3H >= 0).all() and (amax_L3H * margin).isfinite().all()):
-                raise ValueError("numbers are not finite and at least 0, with a margin of at least 1")
+                raise ValueError("amax values must be finite and non-negative, the margin at least 1")
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"expected FP8 amax in {path}: {type(error).__name__}: {error}; make the file by hf_vit_accel.calibrate"
@@ -63,8 +73,13 @@ class Amax:
 class Scales:
     """The scales of one tower's layers on one device.
 
-    fixed: amax of a file; then calls_L43H holds what `ops.quantize` is to know of each layer, and the largest amax that
-    were found. None: every call finds its own, and keeps nothing, but for `watch`. min_seqlen: see `Fp8Config`.
+    Attributes:
+        device: of the tower.
+        layers: number of layers.
+        heads: number of heads.
+        fixed: amax of a file; None to scale every call by its own amax.
+        min_seqlen: see `Fp8Config`.
+        calls_L43H: by layer, `call_43H` of `quantize`; kept with fixed amax, and while `watch` is on. None otherwise.
     """
 
     device: torch.device
@@ -78,7 +93,7 @@ class Scales:
         if self.fixed is None:
             return
         with torch.inference_mode(False):
-            # A head that was silent while the file was made still gets room.
+            # A head that was silent during the calibration still gets room.
             amax_L3H = self.fixed.amax_L3H * self.fixed.margin
             amax_L3H = amax_L3H.clamp(min=amax_L3H.amax(-1, keepdim=True) / 256)
             self.calls_L43H = torch.zeros(len(amax_L3H), 4, *amax_L3H.shape[1:], device=self.device)
@@ -86,35 +101,35 @@ class Scales:
         settle(self.device)
 
     def why_unfit(self) -> str | None:
-        """Why the file's amax cannot serve the tower, whose layers may have changed; None if they can."""
+        """Report why the file's amax does not fit the tower, whose layers may have changed; None if it does."""
         layers, _, heads = (self.layers, 3, self.heads) if self.fixed is None else self.fixed.amax_L3H.shape
         if (layers, heads) == (self.layers, self.heads):
             return None
         return f"the file holds amax of {layers} layers of {heads} heads, the tower has {self.layers} of {self.heads}"
 
     def watch(self) -> None:
-        """Keep what the last call found, for `seen`; for calls one after the other, on one stream."""
+        """Keep the amax of the last call for `seen`; only for calls one after the other, on one stream."""
         self.calls_L43H = torch.zeros(self.layers, 4, 3, self.heads, device=self.device)
 
     def call(self, layer: int) -> Tensor:
-        """What one call of a layer is quantised by, (4, 3, H); see `ops.quantize.quantize`."""
+        """Return the tensor `call_43H` of `quantize` for one call of a layer."""
         if self.calls_L43H is None:
             return torch.empty(4, 3, self.heads, device=self.device)
         return self.calls_L43H[layer]
 
     def seen(self) -> Tensor:
-        """The amax that were found and kept, (L, 3, H) on the host; waits for the device."""
+        """Return the amax that were kept, (L, 3, H) on the host; waits for the device."""
         assert self.calls_L43H is not None
         return self.calls_L43H[:, 1].to("cpu", copy=True)
 
     def saturated(self) -> list[int]:
-        """Layers in which numbers were above what the scales of the file leave room for, and so were cut off."""
+        """List the layers in which numbers exceeded the scales of the file and were cut off."""
         if self.fixed is None or self.calls_L43H is None:
             return []
         over = self.seen() * fit(self.calls_L43H[:, 0].cpu()) > LARGEST
         return [int(layer) for layer in over.flatten(1).any(1).nonzero()]
 
     def close(self) -> None:
-        """Wait until nothing that was queued writes to the memory that goes with this."""
+        """Wait until no queued work writes to the memory of this object."""
         if self.calls_L43H is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

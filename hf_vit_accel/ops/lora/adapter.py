@@ -21,6 +21,7 @@ from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.lora.inputs import Adapter, JoinedLinears, LoraInputs, rounded_rank, scaled
 from hf_vit_accel.ops.lora.modules import Lora
 from hf_vit_accel.ops.training.column_sum import column_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
 from hf_vit_accel.ops.training.trained import Trained
 
@@ -45,19 +46,19 @@ class AdaptedFunction(torch.autograd.Function):
     """Run `adapted_reference` with one sum of products for all adapters, which is rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, *arguments: Any) -> Tensor:
+    def forward(ctx: FunctionContext, x_TE: Tensor, *arguments: Any) -> Tensor:
         *flat, linears, recipe = arguments
         return adapted_forward(ctx, x_TE, flat, linears, recipe)
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, dy_TF: Tensor) -> Gradients:
         dx_TE, gradients = adapted_backward(ctx, dy_TF)
         return dx_TE, *gradients, None, None
 
 
 def adapted_forward(
-    ctx: Any,
+    ctx: FunctionContext,
     x_TE: Tensor,
     flat: Sequence[Any],
     linears: JoinedLinears,
@@ -99,7 +100,7 @@ def adapted_forward(
 
 
 def adapted_backward(
-    ctx: Any,
+    ctx: FunctionContext,
     dy_TF: Tensor,
     *,
     joined_weight: Tensor | None = None,
@@ -143,7 +144,7 @@ def adapted_backward(
 
 
 def _split_gradients(
-    ctx: Any, dweight_FE: Tensor | None, dbias_F: Tensor | None, da_RE: Tensor | None, db_FR: Tensor | None
+    ctx: FunctionContext, dweight_FE: Tensor | None, dbias_F: Tensor | None, da_RE: Tensor | None, db_FR: Tensor | None
 ) -> list[Tensor | None]:
     """Split the gradients of the joined matrices among Linears and adapters, in the order of `LoraInputs.flat`."""
     linears: JoinedLinears = ctx.linears

@@ -17,9 +17,10 @@ from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.lora.adapter import adapted_backward, adapted_forward, adapted_reference, product
 from hf_vit_accel.ops.lora.inputs import JoinedLinears
 from hf_vit_accel.ops.lora.modules import Lora
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext
 from hf_vit_accel.ops.training.gelu_backward import gelu, gelu_gradient
 from hf_vit_accel.ops.training.swiglu_backward import aligned, swiglu_gradient
-from hf_vit_accel.ops.training.trained import InnerContext, Trained
+from hf_vit_accel.ops.training.trained import Trained
 
 
 def activated_reference(z: Tensor, kind: str, limit: float | None = None) -> Tensor:
@@ -47,7 +48,7 @@ class Activated(torch.autograd.Function):
     """Run `activated_reference` as one kernel in each direction; only its input is saved."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, kind: str, limit: float | None = None) -> Tensor:
+    def forward(ctx: FunctionContext, z: Tensor, kind: str, limit: float | None = None) -> Tensor:
         ctx.save_for_backward(z)
         ctx.kind = kind
         ctx.limit = limit
@@ -55,7 +56,7 @@ class Activated(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dh_TF: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dh_TF: Tensor) -> Gradients:
         (z,) = ctx.saved_tensors
         own_dh_TF = dh_TF.clone(memory_format=torch.contiguous_format)  # the kernel overwrites it
         dz, _ = _activate_backward(z, own_dh_TF, ctx.kind, ctx.limit)
@@ -78,7 +79,7 @@ class AdaptedMlp(torch.autograd.Function):
     """Run `adapted_mlp_reference` as one node of autograd's graph; the activation is computed again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, *arguments: Any) -> Tensor:
+    def forward(ctx: FunctionContext, x_TE: Tensor, *arguments: Any) -> Tensor:
         count, *flat, first, last, kind, limit, recipe = arguments
         needs_x, _, *needs = ctx.needs_input_grad
         ctx.first = InnerContext((needs_x, *needs[:count]))
@@ -100,7 +101,7 @@ class AdaptedMlp(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, dy_TE: Tensor) -> Gradients:
         z, *saved = ctx.saved_tensors
         first: Any = ctx.first
         last: Any = ctx.last

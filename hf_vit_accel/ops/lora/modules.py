@@ -51,8 +51,10 @@ class Lora:
         adapters = []
         for name in owner.active_adapters:
             if name in owner.lora_A:
-                a, b = owner.lora_A[name], owner.lora_B[name]
-                adapters.append(ActiveAdapter(a, b, owner.lora_dropout[name], owner.scaling[name]))
+                adapter = ActiveAdapter(
+                    owner.lora_A[name], owner.lora_B[name], owner.lora_dropout[name], owner.scaling[name]
+                )
+                adapters.append(adapter)
         return adapters
 
 
@@ -65,7 +67,7 @@ def lora_of(module: Any, context: Context) -> Lora | None:
     return Lora(base=module.base_layer, owner=module)
 
 
-def reasons_against(module: Any, context: Context) -> list[str]:
+def reasons_against(module: nn.Module, context: Context) -> list[str]:
     """Report why `lora_of` returns None for a module."""
     replaced = context.reasons_replaced(module, nn.Linear)
     if not replaced or not _is_lora(module):
@@ -74,7 +76,7 @@ def reasons_against(module: Any, context: Context) -> list[str]:
     return [] if reason is None else [f"{replaced[0]}: {reason}"]
 
 
-def _is_lora(module: Any) -> bool:
+def _is_lora(module: nn.Module) -> bool:
     kind = type(module)
     return (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
 
@@ -114,7 +116,7 @@ def _is_unlike_linear(matrix: Any, context: Context) -> bool:
     return bool(context.reasons_replaced(matrix, nn.Linear)) or matrix.bias is not None
 
 
-def _have_other_dtype(matrices: list[Any], context: Context) -> bool:
+def _have_other_dtype(matrices: list[nn.Module], context: Context) -> bool:
     # Outside autocast, PEFT computes adapters of another dtype in that dtype and casts the result.
     dtypes = {matrix.weight.dtype for matrix in matrices if type(matrix) is nn.Linear}
     return context.rows_dtype is None and dtypes != {context.dtype}
@@ -129,14 +131,14 @@ def _trains_scaling(module: Any) -> bool:
 
 
 @machine.probe
-def _is_proven(forward: Any) -> bool:
+def _is_proven(forward: object) -> bool:
     """Whether PEFT's forward computes, in this version, the formula above."""
     with suppress(Exception):  # another version of PEFT may need other arguments
         return machine.run_isolated(_try, forward)
     return False
 
 
-def _try(forward: Any) -> bool:
+def _try(forward: object) -> bool:
     import peft
 
     with torch.device("meta"):  # draws no random numbers

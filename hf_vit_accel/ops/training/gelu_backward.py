@@ -7,8 +7,6 @@ sums.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +15,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import ACTIVATIONS, quick_gelu_to
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.training.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
 
 PROGRAMS_PER_SM = 16
@@ -150,7 +149,7 @@ class GeluMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         x_TE: Tensor,
         weight1_FE: Tensor,
         bias1_F: Tensor | None,
@@ -175,7 +174,7 @@ class GeluMlp(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dy_TE: Tensor) -> Gradients:
         needs_x, needs_weight1, needs_bias1, needs_weight2, needs_bias2 = ctx.needs_input_grad[:5]
         z_TF, weight1_FE, weight2_EF, *input_tensors = ctx.saved_tensors
         dy_TE = dy_TE.contiguous()

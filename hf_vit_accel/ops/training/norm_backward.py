@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from hf_vit_accel.ops.add_norm import add_norm_reference as add_norm_reference
 from hf_vit_accel.ops.add_norm import add_norm_rows, pieces
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.training.column_sum import add_up, attach_sum, runs
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 _PROGRAMS_PER_SM = 4  # each has one warp, which needs no barriers, and prefetches its next rows
 
@@ -50,12 +49,9 @@ def _add_norm_backward_kernel(
     e2 = (MAIN + tl.arange(0, TAIL))[None, :]
     w1 = tl.load(weight + e1).to(tl.float32)
     w2 = tl.load(weight + e2, mask=e2 < WIDTH, other=0.0).to(tl.float32)
-    dw1 = tl.zeros((1, MAIN), tl.float32)
-    dw2 = tl.zeros((1, TAIL), tl.float32)
-    db1 = tl.zeros((1, MAIN), tl.float32)
-    db2 = tl.zeros((1, TAIL), tl.float32)
-    dx1 = tl.zeros((1, MAIN), tl.float32)
-    dx2 = tl.zeros((1, TAIL), tl.float32)
+    dw1, dw2 = _zeros(MAIN, TAIL)
+    db1, db2 = _zeros(MAIN, TAIL)
+    dx1, dx2 = _zeros(MAIN, TAIL)
     for start in tl.range(0, length, BLOCK_T, num_stages=STAGES):
         t = tl.program_id(0) * length + start + tl.arange(0, BLOCK_T)
         scale = tl.load(statistics + t, mask=t < rows, other=0.0)[:, None]
@@ -82,18 +78,7 @@ def _add_norm_backward_kernel(
             db1 += tl.sum(y1, 0)[None, :]
             db2 += tl.sum(y2, 0)[None, :]
         if NEED_X:
-            y1 = y1 * w1
-            y2 = y2 * w2
-            along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / WIDTH)[:, None]
-            y1 = y1 - x1 * along
-            y2 = y2 - x2 * along
-            if not RMS:
-                # The mean of y - x * along is that of y, since the mean of x is zero.
-                level = ((tl.sum(y1, 1) + tl.sum(y2, 1)) / WIDTH)[:, None]
-                y1 = y1 - level
-                y2 = y2 - level
-            y1 = y1 * scale
-            y2 = y2 * scale
+            y1, y2 = _input_gradient(x1, x2, y1 * w1, y2 * w2, scale, WIDTH, RMS)
             if HAS_DSUM:
                 y1 = y1 + z1.to(tl.float32)
                 y2 = y2 + z2.to(tl.float32)
@@ -107,16 +92,40 @@ def _add_norm_backward_kernel(
                 dx2 += tl.sum(y2, 0)[None, :]
     run = tl.program_id(0) * WIDTH
     if NEED_WEIGHT:
-        tl.store(partial + run + e1, dw1)
-        tl.store(partial + run + e2, dw2, mask=e2 < WIDTH)
+        _store_row(partial + run, dw1, dw2, e1, e2, WIDTH)
         run += tl.num_programs(0) * WIDTH
     if NEED_BIAS:
-        tl.store(partial + run + e1, db1)
-        tl.store(partial + run + e2, db2, mask=e2 < WIDTH)
+        _store_row(partial + run, db1, db2, e1, e2, WIDTH)
         run += tl.num_programs(0) * WIDTH
     if NEED_SUM:
-        tl.store(partial + run + e1, dx1)
-        tl.store(partial + run + e2, dx2, mask=e2 < WIDTH)
+        _store_row(partial + run, dx1, dx2, e1, e2, WIDTH)
+
+
+@jit
+def _zeros(MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """Return the two pieces of a row of zeros."""
+    return tl.zeros((1, MAIN), tl.float32), tl.zeros((1, TAIL), tl.float32)
+
+
+@jit
+def _input_gradient(x1, x2, y1, y2, scale, WIDTH: tl.constexpr, RMS: tl.constexpr):
+    """Return the gradient of the norm's input: from normalised rows x and gradients y of the weighted ones."""
+    along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / WIDTH)[:, None]
+    y1 = y1 - x1 * along
+    y2 = y2 - x2 * along
+    if not RMS:
+        # The mean of y - x * along is that of y, since the mean of x is zero.
+        level = ((tl.sum(y1, 1) + tl.sum(y2, 1)) / WIDTH)[:, None]
+        y1 = y1 - level
+        y2 = y2 - level
+    return y1 * scale, y2 * scale
+
+
+@jit
+def _store_row(row, first, second, e1, e2, WIDTH: tl.constexpr):
+    """Store the two pieces of a row."""
+    tl.store(row + e1, first)
+    tl.store(row + e2, second, mask=e2 < WIDTH)
 
 
 class AddNormFunction(torch.autograd.Function):
@@ -128,7 +137,7 @@ class AddNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         x_TE: Tensor,
         delta_TE: Tensor | None,
         weight_E: Tensor,
@@ -150,7 +159,7 @@ class AddNormFunction(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dsum_TE: Tensor | None, dout_TE: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, dsum_TE: Tensor | None, dout_TE: Tensor | None) -> Gradients:
         needs_x, needs_delta, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         if dout_TE is None:
             ddelta_TE = dsum_TE.to(ctx.delta_dtype) if needs_delta and dsum_TE is not None else None

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +13,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.ops.activation import cut_off, pad_swiglu, swiglu, swiglu_reference
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.training.column_sum import BLOCK_F, BLOCK_T, add_up, column_sum, runs, store_sum
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.gelu_backward import PROGRAMS_PER_SM, STAGES
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, load_input, save_input
 
@@ -160,7 +159,7 @@ class SwigluMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         x_TE: Tensor,
         gate_FE: Tensor,
         up_FE: Tensor,
@@ -185,7 +184,7 @@ class SwigluMlp(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, dy_TE: Tensor) -> Gradients:
         needs_x, needs_gate, needs_up, needs_gate_bias, needs_up_bias, needs_down, needs_down_bias, *_ = (
             ctx.needs_input_grad
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.training.column_sum import flattened
+from hf_vit_accel.ops.training.context import FunctionContext, Gradients, InnerContext, Saved
 from hf_vit_accel.ops.training.norm_recipe import NormRecipe, attach_recipe, attached_recipe
 
 Rows = Tensor
@@ -36,7 +37,7 @@ class Trained:
 
     function: Any
     weights: Callable[[], Sequence[Any]] = tuple
-    settings: tuple[Any, ...] = ()
+    settings: tuple[object, ...] = ()
     takes_norm: bool = False
     fault: str = machine.KERNELS
 
@@ -119,36 +120,6 @@ def layer_of(operations: Any, attend: Any) -> TrainedLayer | None:
     return TrainedLayer(parts=LayerParts(*parts)) if all(isinstance(part, Trained) for part in parts) else None
 
 
-class InnerContext:
-    """The context of an autograd function that runs inside another one.
-
-    Attributes:
-        needs_input_grad: whether each argument of the forward needs a gradient.
-        saved_tensors: what the forward saved. Between forward and backward the outer function saves it, so that
-            autograd's hooks and version checks see it.
-    """
-
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[Any, ...] = ()
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        """Store tensors until `release`."""
-        self.saved_tensors = tensors
-
-    def release(self) -> tuple[Any, ...]:
-        """Return the saved tensors and drop the references to them."""
-        tensors = self.saved_tensors
-        self.saved_tensors = ()
-        return tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Do nothing: undefined gradients already arrive as None."""
-
-    def mark_non_differentiable(self, *tensors: Any) -> None:
-        """Do nothing: the outer function knows beforehand which arguments need gradients."""
-
-
 class _PartContext(InnerContext):
     """The context of one part of a layer, and how to run its backward.
 
@@ -162,7 +133,7 @@ class _PartContext(InnerContext):
         self.saved_tensors = ()
         self.weights = weights
 
-    def backward(self, saved: tuple[Any, ...], *gradients: Rows | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def backward(self, saved: Saved, *gradients: Rows | None) -> tuple[Gradients, Gradients]:
         """Run the part's backward, if a gradient arrives and one is needed.
 
         Args:
@@ -220,7 +191,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext,
         layer: TrainedLayer,
         heads: tuple[int, ...],
         counts: tuple[int, ...],
@@ -265,7 +236,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, dsum_TE: Rows | None, dout_TE: Rows | None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, dsum_TE: Rows | None, dout_TE: Rows | None) -> Gradients:
         norm1, qkv, attend, proj, norm2, mlp = ctx.contexts
         saved = _split(ctx.saved_tensors, ctx.saved_counts)  # popped from the end: freed part by part
         (dnormed_TE,), dmlp = mlp.backward(saved.pop(), dout_TE)
