@@ -13,10 +13,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,7 +32,7 @@ from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError
 from hf_vit_accel.tower.checks import reasons_untraceable
 from hf_vit_accel.tower.install import install, uninstall
-from hf_vit_accel.tower.proof import NAMES, wrap
+from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.state import TowerState, state_of
 
 
@@ -57,6 +59,20 @@ def register() -> None:
     if MISSING:
         wrap(modeling_utils.PreTrainedModel, "__init__", _refused)
 
+
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
+    """Put a wrapper around a function of transformers, once however often; or return what is missing."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return f"transformers {transformers.__version__} has no {getattr(owner, '__name__', owner)}.{name}"
+    original = getattr(original, _ORIGINAL, original)
+    wrapper = wraps(original)(make(original))
+    setattr(wrapper, _ORIGINAL, original)
+    setattr(owner, name, wrapper)
+    return None
+
+
+_ORIGINAL = "_hf_vit_accel_original"
 
 MISSING: list[str] = []
 """What loading by name needs of transformers and does not find; `patch` needs none of it."""

@@ -157,6 +157,8 @@ class Snapshot:
 
     def current(self) -> bool:
         """Whether the tower still holds the very modules, forwards and attributes that were read."""
+        if self.proof.backoff is not None and upstream.is_outdated(self.proof):
+            return False
         try:
             return self._now() == self._read and self.reads.unchanged()
         except RuntimeError:  # of tensors that are compared
@@ -186,7 +188,7 @@ class Snapshot:
         self.heads, self.head_dim, self.scale = of_all
         dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
         packed = not isinstance(width, Tensor) or width.dim() < dims or not width.is_floating_point()
-        self.width = None if packed else width[0].numel()
+        self.width = None if packed else width.shape[1:].numel()
         if not found:
             yield "the tower has no blocks"
 

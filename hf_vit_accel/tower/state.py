@@ -75,7 +75,7 @@ class TowerState:
         self.close()
         self.last_snapshot = snapshot = Snapshot(tower, self.family)
         self.attributes = attributes_of(tower)
-        upstream.warn_of(tower, snapshot.proof)
+        upstream.warn_stock(tower, snapshot.proof, snapshot.stock)
         return snapshot
 
     def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
