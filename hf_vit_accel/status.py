@@ -42,6 +42,8 @@ class TowerStatus:
         fallbacks: The calls that did not get a requested option, counted by reason. A call may have several reasons.
         against_fast: The reasons that currently keep every call off the fast path.
         layouts: (cached, hits, misses) of the cache of layouts.
+        rebuilds: How often all caches were dropped because the tower changed.
+        rebuild_reason: What changed last; None without rebuilds.
         attention_only: Whether only attention is ours, and the tower's own forward runs.
         graphs: The CUDA graphs for inference; None unless requested.
         training: The CUDA graphs for training; None before the first step with gradients.
@@ -64,6 +66,8 @@ class TowerStatus:
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     against_fast: tuple[str, ...] = ()
     layouts: tuple[int, int, int] = (0, 0, 0)
+    rebuilds: int = 0
+    rebuild_reason: str | None = None
     attention_only: bool = False
     graphs: GraphStatus | None = None
     training: GraphStatus | None = None
@@ -85,6 +89,8 @@ class TowerStatus:
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
+        if self.rebuilds:
+            lines.append(f"  rebuilt    {self.rebuilds} x, last because {self.rebuild_reason}")
         if self.passes is not None:
             lines.append(f"  passes     {self.passes}")
         if self.ranks is not None:
@@ -157,6 +163,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         return TowerStatus(**fields, backends=dict(state.served), unfused=beyond_attention(state.settings))
     snapshot = state.snapshot(tower)
     name = tower.config._attn_implementation
+    fields |= dict(rebuilds=state.rebuilds, rebuild_reason=state.rebuild_reason)
     against, spec = reasons_now(tower, state, snapshot, name, state.former_forward)
     last = _last_route(state, snapshot, spec)
     choices = {} if last is None else last.choices

@@ -6,7 +6,8 @@ through a `Context`, which remembers it: when one of those attributes changes, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -97,11 +98,17 @@ class Reads:
             return False
 
 
-def copied(values: Any) -> Any:
-    """Values, and each of those inside: lists may change in place."""
-    if isinstance(values, tuple | list):
-        return type(values)(map(copied, values))
-    return values
+def copied(value: Any) -> Any:
+    """Copy nested containers, since callers may change them in place; other values stay as they are."""
+    if isinstance(value, tuple):
+        return tuple(copied(item) for item in value)
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, MutableSet | MutableSequence | MutableMapping):
+        return copy.copy(value)
+    return value
 
 
 def filled(weights: Sequence[Any], biases: Sequence[Any]) -> list[Any] | None:

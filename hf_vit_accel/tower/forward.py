@@ -134,7 +134,7 @@ def redirect_copies(
     state = state_of(module)
     if slot is None or state is None or vars(module)[slot].__self__ is module:
         return None
-    state = TowerState(state.family, state.settings, former_name=state.former_name)
+    state = state.copy()
     vars(module)[STATE] = state
     vars(module)[slot] = AcceleratedForward(module, state)
     return args, {**kwargs, CALLED_ON: module}

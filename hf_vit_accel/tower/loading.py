@@ -41,11 +41,6 @@ def is_ours(name: object) -> bool:
     return isinstance(name, str) and name in NAMES
 
 
-def name_for(attention: str) -> str:
-    """The registered name under which a tower with this `attention` runs: both reach the same function."""
-    return attention if attention in NAMES else "flash_vit_auto"
-
-
 def register() -> None:
     """Register the names and wrap the two routing functions; once, however often it is called."""
     for name in NAMES:

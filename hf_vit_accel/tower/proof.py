@@ -40,6 +40,12 @@ from hf_vit_accel.tower.code import Code
 NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
 """Name that is registered with transformers -> the `attention` of `patch` that it stands for."""
 
+
+def name_for(attention: str) -> str:
+    """Return the registered name under which a tower with this `attention` runs: both reach the same function."""
+    return attention if attention in NAMES else "flash_vit_auto"
+
+
 GRIDS = ((1, 6, 10), (3, 4, 8), (1, 2, 18)), ((1, 8, 8),)
 """Images of several sizes and a clip, which share no layout and fill some windows only; and one image."""
 
@@ -112,16 +118,16 @@ def is_outdated(proof: Proof) -> bool:
     return proof.backoff is not None and (_PROOFS.get(proof.key) is not proof or proof.backoff.is_due())
 
 
-def warn_stock(tower: nn.Module, proof: Proof, reasons: list[str]) -> None:
+def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
     """Warn once per class and reason that towers of a class stay stock; `status` gives the same reason.
 
     Args:
-        tower: A tower of that class.
+        kind: The tower's class: transformers' own, or a subclass of it.
         proof: What was proven of the class in transformers.
-        reasons: Why towers of this very class run their own forward.
+        reasons: Why this tower runs its own forward.
     """
-    name, why = type(tower).__name__, proof.injected or proof.fast
-    if why is None and reasons and type(tower) is not proof.code.kind:
+    name, why = kind.__name__, proof.injected or proof.fast
+    if why is None and reasons and kind is not proof.code.kind:
         text = f"{name} stays stock: {reasons[0]}. Only towers of transformers' own classes are accelerated."
     elif why is None:
         return
@@ -129,9 +135,14 @@ def warn_stock(tower: nn.Module, proof: Proof, reasons: list[str]) -> None:
         text = f"{why}. {name} stays stock for now; later calls try again."
     else:
         text = f"transformers {transformers.__version__}: {why}. {name} stays stock; look for a newer hf_vit_accel."
+    warn_once(text)
+
+
+def warn_once(text: str) -> None:
+    """Warn, unless the same was said before in this process."""
     if text not in _WARNED:
         _WARNED.add(text)
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)
 
 
 def _fields(config: Any, family: Family) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
@@ -21,7 +22,8 @@ from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.reuse import Reuse
-from hf_vit_accel.tower import checks as guard
+from hf_vit_accel.tower import checks
+from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.snapshot import Snapshot, Weights
 
@@ -34,7 +36,9 @@ class TowerState:
     former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: of the
     instance, if any. faults: what failed, and is unused until it is patched anew. last: the route of the last call.
     warming: the thread that gets ready for later calls. attributes: of the tower when it was last read. served:
-    backends where attention alone is ours.
+    backends where attention alone is ours. rebuilds, rebuild_reason: how often everything was built anew because the
+    tower changed, and why it was last. keeps_attention: whether `patch` chose the attention by the "auto" rule, so that
+    a function of the user's is kept whenever it is registered.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
@@ -53,17 +57,29 @@ class TowerState:
         self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
         self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings.reuse)
         self.attributes: dict[str, Any] = {}
+        self.rebuilds = 0
+        self.rebuild_reason: str | None = None
+        self.keeps_attention = False
+        self._attention_function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(former_name)
         self.last_snapshot: Snapshot | None = None
         self._scales: Scales | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("family", "settings", "former_name", "former_forward")
+        names = ("family", "settings", "former_name", "former_forward", "keeps_attention")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        former_forward = state.pop("former_forward")
-        self.__init__(state.pop("family"), state.pop("settings"), **state)  # type: ignore[misc]
-        self.former_forward = former_forward
+        self.__init__(state["family"], state["settings"], former_name=state["former_name"])  # type: ignore[misc]
+        self.former_forward = state["former_forward"]
+        self.keeps_attention = state["keeps_attention"]
+        self._attention_function = None  # another process may have registered another
+
+    def copy(self) -> TowerState:
+        """Return a state with the same configuration, for another tower."""
+        state = TowerState(self.family, self.settings, former_name=self.former_name)
+        state.keeps_attention = self.keeps_attention
+        state._attention_function = self._attention_function
+        return state
 
     def snapshot(self, tower: nn.Module) -> Snapshot:
         """Return the tower as it is now."""
@@ -71,12 +87,29 @@ class TowerState:
         return snapshot if snapshot is not None and snapshot.current() else self.read_tower(tower)
 
     def read_tower(self, tower: nn.Module) -> Snapshot:
-        """Read a tower that changed. Everything that was made of its former modules goes."""
+        """Read a tower that changed, and drop everything that was made of its former modules."""
+        former = self.last_snapshot
+        if former is not None and (reason := former.reason_changed()):
+            self.rebuilds += 1
+            self.rebuild_reason = reason
         self.close()
-        self.last_snapshot = snapshot = Snapshot(tower, self.family)
+        self.follow_attention(tower)
+        self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
         self.attributes = attributes_of(tower)
-        upstream.warn_stock(tower, snapshot.proof, snapshot.stock)
+        upstream.warn_stock(sharding.class_of(tower), snapshot.proof, snapshot.stock)
         return snapshot
+
+    def follow_attention(self, tower: Any) -> None:
+        """Give a tower the attention name that `patch` would give it now.
+
+        Its former name may stand for a function of the user's that was registered, or replaced, after `patch`.
+        """
+        function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self.former_name)
+        if function is self._attention_function:
+            return
+        self._attention_function = function
+        if self.keeps_attention and tower.config._attn_implementation in (*upstream.NAMES, self.former_name):
+            tower.config._attn_implementation_internal = checks.attention_name(tower, self.settings, self.former_name)
 
     def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
         """The operations for weights and rows of these dtypes on this device."""
@@ -115,7 +148,7 @@ class TowerState:
 
     def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
         """What decides the routes of calls like this one; the same object while nothing of it changes."""
-        settings, autocast = self.settings, guard.autocast_dtype(device, weights.dtype)
+        settings, autocast = self.settings, checks.autocast_dtype(device, weights.dtype)
         scales = self.scales(snapshot, device) if settings.fp8 is not None else None
         key = device, autocast, fast, grad, weights.dtype, *weights.kinds, scales, len(self.passes.fewer)
         spec = snapshot.specs.get(key)

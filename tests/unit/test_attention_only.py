@@ -14,6 +14,8 @@ import pytest
 import torch
 from tiny import assert_close, randomise, relative_error
 from torch import nn
+from transformers import modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig
@@ -275,3 +277,20 @@ def test_another_geometry_gets_other_offsets() -> None:
     offsets = [offsets_of(geometry) for geometry in (frames, clips, frames)]
     assert [tensors["cu_seqlens"].tolist() for tensors in offsets] == [[0, 24, 48], [0, 48], [0, 24, 48]]
     assert offsets[0] is offsets[2]
+
+
+def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was registered before."""
+    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
+
+    def half(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
+
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower)
+    before = run(tower)
+    monkeypatch.setitem(functions, "sdpa", half)
+    expected = run(stock)
+    assert largest_error(expected, before) > 1e-3, "the change matters"
+    assert largest_error(run(tower), expected) == 0.0
+    assert hf_vit_accel.status(tower).towers[0].stock_calls == 1
