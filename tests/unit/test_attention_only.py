@@ -24,7 +24,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import Routes
 from hf_vit_accel.families import FAMILIES, Family
 from hf_vit_accel.layout import Geometry
-from hf_vit_accel.tower import loading as registration
+from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower.state import state_of
 
 GRID = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (2, 8, 8)]
@@ -128,13 +128,13 @@ def test_it_equals_stock_with_one_plan_per_kind_of_layer(
 ) -> None:
     expected = run(tower, trained=trained)
     plans = []
-    original = registration.plan_alone
+    original = tower_attention.plan_alone
 
     def counted(*args: Any) -> Plan:
         plans.append(args)
         return original(*args)
 
-    monkeypatch.setattr(registration, "plan_alone", counted)
+    monkeypatch.setattr(tower_attention, "plan_alone", counted)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_vit_accel.patch(tower, strict=True)
@@ -163,7 +163,7 @@ def test_a_family_with_wrong_segments_differs_from_stock(tower: nn.Module) -> No
 
 def test_offsets_are_not_read_from_the_device(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_vit_accel.patch(tower)
-    monkeypatch.setattr(registration, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
+    monkeypatch.setattr(tower_attention, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
     run(tower)
 
 
