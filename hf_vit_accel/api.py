@@ -21,9 +21,9 @@ from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of
 from hf_vit_accel.status import Status, beyond_attention, reasons_now, status, towers_of
-from hf_vit_accel.tower import checks as guard
+from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.install import former_of, install, uninstall
-from hf_vit_accel.tower.loading import name_for, restore_name
+from hf_vit_accel.tower.loading import restore_name
 from hf_vit_accel.tower.state import TowerState, state_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,6 +76,7 @@ def patch(
     prepared = [_prepare(path, tower, family, settings) for path, tower, family in towers]
     for tower, state, name in prepared:
         install(tower, state)
+        state.keeps_attention = True
         tower.config._attn_implementation_internal = name
     return model
 
@@ -89,10 +90,7 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
     _check_amax(path, tower, family, settings)
     former_name, former_forward = former_of(tower)
     state = TowerState(family, settings, former_name=former_name)
-    # A user who loads with "eager" may ask for attention weights, which no other attention returns.
-    has_own_attention = former_name == "eager" or bool(guard.reasons_own_attention(tower, former_name))
-    keeps_attention = settings.attention == "auto" and has_own_attention
-    name = former_name if keeps_attention else name_for(settings.attention)
+    name = checks.attention_name(tower, settings, former_name)
     label = f"the tower {path or '(the model itself)'}"
     if family.attention_only:
         if settings.strict:

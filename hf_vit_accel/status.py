@@ -20,7 +20,8 @@ from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower.decide import spec_of
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
 
 
@@ -43,6 +44,8 @@ class TowerStatus:
         fallbacks: The calls that did not get a requested option, counted by reason. A call may have several reasons.
         against_fast: The reasons that currently keep every call off the fast path.
         layouts: (cached, hits, misses) of the cache of layouts.
+        rebuilds: How often all caches were dropped because the tower changed.
+        rebuild_reason: What changed last; None without rebuilds.
         attention_only: Whether only attention is ours, and the tower's own forward runs.
         graphs: The CUDA graphs for inference; None unless requested.
         training: The CUDA graphs for training; None before the first step with gradients.
@@ -65,6 +68,8 @@ class TowerStatus:
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     against_fast: tuple[str, ...] = ()
     layouts: tuple[int, int, int] = (0, 0, 0)
+    rebuilds: int = 0
+    rebuild_reason: str | None = None
     attention_only: bool = False
     graphs: GraphStatus | None = None
     training: GraphStatus | None = None
@@ -86,6 +91,8 @@ class TowerStatus:
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
+        if self.rebuilds:
+            lines.append(f"  rebuilt    {self.rebuilds} x, last because {self.rebuild_reason}")
         if self.passes is not None:
             lines.append(f"  passes     {self.passes}")
         if self.ranks is not None:
@@ -155,9 +162,10 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
     )
     if family.attention_only:
-        return TowerStatus(**fields, backends=dict(state.served), unfused=beyond_attention(state.settings))
+        return TowerStatus(**fields, backends=dict(state.attention_backends), unfused=beyond_attention(state.settings))
     snapshot = state.snapshot(tower)
     name = tower.config._attn_implementation
+    fields |= dict(rebuilds=state.rebuilds, rebuild_reason=state.rebuild_reason)
     against, spec = reasons_now(tower, state, snapshot, name, state.former_forward)
     last = _last_route(state, snapshot, spec)
     choices = {} if last is None else last.choices

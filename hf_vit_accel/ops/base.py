@@ -6,7 +6,8 @@ through a `Context` that records them: when one of them changes, the operations 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -108,11 +109,17 @@ class Reads:
             return False
 
 
-def copied(values: Any) -> Any:
-    """Copy nested lists and tuples, since callers may change lists in place."""
-    if isinstance(values, tuple | list):
-        return type(values)([copied(value) for value in values])
-    return values
+def copied(value: Any) -> Any:
+    """Copy nested containers, since callers may change them in place; other values stay as they are."""
+    if isinstance(value, tuple):
+        return tuple(copied(item) for item in value)
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, MutableSet | MutableSequence | MutableMapping):
+        return copy.copy(value)
+    return value
 
 
 def filled(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:

@@ -176,7 +176,8 @@ class _Share(torch.autograd.Function):
     @staticmethod
     @machine.once_differentiable
     def backward(ctx: Any, _: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        ranks, places = ctx.ranks, ctx.places
+        ranks = ctx.ranks
+        places = ctx.places
         needs_pixels, *needs_weights = ctx.needs_input_grad[2:]
         filled = []
         for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True):

@@ -14,6 +14,7 @@ from hf_vit_accel.tower.state import TowerState
 
 def read(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return a call, with its grid on the host unless the stock forward must run as it is."""
+    state.follow_attention(tower)
     names = state.family.arguments
     arguments = dict(zip(names, args)) | kwargs  # noqa: B905
     if reasons := checks.reasons_own_segments(tower, arguments, names[0]):
@@ -30,7 +31,7 @@ def reasons_unserved(state: TowerState) -> tuple[str, ...]:
     Raises:
         FallbackError: None did, under `strict` or beside a score_mod.
     """
-    if state.served:
+    if state.attention_backends:
         return ()
     # MiniMax-M3 before transformers 5.23: its layers know no segments.
     reason = f"no layer attended by segments, through a backend (transformers {transformers.__version__})"

@@ -22,7 +22,8 @@ from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import Facts
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 
 
 def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | None:
@@ -95,6 +96,22 @@ def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
     if is_upstream(function):
         return []
     return [f"the attention {name!r} is a function of your own; patch(attention=...) with a backend's name replaces it"]
+
+
+def attention_name(tower: Any, settings: Settings, former_name: str | None) -> str | None:
+    """Return the attention name for the config of a patched tower.
+
+    Under "auto", a function of the user's stays. So does "eager": a user who loads with it may ask for attention
+    weights, which no other attention returns.
+
+    Args:
+        tower: The tower.
+        settings: What `patch` was given.
+        former_name: The attention name that the config had before.
+    """
+    if settings.attention == "auto" and (former_name == "eager" or reasons_own_attention(tower, former_name)):
+        return former_name
+    return upstream.name_for(settings.attention)
 
 
 def reasons_slow(

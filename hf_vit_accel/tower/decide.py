@@ -27,8 +27,9 @@ from hf_vit_accel.machine import refuse
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.split import Places
 from hf_vit_accel.tower import checks
+from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.proof import NAMES
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import SpecKey, TowerState
 
 
@@ -186,7 +187,9 @@ def decide(tower: Any, state: TowerState, call: Call, not_shared: str | None = N
         return StockPlan(way=Way.STOCK, reasons=tuple(call.reasons_stock))
     if state.family.attention_only:
         return _decide_attention(tower, state, call)
-    snapshot, weights, inputs = call.snapshot, call.weights, call.inputs
+    inputs = call.inputs
+    snapshot = call.snapshot
+    weights = call.weights
     assert snapshot is not None and weights is not None
     device = inputs.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -269,7 +272,8 @@ def _decide_sharing(
     """
     if not_shared is not None:
         return SharedCall(result="encoded by each rank alone", reasons=(not_shared,))
-    inputs, snapshot = call.inputs, call.snapshot
+    inputs = call.inputs
+    snapshot = call.snapshot
     assert inputs is not None and snapshot is not None
     distinct = inputs.grid if inputs.looked is None else inputs.looked.distinct(inputs.grid)
     places = sharing.split(inputs.grid, distinct, snapshot.facts)
@@ -287,7 +291,7 @@ def _decide_attention(tower: Any, state: TowerState, call: Call) -> StockPlan:
     """Return the plan of a call with our attention alone: offsets carry the lengths of its segments."""
     assert call.inputs is not None
     device = call.inputs.pixels.device
-    of_tower = state.settings, state.faults, state.served
+    of_tower = state.settings, state.faults, state.attention_backends
     offsets = state.routes.offsets(call.inputs.grid, device, state.family.geometry(tower), *of_tower)
     return StockPlan(way=Way.ATTENTION, reasons=(), injected=offsets)
 

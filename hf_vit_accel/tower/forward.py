@@ -1,7 +1,7 @@
 """Replacement for the forward of a tower: read the call, decide everything, run.
 
-Only the `forward` of a tower instance is replaced. `decide` names the three ways of a call. Whatever cannot be served
-fast runs the original forward, on our metadata and attention if it can.
+Only the `forward` of a tower instance is replaced. `decide` names the ways of a call. A call that cannot be fast
+runs the original forward, on our metadata and attention if it can.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -35,7 +35,8 @@ from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.sharing.reuse import Looked
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import Call, CallPlan, FastPlan, Outcome, Part, StockPlan, Way, decide
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
 Original = Callable[..., Any]
@@ -107,7 +108,8 @@ class AcceleratedForward:
             tower = kwargs.pop(CALLED_ON)
             state = state_of(tower)
         elif args and isinstance(args[0], nn.Module):
-            tower, args = args[0], args[1:]
+            tower = args[0]
+            args = args[1:]
             state = state_of(tower)
         else:
             tower = self._tower() or self.__self__
@@ -134,7 +136,7 @@ def redirect_copies(
     state = state_of(module)
     if slot is None or state is None or vars(module)[slot].__self__ is module:
         return None
-    state = TowerState(state.family, state.settings, former_name=state.former_name)
+    state = state.copy()
     vars(module)[STATE] = state
     vars(module)[slot] = AcceleratedForward(module, state)
     return args, {**kwargs, CALLED_ON: module}
@@ -198,12 +200,13 @@ def _disable(state: TowerState, faults_before: Mapping[str, str], faults: Mappin
     needs_backend = state.settings.score_mod is not None and fault.name != KERNELS  # only its backend applies it
     if needs_backend or fault.name in faults or fault.name == BACKENDS[-1].name:
         if state.faults is not faults_before:
-            error.add_note(f"This call was run again, as before {'; '.join(map(' '.join, state.faults.items()))}.")
-            state.go_without(dict(faults_before))
+            failures = "; ".join(f"{name} {why}" for name, why in state.faults.items())
+            error.add_note(f"This call was run again, as before {failures}.")
+            state.set_faults(dict(faults_before))
         raise error
     if state.settings.strict:
         refuse([f"{fault.name} {fault.why}"])
-    state.go_without({**state.faults, fault.name: fault.why})
+    state.set_faults({**state.faults, fault.name: fault.why})
 
 
 def read(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -285,7 +288,9 @@ def run(tower: Any, state: TowerState, plan: CallPlan, original: Original) -> Ou
 
 def _encode_call(tower: Any, state: TowerState, plan: FastPlan) -> list[Tensor]:
     """Return the outputs of all images of a call: encoded here or by other ranks, or reused."""
-    inputs, places, reuse = plan.inputs, plan.shared.places, state.reuse
+    inputs = plan.inputs
+    places = plan.shared.places
+    reuse = state.reuse
     pixels_TP = inputs.pixels
     if reuse is not None and inputs.looked is not None:
         _, pixels_TP = reuse.select(inputs.looked, inputs.grid, pixels_TP)

@@ -8,40 +8,29 @@ each model of a composite learns its attention: a known tower is patched, a text
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial, wraps
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+import transformers
+from torch import nn
 from transformers import modeling_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_vit_accel.backends import BACKENDS, Plan, Request, ScoreMod, plan_alone, require, resolve
+from hf_vit_accel.backends import BACKENDS, require
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import OFFSETS, PLANS, Offsets
-from hf_vit_accel.families import FAMILIES, family_of, find_towers
-from hf_vit_accel.layout import Segments
-from hf_vit_accel.machine import FallbackError
-from hf_vit_accel.tower.checks import reasons_untraceable
+from hf_vit_accel.families import FAMILIES, Family, family_of, find_towers
+from hf_vit_accel.tower import unknown
+from hf_vit_accel.tower.attention import vision_attention
 from hf_vit_accel.tower.install import install, uninstall
-from hf_vit_accel.tower.proof import NAMES, wrap
+from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.state import TowerState, state_of
 
 
 def is_ours(name: object) -> bool:
-    """Whether an attention implementation is one of the registered names (a dict or None is not)."""
+    """Return whether an attention implementation is one of the registered names; a dict or None is not."""
     return isinstance(name, str) and name in NAMES
-
-
-def name_for(attention: str) -> str:
-    """The registered name under which a tower with this `attention` runs: both reach the same function."""
-    return attention if attention in NAMES else "flash_vit_auto"
 
 
 def register() -> None:
@@ -58,15 +47,31 @@ def register() -> None:
         wrap(modeling_utils.PreTrainedModel, "__init__", _refused)
 
 
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
+    """Put a wrapper around a function of transformers, once however often; or return what is missing."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return f"transformers {transformers.__version__} has no {getattr(owner, '__name__', owner)}.{name}"
+    original = getattr(original, _ORIGINAL, original)
+    wrapper = wraps(original)(make(original))
+    setattr(wrapper, _ORIGINAL, original)
+    setattr(owner, name, wrapper)
+    return None
+
+
+_ORIGINAL = "_hf_vit_accel_original"
+
 MISSING: list[str] = []
 """What loading by name needs of transformers and does not find; `patch` needs none of it."""
 
 
 def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `PreTrainedModel.__init__`: raise for one of our names, where it cannot be routed."""
+
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        for each in (config, *_sub_configs(config)):
-            if is_ours(each._attn_implementation):
-                _check_missing(each._attn_implementation)
+        for part in (config, *_sub_configs(config)):
+            if is_ours(part._attn_implementation):
+                _check_missing(part._attn_implementation)
         original(self, config, *args, **kwargs)
 
     return init
@@ -80,6 +85,8 @@ def _check_missing(name: str) -> None:
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `lazy_import_flash_attention`: look for no Hub kernel of one of our names."""
+
     def lazy_import_flash_attention(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         return None if is_ours(implementation) else original(implementation, *args, **kwargs)
 
@@ -87,210 +94,138 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `get_correct_attn_implementation`: every model of a composite learns its attention there."""
+
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+        unknown.warn(beside=self.config)
         if not is_ours(requested_attention):
-            same = requested_attention == self.config._attn_implementation  # as it is where a model's text gets another
-            applicable = original(self, requested_attention, *args, **kwargs)
-            for tower in () if same else (self, *_wrapped(self)):
-                uninstall(tower)  # a patched tower was told to use another name
-            return applicable
+            return _leave(self, requested_attention, partial(original, self, requested_attention, *args, **kwargs))
         assert requested_attention is not None
         _check_missing(requested_attention)
         family = family_of(self)
-        if family is None:
-            if _is_of_tower(self.config):  # a wrapper, with the config of the tower in it
-                for tower in _wrapped(self):
-                    tower.get_correct_attn_implementation(requested_attention, *args, **kwargs)
-                return requested_attention
-            if id(self.config) in _BESIDE:
-                current = self.config._attn_implementation
-                return original(self, None if is_ours(current) else current, *args, **kwargs)
+        if family is not None:
+            _patch_tower(self, family, requested_attention)
+        elif _is_of_tower(self.config):
+            _patch_wrapper(self, requested_attention, args, kwargs)
+        elif id(self.config) in _TEXT_CONFIGS:
+            return _skip_text_model(self, original, args, kwargs)
+        else:
             _check_composite(self.config, requested_attention)
-            return requested_attention
-        attention = NAMES[requested_attention]
-        require(attention)
-        patched, former = state_of(self), self.config._attn_implementation
-        if patched is not None and former == requested_attention:
-            return requested_attention
-        if patched is not None:
-            former = patched.former_name
-        former_name = None if is_ours(former) else former
-        install(self, TowerState(family, Settings(attention=attention), former_name=former_name))
         return requested_attention
 
     return get_correct_attn_implementation
 
 
+def _leave(model: Any, name: str | None, original: Callable[[], Any]) -> Any:
+    """Give a model another attention than ours, and take ours off the towers that had it."""
+    is_unchanged = name == model.config._attn_implementation  # where only the text of a model gets another
+    applicable = original()
+    if not is_unchanged:
+        for tower in (model, *_wrapped(model)):
+            uninstall(tower)
+    return applicable
+
+
+def _patch_tower(tower: Any, family: Family, name: str) -> None:
+    """Patch a tower that is given one of our names, unless it has that name already."""
+    attention = NAMES[name]
+    require(attention)
+    state = state_of(tower)
+    former_name = tower.config._attn_implementation
+    if state is not None and former_name == name:
+        return
+    if state is not None:
+        former_name = state.former_name
+    if is_ours(former_name):
+        former_name = None
+    install(tower, TowerState(family, Settings(attention=attention), former_name=former_name))
+
+
+def _patch_wrapper(wrapper: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Patch the towers inside a model that shares the config of its tower.
+
+    While it is made there is none inside yet: a tower takes the name from the config itself.
+    """
+    towers = _wrapped(wrapper)
+    for tower in towers:
+        tower.get_correct_attn_implementation(name, *args, **kwargs)
+    if not towers:
+        unknown.note(wrapper)
+
+
+def _skip_text_model(
+    model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """Give a model without a tower its own attention, or stock's default."""
+    name = model.config._attn_implementation
+    applicable: str | None = original(model, None if is_ours(name) else name, *args, **kwargs)
+    return applicable
+
+
 def _wrapped(model: Any) -> list[Any]:
-    """Towers inside a model that share its config, which transformers therefore leaves out; none while it is made."""
-    inside = find_towers(model) if vars(model).get("_modules") else ()
-    return [tower for _, tower, _ in inside if tower is not model and tower.config is model.config]
+    """Return the towers inside a model that share its config, which transformers leaves out for that reason."""
+    if not vars(model).get("_modules"):  # it is under construction
+        return []
+    towers = [tower for _, tower, _ in find_towers(model)]
+    return [tower for tower in towers if tower is not model and tower.config is model.config]
 
 
-_BESIDE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The sub-configs without a tower of composites that were given one of our names: they keep attentions of their own."""
+_TEXT_CONFIGS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Sub-configs without a tower, of composites that were given one of our names: they keep attentions of their own."""
 
 
 def _check_composite(config: Any, name: str) -> None:
-    """Raise if a model that is given one of our names holds no supported tower, or the machine cannot run it.
+    """Check a model that is given one of our names, and give its sub-models without a tower their own attention back.
 
-    Otherwise its sub-models without a tower are given back their own attention.
+    Raises:
+        ValueError: It holds no supported tower.
+        BackendUnavailableError: The machine cannot run the backend of that name.
     """
-    subs = list(_sub_configs(config))
-    if not any(map(_is_of_tower, subs)):
+    sub_configs = list(_sub_configs(config))
+    if not any(_is_of_tower(sub_config) for sub_config in sub_configs):
         supported = ", ".join(family.name for family in FAMILIES)
         raise ValueError(
             f"attn_implementation={name!r} accelerates the vision towers of {supported}; "
             f"{type(config).__name__} has none. Use another attn_implementation for this model."
         )
     require(NAMES[name])
-    for sub in subs:
-        if not any(map(_is_of_tower, (sub, *_sub_configs(sub)))):
-            _BESIDE[id(sub)] = sub
-            if is_ours(sub._attn_implementation):
-                sub._attn_implementation_internal = None
+    for sub_config in sub_configs:
+        if not any(_is_of_tower(part) for part in (sub_config, *_sub_configs(sub_config))):
+            _TEXT_CONFIGS[id(sub_config)] = sub_config
+            if is_ours(sub_config._attn_implementation):
+                sub_config._attn_implementation_internal = None
 
 
 def _is_of_tower(config: Any) -> bool:
-    known = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
+    """Return whether a config is that of a supported tower, or a subclass of it."""
+    modules = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
     return not config.sub_configs and any(
-        kind.__module__ in known and "Vision" in kind.__name__ for kind in type(config).__mro__
+        kind.__module__ in modules and "Vision" in kind.__name__ for kind in type(config).__mro__
     )
 
 
 def _sub_configs(config: Any) -> Iterator[Any]:
+    """Yield the configs inside a config, at any depth."""
     for key in getattr(config, "sub_configs", None) or ():
-        sub = getattr(config, key, None)
-        if sub is not None:
-            yield sub
-            yield from _sub_configs(sub)
+        sub_config = getattr(config, key, None)
+        if sub_config is not None:
+            yield sub_config
+            yield from _sub_configs(sub_config)
 
 
 def restore_name(model: nn.Module, former_name: str | None) -> None:
-    """Give a model's config its former attention name, or stock's default, if it has one of ours now."""
+    """Replace one of our attention names in a model's config.
+
+    Args:
+        model: The model; one without a config stays as it is.
+        former_name: The name that its config had before; None for stock's default.
+    """
     config: Any = getattr(model, "config", None)
     if isinstance(model, modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
         if former_name is None:
             text = config.get_text_config()._attn_implementation
             former_name = model.get_correct_attn_implementation(None if is_ours(text) else text)
         config._attn_implementation_internal = former_name
-
-
-def vision_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function behind the registered names: q, k, v (1, H, T, D) to ((1, T, H, D), None).
-
-    In a patched tower the forward's plan arrives in the keyword arguments. A stock tower that runs under one of our
-    names without a plan gets one here, at the price of a host sync. Whatever is not varlen vision attention (a text
-    decoder that slipped through the routing) goes to transformers' own sdpa function with its mask.
-
-    Raises FallbackError for what a score_mod cannot be applied to.
-    """
-    if cu_seq_lens_q is None or kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return out, None
-    route, known = kwargs.get(PLANS, getattr(cu_seq_lens_q, PLANS, None)), getattr(cu_seq_lens_q, OFFSETS, None)
-    settings = known.settings if known else None if route is None else route.spec.settings
-    score_mod = None if settings is None else settings.score_mod
-    if key.shape[1] != query.shape[1]:  # fewer heads of keys and values, each for several of queries
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    if dropout or reasons_untraceable():
-        if score_mod is not None:
-            why = "attention weights are dropped out" if dropout else reasons_untraceable()[0]
-            raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
-        return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
-    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # `device_map` may have brought this layer to another GPU than the one that its tower's forward made current.
-    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        plan: Plan | None = route.plan_for(cu_seq_lens_q) if route is not None else None
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        fits = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
-        if plan is None or not fits or (needs_grad and not plan.request.grad):
-            plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad, score_mod=score_mod)
-        elif plan.request.scale != scale:
-            plan = replace(plan, request=replace(plan.request, scale=scale))
-        dtype = q_THD.dtype
-        if plan.request.dtype != dtype:  # norms upcast by PEFT or quantisation: compute as the weights are, as HF does
-            q_THD, k_THD, v_THD = (x.to(plan.request.dtype) for x in (q_THD, k_THD, v_THD))
-        return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0), None
-
-
-def _attend_as_stock(
-    module: Any, qkv: tuple[Tensor, ...], cu_seqlens_S1: Tensor, dropout: float, scaling: float | None
-) -> Tensor:
-    """As stock attends without varlen kernels: segment by segment, by what torch can drop out, transform and trace."""
-    lengths = cu_seqlens_S1.diff().tolist()
-    segments = zip(*(x.split(lengths, dim=2) for x in qkv), strict=True)
-    outs = [
-        sdpa_attention_forward(module, q, k, v, None, dropout=dropout, scaling=scaling, is_causal=False)[0]
-        for q, k, v in segments
-    ]
-    return torch.cat(outs, dim=1)
-
-
-def _plan_without_tower(
-    module: Any, q_THD: Tensor, cu_seqlens_S1: Tensor, scale: float, *, grad: bool, score_mod: ScoreMod | None
-) -> Plan:
-    """A plan for offsets that came without one, kept for the other layers that get the very same tensor."""
-    known: Offsets | None = getattr(cu_seqlens_S1, OFFSETS, None)
-    name = "flex" if score_mod else NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
-    name = known.settings.attention if known else name
-    request = Request(
-        device=q_THD.device,
-        dtype=q_THD.dtype,
-        heads=q_THD.shape[1],
-        head_dim=q_THD.shape[2],
-        scale=scale,
-        grad=grad,
-        score_mod=score_mod,
-    )
-    stream = torch.cuda.current_stream(q_THD.device).cuda_stream if q_THD.is_cuda else 0
-    key = request, stream, name
-    if known is not None:
-        plan = known.plans.get(key)
-        if plan is None:
-            if known.segments.rows != len(q_THD):
-                raise ValueError(f"expected {known.segments.rows} rows for this grid_thw, got {len(q_THD)}")
-            request = replace(request, kind=known.kind, max_seqlen=known.segments.max_seqlen)
-            backend = resolve(name, request, known.segments, known.faults).backend
-            known.plans[key] = plan = plan_alone(backend, known.segments, request)
-        known.served[known.kind] = plan.backend.name
-        return plan
-    # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
-    version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
-    offsets, kept_version, kept_key, plan = getattr(_LAST, "plan", (lambda: None, None, None, None))
-    if plan is None or offsets() is not cu_seqlens_S1 or version is None or (kept_version, kept_key) != (version, key):
-        plan = _plan_offsets(name, request, q_THD.shape[0], cu_seqlens_S1)
-        _LAST.plan = weakref.ref(cu_seqlens_S1), version, key, plan
-    return plan
-
-
-_LAST = threading.local()
-
-
-def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: Tensor) -> Plan:
-    host_S1 = cu_seqlens_S1.detach().cpu().numpy()
-    lengths_S = np.diff(host_S1)
-    if host_S1[0] != 0 or host_S1[-1] != rows or (lengths_S < 0).any():
-        raise ValueError(
-            f"expected cu_seqlens to rise from 0 to the number of rows {rows}, got it from {host_S1[0]} to "
-            f"{host_S1[-1]}; pass the offsets of all rows"
-        )
-    segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
-    request = replace(request, max_seqlen=segments.max_seqlen)
-    return plan_alone(resolve(name, request, segments).backend, segments, request)
 
 
 assert set(NAMES.values()) - {"auto"} <= {backend.name for backend in BACKENDS}

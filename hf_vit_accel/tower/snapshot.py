@@ -1,14 +1,14 @@
-"""What a tower holds right now, and why it cannot be served fast; `checks` says what of a call stands against it.
+"""What a tower holds right now, and why it cannot take the fast path; `checks` adds the reasons of a call.
 
-The fast path computes what blocks, norms and attention compute without calling them, so whatever hangs on a module
-would be skipped. A `Snapshot` reads the tower once; at every call it is told, in 0.1 to 0.2 milliseconds of the host,
-whether anything changed. All reasons are lists of sentences, empty where nothing stands against.
+The fast path computes what blocks, norms and attention compute, without calling them: it would skip a hook on a module.
+A `Snapshot` reads the tower once. Every call compares the tower with it, in 0.1 to 0.2 ms of the host. Reasons are
+lists of sentences, empty where there is none.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -16,118 +16,146 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
-from hf_vit_accel.families import Family
+from hf_vit_accel.families import Family, Parts
+from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
+from hf_vit_accel.tower.code import method_readers
+from hf_vit_accel.tower.modules import Weights, is_inert, is_output_marker, modules_of, places_of
 
-# Of each module at each call: whoever sets hooks aside, or takes them away, may put another dict there.
+# Read from every module at every call: code that sets hooks aside may put another dict in their place.
 _HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
-_VALUES, _POINTER, _DTYPE, _REQUIRES_GRAD = (
-    dict.values,
-    Tensor.data_ptr,
-    attrgetter("dtype"),
-    attrgetter("requires_grad"),
-)
-_SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # of CUDA builds: 5 times as fast
+_POINTER = Tensor.data_ptr
+_REQUIRES_GRAD = attrgetter("requires_grad")
+# Only CUDA builds have it. `data_ptr` takes 25 us for 400 parameters, five times as long.
+_SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
 )
-_MOODY = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase  # no tower has any: who fine-tunes adds them
+# No tower has any of these: people add them to fine-tune. They behave otherwise in training, or at every call.
+_MOODY = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class Weights:
-    """The parameters of a tower as they lie in memory now, adapters' last. reasons: why kernels cannot read them.
-
-    pointers: where each lies, if all do. contiguous, nbytes, count: of all. kinds: count, adapters' dtypes
-    """
-
-    def __init__(
-        self, parameters: list[nn.Parameter], pointers: list[int] | None, offloaded: bool, adapters: int = 0
-    ) -> None:
-        self.indices = list(range(len(parameters)))
-        self.pointers, self.dtype = pointers, parameters[0].dtype if parameters else torch.float32
-        self.contiguous = all(map(Tensor.is_contiguous, parameters))
-        self.count, self.nbytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
-        self.loose: bool | None = None  # of `Snapshot.loose`, asked once for these
-        self.reasons: list[str] = []
-        own = len(parameters) - adapters  # an adapter's dtype is its own business: PEFT casts what it takes and gives
-        dtypes, self.kinds = set(map(_DTYPE, parameters[:own])), (self.count, *map(_DTYPE, parameters[own:]))
-        classes = set(map(type, parameters)) - {nn.Parameter}
-        if len(dtypes) > 1:
-            self.reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
-        if classes:
-            self.reasons.append(
-                f"parameters of a class of their own ({', '.join(sorted(c.__name__ for c in classes))})"
-            )
-        if offloaded and len({parameter.device for parameter in parameters}) > 1:
-            self.reasons.append("parameters on several devices")
-
-
 class Snapshot:
-    """One reading of a tower.
+    """One reading of a tower, with everything that is derived from it.
 
-    stock: why its own forward must run as it is, without metadata of ours. slow: why its blocks must be called.
-    parts, geometry, heads, head_dim, scale: known where `stock` is empty. foreign: a module inside whose code is
-    neither torch's nor transformers', or a Dropout, and which might act otherwise at every call. mixing: why all rows
-    of a call must be encoded at once. dropout: whether training drops out attention weights. offloaded: accelerate's
-    hooks stand on modules inside and move weights or inputs themselves. places: what modules hold the parameters of
-    `weights` in, in this order. sharded: by index, layers whose weights FSDP2 brings when their block is called;
-    brought: whether it brings any. expected: what inputs have to fit, known once `weights` was asked. reads: the
-    attributes that all of this, and the operations built of it, were made of. specs: those operations, by kind of call:
-    what is made of a reading goes with it.
+    Args:
+        tower: The tower. It holds the snapshot, so it is held weakly and freed at once.
+        family: Its family.
+        attention: The attention name that its config had before; None for none.
+
+    Attributes:
+        proof: What was proven of its class.
+        stock: Why its own forward must run as it is, without metadata of ours.
+        slow: Why its blocks must be called.
+        parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `stock` is empty.
+        foreign: A sentence about a module inside whose code is neither torch's nor transformers', or that may behave
+            otherwise at every call; None without one.
+        mixing: Why all rows of a call must be encoded together.
+        dropout: Whether training drops out attention weights.
+        offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
+        places: The `_parameters` of modules, in the order of the parameters of `weights`.
+        sharded: The layers whose weights FSDP2 gathers when their block is called, by index.
+        brought: Whether FSDP2 gathers any weights.
+        expected: What inputs have to fit; set by `weights`.
+        reads: The attributes of modules that this reading, and the operations built from it, depend on.
+        specs: What decides routes, by kind of call.
     """
 
-    dropout = False
+    parts: Parts
+    geometry: Geometry
+    facts: TowerFacts
+    expected: Expected
 
-    def __init__(self, tower: Any, family: Family) -> None:
+    def __init__(self, tower: Any, family: Family, attention: str | None = None) -> None:
         self.proof = upstream.prove(tower, family)
-        modules = dict(tower.named_modules())
-        # The tower itself is held weakly: it holds this, and would not be freed at once.
-        self._tower, (_, *self._names), (_, *below) = weakref.ref(tower), modules, modules.values()
-        self._modules, self._below = below, list(map(vars, below))
-        # A tensor there is what somebody's hook keeps of a call.
-        kept = (name for name, value in vars(tower).items() if not isinstance(value, Tensor))
-        self._own_names = list({*kept} - _BARE | {*self.proof.code.methods})
-        self._children = [module._modules.values() for module in modules.values() if module._modules]
-        self._kinds: list[Any] = list(set(map(type, modules.values())))
-        wrapped = [module for module in below if isinstance(module, sharding.wrapper())]
-        elsewhere = {id(each) for module in wrapped for each in module.modules()}
-        self._sharded = [module._parameters.values() for module in modules.values() if id(module) in elsewhere]
-        adapters = {id(each) for module in below for each in _adapters(module)} - elsewhere
-        added = [each._parameters for each in modules.values() if id(each) in adapters]
-        elsewhere |= adapters
-        named = [each._parameters for each in modules.values() if each._parameters and id(each) not in elsewhere]
-        partial = [each for each in named if any(value is None for value in each.values())]
-        whole = [each for each in named if all(value is not None for value in each.values())]
-        self.places = [*whole, *partial, *added]
-        self._parameters, self._partial, self._adapters = (list(map(_VALUES, at)) for at in (whole, partial, added))
-        self._own = [attributes for attributes in self._below if "forward" in attributes]
-        self._read = self._now()
-        self._read[-1][:] = copied(self._read[-1])
-        self.reads, self._weights = Reads(), Weights([], None, False)
+        self.reads = Reads()
         self.specs: dict[Any, Spec] = {}
-        self._arguments, self._pixel_dims = family.arguments, family.pixel_dims
-        replaced = chain.from_iterable(map(reasons_replaced, below))
-        replaced = chain(replaced, (f"a {type(each).__name__} is inside" for each in below if isinstance(each, _MOODY)))
-        self.foreign = next(replaced, None)
-        self.offloaded = any("_hf_hook" in vars(module) for module in below)
-        self.stock, self.sharded = list(self._reasons_stock(tower, family)), {}
+        self.dropout = False
+        self._tower = weakref.ref(tower)
+        self._weights = Weights([], None, False)
+        self._arguments = family.arguments
+        self._pixel_dims = family.pixel_dims
+        self.stock = list(self._reasons_stock(tower, family))
+        self._read_modules(tower)
+        self._read_parameters(tower)
+        self._read_attributes(tower, attention)
+        self._find_reasons(tower)
+        self.reads.seal()
+
+    def _read_modules(self, tower: Any) -> None:
+        """List the modules inside, also those that the family finds but torch does not, as in a plain list."""
+        modules = modules_of(tower, None if self.stock else self.parts)
+        complete = list(modules.values())
+        self._names = list(modules)[1:]  # the first is the tower itself
+        self._modules = complete[1:]
+        self._below = [vars(module) for module in self._modules]
+        self._children = [module._modules.values() for module in complete if module._modules]
+        self._methods = method_readers({type(module) for module in complete})
+        self._own_forwards = [attributes for attributes in self._below if "forward" in attributes]
+
+    def _read_parameters(self, tower: Any) -> None:
+        """Note where modules hold parameters."""
+        self._wrapped = [module for module in self._modules if isinstance(module, sharding.wrapper())]
+        places = places_of([tower, *self._modules], self._wrapped)
+        self.places = [*places.complete, *places.partial, *places.adapters]
+        self._parameters = [parameters.values() for parameters in places.complete]
+        self._partial = [parameters.values() for parameters in places.partial]
+        self._adapters = [parameters.values() for parameters in places.adapters]
+        self._sharded = [parameters.values() for parameters in places.sharded]
+
+    def _read_attributes(self, tower: Any, attention: str | None) -> None:
+        """Remember the attributes that a forward may read: of the tower, of its config and of the modules inside.
+
+        An attribute that no code of their classes names, as a user's counter, is not watched.
+        """
+        code = self.proof.code
+        self._attention = attention
+        self._tower_names = code.attributes_of_tower(tower) - _BARE
+        present = vars(tower).keys() | set(dir(type(tower)))
+        # A tensor there is what a hook keeps of a call.
+        tensors = {name for name, value in vars(tower).items() if isinstance(value, Tensor)}
+        self._watched_names = sorted((self._tower_names & present | {*code.methods}) - tensors)
+        self._config_fields = code.config_fields(tower)
+        for module in self._modules:
+            kind = sharding.class_of(module)
+            if kind in self.proof.classes:
+                attributes = vars(module)
+                for name in (code.attributes_of(kind) & attributes.keys()) - _BARE:
+                    if not isinstance(attributes[name], Tensor):
+                        self.reads.read(module, name)
+        self._read = copied(self._now())
+
+    def _find_reasons(self, tower: Any) -> None:
+        """Collect what stands against the fast path, against cutting a call, and what FSDP2 shards."""
+        self.foreign: str | None = None
+        for module in self._modules:
+            if reasons := reasons_replaced(module):
+                self.foreign = reasons[0]
+                break
+        moody = [type(module).__name__ for module in self._modules if isinstance(module, _MOODY)]
+        if self.foreign is None and moody:
+            self.foreign = f"a {moody[0]} is inside"
+        self.offloaded = any("_hf_hook" in attributes for attributes in self._below)
+        self.sharded: dict[int, nn.Module] = {}
         self.mixing: list[str] = []
         if not self.stock:
             patches = self.parts.projection, self.parts.downsample
-            self.mixing = reasons_mixing(below, self.proof.classes, patches, sharding.class_of)
-            blocks = enumerate(block.module for block in self.parts.blocks)
-            self.sharded = {index: block for index, block in blocks if block in wrapped}
-        self._alone = [module for module in wrapped if module not in self.sharded.values()]
+            self.mixing = reasons_mixing(self._modules, self.proof.classes, patches, sharding.class_of)
+            for index, block in enumerate(self.parts.blocks):
+                if block.module in self._wrapped:
+                    self.sharded[index] = block.module
+        self._alone = [module for module in self._wrapped if module not in self.sharded.values()]
         self.brought = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
         self.slow = [] if self.stock else list(self._reasons_slow(tower))
         if not self.stock:
@@ -140,29 +168,52 @@ class Snapshot:
                 mixing=self.mixing,
                 parameter_homes=self.places,
             )
-        self.reads.seal()
 
-    def _now(self) -> tuple[list[Any], ...]:
-        """All that `current` compares."""
-        tower = self._tower()
+    def _now(self) -> tuple[Any, ...]:
+        """Return all that `current` compares, in the order of `_COMPARED`."""
+        tower: Any = self._tower()
+        attributes = vars(tower)
+        code = self.proof.code
         return (
             [type(tower), *map(type, self._modules)],
             list(chain.from_iterable(self._children)),
             list(map(len, self._below)),  # a forward that is set on an instance is an attribute more
-            [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own],
-            [kind.forward for kind in self._kinds],
-            list(map(self.proof.code.home.get, self.proof.code.names)),
-            list(map(vars(tower).get, self._own_names)),
+            [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own_forwards],
+            [read(kind) for read, kind in self._methods],
+            list(map(code.home.get, code.names)),
+            modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self._attention),
+            attributes.keys() & self._tower_names,
+            list(map(attributes.get, self._watched_names)),
+            list(map(vars(tower.config).get, self._config_fields)),
         )
 
     def current(self) -> bool:
-        """Whether the tower still holds the very modules, forwards and attributes that were read."""
+        """Return whether the tower still holds the modules, methods and attributes that were read."""
+        if self.proof.backoff is not None and upstream.is_outdated(self.proof):
+            return False
         try:
             return self._now() == self._read and self.reads.unchanged()
-        except RuntimeError:  # of tensors that are compared
+        except (AttributeError, RuntimeError, ValueError):  # a method is gone; tensors or arrays are compared
             return False
 
+    def reason_changed(self) -> str | None:
+        """Return what of the tower is not as it was read; None if nothing changed."""
+        try:
+            now = self._now()
+            changed = [index for index, value in enumerate(now) if value != self._read[index]]
+            if not changed:
+                return None if self.reads.unchanged() else "an attribute of a module inside changed"
+            label = _COMPARED[changed[0]]
+            names = {_WATCHED: self._watched_names, _CONFIG: self._config_fields}.get(label)
+            if names is not None:
+                pairs = zip(names, now[changed[0]], self._read[changed[0]], strict=True)
+                label = f"{label} {next(name for name, value, former in pairs if value != former)!r}"
+            return f"{label} changed"
+        except (AttributeError, RuntimeError, ValueError):
+            return "a method is gone, or a tensor is an attribute"
+
     def _reasons_stock(self, tower: Any, family: Family) -> Iterator[str]:
+        """Yield why the tower's own forward must run; set what is known of it otherwise."""
         if not is_upstream(type(tower).forward):
             yield f"the forward of {type(tower).__name__} is not transformers' own"
         yield from self.proof.code.reasons_overridden(tower)
@@ -170,47 +221,50 @@ class Snapshot:
             yield self.proof.injected
             return
         try:
-            self.parts, self.geometry = family.parts(tower), family.geometry(tower)
-            width = self.parts.projection.weight
+            self.parts = family.parts(tower)
+            self.geometry = family.geometry(tower)
+            weight = self.parts.projection.weight
         except (AttributeError, TypeError, ValueError) as error:
             yield f"the tower is not built as {family.name} is known: {error}"
             return
-        found = [
-            [self.reads.read(block.attention, name) for name in ("num_heads", "head_dim", "scaling")]
-            for block in self.parts.blocks
-        ]
-        dropouts = [self.reads.read(block.attention, "attention_dropout", 0.0) for block in self.parts.blocks]
-        self.full_layers = tuple(map(self.parts.full, range(len(self.parts.blocks))))
-        self.dropout, self.varied = any(dropouts), len(set(map(tuple, found))) > 1
-        of_all: Any = found[0] if found else (1, 1, 1.0)
-        self.heads, self.head_dim, self.scale = of_all
-        dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
-        packed = not isinstance(width, Tensor) or width.dim() < dims or not width.is_floating_point()
-        self.width = None if packed else width[0].numel()
-        if not found:
+        blocks = self.parts.blocks
+        if not blocks:
             yield "the tower has no blocks"
+            return
+        self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
+        heads_of_layers = []
+        for block in blocks:
+            heads_of_layers.append([self.reads.read(block.attention, name) for name in _HEADS])
+            if self.reads.read(block.attention, "attention_dropout", 0.0):
+                self.dropout = True
+        self.heads, self.head_dim, self.scale = heads_of_layers[0]
+        self.varied = any(heads != heads_of_layers[0] for heads in heads_of_layers)
+        dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
+        is_packed = not isinstance(weight, Tensor) or weight.dim() < dims or not weight.is_floating_point()
+        self.width = None if is_packed else weight.shape[1:].numel()
 
     def _reasons_slow(self, tower: Any) -> Iterator[str]:
-        """What the fast path would not see, on modules that it never calls."""
+        """Yield what the fast path would miss, on modules that it never calls."""
         if self.proof.fast is not None:
             yield self.proof.fast
         if self.varied:
             yield "layers have different heads, or scale attention differently"
-        below, place = list(zip(self._names, self._modules, strict=True)), placed_by_accelerate(tower)
-        for name, module in below:
+        place = placed_by_accelerate(tower)
+        named_modules = list(zip(self._names, self._modules, strict=True))
+        for name, module in named_modules:
             if any(isinstance(vars(module).get(weight), Tensor) for weight in ("weight", "bias")):
                 yield f"a weight of {name} is not a parameter"
                 break
-        for name, module in below:
+        for name, module in named_modules:
             if "_hf_hook" in vars(module) and (place is None or placed_by_accelerate(module) != place):
                 yield f"accelerate hooks on {name}"
                 break
         if self._alone:
             yield f"FSDP2 shards a {type(self._alone[0]).__name__}, which is no layer, by itself"
-        stepped = [("the tower", module) for module in self.parts.around]
+        skipped = [("the tower", module) for module in self.parts.around]
         for index, block in enumerate(self.parts.blocks):
-            stepped += [(f"layer {index}", block.module), (f"layer {index}", block.attention)]
-        for where, module in stepped:
+            skipped += [(f"layer {index}", block.module), (f"layer {index}", block.attention)]
+        for where, module in skipped:
             if sharding.class_of(module) not in self.proof.classes:
                 yield f"{where} has a {type(module).__name__}, which this tower's class does not make"
                 return
@@ -219,47 +273,52 @@ class Snapshot:
                 return
 
     def weights(self) -> tuple[list[nn.Parameter], Weights]:
-        """The parameters as they are now, whatever replaced them, and what was found of them when they last moved.
+        """Return the parameters as they are now, and what is known of them since they last moved.
 
-        (Parameters held between calls would keep weights alive that the user has replaced.)
+        Parameters are not held between calls: that would keep weights alive that the user has replaced.
         """
-        parameters, known = list(chain.from_iterable(self._parameters)), self._weights
+        known = self._weights
+        parameters = list(chain.from_iterable(self._parameters))
         parameters += [value for value in chain.from_iterable(self._partial) if value is not None]
-        own = len(parameters)
+        own_count = len(parameters)
         parameters += [value for value in chain.from_iterable(self._adapters) if value is not None]
         pointers: list[int] | None = None
         try:
-            still = _SAME_POINTERS is not None and known.pointers and len(parameters) == known.count
-            still = still and _SAME_POINTERS(parameters, known.pointers, known.indices)
-            if still and parameters[0].dtype == known.dtype:
+            comparable = _SAME_POINTERS is not None and known.pointers and len(parameters) == known.count
+            is_same = comparable and _SAME_POINTERS(parameters, known.pointers, known.indices)
+            if is_same and parameters[0].dtype == known.dtype:
                 return parameters, known
             pointers = list(map(_POINTER, parameters))
-        except (RuntimeError, TypeError):  # of a tensor class without memory; a parameter that became None
+        except (RuntimeError, TypeError):  # a tensor class without memory; a parameter that became None
             parameters = [parameter for parameter in parameters if parameter is not None]
         if pointers is None or pointers != known.pointers or parameters[0].dtype != known.dtype:
-            self._weights = known = Weights(parameters, pointers, self.offloaded, len(parameters) - own)
-            inside = *self._below, vars(self._tower())
-            self._buffers = [each["_buffers"] for each in inside if each["_buffers"]]  # a weight may be one now
-            at = self.parts.projection.weight.device
-            anywhere = self.offloaded or at.type == "meta"
-            self.expected = Expected(
-                merge=self.geometry.merge,
-                width=self.width,
-                device=None if anywhere else at,
-                names=self._arguments,
-                dims=self._pixel_dims,
-            )
+            self._weights = known = Weights(parameters, pointers, self.offloaded, len(parameters) - own_count)
+            self._read_weights()
         return parameters, known
 
+    def _read_weights(self) -> None:
+        """Note which modules have buffers, and which inputs fit the weights."""
+        modules = [*self._below, vars(self._tower())]
+        self._buffers = [attributes["_buffers"] for attributes in modules if attributes["_buffers"]]
+        device = self.parts.projection.weight.device
+        fits_any_device = self.offloaded or device.type == "meta"
+        self.expected = Expected(
+            merge=self.geometry.merge,
+            width=self.width,
+            device=None if fits_any_device else device,
+            names=self._arguments,
+            dims=self._pixel_dims,
+        )
+
     def trained(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether any parameter requires a gradient: of those given, or of a sharded layer's."""
+        """Return whether any of the given parameters, or of a sharded layer's, requires a gradient."""
         if any(map(_REQUIRES_GRAD, parameters)):
             return True
         return any(value is not None and value.requires_grad for value in chain.from_iterable(self._sharded))
 
     def buffers(self) -> list[Tensor]:
-        """Every buffer as it is now."""
-        return [buffer for named in self._buffers for buffer in named.values() if buffer is not None]
+        """Return every buffer as it is now."""
+        return [buffer for buffers in self._buffers for buffer in buffers.values() if buffer is not None]
 
     def loose(self) -> bool:
         """Return whether a module holds a tensor as an attribute that is neither parameter nor buffer."""
@@ -270,31 +329,43 @@ class Snapshot:
         return weights.loose
 
     def training(self) -> bool:
-        """Whether a module inside is in training mode."""
-        return any(own["training"] for own in self._below)
+        """Return whether a module inside is in training mode."""
+        return any(attributes["training"] for attributes in self._below)
 
     def reasons_hooked(self, *, grad: bool) -> list[str]:
-        """Hooks on modules inside that somebody waits for."""
+        """List the hooks on modules inside that the fast path would skip.
+
+        Args:
+            grad: Whether hooks of the backward pass matter too.
+        """
         reasons = ["global module hooks"] if any(_GLOBAL_HOOKS) else []
-        through = {id(vars(block)) for block in self.sharded.values()}
+        sharded_ids = {id(vars(block)) for block in self.sharded.values()}
         for hooks_of in _HOOKS if grad else _HOOKS[:2]:
-            named = zip(self._names, self._below, strict=True) if any(map(hooks_of, self._below)) else ()
-            found = ((name, id(own) in through, hook) for name, own in named for hook in hooks_of(own).values())
-            for name, brought, hook in found:
-                if not (_inert(hook) or (brought and sharding.hooked_by_fsdp(hook))):
-                    return [*reasons, f"hooks on {name}"]
+            if not any(map(hooks_of, self._below)):
+                continue
+            for name, attributes in zip(self._names, self._below, strict=True):
+                is_sharded = id(attributes) in sharded_ids
+                for hook in hooks_of(attributes).values():
+                    if not (is_inert(hook) or (is_sharded and sharding.hooked_by_fsdp(hook))):
+                        return [*reasons, f"hooks on {name}"]
         return reasons
 
     def marks_outputs(self) -> bool:
-        """Whether a hook of transformers makes what comes out of the tower require gradients, whatever is trained.
+        """Return whether a hook of transformers makes the tower's outputs require gradients, whatever is trained.
 
-        (`enable_input_require_grads`, for checkpointing: what comes after a frozen tower is not trained otherwise.)
+        `enable_input_require_grads` sets it for checkpointing: modules after a frozen tower are not trained otherwise.
         """
-        hooked = map(_HOOKS[0], self._below)  # few are, if any
-        return any(_marks(hook) for hooks in filter(None, hooked) for hook in hooks.values())
+        hooks_of_modules = [hooks for hooks in map(_HOOKS[0], self._below) if hooks]
+        return any(is_output_marker(hook) for hooks in hooks_of_modules for hook in hooks.values())
 
     def request(self, device: torch.device, dtype: torch.dtype | None = None, **options: Any) -> Request:
-        """What the layers ask of a backend: heads, scale, and the dtype that attention computes in, if it is known."""
+        """Return what the layers ask of a backend.
+
+        Args:
+            device: Of the rows.
+            dtype: That attention computes in, if it is known.
+            options: Other fields of the request.
+        """
         block = self.parts.blocks[0]
         dtype = dtype or getattr(getattr(block.qkv[0], "weight", None), "dtype", None)
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
@@ -305,20 +376,22 @@ class Snapshot:
         )
 
 
-def _adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """What PEFT has put beside the layer that a module of its own wraps; not copies, around which it casts nothing."""
-    names = getattr(module, "adapter_layer_names", ()) if "base_layer" in module._modules else ()
-    return (each for part in map(module._modules.get, names) if part is not None for each in part.modules())
+_HEADS = ("num_heads", "head_dim", "scaling")
+_WATCHED = "the tower's attribute"
+_CONFIG = "the config's field"
+_COMPARED = (
+    "the class of a module",
+    "a module inside",
+    "the number of a module's attributes",
+    "the forward of a module inside",
+    "a method of a module's class",
+    "a function in the tower's file",
+    "the registered attention function",
+    "the list of the tower's attributes",
+    _WATCHED,
+    _CONFIG,
+)
+"""What `Snapshot._now` returns, for `status`."""
 
 
 _BARE = vars(nn.Module()).keys() | {"config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel"}
-
-
-def _inert(hook: Callable[..., Any]) -> bool:
-    """transformers' output-capturing hooks stay on after one use and do nothing until outputs are asked for again."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or _marks(hook)
-
-
-def _marks(hook: Callable[..., Any]) -> bool:
-    known = "transformers.modeling_utils", "make_inputs_require_grads"
-    return (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) == known

@@ -1,4 +1,4 @@
-"""What a patched tower keeps between calls: its settings, counts, routes, graphs and the reading of its modules."""
+"""The state of a patched tower between calls: settings, counts, routes, graphs, and the reading of its modules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
@@ -21,8 +22,11 @@ from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.reuse import Reuse
+from hf_vit_accel.tower import checks
+from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 
 STATE = "_hf_vit_accel"
 
@@ -43,39 +47,83 @@ class SpecKey(NamedTuple):
 class TowerState:
     """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
 
-    former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: of the
-    instance, if any. faults: what failed, and is unused until it is patched anew. last: the route of the last call.
-    warming: the thread that gets ready for later calls. attributes: of the tower when it was last read. served:
-    backends where attention alone is ours.
+    Attributes:
+        family: The family of the tower.
+        settings: What `patch` was asked for.
+        former_name: The attention name that the config had; None if it was loaded with one of ours.
+        former_forward: The forward that the instance had; None for the class's.
+        calls: Calls that were fast.
+        stock_calls: Calls that ran the stock forward.
+        fallbacks: Features that calls did not get, with the number of calls.
+        last: The route of the last call.
+        warming: The thread that runs `warmup`.
+        attention_backends: The backend of each kind of layer, where our attention alone runs.
+        faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
+        attributes: Of the tower when it was last read.
+        rebuilds: How often everything was built again because the tower changed.
+        rebuild_reason: Why it was last.
+        keeps_attention: Whether an attention function that the user registers is kept.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
-        self.family, self.settings, self.former_name = family, settings, former_name
+        self.family = family
+        self.settings = settings
+        self.former_name = former_name
         self.former_forward: Callable[..., Any] | None = None
-        self.calls = self.stock_calls = 0
+        self.keeps_attention = False
+        self._attention_function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(former_name)
+
+        self.calls = 0
+        self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.last: Route | None = None
         self.warming: int | None = None
-        self.served: dict[str, str] = {}
+        self.attention_backends: dict[str, str] = {}
         self.faults: dict[str, str] = {}
-        self.routes, self.passes = Routes(), Passes(settings.max_rows)
-        graphs, ranks = (None, None) if family.attention_only else (settings.graphs, settings.ranks)
-        self.sharing = None if ranks is None else Sharing(ranks, graphs=graphs is not None)
-        self.runner = None if graphs is None else Runner(graphs, self.routes)
-        self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
-        self.reuse = None if family.attention_only or settings.reuse is None else Reuse(settings.reuse)
+        self.rebuilds = 0
+        self.rebuild_reason: str | None = None
+
+        self.routes = Routes()
+        self.passes = Passes(settings.max_rows)
+        self.sharing: Sharing | None = None
+        self.runner: Runner | None = None
+        self.training: TrainingRunner | None = None
+        self.reuse: Reuse | None = None
+        if not family.attention_only:
+            self._make_features()
+
         self.attributes: dict[str, Any] = {}
         self.last_snapshot: Snapshot | None = None
         self._scales: Scales | None = None
 
+    def _make_features(self) -> None:
+        """Make what the settings ask for beside the forward itself."""
+        settings = self.settings
+        graphs = settings.graphs
+        if settings.ranks is not None:
+            self.sharing = Sharing(settings.ranks, graphs=graphs is not None)
+        if graphs is not None:
+            self.runner = Runner(graphs, self.routes)
+            self.training = TrainingRunner(graphs) if graphs.max_training_bytes else None
+        if settings.reuse is not None:
+            self.reuse = Reuse(settings.reuse)
+
     def __getstate__(self) -> dict[str, Any]:
-        names = ("family", "settings", "former_name", "former_forward")
+        names = ("family", "settings", "former_name", "former_forward", "keeps_attention")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        former_forward = state.pop("former_forward")
-        self.__init__(state.pop("family"), state.pop("settings"), **state)  # type: ignore[misc]
-        self.former_forward = former_forward
+        self.__init__(state["family"], state["settings"], former_name=state["former_name"])  # type: ignore[misc]
+        self.former_forward = state["former_forward"]
+        self.keeps_attention = state["keeps_attention"]
+        self._attention_function = None  # another process may have registered another
+
+    def copy(self) -> TowerState:
+        """Return a state with the same configuration, for another tower."""
+        state = TowerState(self.family, self.settings, former_name=self.former_name)
+        state.keeps_attention = self.keeps_attention
+        state._attention_function = self._attention_function
+        return state
 
     def snapshot(self, tower: nn.Module) -> Snapshot:
         """Return the tower as it is now."""
@@ -83,51 +131,70 @@ class TowerState:
         return snapshot if snapshot is not None and snapshot.current() else self.read_tower(tower)
 
     def read_tower(self, tower: nn.Module) -> Snapshot:
-        """Read a tower that changed. Everything that was made of its former modules goes."""
+        """Read a tower that changed, and drop everything that was made of its former modules."""
+        former = self.last_snapshot
+        if former is not None and (reason := former.reason_changed()):
+            self.rebuilds += 1
+            self.rebuild_reason = reason
         self.close()
-        self.last_snapshot = snapshot = Snapshot(tower, self.family)
+        self.follow_attention(tower)
+        self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
         self.attributes = attributes_of(tower)
-        upstream.warn_of(tower, snapshot.proof)
+        upstream.warn_stock(sharding.class_of(tower), snapshot.proof, snapshot.stock)
         return snapshot
 
+    def follow_attention(self, tower: Any) -> None:
+        """Give a tower the attention name that `patch` would give it now.
+
+        Its former name may stand for a function of the user's that was registered, or replaced, after `patch`.
+        """
+        function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self.former_name)
+        if function is self._attention_function:
+            return
+        self._attention_function = function
+        if self.keeps_attention and tower.config._attn_implementation in (*upstream.NAMES, self.former_name):
+            tower.config._attn_implementation_internal = checks.attention_name(tower, self.settings, self.former_name)
+
     def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
-        """The operations for weights and rows of these dtypes on this device."""
-        wanted = self.settings.fuse
-        if self.settings.score_mod is not None:  # the fused kernel for windows is an attention without it
-            wanted = frozenset(PARTS if wanted is None else wanted) - {"window_attention"}
-        against, at, dtype = self.faults, request.device, request.dtype
+        """Build the operations for weights and rows of these dtypes on this device."""
+        requested_parts = self.settings.fuse
+        if self.settings.score_mod is not None:  # the fused kernel for windows does not apply it
+            requested_parts = frozenset(PARTS if requested_parts is None else requested_parts) - {"window_attention"}
         context = Context(
-            device=at,
-            dtype=dtype,
+            device=request.device,
+            dtype=request.dtype,
             weights=weights.dtype,
-            no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
+            no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,
             grad=request.grad,
         )
-        ops = build(snapshot.parts, context, wanted)
+        ops = build(snapshot.parts, context, requested_parts)
         snapshot.reads.seal()
         self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
         return ops
 
     def scales(self, snapshot: Snapshot, device: torch.device) -> Scales:
-        """What FP8 attention on a device knows of earlier calls."""
-        fp8, held = self.settings.fp8, self._scales
+        """Return the scales of FP8 attention on a device."""
+        fp8 = self.settings.fp8
         assert fp8 is not None
-        layers, heads = len(snapshot.parts.blocks), snapshot.heads
-        if held is None or (held.device, held.layers, held.heads) != (device, layers, heads):
-            if held is not None:
-                if self.runner is not None:
-                    self.runner.close()  # its graphs write to the memory that goes
-                held.close()
-            self._scales = held = Scales(
-                device=device, layers=layers, heads=heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
-            )
-        return held
+        layers = len(snapshot.parts.blocks)
+        scales = self._scales
+        if scales is not None and (scales.device, scales.layers, scales.heads) == (device, layers, snapshot.heads):
+            return scales
+        if scales is not None:
+            if self.runner is not None:
+                self.runner.close()  # its graphs write to the memory that goes
+            scales.close()
+        self._scales = Scales(
+            device=device, layers=layers, heads=snapshot.heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
+        )
+        return self._scales
 
     def make_spec(self, snapshot: Snapshot, weights: Weights, key: SpecKey) -> Spec:
         """Make the spec of a kind of calls, with the operations for it, and keep it with the snapshot."""
-        settings, grad = self.settings, key.grad
+        settings = self.settings
+        grad = key.grad
         dtype = key.autocast or (weights.dtype if snapshot.brought else None)  # FSDP2's shards may have another
         request = snapshot.request(
             key.device,
@@ -156,7 +223,7 @@ class TowerState:
         return spec
 
     def saturated(self) -> list[int]:
-        """Layers in which FP8 attention cut numbers off."""
+        """Return the layers in which FP8 attention cut values off."""
         return [] if self._scales is None else self._scales.saturated()
 
     def refuse_stock(self, reasons: list[str]) -> None:
@@ -166,22 +233,24 @@ class TowerState:
         if self.settings.strict:
             refuse(reasons)
 
-    def go_without(self, faults: dict[str, str]) -> None:
-        """Choose everything anew, without what failed."""
+    def set_faults(self, faults: dict[str, str]) -> None:
+        """Set which backends and kernels are disabled, and build everything again."""
         self.faults = faults
         self.close()
 
     def close(self) -> None:
         """Drop everything that was cached, device memory included."""
-        for held in (self.runner, self.training, self.reuse, self._scales):
-            if held is not None:
-                held.close()
+        for feature in (self.runner, self.training, self.reuse, self._scales):
+            if feature is not None:
+                feature.close()
         self.routes.cache.clear()
-        self.last_snapshot = self._scales = self.last = None
+        self.last_snapshot = None
+        self._scales = None
+        self.last = None
 
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
-"""Operations that call no module which autocast to the dtype of the weights would change, unless it is foreign."""
+"""Parts whose fused operations call no module, so that autocast to the dtype of the weights changes nothing."""
 
 
 def attributes_of(tower: nn.Module) -> dict[str, Any]:
@@ -191,5 +260,5 @@ def attributes_of(tower: nn.Module) -> dict[str, Any]:
 
 
 def state_of(tower: nn.Module) -> TowerState | None:
-    """The state of a patched tower; None for a stock one."""
+    """Return the state of a patched tower; None for a stock one."""
     return vars(tower).get(STATE)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from tiny import assert_close, randomise, relative_error
 from torch import nn
+from transformers import modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig
@@ -22,7 +24,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import Routes
 from hf_vit_accel.families import FAMILIES, Family
 from hf_vit_accel.layout import Geometry
-from hf_vit_accel.tower import loading as registration
+from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower.state import state_of
 
 GRID = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (2, 8, 8)]
@@ -126,13 +128,13 @@ def test_it_equals_stock_with_one_plan_per_kind_of_layer(
 ) -> None:
     expected = run(tower, trained=trained)
     plans = []
-    original = registration.plan_alone
+    original = tower_attention.plan_alone
 
     def counted(*args: Any) -> Plan:
         plans.append(args)
         return original(*args)
 
-    monkeypatch.setattr(registration, "plan_alone", counted)
+    monkeypatch.setattr(tower_attention, "plan_alone", counted)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_vit_accel.patch(tower, strict=True)
@@ -161,7 +163,7 @@ def test_a_family_with_wrong_segments_differs_from_stock(tower: nn.Module) -> No
 
 def test_offsets_are_not_read_from_the_device(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_vit_accel.patch(tower)
-    monkeypatch.setattr(registration, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
+    monkeypatch.setattr(tower_attention, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
     run(tower)
 
 
@@ -275,3 +277,20 @@ def test_another_geometry_gets_other_offsets() -> None:
     offsets = [offsets_of(geometry) for geometry in (frames, clips, frames)]
     assert [tensors["cu_seqlens"].tolist() for tensors in offsets] == [[0, 24, 48], [0, 48], [0, 24, 48]]
     assert offsets[0] is offsets[2]
+
+
+def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was registered before."""
+    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
+
+    def half(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
+
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower)
+    before = run(tower)
+    monkeypatch.setitem(functions, "sdpa", half)
+    expected = run(stock)
+    assert largest_error(expected, before) > 1e-3, "the change matters"
+    assert largest_error(run(tower), expected) == 0.0
+    assert hf_vit_accel.status(tower).towers[0].stock_calls == 1

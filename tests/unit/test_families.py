@@ -26,7 +26,7 @@ from hf_vit_accel.layout import Geometry
 from hf_vit_accel.ops import TABLE, Context, heads, mlp
 from hf_vit_accel.ops.training.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention
-from hf_vit_accel.tower import loading as registration
+from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.proof import prove
 
@@ -402,7 +402,7 @@ def test_blocks_of_stock_are_given_plans(typical: Any, monkeypatch: Any) -> None
     seen: list[Any] = []
     block = family_of(typical).parts(typical).blocks[1].module
     block.register_forward_hook(lambda *args: seen.append(args))
-    monkeypatch.setattr(registration, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
+    monkeypatch.setattr(tower_attention, "_plan_offsets", lambda *_: pytest.fail("offsets were read"))
     assert_close(run(typical, GRIDS[1]), expected)
     [status] = hf_vit_accel.status(typical).towers
     assert len(seen) == 1 and status.stock_calls == 1

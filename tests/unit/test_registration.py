@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,11 +11,19 @@ import transformers
 from tiny import GRIDS, TINY, assert_close, left_padded, pixels_for, run_tower, tower_of
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+    Qwen2VisionTransformerPretrainedModel,
+    Qwen2VLPreTrainedModel,
+    Qwen2VLVisionBlock,
+)
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, backends, machine
 from hf_vit_accel.engine.route import PLANS
+from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower import loading as registration
+from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
@@ -314,6 +323,48 @@ def test_text_of_another_package_keeps_its_attention(
     assert not any(map(registration.is_ours, names(model).values()))
 
 
+class Wrapper(Qwen2VLPreTrainedModel):
+    """A model with the config of its tower: of a known class, or of one like remote code brings."""
+
+    config_class = Qwen2VLVisionConfig
+
+    def __init__(self, config: Any, *, known: bool) -> None:
+        super().__init__(config)
+        if known:
+            self.tower = Qwen2VisionTransformerPretrainedModel(config)
+        else:
+            self.block = Qwen2VLVisionBlock(config)
+        self.post_init()
+
+    def forward(self) -> None:
+        """Attend once."""
+        offsets = torch.tensor([0, 8], dtype=torch.int32)
+        angles = torch.zeros(8, self.config.embed_dim // self.config.num_heads)
+        rows = torch.zeros(8, self.config.embed_dim)
+        self.block(rows, cu_seqlens=offsets, max_seqlen=8, position_embeddings=(angles.cos(), angles.sin()))
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("moment", ["first attention", "next model"])
+def test_a_tower_of_an_unknown_class_warns_once(known: bool, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It attends by our function and is stock otherwise; a wrapper around a known tower is patched."""
+    monkeypatch.setattr(proofs, "_WARNED", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            config = Qwen2VLVisionConfig(**TINY["qwen2_vl"].vision)
+            model = Wrapper._from_config(config, attn_implementation=AUTO, known=known).eval()
+            if moment == "first attention" and not known:
+                model()
+            else:
+                test_other_models_are_left_alone()
+    texts = [str(warning.message) for warning in caught if "stays stock" in str(warning.message)]
+    if known:
+        assert not texts and state_of(model.tower) is not None
+    else:
+        assert len(texts) == 1 and "Wrapper stays stock, but for its attention" in texts[0]
+
+
 def test_a_text_model_alone_takes_no_name() -> None:
     with pytest.raises(ValueError, match="LlamaConfig has none"):
         LlamaForCausalLM._from_config(LlamaConfig(**LLAMA), attn_implementation=AUTO)
@@ -352,7 +403,7 @@ def test_fewer_key_heads_than_query_heads(groups: int, grad: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 24, 16, requires_grad=grad) for heads in (4, 4 // groups, 4 // groups))
     offsets = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
-    found, _ = registration.vision_attention(
+    found, _ = tower_attention.vision_attention(
         module, q, k, v, None, scaling=0.3, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, is_causal=False
     )
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
@@ -396,8 +447,8 @@ def test_offsets_without_a_plan_are_planned_once(saved: Any, monkeypatch: Any) -
     grid, offsets = [(1, 4, 4), (1, 4, 4)], torch.tensor([0, 32], dtype=torch.int32)
     model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation=AUTO)
     planned: list[int] = []
-    real = registration._plan_offsets
-    monkeypatch.setattr(registration, "_plan_offsets", lambda *args: planned.append(1) or real(*args))
+    real = tower_attention._plan_offsets
+    monkeypatch.setattr(tower_attention, "_plan_offsets", lambda *args: planned.append(1) or real(*args))
     expected = run_tower(tower_of(stock), grid, cu_seqlens=offsets)
     assert_close(run_tower(tower_of(model), grid, cu_seqlens=offsets), expected)
     alternating = type(model).__name__.startswith("Qwen2_5")  # the windows' offsets between the caller's

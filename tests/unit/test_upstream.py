@@ -216,6 +216,25 @@ def test_what_changed_upstream_is_stock_and_what_did_not_is_fast(name: str, fami
     assert_close(run_tower(tower, GRID), expected, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("field", "values"), [("self.attn.config.factor", (1, 2)), ("max(self.attn.config.factors)", ([1], [1, 2]))]
+)
+def test_a_proof_is_of_every_field_of_the_config(field: str, values: Any, monkeypatch: Any) -> None:
+    """Integers and lists too: a tower is not served by the proof of another, which computes something else."""
+    monkeypatch.setattr(upstream, "_WARNED", set())
+    towers = [tower_of(TINY["qwen2_vl"].build()) for _ in values]
+    Change("block", STOCK.replace("self.mlp", f"{field} * self.mlp")).make(towers[0], monkeypatch)
+    name = field.rstrip(")").rpartition(".")[2]
+    for tower, value in zip(towers, values, strict=True):
+        setattr(tower.config, name, value)
+    expected = [run_tower(tower, GRID) for tower in towers]
+    assert relative_error(expected[1][0], expected[0][0]) > 0.01, "the change matters"
+    assert_close(run_tower(hf_vit_accel.patch(towers[0], strict=True), GRID), expected[0])
+    with pytest.warns(UserWarning, match="stays stock"):
+        hf_vit_accel.patch(towers[1])
+    assert_close(run_tower(towers[1], GRID), expected[1], 0.0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_code_that_changes_after_patching_is_proven_anew(family: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(upstream, "_WARNED", set())

@@ -1,0 +1,163 @@
+"""The attention function behind the registered names, for towers with a plan, and for others without one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_vit_accel.backends import Plan, Request, ScoreMod, plan_alone, resolve
+from hf_vit_accel.config import Settings
+from hf_vit_accel.engine.route import OFFSETS, PLANS, Offsets
+from hf_vit_accel.layout import Segments
+from hf_vit_accel.machine import FallbackError
+from hf_vit_accel.tower import unknown
+from hf_vit_accel.tower.checks import reasons_untraceable
+from hf_vit_accel.tower.proof import NAMES
+
+
+def vision_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend to q, k, v (1, H, T, D); the function behind the registered names.
+
+    A patched tower passes its plan in the keyword arguments. A stock tower under one of our names gets a plan here, at
+    the price of a host sync. Any other attention (of a text decoder that slipped through the routing) goes to
+    transformers' own sdpa function, with its mask.
+
+    Returns:
+        The outputs (1, T, H, D), and None for the weights of attention.
+
+    Raises:
+        FallbackError: A score_mod cannot be applied to this call.
+    """
+    if cu_seq_lens_q is None or kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out, None
+    route = kwargs.get(PLANS, getattr(cu_seq_lens_q, PLANS, None))
+    offsets: Offsets | None = getattr(cu_seq_lens_q, OFFSETS, None)
+    if route is None and offsets is None:
+        unknown.warn()
+    settings: Settings | None = None
+    if offsets is not None:
+        settings = offsets.settings
+    elif route is not None:
+        settings = route.spec.settings
+    score_mod = None if settings is None else settings.score_mod
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # every head of keys and values belongs to several heads of queries
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    if dropout or reasons_untraceable():
+        if score_mod is not None:
+            why = "attention weights are dropped out" if dropout else reasons_untraceable()[0]
+            raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
+        return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # With `device_map`, this layer may be on another GPU than the one that the tower's forward made current.
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        plan: Plan | None = route.plan_for(cu_seq_lens_q) if route is not None else None
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        fits = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
+        if plan is None or not fits or (needs_grad and not plan.request.grad):
+            plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad, score_mod=score_mod)
+        elif plan.request.scale != scale:
+            plan = replace(plan, request=replace(plan.request, scale=scale))
+        dtype = q_THD.dtype
+        # PEFT and quantisation upcast norms: attention computes in the dtype of the weights, as transformers' does.
+        q_THD, k_THD, v_THD = (x.to(plan.request.dtype) for x in (q_THD, k_THD, v_THD))
+        return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0), None
+
+
+def _attend_as_stock(
+    module: Any, qkv: tuple[Tensor, ...], cu_seqlens_S1: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
+    """Attend segment by segment, as stock does without varlen kernels: torch can drop out, transform and trace that."""
+    lengths = cu_seqlens_S1.diff().tolist()
+    segments = zip(*(x.split(lengths, dim=2) for x in qkv), strict=True)
+    outs = [
+        sdpa_attention_forward(module, q, k, v, None, dropout=dropout, scaling=scaling, is_causal=False)[0]
+        for q, k, v in segments
+    ]
+    return torch.cat(outs, dim=1)
+
+
+def _plan_without_tower(
+    module: Any, q_THD: Tensor, cu_seqlens_S1: Tensor, scale: float, *, grad: bool, score_mod: ScoreMod | None
+) -> Plan:
+    """Return a plan for offsets that came without one; it is kept for other layers that get the very same tensor.
+
+    Args:
+        module: The attention module.
+        q_THD: The queries.
+        cu_seqlens_S1: The offsets.
+        scale: The scale of the scores.
+        grad: Whether gradients are needed.
+        score_mod: A function of the user's that changes scores; None without one.
+    """
+    known: Offsets | None = getattr(cu_seqlens_S1, OFFSETS, None)
+    name = "flex" if score_mod else NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
+    name = known.settings.attention if known else name
+    request = Request(
+        device=q_THD.device,
+        dtype=q_THD.dtype,
+        heads=q_THD.shape[1],
+        head_dim=q_THD.shape[2],
+        scale=scale,
+        grad=grad,
+        score_mod=score_mod,
+    )
+    stream = torch.cuda.current_stream(q_THD.device).cuda_stream if q_THD.is_cuda else 0
+    key = request, stream, name
+    if known is not None:
+        plan = known.plans.get(key)
+        if plan is None:
+            if known.segments.rows != len(q_THD):
+                raise ValueError(f"expected {known.segments.rows} rows for this grid_thw, got {len(q_THD)}")
+            request = replace(request, kind=known.kind, max_seqlen=known.segments.max_seqlen)
+            backend = resolve(name, request, known.segments, known.faults).backend
+            known.plans[key] = plan = plan_alone(backend, known.segments, request)
+        known.served[known.kind] = plan.backend.name
+        return plan
+    # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
+    version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
+    offsets, kept_version, kept_key, plan = getattr(_LAST, "plan", (lambda: None, None, None, None))
+    if plan is None or offsets() is not cu_seqlens_S1 or version is None or (kept_version, kept_key) != (version, key):
+        plan = _plan_offsets(name, request, q_THD.shape[0], cu_seqlens_S1)
+        _LAST.plan = weakref.ref(cu_seqlens_S1), version, key, plan
+    return plan
+
+
+_LAST = threading.local()
+
+
+def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: Tensor) -> Plan:
+    """Read offsets from the device, check them, and plan them for a backend of that name."""
+    host_S1 = cu_seqlens_S1.detach().cpu().numpy()
+    lengths_S = np.diff(host_S1)
+    if host_S1[0] != 0 or host_S1[-1] != rows or (lengths_S < 0).any():
+        raise ValueError(
+            f"expected cu_seqlens to rise from 0 to the number of rows {rows}, got it from {host_S1[0]} to "
+            f"{host_S1[-1]}; pass the offsets of all rows"
+        )
+    segments = Segments(np.ascontiguousarray(lengths_S[lengths_S > 0], dtype=np.int32))
+    request = replace(request, max_seqlen=segments.max_seqlen)
+    return plan_alone(resolve(name, request, segments).backend, segments, request)

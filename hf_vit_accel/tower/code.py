@@ -1,0 +1,138 @@
+"""Which functions of transformers a tower's forward depends on, and which names of attributes they contain.
+
+Python code names every attribute that it reads (`co_names`), so the names say what a change can matter to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from operator import attrgetter
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+_SHARED_CLASSES = frozenset(PreTrainedModel.__mro__)
+"""The classes that every tower inherits: what they define is the same for all models."""
+
+_FUNCTION_TYPES = (FunctionType, property, staticmethod, classmethod)
+
+
+class Code:
+    """The functions that a proof ran: methods of all module classes, and the functions in the tower's module.
+
+    Anyone may replace them, at any time.
+
+    Args:
+        kind: The tower's class in transformers.
+        classes: The classes of all its modules.
+    """
+
+    def __init__(self, kind: type, classes: frozenset[type]) -> None:
+        self.kind = kind
+        self.classes = classes
+        self.home = vars(sys.modules[kind.__module__])
+        self.names = [name for name, value in self.home.items() if callable(value) and not isinstance(value, type)]
+        self.methods = [name for name, value in vars(kind).items() if isinstance(value, FunctionType | property)]
+        self.methods.remove("forward")  # checked by itself
+        self._readers = method_readers(classes)
+        self._functions = self._current_functions()
+
+    def _current_functions(self) -> list[Any]:
+        own_methods = [vars(self.kind).get(name) for name in self.methods]
+        functions = [self.home.get(name) for name in self.names]
+        return [*own_methods, *functions, *(read(kind) for read, kind in self._readers)]
+
+    def unchanged(self) -> bool:
+        """Return whether all functions are still those that ran."""
+        return self._current_functions() == self._functions
+
+    def reasons_overridden(self, tower: nn.Module) -> list[str]:
+        """List the methods that the instance or a subclass overrides: the proof ran without them."""
+        kind, reasons = type(tower), []
+        for name in self.methods:
+            if getattr(kind, name) is not vars(self.kind).get(name) or name in vars(tower):
+                reasons.append(f"the tower has a {name} of its own")
+        return reasons
+
+    def attributes_of(self, kind: type) -> frozenset[str]:
+        """Return every attribute name in the methods of a class."""
+        return _names_in_class(kind)
+
+    def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
+        """Return every attribute name in the methods of a tower's class, and in the functions that these may call."""
+        return _names_in_class(type(tower)) | self._names_in_home()
+
+    def config_fields(self, tower: Any) -> list[str]:
+        """List the fields of a tower's config that its code may read at a call."""
+        fields = vars(tower.config).keys() - _FIELDS_OF_A_CALL
+        renamed = getattr(tower.config, "attribute_map", {})
+        names = set(self._names_in_home())
+        for kind in {*self.classes, type(tower)}:
+            names |= _names_in_class(kind)
+        names |= {renamed[name] for name in names & renamed.keys()}
+        return sorted(fields & names)
+
+    def _names_in_home(self) -> frozenset[str]:
+        names: set[str] = set()
+        for name in self.names:
+            names |= _names_in(self.home.get(name))
+        return frozenset(names)
+
+
+_FIELDS_OF_A_CALL = {"return_dict", "output_attentions", "output_hidden_states"}
+"""Fields that every call reads anew."""
+
+
+def method_readers(kinds: Iterable[type]) -> list[tuple[Callable[[type], Any], type]]:
+    """Return, for every class, a function that reads its present methods, and the class."""
+    readers: list[tuple[Callable[[type], Any], type]] = []
+    for kind in kinds:
+        names = {"forward", *(name for owner in _own_classes(kind) for name in _methods(owner))}
+        readers.append((attrgetter(*sorted(names)), kind))
+    return readers
+
+
+def _own_classes(kind: type) -> list[type]:
+    return [owner for owner in kind.__mro__ if owner not in _SHARED_CLASSES]
+
+
+def _methods(kind: type) -> list[str]:
+    """List the methods in a class's own namespace that a forward may reach."""
+    return [
+        name
+        for name, value in vars(kind).items()
+        if isinstance(value, _FUNCTION_TYPES) and (name == "__call__" or not name.startswith("__"))
+    ]
+
+
+def _names_in_class(kind: type) -> frozenset[str]:
+    names: set[str] = set()
+    for owner in _own_classes(kind):
+        for name in _methods(owner):
+            names |= _names_in(vars(owner)[name])
+    return frozenset(names)
+
+
+def _names_in(function: Any) -> frozenset[str]:
+    """Return the names of attributes in the code of a function, a property, or what stands around one."""
+    if isinstance(function, property):
+        function = function.fget
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return _names_in_code(code) if isinstance(code, CodeType) else frozenset()
+
+
+@cache
+def _names_in_code(code: CodeType) -> frozenset[str]:
+    """Return all names in a piece of code and in the functions that it defines; string constants serve `getattr`."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in_code(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return frozenset(names)

@@ -1,0 +1,157 @@
+"""The modules of a tower, the places of its parameters, the parameters in memory, and the hooks that do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_vit_accel.families import Parts
+
+
+class Weights:
+    """The parameters of a tower as they are in memory now, adapters' last.
+
+    Args:
+        parameters: All of them, in the order of the snapshot.
+        pointers: Their addresses; None if a tensor class has none.
+        offloaded: Whether accelerate moves weights or inputs itself.
+        adapters: How many of the last parameters are adapters'.
+
+    Attributes:
+        kinds: The number of parameters, and the dtype of every adapter's.
+        reasons: Why kernels cannot read them.
+        loose: The answer of `Snapshot.loose` for them; None before it was computed.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], pointers: list[int] | None, offloaded: bool, adapters: int = 0
+    ) -> None:
+        self.indices = list(range(len(parameters)))
+        self.pointers = pointers
+        self.dtype = parameters[0].dtype if parameters else torch.float32
+        self.contiguous = all(map(Tensor.is_contiguous, parameters))
+        self.count = len(parameters)
+        self.nbytes = sum(parameter.nbytes for parameter in parameters)
+        self.loose: bool | None = None
+        self.reasons: list[str] = []
+        own_count = self.count - adapters  # adapters may have other dtypes: PEFT casts their inputs and outputs
+        dtypes = {parameter.dtype for parameter in parameters[:own_count]}
+        self.kinds = (self.count, *(parameter.dtype for parameter in parameters[own_count:]))
+        classes = {type(parameter) for parameter in parameters} - {nn.Parameter}
+        if len(dtypes) > 1:
+            self.reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
+        if classes:
+            names = sorted(kind.__name__ for kind in classes)
+            self.reasons.append(f"parameters of a class of their own ({', '.join(names)})")
+        if offloaded and len({parameter.device for parameter in parameters}) > 1:
+            self.reasons.append("parameters on several devices")
+
+
+def modules_of(tower: nn.Module, parts: Parts | None) -> dict[str, nn.Module]:
+    """Return the tower and the modules inside by name, also those that torch does not find, as in a plain list.
+
+    Args:
+        tower: The tower; it comes first.
+        parts: What its family finds; None where that is not known.
+    """
+    modules = dict(tower.named_modules())
+    return modules if parts is None else modules | _modules_outside(parts, modules)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterPlaces:
+    """The `_parameters` of modules.
+
+    Attributes:
+        complete: Of modules none of whose parameters is None.
+        partial: Of modules with a parameter that is None.
+        adapters: Of PEFT's modules beside a layer.
+        sharded: Of modules that FSDP2 shards apart from the tower.
+    """
+
+    complete: list[dict[str, Any]] = field(default_factory=list)
+    partial: list[dict[str, Any]] = field(default_factory=list)
+    adapters: list[dict[str, Any]] = field(default_factory=list)
+    sharded: list[dict[str, Any]] = field(default_factory=list)
+
+
+def places_of(modules: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> ParameterPlaces:
+    """Sort the places of parameters.
+
+    Args:
+        modules: The tower and the modules inside.
+        wrapped: The modules inside that FSDP2 wraps.
+    """
+    places = ParameterPlaces()
+    sharded_ids = {id(inner) for module in wrapped for inner in module.modules()}
+    adapter_ids = {id(adapter) for module in modules for adapter in _adapters_of(module)}
+    for module in modules:
+        parameters = module._parameters
+        if id(module) in sharded_ids:
+            places.sharded.append(parameters)
+        elif id(module) in adapter_ids:
+            places.adapters.append(parameters)
+        elif parameters and any(value is None for value in parameters.values()):
+            places.partial.append(parameters)
+        elif parameters:
+            places.complete.append(parameters)
+    return places
+
+
+def _modules_outside(parts: Parts, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules among the parts, and inside them, that are not among the tower's named modules."""
+    seen = {id(module) for module in modules.values()}
+    outside: dict[str, nn.Module] = {}
+    for name, part in _named_parts(parts):
+        for path, module in part.named_modules(prefix=name):
+            if id(module) not in seen:
+                seen.add(id(module))
+                outside[path] = module
+    return outside
+
+
+def _named_parts(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module that a family names, with a name of its own."""
+    named: list[tuple[str, Any]] = []
+    for index, block in enumerate(parts.blocks):
+        named.append((f"blocks.{index}", block.module))
+        named += [(f"blocks.{index}.{name}", value) for name, value in vars(block).items()]
+    named += list(vars(parts).items())
+    named += [(f"deepstack.{layer}", merger) for layer, merger in parts.deepstack.items()]
+    for name, value in named:
+        values = value if isinstance(value, tuple) else (value,)
+        for index, module in enumerate(values):
+            if isinstance(module, nn.Module):
+                yield name if module is value else f"{name}.{index}", module
+
+
+def _adapters_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield PEFT's modules beside the layer that a module of its own wraps.
+
+    Copies of whole modules are left out: PEFT casts nothing around them.
+    """
+    names = getattr(module, "adapter_layer_names", ()) if "base_layer" in module._modules else ()
+    for name in names:
+        part = module._modules.get(name)
+        if part is not None:
+            yield from part.modules()
+
+
+def is_inert(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is one of transformers' that does nothing unless hidden states or attentions are requested.
+
+    Output-capturing hooks stay on after one use.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or is_output_marker(hook)
+
+
+def is_output_marker(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is the one that makes outputs require gradients, for checkpointing."""
+    return (
+        getattr(hook, "__module__", None) == "transformers.modeling_utils"
+        and getattr(hook, "__name__", None) == "make_inputs_require_grads"
+    )

@@ -1,0 +1,335 @@
+"""What a call notices of a tower that changed after it was patched, and what it does not care about."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from standins import ONE_TOWER
+from tiny import GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
+from transformers import AttentionInterface, modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import hf_vit_accel
+from hf_vit_accel import ReuseConfig
+from hf_vit_accel.families import FAMILIES
+from hf_vit_accel.ops.base import copied
+from hf_vit_accel.tower import proof as proofs
+from hf_vit_accel.tower.code import Code
+from hf_vit_accel.tower.state import state_of
+
+GRID = GRIDS["mixed"]
+
+
+@pytest.fixture(params=ONE_TOWER)
+def tower(request: Any) -> Any:
+    return tower_of(TINY[request.param].build())
+
+
+def pair(family: str) -> tuple[Any, Any]:
+    """Two equal towers; the second is patched and was called."""
+    tower = tower_of(TINY[family].build())
+    patched = copy.deepcopy(tower)
+    hf_vit_accel.patch(patched)
+    run_tower(patched, GRID)
+    return tower, patched
+
+
+# --- attention functions --------------------------------------------------------------------------------------------
+
+
+def half(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """An attention of the user's."""
+    return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Register functions for this test only."""
+    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(functions, "sdpa", functions["sdpa"])
+    return AttentionInterface.register
+
+
+def test_an_attention_registered_after_patch_is_kept(tower: Any, registered: Any) -> None:
+    """As one that was registered before: the tower stays stock, while it is there."""
+    stock = copy.deepcopy(tower)
+    expected = run_tower(stock, GRID)
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    registered("sdpa", half)
+    halved = run_tower(stock, GRID)
+    assert relative_error(halved[0], expected[0]) > 0.01, "the change matters"
+    assert_close(run_tower(tower, GRID), halved, 0.0)
+    status = hf_vit_accel.status(tower).towers[0]
+    assert (status.calls, status.stock_calls) == (1, 1)
+    assert "the attention 'sdpa' is a function of your own" in status.against_fast[0]
+    registered("sdpa", sdpa_attention_forward)
+    assert_close(run_tower(tower, GRID), expected)
+    assert state_of(tower).calls == 2
+    registered("sdpa", half)
+    hf_vit_accel.unpatch(tower)
+    assert tower.config._attn_implementation == "sdpa"
+    assert_close(run_tower(tower, GRID), halved, 0.0)
+
+
+def test_a_copy_keeps_an_attention_registered_later(tower: Any, registered: Any) -> None:
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower)
+    copies = [copy.deepcopy(tower), copy.copy(tower)]
+    registered("sdpa", half)
+    for each in copies:
+        assert_close(run_tower(each, GRID), run_tower(stock, GRID), 0.0)
+
+
+@pytest.mark.parametrize("how", ["backend", "set_attn_implementation"])
+def test_a_named_attention_replaces_one_registered_later(tower: Any, registered: Any, how: str) -> None:
+    expected = run_tower(tower, GRID)
+    if how == "backend":
+        hf_vit_accel.patch(tower, attention="flex")
+    else:
+        tower.set_attn_implementation("flash_vit_auto")
+    run_tower(tower, GRID)
+    registered("sdpa", half)
+    assert_close(run_tower(tower, GRID), expected)
+    assert state_of(tower).calls == 2
+
+
+def test_an_attention_that_the_user_sets_is_not_taken_back(tower: Any) -> None:
+    """Another reading of the tower changes no name."""
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    tower.config._attn_implementation = "sdpa"
+    tower.blocks[0].mlp = copy.deepcopy(tower.blocks[0].mlp)
+    run_tower(tower, GRID)
+    assert tower.config._attn_implementation == "sdpa"
+
+
+# --- changes that matter --------------------------------------------------------------------------------------------
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "set": (lambda: {1, 3}, lambda layers: layers.add(2)),
+    "dict": (lambda: {1: True, 3: True}, lambda layers: layers.update({2: True})),
+    "deque": (lambda: deque([1, 3]), lambda layers: layers.append(2)),
+    "list": (lambda: [1, 3], lambda layers: layers.append(2)),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_container_that_changes_in_place(kind: str) -> None:
+    make, change = CONTAINERS[kind]
+    towers = pair("qwen2_5_vl")
+    for tower in towers:
+        tower.fullatt_block_indexes = make()
+    before = [run_tower(tower, GRID) for tower in towers]
+    for tower in towers:
+        change(tower.fullatt_block_indexes)
+    expected, ours = (run_tower(tower, GRID) for tower in towers)
+    assert relative_error(expected[0], before[0][0]) > 1e-3, "the change matters"
+    assert_close(ours, expected)
+    assert "'fullatt_block_indexes' changed" in str(hf_vit_accel.status(towers[1]))
+
+
+def test_copies_of_containers_are_deep() -> None:
+    value = ({"a": [1, {2}]}, bytearray(b"x"), "text", frozenset({3}))
+    former = copied(value)
+    assert former == value
+    value[0]["a"][1].add(4)
+    assert former != value
+    assert former[2] is value[2] and former[3] is value[3]
+
+
+def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "_WARNED", set())
+    stock, tower = pair("qwen2_5_vl")
+    kind, method = type(tower), type(tower).permute_input_for_window_attn
+    before = run_tower(stock, GRID)
+    monkeypatch.setattr(kind, "permute_input_for_window_attn", lambda *given, **named: method(*given, **named) * 0.5)
+    expected = run_tower(stock, GRID)
+    assert relative_error(expected[0], before[0]) > 0.01, "the change matters"
+    with pytest.warns(UserWarning, match="stays stock"):
+        assert_close(run_tower(tower, GRID), expected, 0.0)
+
+
+def test_a_method_of_a_class_inside_that_is_replaced(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a forward: one that a forward calls."""
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower)
+    before = run_tower(tower, GRID)
+    rotary = type(tower.rotary_pos_emb)
+    method = rotary.recomposition_frequencies
+
+    def other(*given: Any, **named: Any) -> Any:
+        return method(*given, **named) * 0.5
+
+    monkeypatch.setattr(rotary, "recomposition_frequencies", other)
+    expected = run_tower(stock, GRID)
+    assert relative_error(expected[0], before[0]) > 1e-4, "the change matters"
+    assert_close(run_tower(tower, GRID), expected)
+    assert state_of(tower).rebuilds == 1
+
+
+def test_a_config_field_that_stock_reads_at_every_call() -> None:
+    stock, tower = pair("qwen3_vl")
+    grid = [(1, 8, 8)]
+    before = run_tower(stock, grid)
+    for each in (stock, tower):
+        each.config.spatial_merge_size = 4
+    expected = run_tower(stock, grid)
+    assert relative_error(expected[0], before[0]) > 1e-3, "the change matters"
+    assert_close(run_tower(tower, grid), expected, 0.0)
+    assert "the config's field 'spatial_merge_size' changed" in str(hf_vit_accel.status(tower))
+
+
+CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only for tower in family.towers]
+
+
+@pytest.mark.parametrize(("family", "module", "name"), CLASSES, ids=lambda value: str(value).rpartition(".")[2])
+def test_watched_config_fields_are_all_that_a_forward_reads(family: Any, module: str, name: str) -> None:
+    """Seen by running: a config that notes what a call reads of it."""
+    kind: Any = getattr(pytest.importorskip(module), name)
+    config = kind.config_class()
+    for field, value in family.tiny.items():
+        setattr(config, field, copy.deepcopy(value))
+    config._attn_implementation_internal = "sdpa"
+    tower = kind(config).eval()
+    seen: set[str] = set()
+    config_class = type(config)
+
+    def noting(self: Any, field: str) -> Any:
+        seen.add(field)
+        return config_class.__getattribute__(self, field)
+
+    watched = Code(kind, frozenset(map(type, tower.modules()))).config_fields(tower)
+    fields = vars(config).keys() - {"return_dict", "output_attentions", "output_hidden_states"}
+    grid = [(1, 4, 6), (1, 8, 4)]
+    weight = family.parts(tower).projection.weight
+    pixels = family.pixels(tower, torch.randn(56, weight[0].numel(), dtype=weight.dtype))
+    config.__class__ = type(config_class.__name__, (config_class,), {"__getattribute__": noting})
+    with torch.no_grad():
+        tower(pixels, grid_thw=torch.tensor(grid))
+    public = {field for field in seen & fields if not field.startswith("_")}
+    assert public <= set(watched), public - set(watched)
+
+
+def test_hooks_on_blocks_in_a_plain_list(tower: Any) -> None:
+    """torch does not find them, the family does."""
+    stock = copy.deepcopy(tower)
+    for each in (stock, tower):
+        blocks = list(each.blocks)
+        del each.blocks
+        each.blocks = blocks
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRID), run_tower(stock, GRID))
+    assert state_of(tower).calls == 1
+    for each in (stock, tower):
+        each.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    assert_close(run_tower(tower, GRID), run_tower(stock, GRID), 0.0)
+    assert dict(state_of(tower).fallbacks) == {"hooks on blocks.1": 1}
+
+
+def test_blocks_in_a_plain_list_are_trained(tower: Any) -> None:
+    """Alone: all that torch finds is frozen."""
+    stock = copy.deepcopy(tower)
+    gradients = []
+    for each in (stock, tower):
+        blocks = list(each.blocks)
+        del each.blocks
+        each.blocks = blocks
+        each.requires_grad_(False)
+        if each is tower:
+            hf_vit_accel.patch(tower)
+        with torch.enable_grad():
+            weight = each.patch_embed.proj.weight
+            pixels = torch.ones(sum(t * h * w for t, h, w in GRID), weight[0].numel())
+            each(pixels, grid_thw=torch.tensor(GRID)).pooler_output.square().sum().backward()
+        gradients.append([parameter.grad for block in blocks for parameter in block.parameters()])
+    assert state_of(tower).calls == 1
+    assert_close(gradients[1], gradients[0], 1e-4)
+
+
+# --- changes that do not --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_counter_on_the_tower_empties_no_cache(tower: Any, when: str) -> None:
+    if when == "before":
+        tower.n_calls = 0
+    hf_vit_accel.patch(tower, reuse=ReuseConfig(across_calls=True))
+    if when == "after":
+        tower.n_calls = 0
+
+    def count(module: Any, args: Any, output: Any) -> None:
+        module.n_calls += 1
+
+    tower.register_forward_hook(count)
+    for _ in range(5):
+        run_tower(tower, GRID)
+    status = hf_vit_accel.status(tower).towers[0]
+    assert tower.n_calls == 5
+    assert status.layouts[2] == 1 and status.rebuilds == 0
+    assert status.reuse is not None and status.reuse.encoded == len(GRID)
+    assert "rebuilt" not in str(status)
+
+
+def test_an_attribute_that_a_subclass_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever names it: any function of the tower's class."""
+    monkeypatch.setattr(proofs, "_WARNED", set())
+    tower = tower_of(TINY["qwen2_vl"].build())
+
+    class Own(type(tower)):  # type: ignore[misc]
+        def scaled(self) -> int:
+            return int(self.own_factor)
+
+    tower.__class__ = Own
+    tower.own_factor = 1
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    tower.own_factor = 2
+    run_tower(tower, GRID)
+    status = hf_vit_accel.status(tower).towers[0]
+    assert (status.rebuilds, status.rebuild_reason) == (1, "the tower's attribute 'own_factor' changed")
+    assert "rebuilt    1 x, last because the tower's attribute 'own_factor' changed" in str(status)
+
+
+def test_an_attribute_that_appears_later(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`getattr(self, name, default)`: the name is a string in the code."""
+    kind = type(tower)
+
+    class Own(kind):  # type: ignore[misc, valid-type]
+        def scaled(self) -> int:
+            return int(getattr(self, "own_factor", 1))
+
+    tower.__class__ = Own
+    monkeypatch.setattr(proofs, "_WARNED", set())
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRID)
+    tower.own_factor = 2
+    run_tower(tower, GRID)
+    assert state_of(tower).rebuilds == 1
+
+
+# --- towers that stay stock -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["forward", "__init__"])
+def test_a_subclass_that_overrides_a_method_warns_once(tower: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "_WARNED", set())
+    kind: Any = type(tower)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(kind, name)(self, *args, **kwargs)
+
+    tower.__class__ = type("Own", (kind,), {name: method})
+    with pytest.warns(UserWarning, match="Own stays stock: the .*") as caught:
+        hf_vit_accel.patch(tower)
+        run_tower(tower, GRID)
+        hf_vit_accel.patch(tower)
+    [warning] = caught
+    assert name.strip("_") in str(warning.message)
+    assert state_of(tower).stock_calls == 0
