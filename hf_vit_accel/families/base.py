@@ -233,16 +233,19 @@ class Family:
         """Return the tower class that a module is an instance of, or None. Imports nothing of transformers."""
         return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers), None)
 
-    def output_of(self, tower: nn.Module, tensors: list[Tensor]) -> Any:
+    def output_class(self, tower: nn.Module) -> Any:
+        """Return the stock output class of a tower, from the module of its class."""
+        kind = self.tower_class(tower)
+        assert kind is not None
+        return getattr(sys.modules[kind.__module__], self.output)
+
+    def output_of(self, output_class: Any, tensors: list[Tensor]) -> Any:
         """Return the tower's stock output.
 
         Args:
-            tower: The tower.
+            output_class: The stock output class of the tower.
             tensors: The last rows, then the merged features if there are any, then the deepstack features.
         """
-        kind = self.tower_class(tower)
-        assert kind is not None
-        output_class = getattr(sys.modules[kind.__module__], self.output)
         deepstack = {"deepstack_features": tensors[2:]} if self.deepstack else {}
         pooler_output = tensors[1] if len(tensors) > 1 else None
         return output_class(last_hidden_state=tensors[0], pooler_output=pooler_output, **deepstack)

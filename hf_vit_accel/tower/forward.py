@@ -282,7 +282,7 @@ def run(tower: Any, state: TowerState, plan: CallPlan, original: Original) -> Ou
             outputs = _encode_call(tower, state, plan)
     if plan.marks_outputs:  # copies: stock's outputs are no leaves either, and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
-    output = state.family.output_of(tower, outputs)
+    output = state.family.output_of(plan.snapshot.output_class, outputs)
     return Outcome(plan=plan, output=output.to_tuple() if plan.returns_tuple else output)
 
 

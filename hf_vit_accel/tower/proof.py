@@ -327,7 +327,7 @@ def _compare(twin: Any, family: Family, grid: Grid, *, complete: bool = False) -
     fast = None
     if why := _difference(ours, expected, _OUTPUT_BOUND):
         fast = f"{name} computes something else than our operations ({why})"
-    elif type(family.output_of(twin, ours)) is not type(output):
+    elif type(family.output_of(family.output_class(twin), ours)) is not type(output):
         fast = f"{name} returns another class, {type(output).__name__}"
     if not complete:
         return fast, None

@@ -70,6 +70,7 @@ class Snapshot:
         expected: What inputs have to fit; set by `weights`.
         reads: The attributes of modules that this reading, and the operations built from it, depend on.
         specs: What decides routes, by kind of call.
+        output_class: The stock output class.
     """
 
     parts: Parts
@@ -81,6 +82,7 @@ class Snapshot:
         self.proof = upstream.prove(tower, family)
         self.reads = Reads()
         self.specs: dict[Any, Spec] = {}
+        self.output_class = family.output_class(tower)
         self.dropout = False
         self._tower = weakref.ref(tower)
         self._weights = Weights([], None, False)
