@@ -241,7 +241,7 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> Weights:
     if snapshot.brought and weights.reasons:
         holder = tower if isinstance(tower, sharding.wrapper()) else next(iter(snapshot.sharded.values()))
         weights = copy.copy(weights)
-        weights.dtype = sharding.brought(holder, weights.dtype)
+        weights.dtype = sharding.gathered_dtype(holder, weights.dtype)
         weights.reasons = []
     return weights
 

@@ -171,14 +171,14 @@ OFFSETS = "_hf_vit_accel_offsets"
 class Offsets:
     """Segments of a tower whose attention alone is ours, as its layers get them: the lengths are known on the host.
 
-    settings, faults: of the tower. plans: by what layers ask for; served: backend of each kind of layer, of the tower.
+    settings, faults: of the tower. plans: by what layers ask for; backends: of each kind of layer, of the tower.
     """
 
     kind: Kind
     segments: Segments
     settings: Settings
     faults: Mapping[str, str]
-    served: dict[str, str]
+    backends: dict[str, str]
     plans: dict[Any, Plan] = field(default_factory=dict)
 
 
@@ -210,15 +210,15 @@ class Routes:
     def offsets(self, grid: Grid, at: torch.device, geometry: Geometry, *of_tower: Any) -> dict[str, Any]:
         """The keyword arguments with which such a tower neither computes its segments nor asks the device for them.
 
-        Made once for a stream and while the geometry is the same. of_tower: settings, faults and served of `Offsets`.
+        Made once for a stream and while the geometry is the same. of_tower: settings, faults and backends of `Offsets`.
         """
 
         def make() -> tuple[dict[str, Any], int]:
-            metadata, (settings, faults, served) = build(grid, geometry), of_tower
+            metadata, (settings, faults, backends) = build(grid, geometry), of_tower
             arrays = {name: array for name, array in metadata.arrays().items() if name in _SEGMENTS}
             with outside_modes():
                 tensors = to_device(arrays, at)
-            given = dict(settings=settings, faults=faults, served=served)
+            given = dict(settings=settings, faults=faults, backends=backends)
             for name, (kind, segments) in zip(_SEGMENTS[::2], metadata.segments().items(), strict=False):
                 setattr(tensors[name], OFFSETS, Offsets(kind=kind, segments=segments, **given))
             return {**tensors, "max_seqlen": metadata.full.max_seqlen}, 8 * len(grid)

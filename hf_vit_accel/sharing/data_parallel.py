@@ -198,7 +198,8 @@ def _check_headers(headers: Sequence[Header]) -> None:
             "; ".join(f"not shared: rank {rank} of the group: {header.text}" for rank, header in alone.items())
         )
     _check_same([header.options for header in headers], "gradients, dtype and weights that are trained")
-    if different := _different_ranks([header.checksum for header in headers]):
+    different = _different_ranks([header.checksum for header in headers])
+    if different:
         raise NotSharedError(
             f"not shared: pixel values or weights on {', '.join(different)} of the group are not those of the others"
         )
@@ -224,7 +225,8 @@ def _different_ranks(words: list[int]) -> list[str]:
 
 
 def _check_same(digests: list[int], what: str) -> None:
-    if different := _different_ranks(digests):
+    different = _different_ranks(digests)
+    if different:
         raise RankError(
             f"expected the same call on every rank ({what}), got another on {', '.join(different)} of the group; give "
             "all ranks the same images in the same order, or patch with data_parallel=False"

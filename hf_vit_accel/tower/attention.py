@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -113,9 +114,9 @@ def _plan_without_tower(
         grad: Whether gradients are needed.
         score_mod: A function of the user's that changes scores; None without one.
     """
-    known: Offsets | None = getattr(cu_seqlens_S1, OFFSETS, None)
+    offsets: Offsets | None = getattr(cu_seqlens_S1, OFFSETS, None)
     name = "flex" if score_mod else NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
-    name = known.settings.attention if known else name
+    name = offsets.settings.attention if offsets else name
     request = Request(
         device=q_THD.device,
         dtype=q_THD.dtype,
@@ -127,23 +128,37 @@ def _plan_without_tower(
     )
     stream = torch.cuda.current_stream(q_THD.device).cuda_stream if q_THD.is_cuda else 0
     key = request, stream, name
-    if known is not None:
-        plan = known.plans.get(key)
+    if offsets is not None:
+        plan = offsets.plans.get(key)
         if plan is None:
-            if known.segments.rows != len(q_THD):
-                raise ValueError(f"expected {known.segments.rows} rows for this grid_thw, got {len(q_THD)}")
-            request = replace(request, kind=known.kind, max_seqlen=known.segments.max_seqlen)
-            backend = resolve(name, request, known.segments, known.faults).backend
-            known.plans[key] = plan = plan_alone(backend, known.segments, request)
-        known.served[known.kind] = plan.backend.name
+            if offsets.segments.rows != len(q_THD):
+                raise ValueError(f"expected {offsets.segments.rows} rows for this grid_thw, got {len(q_THD)}")
+            request = replace(request, kind=offsets.kind, max_seqlen=offsets.segments.max_seqlen)
+            backend = resolve(name, request, offsets.segments, offsets.faults).backend
+            offsets.plans[key] = plan = plan_alone(backend, offsets.segments, request)
+        offsets.backends[offsets.kind] = plan.backend.name
         return plan
     # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
     version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
-    offsets, kept_version, kept_key, plan = getattr(_LAST, "plan", (lambda: None, None, None, None))
-    if plan is None or offsets() is not cu_seqlens_S1 or version is None or (kept_version, kept_key) != (version, key):
+    last: _LastPlan | None = getattr(_LAST, "plan", None)
+    if (
+        last is None
+        or version is None
+        or last.offsets() is not cu_seqlens_S1
+        or (last.version, last.key) != (version, key)
+    ):
         plan = _plan_offsets(name, request, q_THD.shape[0], cu_seqlens_S1)
-        _LAST.plan = weakref.ref(cu_seqlens_S1), version, key, plan
-    return plan
+        last = _LAST.plan = _LastPlan(weakref.ref(cu_seqlens_S1), version, key, plan)
+    return last.plan
+
+
+class _LastPlan(NamedTuple):
+    """The plan of the last offsets that came without one, and what it was made for."""
+
+    offsets: weakref.ref[Tensor]
+    version: int | None
+    key: Hashable
+    plan: Plan
 
 
 _LAST = threading.local()

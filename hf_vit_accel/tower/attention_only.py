@@ -7,17 +7,19 @@ from typing import Any
 import transformers
 
 from hf_vit_accel.engine.inputs import Inputs
+from hf_vit_accel.families import Tower
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.decide import Call
 from hf_vit_accel.tower.state import TowerState
 
 
-def read(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def read(tower: Tower, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return a call, with its grid on the host unless the stock forward must run as it is."""
     state.follow_attention(tower)
     names = state.family.arguments
     arguments = dict(zip(names, args)) | kwargs  # noqa: B905
-    if reasons := checks.reasons_own_segments(tower, arguments, names[0]):
+    reasons = checks.reasons_own_segments(tower, arguments, names[0])
+    if reasons:
         return Call(reasons_stock=reasons)
     grid = tuple((t, h, w) for t, h, w in arguments["grid_thw"].tolist())
     if not grid or min(min(sizes) for sizes in grid) < 1:  # the stock forward reports what else is wrong with a call

@@ -1,6 +1,6 @@
-"""Why a call is not fast: the reasons against it that a tower, its config, torch's modes and the arguments give.
+"""Reasons why a call is not fast: in the tower, its config, the modes of torch, or the arguments.
 
-All reasons are lists of sentences, empty where nothing stands against.
+Reasons are lists of sentences, empty where there is none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import modeling_utils
 
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import POPPED
+from hf_vit_accel.families import Tower
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import Facts
 from hf_vit_accel.tower import fsdp as sharding
@@ -27,10 +28,11 @@ from hf_vit_accel.tower.snapshot import Snapshot
 
 
 def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | None:
-    """What autocast computes in on a device; None where it is off, and for fp64, which it leaves alone."""
-    kind, known = device.type, weights != torch.float64
-    on = known and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
+    """Return the dtype of autocast on a device; None where it is off, and for fp64 weights, which it does not cast."""
+    kind = device.type
+    if weights == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def reasons_fake() -> list[str]:
@@ -43,9 +45,17 @@ def reasons_fake() -> list[str]:
 
 
 def reasons_stock(
-    tower: Any, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, Any]
+    tower: Tower, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """Why a call must reach the stock forward as it is. name: of the attention that it runs under."""
+    """Return why a call must reach the stock forward as it is.
+
+    Args:
+        tower: The tower.
+        former_forward: The forward that its instance had before; None for the class's.
+        name: The attention name that the call runs under.
+        snapshot: The tower as it is now.
+        kwargs: The keyword arguments of the call.
+    """
     reasons = list(snapshot.stock)
     # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
     if former_forward is not None and getattr(former_forward, "__func__", None) is not type(tower).forward:
@@ -59,16 +69,22 @@ def reasons_stock(
     return reasons
 
 
-def reasons_own_segments(tower: Any, named: Mapping[str, Any], pixels: str) -> list[str]:
-    """Why a tower that is served attention only must compute its segments itself. named: the arguments of a call."""
+def reasons_own_segments(tower: Tower, arguments: Mapping[str, Any], pixels: str) -> list[str]:
+    """Return why a tower whose attention alone is ours must compute its segments itself.
+
+    Args:
+        tower: The tower.
+        arguments: The arguments of the call by name.
+        pixels: The name of the pixels.
+    """
     name = tower.config._attn_implementation
     if name not in upstream.NAMES:
         return reasons_own_attention(tower, name) or [f"its attention is {name!r}"]
-    if any(popped in named for popped in POPPED):
+    if any(popped in arguments for popped in POPPED):
         return ["the caller supplies sequence metadata"]
-    grid, given = named.get("grid_thw"), named.get(pixels)
-    known = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
-    if not known or not isinstance(given, Tensor) or is_tracing():
+    grid = arguments.get("grid_thw")
+    has_grid = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
+    if not has_grid or not isinstance(arguments.get(pixels), Tensor) or is_tracing():
         return ["the arguments are not those that are known, or torch.jit.trace is at work"]
     return []
 
@@ -82,10 +98,10 @@ def reasons_untraceable() -> list[str]:
     return reasons_fake() if is_in_torch_dispatch_mode() else []
 
 
-def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
-    """Why a tower's attention of that name may compute anything: it is a function of the user's.
+def reasons_own_attention(tower: Tower, name: str | None) -> list[str]:
+    """Return why a tower's attention of a name may compute anything: it is a function of the user's.
 
-    Those of transformers and, by a name with a slash, from the Hub compute attention; so do ours.
+    Functions of transformers, ours, and those of the Hub (a name with a slash) compute attention.
     """
     if name == "eager":  # which is not registered, but a function beside the tower
         function: Any = getattr(sys.modules.get(type(tower).forward.__module__), "eager_attention_forward", None)
@@ -98,7 +114,7 @@ def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
     return [f"the attention {name!r} is a function of your own; patch(attention=...) with a backend's name replaces it"]
 
 
-def attention_name(tower: Any, settings: Settings, former_name: str | None) -> str | None:
+def attention_name(tower: Tower, settings: Settings, former_name: str | None) -> str | None:
     """Return the attention name for the config of a patched tower.
 
     Under "auto", a function of the user's stays. So does "eager": a user who loads with it may ask for attention
@@ -115,9 +131,17 @@ def attention_name(tower: Any, settings: Settings, former_name: str | None) -> s
 
 
 def reasons_slow(
-    tower: Any, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any], *, grad: bool
+    tower: Tower, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any], *, grad: bool
 ) -> list[str]:
-    """Why a call's blocks must be called one by one. grad: gradients may be required of it."""
+    """Return why the blocks of a call must be called one by one.
+
+    Args:
+        tower: The tower.
+        snapshot: The tower as it is now.
+        weights: Where its parameters lie.
+        options: The other keyword arguments of the call.
+        grad: Whether gradients may be required.
+    """
     reasons = [*snapshot.slow, *weights.reasons, *snapshot.reasons_hooked(grad=grad)]
     if snapshot.sharded:
         reasons += sharding.reasons_against(snapshot.sharded.values(), weights.dtype)

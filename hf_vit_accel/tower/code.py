@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_vit_accel.families import Tower
+
 _SHARED_CLASSES = frozenset(PreTrainedModel.__mro__)
 """The classes that every tower inherits: what they define is the same for all models."""
 
@@ -53,7 +55,8 @@ class Code:
 
     def reasons_overridden(self, tower: nn.Module) -> list[str]:
         """List the methods that the instance or a subclass overrides: the proof ran without them."""
-        kind, reasons = type(tower), []
+        kind = type(tower)
+        reasons = []
         for name in self.methods:
             if getattr(kind, name) is not vars(self.kind).get(name) or name in vars(tower):
                 reasons.append(f"the tower has a {name} of its own")
@@ -67,7 +70,7 @@ class Code:
         """Return every attribute name in the methods of a tower's class, and in the functions that these may call."""
         return _names_in_class(type(tower)) | self._names_in_home()
 
-    def config_fields(self, tower: Any) -> list[str]:
+    def config_fields(self, tower: Tower) -> list[str]:
         """List the fields of a tower's config that its code may read at a call."""
         fields = vars(tower.config).keys() - _FIELDS_OF_A_CALL
         renamed = getattr(tower.config, "attribute_map", {})

@@ -19,6 +19,7 @@ from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_whole
 from hf_vit_accel.engine.route import Route, Spec
+from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -169,7 +170,7 @@ class Outcome:
     reasons: tuple[str, ...] = ()
 
 
-def decide(tower: Any, state: TowerState, call: Call, not_shared: str | None = None) -> CallPlan:
+def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None = None) -> CallPlan:
     """Return the plan of a call.
 
     Args:
@@ -287,7 +288,7 @@ def _decide_sharing(
     return SharedCall(places=places, result="shared")
 
 
-def _decide_attention(tower: Any, state: TowerState, call: Call) -> StockPlan:
+def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
     """Return the plan of a call with our attention alone: offsets carry the lengths of its segments."""
     assert call.inputs is not None
     device = call.inputs.pixels.device
@@ -297,7 +298,7 @@ def _decide_attention(tower: Any, state: TowerState, call: Call) -> StockPlan:
 
 
 def _decide_metadata(
-    tower: Any, state: TowerState, call: Call, spec: Spec, slow: list[str], shared: SharedCall
+    tower: Tower, state: TowerState, call: Call, spec: Spec, slow: list[str], shared: SharedCall
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None
@@ -350,7 +351,8 @@ def _reason_against_graphs(
     snapshot: Snapshot, weights: Weights, device: torch.device, checkpoints: Sequence[Checkpoint | None]
 ) -> str | None:
     """Return why a call cannot be replayed from CUDA graphs, whatever its layout."""
-    if reason := why_not_graphs(device):
+    reason = why_not_graphs(device)
+    if reason is not None:
         return reason
     if snapshot.foreign:  # it may act on state that Python holds: an adapter that is switched off, a counter
         return f"{snapshot.foreign}, and might act otherwise at a later call"

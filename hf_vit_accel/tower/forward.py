@@ -26,6 +26,7 @@ from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.joined import JoinedOutputs
 from hf_vit_accel.engine.passes import TrainedPasses
+from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -54,9 +55,9 @@ SLOTS = ("forward", "_old_forward")
 class AcceleratedForward:
     """Replacement for a tower's `forward`. Takes pixels (T, P) and the grid, returns the stock output class.
 
-    Behaves like the bound method that it replaces, also where other code binds it again (`MethodType(forward, tower)`),
-    wraps it, or asks for its signature, name or code. It is no bound method itself: unpickling one asks the instance
-    for `forward` before that attribute is restored, and silently gets the function of the class.
+    Behaves like the bound method that it replaces. Other code may bind it again (`MethodType(forward, tower)`), wrap
+    it, or ask for its signature, name or code. It is no bound method itself: unpickling one asks the instance for
+    `forward` before that attribute is restored, and silently gets the function of the class.
 
     Holds its tower weakly, so that a deleted model is freed at once. A caller may keep the forward alone: then the
     stock forward runs on the attributes that the tower had.
@@ -126,8 +127,8 @@ def redirect_copies(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Let a shallow copy of a patched tower run its own modules; a forward pre-hook of every patched tower.
 
-    A shallow copy (`copy.copy`, replicas of `nn.DataParallel`) holds the forward of the original, which cannot see the
-    instance that it is called on. A hook is told. From the next call on, the copy has a forward of its own.
+    A shallow copy holds the forward of the original: `copy.copy` makes one, and `nn.DataParallel` its replicas. That
+    forward cannot see the instance that it is called on, but a hook can. From then on the copy has its own forward.
     """
     forward = vars(module).get("forward")
     if type(forward) is AcceleratedForward and forward._tower() is module:
@@ -152,7 +153,7 @@ def is_ours(forward: Any) -> bool:
     return isinstance(getattr(forward, "__func__", forward), AcceleratedForward)
 
 
-def _call(tower: Any, state: TowerState, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(tower: Tower, state: TowerState, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Serve one call, again without a backend, a kernel or a way of sharing that failed, and in shorter passes."""
     pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
     on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
@@ -209,7 +210,7 @@ def _disable(state: TowerState, faults_before: Mapping[str, str], faults: Mappin
     state.set_faults({**state.faults, fault.name: fault.why})
 
 
-def read(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def read(tower: Tower, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return a call: the tower as it is now, the reasons against the fast path, and the inputs, checked once."""
     if is_in_torch_dispatch_mode() and (reasons := checks.reasons_fake()):
         return Call(reasons_stock=reasons)
@@ -219,7 +220,8 @@ def read(tower: Any, state: TowerState, args: tuple[Any, ...], kwargs: dict[str,
     if snapshot is None or not snapshot.current():
         snapshot = state.read_tower(tower)
     name = tower.config._attn_implementation
-    if reasons := checks.reasons_stock(tower, state.former_forward, name, snapshot, kwargs):
+    reasons = checks.reasons_stock(tower, state.former_forward, name, snapshot, kwargs)
+    if reasons:
         return Call(reasons_stock=reasons)
     parameters, weights = snapshot.weights()
     slow = checks.reasons_slow(tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
@@ -255,7 +257,7 @@ def _look(
     return looked.rows, looked
 
 
-def run(tower: Any, state: TowerState, plan: CallPlan, original: Original) -> Outcome:
+def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> Outcome:
     """Run a plan and return its outcome.
 
     Args:
@@ -286,7 +288,7 @@ def run(tower: Any, state: TowerState, plan: CallPlan, original: Original) -> Ou
     return Outcome(plan=plan, output=output.to_tuple() if plan.returns_tuple else output)
 
 
-def _encode_call(tower: Any, state: TowerState, plan: FastPlan) -> list[Tensor]:
+def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor]:
     """Return the outputs of all images of a call: encoded here or by other ranks, or reused."""
     inputs = plan.inputs
     places = plan.shared.places

@@ -1,6 +1,6 @@
-"""FSDP2 around the layers of a tower: what it adds to a block, and when a layer can be run through one.
+"""FSDP2 around the layers of a tower: what it adds to a block, and when a layer can run through one.
 
-Its hooks on a block gather the layer's weights before the block is called, and again before the layer's gradient.
+Its hooks on a block gather the weights of a layer before the block is called, and again before its gradient.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import nn
 
 
 def wrapper() -> Any:
-    """The class that FSDP2 adds to those of modules; no class where nobody has imported it."""
+    """Return the class that FSDP2 adds to modules; an empty tuple where nothing has imported it."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
 def class_of(module: nn.Module) -> type:
-    """The class that a module was written as: FSDP2 makes one of its own from it."""
+    """Return the class that a module was written as: FSDP2 derives a class of its own from it."""
     return type(module).__mro__[2] if isinstance(module, wrapper()) else type(module)
 
 
 def hooked_by_fsdp(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one of FSDP2's."""
+    """Return whether FSDP2 has set a hook."""
     return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp._fully_shard.")
 
 
@@ -32,20 +32,26 @@ def _policy_of(module: Any) -> Any:
     return getattr(module._get_fsdp_state(), "_mp_policy", None)
 
 
-def brought(module: Any, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype FSDP2 brings the weights of a module that it shards; dtype: where it has none."""
+def gathered_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which FSDP2 gathers the weights of a module.
+
+    Args:
+        module: A module that FSDP2 shards.
+        dtype: Returned for a module without parameters.
+    """
     shards: torch.dtype = next((value.dtype for value in module.parameters()), dtype)
     return getattr(_policy_of(module), "param_dtype", None) or shards
 
 
 def reasons_against(blocks: Iterable[Any], dtype: torch.dtype) -> list[str]:
-    """Why layers cannot be run through sharded blocks, beside other weights of a dtype."""
+    """Return why layers cannot run through sharded blocks, beside other weights of a dtype."""
     for block in blocks:
         policy = _policy_of(block)
         if policy is None:
             return ["this torch does not tell in which dtype FSDP2 brings weights"]
-        if (of_layer := brought(block, dtype)) != dtype:
-            return [f"FSDP2 brings a layer's weights in {of_layer}, the others are in {dtype}"]
+        gathered = gathered_dtype(block, dtype)
+        if gathered != dtype:
+            return [f"FSDP2 brings a layer's weights in {gathered}, the others are in {dtype}"]
         if policy.output_dtype not in (None, dtype):
             return [f"FSDP2 casts what a layer returns to {policy.output_dtype}"]
     return []

@@ -7,11 +7,12 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel.backends import BACKENDS
+from hf_vit_accel.families import Tower
 from hf_vit_accel.tower.forward import SLOTS, AcceleratedForward, is_ours, redirect_copies, slot_of_ours
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
 
-def former_of(tower: Any) -> tuple[str | None, Any]:
+def former_of(tower: Tower) -> tuple[str | None, Any]:
     """Return the attention name and the instance forward that a tower has, or had before it was patched."""
     state = state_of(tower)
     if state is not None:

@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import BACKENDS, require
 from hf_vit_accel.config import Settings
-from hf_vit_accel.families import FAMILIES, Family, family_of, find_towers
+from hf_vit_accel.families import FAMILIES, Family, Tower, family_of, find_towers
 from hf_vit_accel.tower import unknown
 from hf_vit_accel.tower.attention import vision_attention
 from hf_vit_accel.tower.install import install, uninstall
@@ -126,7 +126,7 @@ def _leave(model: Any, name: str | None, original: Callable[[], Any]) -> Any:
     return applicable
 
 
-def _patch_tower(tower: Any, family: Family, name: str) -> None:
+def _patch_tower(tower: Tower, family: Family, name: str) -> None:
     """Patch a tower that is given one of our names, unless it has that name already."""
     attention = NAMES[name]
     require(attention)

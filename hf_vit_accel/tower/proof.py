@@ -31,7 +31,7 @@ from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Spec, lay_out
-from hf_vit_accel.families import Family
+from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.ops import Context, build
@@ -71,7 +71,7 @@ class Backoff:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Proof:
-    """What a run of one class of towers beside our operations has shown.
+    """The result of running one class of towers beside our operations.
 
     Attributes:
         key: The class, and the fields of its config that the run depended on.
@@ -126,7 +126,8 @@ def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
         proof: What was proven of the class in transformers.
         reasons: Why this tower runs its own forward.
     """
-    name, why = kind.__name__, proof.injected or proof.fast
+    name = kind.__name__
+    why = proof.injected or proof.fast
     if why is None and reasons and kind is not proof.code.kind:
         text = f"{name} stays stock: {reasons[0]}. Only towers of transformers' own classes are accelerated."
     elif why is None:
@@ -252,7 +253,7 @@ def _prove(key: tuple[type, str], config: Any, family: Family, backoff: Backoff)
         try:
             with torch.device("cpu"), _Isolated():
                 twin = _twin(kind, config, family, dtype)
-                classes = frozenset(map(type, twin.modules()))
+                classes = frozenset(type(module) for module in twin.modules())
                 fast, injected = _verdict(twin, family)
             return Proof(key=key, fast=fast, injected=injected, classes=classes, code=Code(kind, classes))
         except Exception as error:
@@ -260,7 +261,7 @@ def _prove(key: tuple[type, str], config: Any, family: Family, backoff: Backoff)
     return Proof(key=key, fast=why, injected=why, classes=classes, code=Code(kind, classes), backoff=backoff)
 
 
-def _verdict(twin: Any, family: Family) -> tuple[str | None, str | None]:
+def _verdict(twin: Tower, family: Family) -> tuple[str | None, str | None]:
     """Return why our operations are not the twin's forward, and why its forward may not be given our metadata."""
     try:
         family.parts(twin)
@@ -277,7 +278,7 @@ def _verdict(twin: Any, family: Family) -> tuple[str | None, str | None]:
     return fast or _compare(twin.train(), family, GRIDS[0])[0], injected
 
 
-def _spec(twin: Any, family: Family) -> Spec:
+def _spec(twin: Tower, family: Family) -> Spec:
     """Return what decides the twin's routes: all operations as plain torch, attention by SDPA."""
     parts = family.parts(twin)
     weight = parts.projection.weight
@@ -294,12 +295,12 @@ def _spec(twin: Any, family: Family) -> Spec:
         geometry=family.geometry(twin),
         request=request,
         ops=build(parts, Context(device=weight.device, dtype=weight.dtype, reference=True)),
-        full_layers=tuple(map(parts.full, range(len(parts.blocks)))),
+        full_layers=tuple(parts.full(index) for index in range(len(parts.blocks))),
         settings=Settings(attention="sdpa"),
     )
 
 
-def _compare(twin: Any, family: Family, grid: Grid, *, complete: bool = False) -> tuple[str | None, str | None]:
+def _compare(twin: Tower, family: Family, grid: Grid, *, complete: bool = False) -> tuple[str | None, str | None]:
     """Compare stock with the operations.
 
     Args:
@@ -319,7 +320,8 @@ def _compare(twin: Any, family: Family, grid: Grid, *, complete: bool = False) -
     pixels_TP = torch.randn(shape, generator=generator, device="cpu", dtype=weight.dtype)
     pixels_TP.requires_grad_()
     grid_thw = torch.tensor(grid, device="cpu")
-    spec, name = _spec(twin, family), type(twin).__name__
+    spec = _spec(twin, family)
+    name = type(twin).__name__
     with torch.set_grad_enabled(complete):
         output = twin(family.pixels(twin, pixels_TP), grid_thw=grid_thw)
         expected = family.tensors_of(output)
@@ -333,9 +335,9 @@ def _compare(twin: Any, family: Family, grid: Grid, *, complete: bool = False) -
         return fast, None
     if fast is None:
         inputs = [pixels_TP, *(parameter for parameter in twin.parameters() if parameter.requires_grad)]
-        given = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected]
-        our_gradients = torch.autograd.grad(ours, inputs, given, allow_unused=True)
-        gradients = torch.autograd.grad(expected, inputs, given, allow_unused=True)
+        incoming = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected]
+        our_gradients = torch.autograd.grad(ours, inputs, incoming, allow_unused=True)
+        gradients = torch.autograd.grad(expected, inputs, incoming, allow_unused=True)
         if why := _difference(list(our_gradients), list(gradients), _GRADIENT_BOUND):
             fast = f"{name} has other gradients than our operations ({why})"
     twin.config._attn_implementation_internal = "flash_vit_auto"

@@ -1,4 +1,6 @@
-"""What a tower holds right now, and why it cannot take the fast path; `checks` adds the reasons of a call.
+"""The reading of a tower: its modules and attributes now, and why they cannot take the fast path.
+
+`checks` adds the reasons of a call.
 
 The fast path computes what blocks, norms and attention compute, without calling them: it would skip a hook on a module.
 A `Snapshot` reads the tower once. Every call compares the tower with it, in 0.1 to 0.2 ms of the host. Reasons are
@@ -22,7 +24,7 @@ from hf_vit_accel.backends import Request
 from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
-from hf_vit_accel.families import Family, Parts
+from hf_vit_accel.families import Family, Parts, Tower
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
@@ -78,7 +80,7 @@ class Snapshot:
     facts: TowerFacts
     expected: Expected
 
-    def __init__(self, tower: Any, family: Family, attention: str | None = None) -> None:
+    def __init__(self, tower: Tower, family: Family, attention: str | None = None) -> None:
         self.proof = upstream.prove(tower, family)
         self.reads = Reads()
         self.specs: dict[Any, Spec] = {}
@@ -95,7 +97,7 @@ class Snapshot:
         self._find_reasons(tower)
         self.reads.seal()
 
-    def _read_modules(self, tower: Any) -> None:
+    def _read_modules(self, tower: Tower) -> None:
         """List the modules inside, also those that the family finds but torch does not, as in a plain list."""
         modules = modules_of(tower, None if self.stock else self.parts)
         complete = list(modules.values())
@@ -106,7 +108,7 @@ class Snapshot:
         self._methods = method_readers({type(module) for module in complete})
         self._own_forwards = [attributes for attributes in self._below if "forward" in attributes]
 
-    def _read_parameters(self, tower: Any) -> None:
+    def _read_parameters(self, tower: Tower) -> None:
         """Note where modules hold parameters."""
         self._wrapped = [module for module in self._modules if isinstance(module, sharding.wrapper())]
         places = places_of([tower, *self._modules], self._wrapped)
@@ -116,7 +118,7 @@ class Snapshot:
         self._adapters = [parameters.values() for parameters in places.adapters]
         self._sharded = [parameters.values() for parameters in places.sharded]
 
-    def _read_attributes(self, tower: Any, attention: str | None) -> None:
+    def _read_attributes(self, tower: Tower, attention: str | None) -> None:
         """Remember the attributes that a forward may read: of the tower, of its config and of the modules inside.
 
         An attribute that no code of their classes names, as a user's counter, is not watched.
@@ -138,11 +140,12 @@ class Snapshot:
                         self.reads.read(module, name)
         self._read = copied(self._now())
 
-    def _find_reasons(self, tower: Any) -> None:
+    def _find_reasons(self, tower: Tower) -> None:
         """Collect what stands against the fast path, against cutting a call, and what FSDP2 shards."""
         self.foreign: str | None = None
         for module in self._modules:
-            if reasons := reasons_replaced(module):
+            reasons = reasons_replaced(module)
+            if reasons:
                 self.foreign = reasons[0]
                 break
         moody = [type(module).__name__ for module in self._modules if isinstance(module, _MOODY)]
@@ -173,7 +176,7 @@ class Snapshot:
 
     def _now(self) -> tuple[Any, ...]:
         """Return all that `current` compares, in the order of `_COMPARED`."""
-        tower: Any = self._tower()
+        tower: Tower = self._tower()
         attributes = vars(tower)
         code = self.proof.code
         return (
@@ -214,7 +217,7 @@ class Snapshot:
         except (AttributeError, RuntimeError, ValueError):
             return "a method is gone, or a tensor is an attribute"
 
-    def _reasons_stock(self, tower: Any, family: Family) -> Iterator[str]:
+    def _reasons_stock(self, tower: Tower, family: Family) -> Iterator[str]:
         """Yield why the tower's own forward must run; set what is known of it otherwise."""
         if not is_upstream(type(tower).forward):
             yield f"the forward of {type(tower).__name__} is not transformers' own"
@@ -245,7 +248,7 @@ class Snapshot:
         is_packed = not isinstance(weight, Tensor) or weight.dim() < dims or not weight.is_floating_point()
         self.width = None if is_packed else weight.shape[1:].numel()
 
-    def _reasons_slow(self, tower: Any) -> Iterator[str]:
+    def _reasons_slow(self, tower: Tower) -> Iterator[str]:
         """Yield what the fast path would miss, on modules that it never calls."""
         if self.proof.fast is not None:
             yield self.proof.fast
@@ -270,7 +273,8 @@ class Snapshot:
             if sharding.class_of(module) not in self.proof.classes:
                 yield f"{where} has a {type(module).__name__}, which this tower's class does not make"
                 return
-            if reasons := reasons_replaced(module):
+            reasons = reasons_replaced(module)
+            if reasons:
                 yield f"{where}: {reasons[0]}"
                 return
 
@@ -279,24 +283,24 @@ class Snapshot:
 
         Parameters are not held between calls: that would keep weights alive that the user has replaced.
         """
-        known = self._weights
+        weights = self._weights
         parameters = list(chain.from_iterable(self._parameters))
         parameters += [value for value in chain.from_iterable(self._partial) if value is not None]
         own_count = len(parameters)
         parameters += [value for value in chain.from_iterable(self._adapters) if value is not None]
         pointers: list[int] | None = None
         try:
-            comparable = _SAME_POINTERS is not None and known.pointers and len(parameters) == known.count
-            is_same = comparable and _SAME_POINTERS(parameters, known.pointers, known.indices)
-            if is_same and parameters[0].dtype == known.dtype:
-                return parameters, known
+            comparable = _SAME_POINTERS is not None and weights.pointers and len(parameters) == weights.count
+            is_same = comparable and _SAME_POINTERS(parameters, weights.pointers, weights.indices)
+            if is_same and parameters[0].dtype == weights.dtype:
+                return parameters, weights
             pointers = list(map(_POINTER, parameters))
         except (RuntimeError, TypeError):  # a tensor class without memory; a parameter that became None
             parameters = [parameter for parameter in parameters if parameter is not None]
-        if pointers is None or pointers != known.pointers or parameters[0].dtype != known.dtype:
-            self._weights = known = Weights(parameters, pointers, self.offloaded, len(parameters) - own_count)
+        if pointers is None or pointers != weights.pointers or parameters[0].dtype != weights.dtype:
+            self._weights = weights = Weights(parameters, pointers, self.offloaded, len(parameters) - own_count)
             self._read_weights()
-        return parameters, known
+        return parameters, weights
 
     def _read_weights(self) -> None:
         """Note which modules have buffers, and which inputs fit the weights."""
@@ -327,7 +331,7 @@ class Snapshot:
         weights = self._weights
         if weights.loose is None:
             modules = [*self._below, vars(self._tower())]
-            weights.loose = any(isinstance(value, Tensor) for own in modules for value in own.values())
+            weights.loose = any(isinstance(value, Tensor) for attributes in modules for value in attributes.values())
         return weights.loose
 
     def training(self) -> bool:

@@ -14,7 +14,7 @@ from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.passes import Passes
 from hf_vit_accel.engine.route import Route, Routes, Spec
-from hf_vit_accel.families import Family
+from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.machine import KERNELS, refuse
@@ -32,7 +32,7 @@ STATE = "_hf_vit_accel"
 
 
 class SpecKey(NamedTuple):
-    """Everything that decides the spec of a call, beside the snapshot and the settings of its tower."""
+    """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower."""
 
     device: torch.device
     autocast: torch.dtype | None
@@ -45,7 +45,7 @@ class SpecKey(NamedTuple):
 
 
 class TowerState:
-    """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
+    """Runtime state of a patched tower. Copies and pickles keep the settings only.
 
     Attributes:
         family: The family of the tower.
@@ -133,7 +133,8 @@ class TowerState:
     def read_tower(self, tower: nn.Module) -> Snapshot:
         """Read a tower that changed, and drop everything that was made of its former modules."""
         former = self.last_snapshot
-        if former is not None and (reason := former.reason_changed()):
+        reason = None if former is None else former.reason_changed()
+        if reason is not None:
             self.rebuilds += 1
             self.rebuild_reason = reason
         self.close()
@@ -143,7 +144,7 @@ class TowerState:
         upstream.warn_stock(sharding.class_of(tower), snapshot.proof, snapshot.stock)
         return snapshot
 
-    def follow_attention(self, tower: Any) -> None:
+    def follow_attention(self, tower: Tower) -> None:
         """Give a tower the attention name that `patch` would give it now.
 
         Its former name may stand for a function of the user's that was registered, or replaced, after `patch`.

@@ -189,7 +189,7 @@ def test_a_config_field_that_stock_reads_at_every_call() -> None:
 CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only for tower in family.towers]
 
 
-@pytest.mark.parametrize(("family", "module", "name"), CLASSES, ids=lambda value: str(value).rpartition(".")[2])
+@pytest.mark.parametrize(("family", "module", "name"), CLASSES, ids=[name for _, _, name in CLASSES])
 def test_watched_config_fields_are_all_that_a_forward_reads(family: Any, module: str, name: str) -> None:
     """Seen by running: a config that notes what a call reads of it."""
     kind: Any = getattr(pytest.importorskip(module), name)
