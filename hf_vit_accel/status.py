@@ -19,7 +19,8 @@ from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks as guard
 from hf_vit_accel.tower import fsdp as sharding
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
 
 
@@ -236,10 +237,10 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> Weights:
     If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
     """
     weights = snapshot.weights()[1]
-    if snapshot.brought and weights.reasons:
+    if snapshot.uses_fsdp and weights.reasons:
         holder = tower if isinstance(tower, sharding.wrapper()) else next(iter(snapshot.sharded.values()))
         weights = copy.copy(weights)
-        weights.dtype = sharding.brought(holder, weights.dtype)
+        weights.dtype = sharding.gathered_dtype(holder, weights.dtype)
         weights.reasons = []
     return weights
 

@@ -22,14 +22,21 @@ from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import Facts
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 
 
 def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | None:
-    """What autocast computes in on a device; None where it is off, and for fp64, which it leaves alone."""
-    kind, known = device.type, weights != torch.float64
-    on = known and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
+    """Return the dtype that autocast computes in; None where it is off, and for fp64, which it does not change.
+
+    Args:
+        device: Of the rows.
+        weights: The dtype of the weights.
+    """
+    kind = device.type
+    if weights == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def reasons_fake() -> list[str]:
@@ -44,30 +51,44 @@ def reasons_fake() -> list[str]:
 def reasons_stock(
     tower: Any, former_forward: Any, name: str | None, snapshot: Snapshot, kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """Why a call must reach the stock forward as it is. name: of the attention that it runs under."""
+    """List why a call must reach the stock forward as it is.
+
+    Args:
+        tower: The tower.
+        former_forward: The forward that the instance had before; None for none.
+        name: The name of the attention in its config.
+        snapshot: The tower as it is now.
+        kwargs: The keyword arguments of the call.
+    """
     reasons = list(snapshot.stock)
-    # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
+    # accelerate leaves the class's forward on the instance when its hooks come off: that is no other forward.
     if former_forward is not None and getattr(former_forward, "__func__", None) is not type(tower).forward:
         reasons.append("the tower has a forward of its own")
     if any(popped in kwargs for popped in POPPED):
         reasons.append("the caller supplies sequence metadata")
     if name not in upstream.NAMES:
         reasons += reasons_own_attention(tower, name)
-    if is_tracing():  # it records no tensors that numpy makes
+    if is_tracing():  # a trace does not record tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
     return reasons
 
 
 def reasons_own_segments(tower: Any, named: Mapping[str, Any], pixels: str) -> list[str]:
-    """Why a tower that is served attention only must compute its segments itself. named: the arguments of a call."""
+    """List why a tower must compute its segments itself, although its attention is ours.
+
+    Args:
+        tower: A tower of a family whose attention alone is accelerated.
+        named: The arguments of the call by name.
+        pixels: The name of the pixels among them.
+    """
     name = tower.config._attn_implementation
     if name not in upstream.NAMES:
         return reasons_own_attention(tower, name) or [f"its attention is {name!r}"]
     if any(popped in named for popped in POPPED):
         return ["the caller supplies sequence metadata"]
-    grid, given = named.get("grid_thw"), named.get(pixels)
-    known = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
-    if not known or not isinstance(given, Tensor) or is_tracing():
+    grid = named.get("grid_thw")
+    has_grid = isinstance(grid, Tensor) and grid.dim() == 2 and not grid.is_floating_point()
+    if not has_grid or not isinstance(named.get(pixels), Tensor) or is_tracing():
         return ["the arguments are not those that are known, or torch.jit.trace is at work"]
     return []
 
@@ -82,11 +103,11 @@ def reasons_untraceable() -> list[str]:
 
 
 def reasons_own_attention(tower: Any, name: str | None) -> list[str]:
-    """Why a tower's attention of that name may compute anything: it is a function of the user's.
+    """List why a tower's attention of that name may compute anything: it is a function of the user's.
 
-    Those of transformers and, by a name with a slash, from the Hub compute attention; so do ours.
+    Functions of transformers compute attention, and so do ours and those from the Hub, whose names have a slash.
     """
-    if name == "eager":  # which is not registered, but a function beside the tower
+    if name == "eager":  # not registered, but a function in the tower's file
         function: Any = getattr(sys.modules.get(type(tower).forward.__module__), "eager_attention_forward", None)
     else:
         function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
@@ -116,7 +137,15 @@ def attention_name(tower: Any, settings: Settings, former_name: str | None) -> s
 def reasons_slow(
     tower: Any, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any], *, grad: bool
 ) -> list[str]:
-    """Why a call's blocks must be called one by one. grad: gradients may be required of it."""
+    """List why a call's blocks must be called one by one.
+
+    Args:
+        tower: The tower.
+        snapshot: The tower as it is now.
+        weights: Its parameters as they are in memory.
+        options: The keyword arguments of the call.
+        grad: Whether the call records gradients.
+    """
     reasons = [*snapshot.slow, *weights.reasons, *snapshot.reasons_hooked(grad=grad)]
     if snapshot.sharded:
         reasons += sharding.reasons_against(snapshot.sharded.values(), weights.dtype)

@@ -90,7 +90,7 @@ _FIELDS_OF_A_CALL = {"return_dict", "output_attentions", "output_hidden_states"}
 
 def method_readers(kinds: Iterable[type]) -> list[tuple[Callable[[type], Any], type]]:
     """Return, for every class, a function that reads its present methods, and the class."""
-    readers = []
+    readers: list[tuple[Callable[[type], Any], type]] = []
     for kind in kinds:
         names = {"forward", *(name for owner in _own_classes(kind) for name in _methods(owner))}
         readers.append((attrgetter(*sorted(names)), kind))

@@ -27,8 +27,9 @@ from hf_vit_accel.machine import refuse
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.reuse import Looked
 from hf_vit_accel.sharing.split import Places
+from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.proof import NAMES
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState
 
 

@@ -35,7 +35,8 @@ from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.sharing.reuse import Looked
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import Call, CallPlan, FastPlan, Outcome, Part, StockPlan, Way, decide
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
 Original = Callable[..., Any]

@@ -1,6 +1,6 @@
-"""FSDP2 around the layers of a tower: what it adds to a block, and when a layer can be run through one.
+"""FSDP2 around the layers of a tower: its hooks on a block, and when a layer can run through a sharded block.
 
-Its hooks on a block gather the layer's weights before the block is called, and again before the layer's gradient.
+The hooks gather the layer's weights before its block is called, and again before the layer's gradient.
 """
 
 from __future__ import annotations
@@ -14,38 +14,50 @@ from torch import nn
 
 
 def wrapper() -> Any:
-    """The class that FSDP2 adds to those of modules; no class where nobody has imported it."""
+    """Return the class that FSDP2 adds to the classes of modules; no class if nothing has imported FSDP2."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
 def class_of(module: nn.Module) -> type:
-    """The class that a module was written as: FSDP2 makes one of its own from it."""
+    """Return the class that a module was written as: FSDP2 derives one of its own from it."""
     return type(module).__mro__[2] if isinstance(module, wrapper()) else type(module)
 
 
 def hooked_by_fsdp(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one of FSDP2's."""
+    """Return whether a hook is one of FSDP2's."""
     return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def _policy_of(module: Any) -> Any:
+    """Return the mixed-precision policy of a sharded module; None if this torch does not hold it there."""
     return getattr(module._get_fsdp_state(), "_mp_policy", None)
 
 
-def brought(module: Any, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype FSDP2 brings the weights of a module that it shards; dtype: where it has none."""
-    shards: torch.dtype = next((value.dtype for value in module.parameters()), dtype)
-    return getattr(_policy_of(module), "param_dtype", None) or shards
+def gathered_dtype(module: Any, default: torch.dtype) -> torch.dtype:
+    """Return the dtype in which FSDP2 gathers the weights of a module that it shards.
+
+    Args:
+        module: The sharded module.
+        default: The dtype of a module without weights.
+    """
+    shard_dtype: torch.dtype = next((parameter.dtype for parameter in module.parameters()), default)
+    return getattr(_policy_of(module), "param_dtype", None) or shard_dtype
 
 
 def reasons_against(blocks: Iterable[Any], dtype: torch.dtype) -> list[str]:
-    """Why layers cannot be run through sharded blocks, beside other weights of a dtype."""
+    """List why layers cannot run through sharded blocks.
+
+    Args:
+        blocks: The sharded blocks.
+        dtype: The dtype of the tower's other weights.
+    """
     for block in blocks:
         policy = _policy_of(block)
         if policy is None:
-            return ["this torch does not tell in which dtype FSDP2 brings weights"]
-        if (of_layer := brought(block, dtype)) != dtype:
-            return [f"FSDP2 brings a layer's weights in {of_layer}, the others are in {dtype}"]
+            return ["this torch does not tell in which dtype FSDP2 gathers weights"]
+        layer_dtype = gathered_dtype(block, dtype)
+        if layer_dtype != dtype:
+            return [f"FSDP2 gathers a layer's weights in {layer_dtype}, the others are in {dtype}"]
         if policy.output_dtype not in (None, dtype):
-            return [f"FSDP2 casts what a layer returns to {policy.output_dtype}"]
+            return [f"FSDP2 casts the output of a layer to {policy.output_dtype}"]
     return []

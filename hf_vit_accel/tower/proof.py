@@ -71,7 +71,7 @@ class Backoff:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Proof:
-    """What a run of one class of towers beside our operations has shown.
+    """The result of running one class of towers beside our operations.
 
     Attributes:
         key: The class, and the fields of its config that the run depended on.
@@ -126,7 +126,8 @@ def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
         proof: What was proven of the class in transformers.
         reasons: Why this tower runs its own forward.
     """
-    name, why = kind.__name__, proof.injected or proof.fast
+    name = kind.__name__
+    why = proof.injected or proof.fast
     if why is None and reasons and kind is not proof.code.kind:
         text = f"{name} stays stock: {reasons[0]}. Only towers of transformers' own classes are accelerated."
     elif why is None:
@@ -319,7 +320,8 @@ def _compare(twin: Any, family: Family, grid: Grid, *, complete: bool = False) -
     pixels_TP = torch.randn(shape, generator=generator, device="cpu", dtype=weight.dtype)
     pixels_TP.requires_grad_()
     grid_thw = torch.tensor(grid, device="cpu")
-    spec, name = _spec(twin, family), type(twin).__name__
+    spec = _spec(twin, family)
+    name = type(twin).__name__
     with torch.set_grad_enabled(complete):
         output = twin(family.pixels(twin, pixels_TP), grid_thw=grid_thw)
         expected = family.tensors_of(output)
@@ -333,9 +335,9 @@ def _compare(twin: Any, family: Family, grid: Grid, *, complete: bool = False) -
         return fast, None
     if fast is None:
         inputs = [pixels_TP, *(parameter for parameter in twin.parameters() if parameter.requires_grad)]
-        given = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected]
-        our_gradients = torch.autograd.grad(ours, inputs, given, allow_unused=True)
-        gradients = torch.autograd.grad(expected, inputs, given, allow_unused=True)
+        output_gradients = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected]
+        our_gradients = torch.autograd.grad(ours, inputs, output_gradients, allow_unused=True)
+        gradients = torch.autograd.grad(expected, inputs, output_gradients, allow_unused=True)
         if why := _difference(list(our_gradients), list(gradients), _GRADIENT_BOUND):
             fast = f"{name} has other gradients than our operations ({why})"
     twin.config._attn_implementation_internal = "flash_vit_auto"

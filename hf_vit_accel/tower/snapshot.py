@@ -1,4 +1,4 @@
-"""What a tower holds right now, and why it cannot take the fast path; `checks` adds the reasons of a call.
+"""A tower as it is now, and why it cannot take the fast path; `checks` adds the reasons of a call.
 
 The fast path computes what blocks, norms and attention compute, without calling them: it would skip a hook on a module.
 A `Snapshot` reads the tower once. Every call compares the tower with it, in 0.1 to 0.2 ms of the host. Reasons are
@@ -66,7 +66,7 @@ class Snapshot:
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
         places: The `_parameters` of modules, in the order of the parameters of `weights`.
         sharded: The layers whose weights FSDP2 gathers when their block is called, by index.
-        brought: Whether FSDP2 gathers any weights.
+        uses_fsdp: Whether FSDP2 gathers any weights.
         expected: What inputs have to fit; set by `weights`.
         reads: The attributes of modules that this reading, and the operations built from it, depend on.
         specs: What decides routes, by kind of call.
@@ -156,7 +156,7 @@ class Snapshot:
                 if block.module in self._wrapped:
                     self.sharded[index] = block.module
         self._alone = [module for module in self._wrapped if module not in self.sharded.values()]
-        self.brought = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
+        self.uses_fsdp = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
         self.slow = [] if self.stock else list(self._reasons_slow(tower))
         if not self.stock:
             self.facts = TowerFacts(
@@ -277,24 +277,24 @@ class Snapshot:
 
         Parameters are not held between calls: that would keep weights alive that the user has replaced.
         """
-        known = self._weights
+        weights = self._weights
         parameters = list(chain.from_iterable(self._parameters))
         parameters += [value for value in chain.from_iterable(self._partial) if value is not None]
         own_count = len(parameters)
         parameters += [value for value in chain.from_iterable(self._adapters) if value is not None]
         pointers: list[int] | None = None
         try:
-            comparable = _SAME_POINTERS is not None and known.pointers and len(parameters) == known.count
-            is_same = comparable and _SAME_POINTERS(parameters, known.pointers, known.indices)
-            if is_same and parameters[0].dtype == known.dtype:
-                return parameters, known
+            comparable = _SAME_POINTERS is not None and weights.pointers and len(parameters) == weights.count
+            is_same = comparable and _SAME_POINTERS(parameters, weights.pointers, weights.indices)
+            if is_same and parameters[0].dtype == weights.dtype:
+                return parameters, weights
             pointers = list(map(_POINTER, parameters))
         except (RuntimeError, TypeError):  # a tensor class without memory; a parameter that became None
             parameters = [parameter for parameter in parameters if parameter is not None]
-        if pointers is None or pointers != known.pointers or parameters[0].dtype != known.dtype:
-            self._weights = known = Weights(parameters, pointers, self.offloaded, len(parameters) - own_count)
+        if pointers is None or pointers != weights.pointers or parameters[0].dtype != weights.dtype:
+            self._weights = weights = Weights(parameters, pointers, self.offloaded, len(parameters) - own_count)
             self._read_weights()
-        return parameters, known
+        return parameters, weights
 
     def _read_weights(self) -> None:
         """Note which modules have buffers, and which inputs fit the weights."""
@@ -325,7 +325,7 @@ class Snapshot:
         weights = self._weights
         if weights.loose is None:
             modules = [*self._below, vars(self._tower())]
-            weights.loose = any(isinstance(value, Tensor) for own in modules for value in own.values())
+            weights.loose = any(isinstance(value, Tensor) for attributes in modules for value in attributes.values())
         return weights.loose
 
     def training(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a patched tower keeps between calls: its settings, counts, routes, graphs and the reading of its modules."""
+"""The state of a patched tower between calls: its settings, counts, routes, graphs and the reading of its modules."""
 
 from __future__ import annotations
 
@@ -25,24 +25,36 @@ from hf_vit_accel.sharing.reuse import Reuse
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
-from hf_vit_accel.tower.snapshot import Snapshot, Weights
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
 
 STATE = "_hf_vit_accel"
 
 
 class TowerState:
-    """Everything mutable about one patched tower. Its copies and pickles keep the configuration only.
+    """Runtime state of a patched tower. Copies and pickles keep the configuration only.
 
-    former_name: the attention name that the config had, None if it was loaded with one of ours. former_forward: of the
-    instance, if any. faults: what failed, and is unused until it is patched anew. last: the route of the last call.
-    warming: the thread that gets ready for later calls. attributes: of the tower when it was last read. served:
-    backends where attention alone is ours. rebuilds, rebuild_reason: how often everything was built anew because the
-    tower changed, and why it was last. keeps_attention: whether `patch` chose the attention by the "auto" rule, so that
-    a function of the user's is kept whenever it is registered.
+    Args:
+        family: The tower's family.
+        settings: The options of `patch`.
+        former_name: The attention name that the config had; None if it was loaded with one of ours.
+
+    Attributes:
+        former_forward: The forward that the instance had; None for none.
+        faults: The failed backends and kernels with the reason; they are disabled until the tower is patched again.
+        last: The route of the last call.
+        warming: The thread that prepares later calls; None while no thread does.
+        attributes: The tower's attributes when it was last read.
+        served: The backend of every kind of layer, where attention alone is ours.
+        rebuilds: How often all caches were dropped because the tower changed.
+        rebuild_reason: What changed last.
+        keeps_attention: Whether `patch` chose the attention, so that a function that the user registers later is kept.
     """
 
     def __init__(self, family: Family, settings: Settings, *, former_name: str | None) -> None:
-        self.family, self.settings, self.former_name = family, settings, former_name
+        self.family = family
+        self.settings = settings
+        self.former_name = former_name
         self.former_forward: Callable[..., Any] | None = None
         self.calls = self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
@@ -50,8 +62,10 @@ class TowerState:
         self.warming: int | None = None
         self.served: dict[str, str] = {}
         self.faults: dict[str, str] = {}
-        self.routes, self.passes = Routes(), Passes(settings.max_rows)
-        graphs, ranks = (None, None) if family.attention_only else (settings.graphs, settings.ranks)
+        self.routes = Routes()
+        self.passes = Passes(settings.max_rows)
+        graphs = None if family.attention_only else settings.graphs
+        ranks = None if family.attention_only else settings.ranks
         self.sharing = None if ranks is None else Sharing(ranks, graphs=graphs is not None)
         self.runner = None if graphs is None else Runner(graphs, self.routes)
         self.training = TrainingRunner(graphs) if graphs is not None and graphs.max_training_bytes else None
@@ -112,51 +126,67 @@ class TowerState:
             tower.config._attn_implementation_internal = checks.attention_name(tower, self.settings, self.former_name)
 
     def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
-        """The operations for weights and rows of these dtypes on this device."""
-        wanted = self.settings.fuse
-        if self.settings.score_mod is not None:  # the fused kernel for windows is an attention without it
-            wanted = frozenset(PARTS if wanted is None else wanted) - {"window_attention"}
-        against, at, dtype = self.faults, request.device, request.dtype
+        """Build the operations for a request's device and dtype, and these weights."""
+        parts = self.settings.fuse
+        if self.settings.score_mod is not None:  # the fused kernel for windows cannot apply it
+            parts = frozenset(PARTS if parts is None else parts) - {"window_attention"}
         context = Context(
-            device=at,
-            dtype=dtype,
+            device=request.device,
+            dtype=request.dtype,
             weights=weights.dtype,
-            no_kernels=against.get(KERNELS) or why_not_triton(at, dtype),
+            no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             reads=snapshot.reads,
             grad=request.grad,
         )
-        ops = build(snapshot.parts, context, wanted)
+        ops = build(snapshot.parts, context, parts)
         snapshot.reads.seal()
         self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
         return ops
 
     def scales(self, snapshot: Snapshot, device: torch.device) -> Scales:
-        """What FP8 attention on a device knows of earlier calls."""
-        fp8, held = self.settings.fp8, self._scales
+        """Return the scales of FP8 attention on a device, as earlier calls left them."""
+        fp8 = self.settings.fp8
         assert fp8 is not None
-        layers, heads = len(snapshot.parts.blocks), snapshot.heads
-        if held is None or (held.device, held.layers, held.heads) != (device, layers, heads):
-            if held is not None:
+        scales = self._scales
+        layers = len(snapshot.parts.blocks)
+        heads = snapshot.heads
+        if scales is None or (scales.device, scales.layers, scales.heads) != (device, layers, heads):
+            if scales is not None:
                 if self.runner is not None:
-                    self.runner.close()  # its graphs write to the memory that goes
-                held.close()
-            self._scales = held = Scales(
+                    self.runner.close()  # its graphs write to the memory that is freed here
+                scales.close()
+            self._scales = scales = Scales(
                 device=device, layers=layers, heads=heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
             )
-        return held
+        return scales
 
     def spec(self, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool) -> Spec:
-        """What decides the routes of calls like this one; the same object while nothing of it changes."""
-        settings, autocast = self.settings, checks.autocast_dtype(device, weights.dtype)
+        """Return what decides the routes of a kind of call; the same object while nothing of it changes.
+
+        Args:
+            snapshot: The tower as it is now.
+            weights: Its parameters as they are in memory.
+            device: Of the pixels.
+            fast: Whether our operations run.
+            grad: Whether the call records gradients.
+        """
+        settings = self.settings
+        autocast = checks.autocast_dtype(device, weights.dtype)
         scales = self.scales(snapshot, device) if settings.fp8 is not None else None
         key = device, autocast, fast, grad, weights.dtype, *weights.kinds, scales, len(self.passes.fewer)
         spec = snapshot.specs.get(key)
         if spec is None:
-            graphs, replayed = self.runner is not None and not grad, self.training is not None and grad
-            wants: Any = dict(grad=grad, graphs=graphs, replayed=replayed, score_mod=settings.score_mod)
-            dtype = autocast or (weights.dtype if snapshot.brought else None)  # FSDP2's shards may have another
-            request = snapshot.request(device, dtype, packed=fast, fp8=scales, **wants)
+            request = snapshot.request(
+                device,
+                autocast or (weights.dtype if snapshot.uses_fsdp else None),  # FSDP2's shards may have another
+                packed=fast,
+                fp8=scales,
+                grad=grad,
+                graphs=self.runner is not None and not grad,
+                replayed=self.training is not None and grad,
+                score_mod=settings.score_mod,
+            )
             snapshot.specs[key] = spec = Spec(
                 geometry=snapshot.geometry,
                 request=request,
@@ -166,13 +196,13 @@ class TowerState:
                 max_rows=self.passes.most(device, grad=grad, whole=bool(snapshot.sharded or snapshot.mixing)),
                 settings=settings,
             )
-            own = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
-            if own and request.dtype == weights.dtype:  # autocast to it is the same, too
+            ignores_autocast = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
+            if ignores_autocast and request.dtype == weights.dtype:
                 snapshot.specs |= {(device, same, *key[2:]): spec for same in (None, weights.dtype)}
         return spec
 
     def saturated(self) -> list[int]:
-        """Layers in which FP8 attention cut numbers off."""
+        """Return the layers in which FP8 attention cut values off."""
         return [] if self._scales is None else self._scales.saturated()
 
     def refuse_stock(self, reasons: list[str]) -> None:
@@ -183,21 +213,21 @@ class TowerState:
             refuse(reasons)
 
     def go_without(self, faults: dict[str, str]) -> None:
-        """Choose everything anew, without what failed."""
+        """Choose everything again, without the given backends and kernels."""
         self.faults = faults
         self.close()
 
     def close(self) -> None:
         """Drop everything that was cached, device memory included."""
-        for held in (self.runner, self.training, self.reuse, self._scales):
-            if held is not None:
-                held.close()
+        for cache in (self.runner, self.training, self.reuse, self._scales):
+            if cache is not None:
+                cache.close()
         self.routes.cache.clear()
         self.last_snapshot = self._scales = self.last = None
 
 
 _INSENSITIVE = {"patch_embed", "norms", "mergers", "mlp"}
-"""Operations that call no module which autocast to the dtype of the weights would change, unless it is foreign."""
+"""With these fused, autocast to the dtype of the weights changes nothing, unless a third-party module is inside."""
 
 
 def attributes_of(tower: nn.Module) -> dict[str, Any]:
@@ -207,5 +237,5 @@ def attributes_of(tower: nn.Module) -> dict[str, Any]:
 
 
 def state_of(tower: nn.Module) -> TowerState | None:
-    """The state of a patched tower; None for a stock one."""
+    """Return the state of a patched tower; None for a stock one."""
     return vars(tower).get(STATE)
