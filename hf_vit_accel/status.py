@@ -238,7 +238,7 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> Weights:
     If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
     """
     weights = snapshot.weights()[1]
-    if snapshot.brought and weights.reasons:
+    if snapshot.uses_fsdp and weights.reasons:
         holder = tower if isinstance(tower, sharding.wrapper()) else next(iter(snapshot.sharded.values()))
         weights = copy.copy(weights)
         weights.dtype = sharding.gathered_dtype(holder, weights.dtype)

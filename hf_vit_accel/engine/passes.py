@@ -112,7 +112,7 @@ def reasons_whole(facts: TowerFacts, checkpoints: Sequence[Checkpoint | None]) -
         checkpoints: those of its layers, in a call with gradients.
     """
     # Ranks with other pictures would have to make as many passes.
-    reasons = ["FSDP2 brings weights at each pass"] if facts.sharded_layers else []
+    reasons = ["FSDP2 gathers weights at each pass"] if facts.sharded_layers else []
     if any(layer is not None and layer.reentrant for layer in checkpoints):
         reasons.append("reentrant checkpoints bring gradients to weights at each pass")
     return [f"not cut by max_rows: {why}" for why in (*reasons, *facts.mixing)]

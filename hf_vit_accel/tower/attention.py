@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_vit_accel.backends import Plan, Request, ScoreMod, plan_alone, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import OFFSETS, PLANS, Offsets
+from hf_vit_accel.engine.route import OFFSETS, PLANS, Offsets, Route
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError
 from hf_vit_accel.tower import unknown
@@ -71,21 +71,45 @@ def vision_attention(
             why = "attention weights are dropped out" if dropout else reasons_untraceable()[0]
             raise FallbackError(f"the score_mod cannot be applied to this call: {why}")
         return _attend_as_stock(module, (query, key, value), cu_seq_lens_q, dropout, scaling), None
-    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend_packed(module, (query, key, value), cu_seq_lens_q, scaling, route, score_mod), None
+
+
+def _attend_packed(
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens_S1: Tensor,
+    scaling: float | None,
+    route: Route | None,
+    score_mod: ScoreMod | None,
+) -> Tensor:
+    """Attend by the plan of a route, or by one that is made here.
+
+    Args:
+        module: The attention module.
+        qkv: Queries, keys and values (1, H, T, D).
+        cu_seqlens_S1: The offsets of the segments.
+        scaling: The scale of the scores; None for the usual one.
+        route: The route of the tower's forward; None for a tower without one.
+        score_mod: A function of the user's that changes scores; None without one.
+
+    Returns:
+        The outputs (1, T, H, D).
+    """
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in qkv)
+    dtype = q_THD.dtype
+    scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
     # With `device_map`, this layer may be on another GPU than the one that the tower's forward made current.
-    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        plan: Plan | None = route.plan_for(cu_seq_lens_q) if route is not None else None
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    with torch.cuda.device(q_THD.device) if q_THD.is_cuda else nullcontext():
+        plan: Plan | None = route.plan_for(cu_seqlens_S1) if route is not None else None
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
         fits = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
         if plan is None or not fits or (needs_grad and not plan.request.grad):
-            plan = _plan_without_tower(module, q_THD, cu_seq_lens_q, scale, grad=needs_grad, score_mod=score_mod)
+            plan = _plan_without_tower(module, q_THD, cu_seqlens_S1, scale, grad=needs_grad, score_mod=score_mod)
         elif plan.request.scale != scale:
             plan = replace(plan, request=replace(plan.request, scale=scale))
-        dtype = q_THD.dtype
         # PEFT and quantisation upcast norms: attention computes in the dtype of the weights, as transformers' does.
         q_THD, k_THD, v_THD = (x.to(plan.request.dtype) for x in (q_THD, k_THD, v_THD))
-        return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0), None
+        return plan.attend(q_THD, k_THD, v_THD).to(dtype).unsqueeze(0)
 
 
 def _attend_as_stock(
@@ -138,7 +162,7 @@ def _plan_without_tower(
             offsets.plans[key] = plan = plan_alone(backend, offsets.segments, request)
         offsets.backends[offsets.kind] = plan.backend.name
         return plan
-    # Inference tensors count no versions, so a change of theirs could not be seen: nothing is kept for them.
+    # Inference tensors count no versions, so a change of them would go unseen: nothing is kept for them.
     version = None if cu_seqlens_S1.is_inference() else cu_seqlens_S1._version
     last: _LastPlan | None = getattr(_LAST, "plan", None)
     if (

@@ -6,13 +6,14 @@ Reasons are lists of sentences, empty where there is none.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 from transformers import modeling_utils
 
@@ -23,8 +24,12 @@ from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import Facts
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
-from hf_vit_accel.tower.modules import Weights
-from hf_vit_accel.tower.snapshot import Snapshot
+from hf_vit_accel.tower.modules import Weights, is_inert
+from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
+
+_GLOBAL_HOOKS = tuple(
+    hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
+)
 
 
 def autocast_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype | None:
@@ -57,14 +62,14 @@ def reasons_stock(
         kwargs: The keyword arguments of the call.
     """
     reasons = list(snapshot.stock)
-    # accelerate leaves the class's forward on the instance when its hooks come off: the same as none.
+    # accelerate leaves the class's forward on the instance when its hooks come off: that is no other forward.
     if former_forward is not None and getattr(former_forward, "__func__", None) is not type(tower).forward:
         reasons.append("the tower has a forward of its own")
     if any(popped in kwargs for popped in POPPED):
         reasons.append("the caller supplies sequence metadata")
     if name not in upstream.NAMES:
         reasons += reasons_own_attention(tower, name)
-    if is_tracing():  # it records no tensors that numpy makes
+    if is_tracing():  # a trace does not record tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
     return reasons
 
@@ -103,7 +108,7 @@ def reasons_own_attention(tower: Tower, name: str | None) -> list[str]:
 
     Functions of transformers, ours, and those of the Hub (a name with a slash) compute attention.
     """
-    if name == "eager":  # which is not registered, but a function beside the tower
+    if name == "eager":  # not registered, but a function in the tower's file
         function: Any = getattr(sys.modules.get(type(tower).forward.__module__), "eager_attention_forward", None)
     else:
         function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
@@ -142,7 +147,12 @@ def reasons_slow(
         options: The other keyword arguments of the call.
         grad: Whether gradients may be required.
     """
-    reasons = [*snapshot.slow, *weights.reasons, *snapshot.reasons_hooked(grad=grad)]
+    reasons = [*snapshot.slow, *weights.reasons]
+    if any(_GLOBAL_HOOKS):
+        reasons.append("global module hooks")
+    for hooks_of in HOOKS if grad else HOOKS[:2]:
+        if any(map(hooks_of, snapshot.attributes_inside)):
+            reasons += _reasons_hooked(snapshot, hooks_of)
     if snapshot.sharded:
         reasons += sharding.reasons_against(snapshot.sharded.values(), weights.dtype)
     for name in ("output_hidden_states", "output_attentions"):
@@ -151,6 +161,17 @@ def reasons_slow(
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
     return reasons + reasons_untraceable()
+
+
+def _reasons_hooked(snapshot: Snapshot, hooks_of: Callable[[dict[str, Any]], Mapping[int, Any]]) -> list[str]:
+    """Return the first module inside with a hook that the fast path would skip."""
+    sharded_ids = {id(vars(block)) for block in snapshot.sharded.values()}
+    for name, attributes in zip(snapshot.names_inside, snapshot.attributes_inside, strict=True):
+        is_sharded = id(attributes) in sharded_ids
+        for hook in hooks_of(attributes).values():
+            if not (is_inert(hook) or (is_sharded and sharding.hooked_by_fsdp(hook))):
+                return [f"hooks on {name}"]
+    return []
 
 
 def facts_for_reuse(

@@ -361,5 +361,5 @@ def _reason_against_graphs(
     if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen
         return "a parameter is not contiguous"
     if snapshot.sharded:
-        return "FSDP2 brings weights anew at every call"
+        return "FSDP2 gathers weights again at every call"
     return "gradient checkpointing runs layers again" if any(checkpoints) else None

@@ -29,6 +29,7 @@ def hooked_by_fsdp(hook: Callable[..., Any]) -> bool:
 
 
 def _policy_of(module: Any) -> Any:
+    """Return the mixed-precision policy of a sharded module; None if this torch does not hold it there."""
     return getattr(module._get_fsdp_state(), "_mp_policy", None)
 
 
@@ -48,10 +49,10 @@ def reasons_against(blocks: Iterable[Any], dtype: torch.dtype) -> list[str]:
     for block in blocks:
         policy = _policy_of(block)
         if policy is None:
-            return ["this torch does not tell in which dtype FSDP2 brings weights"]
+            return ["this torch does not report the dtype in which FSDP2 gathers weights"]
         gathered = gathered_dtype(block, dtype)
         if gathered != dtype:
-            return [f"FSDP2 brings a layer's weights in {gathered}, the others are in {dtype}"]
+            return [f"FSDP2 gathers a layer's weights in {gathered}, the others are in {dtype}"]
         if policy.output_dtype not in (None, dtype):
-            return [f"FSDP2 casts what a layer returns to {policy.output_dtype}"]
+            return [f"FSDP2 casts the output of a layer to {policy.output_dtype}"]
     return []

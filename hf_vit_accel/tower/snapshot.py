@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
@@ -32,17 +31,14 @@ from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import fsdp as sharding
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.code import method_readers
-from hf_vit_accel.tower.modules import Weights, is_inert, is_output_marker, modules_of, places_of
+from hf_vit_accel.tower.modules import Weights, is_output_marker, modules_of, places_of
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
-_HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
+HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
 _POINTER = Tensor.data_ptr
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # Only CUDA builds have it. `data_ptr` takes 25 us for 400 parameters, five times as long.
 _SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-_GLOBAL_HOOKS = tuple(
-    hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
-)
 # No tower has any of these: people add them to fine-tune. They behave otherwise in training, or at every call.
 _MOODY = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -68,7 +64,9 @@ class Snapshot:
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
         places: The `_parameters` of modules, in the order of the parameters of `weights`.
         sharded: The layers whose weights FSDP2 gathers when their block is called, by index.
-        brought: Whether FSDP2 gathers any weights.
+        names_inside: The names of all modules but the tower itself.
+        attributes_inside: Their attribute dictionaries.
+        uses_fsdp: Whether FSDP2 gathers any weights.
         expected: What inputs have to fit; set by `weights`.
         reads: The attributes of modules that this reading, and the operations built from it, depend on.
         specs: What decides routes, by kind of call.
@@ -101,12 +99,12 @@ class Snapshot:
         """List the modules inside, also those that the family finds but torch does not, as in a plain list."""
         modules = modules_of(tower, None if self.stock else self.parts)
         complete = list(modules.values())
-        self._names = list(modules)[1:]  # the first is the tower itself
+        self.names_inside = list(modules)[1:]  # the first is the tower itself
         self._modules = complete[1:]
-        self._below = [vars(module) for module in self._modules]
+        self.attributes_inside = [vars(module) for module in self._modules]
         self._children = [module._modules.values() for module in complete if module._modules]
         self._methods = method_readers({type(module) for module in complete})
-        self._own_forwards = [attributes for attributes in self._below if "forward" in attributes]
+        self._own_forwards = [attributes for attributes in self.attributes_inside if "forward" in attributes]
 
     def _read_parameters(self, tower: Tower) -> None:
         """Note where modules hold parameters."""
@@ -151,7 +149,7 @@ class Snapshot:
         moody = [type(module).__name__ for module in self._modules if isinstance(module, _MOODY)]
         if self.foreign is None and moody:
             self.foreign = f"a {moody[0]} is inside"
-        self.offloaded = any("_hf_hook" in attributes for attributes in self._below)
+        self.offloaded = any("_hf_hook" in attributes for attributes in self.attributes_inside)
         self.sharded: dict[int, nn.Module] = {}
         self.mixing: list[str] = []
         if not self.stock:
@@ -161,7 +159,7 @@ class Snapshot:
                 if block.module in self._wrapped:
                     self.sharded[index] = block.module
         self._alone = [module for module in self._wrapped if module not in self.sharded.values()]
-        self.brought = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
+        self.uses_fsdp = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
         self.slow = [] if self.stock else list(self._reasons_slow(tower))
         if not self.stock:
             self.facts = TowerFacts(
@@ -182,7 +180,7 @@ class Snapshot:
         return (
             [type(tower), *map(type, self._modules)],
             list(chain.from_iterable(self._children)),
-            list(map(len, self._below)),  # a forward that is set on an instance is an attribute more
+            list(map(len, self.attributes_inside)),  # a forward that is set on an instance is an attribute more
             [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own_forwards],
             [read(kind) for read, kind in self._methods],
             list(map(code.home.get, code.names)),
@@ -255,7 +253,7 @@ class Snapshot:
         if self.varied:
             yield "layers have different heads, or scale attention differently"
         place = placed_by_accelerate(tower)
-        named_modules = list(zip(self._names, self._modules, strict=True))
+        named_modules = list(zip(self.names_inside, self._modules, strict=True))
         for name, module in named_modules:
             if any(isinstance(vars(module).get(weight), Tensor) for weight in ("weight", "bias")):
                 yield f"a weight of {name} is not a parameter"
@@ -304,7 +302,7 @@ class Snapshot:
 
     def _read_weights(self) -> None:
         """Note which modules have buffers, and which inputs fit the weights."""
-        modules = [*self._below, vars(self._tower())]
+        modules = [*self.attributes_inside, vars(self._tower())]
         self._buffers = [attributes["_buffers"] for attributes in modules if attributes["_buffers"]]
         device = self.parts.projection.weight.device
         fits_any_device = self.offloaded or device.type == "meta"
@@ -330,38 +328,20 @@ class Snapshot:
         """Return whether a module holds a tensor as an attribute that is neither parameter nor buffer."""
         weights = self._weights
         if weights.loose is None:
-            modules = [*self._below, vars(self._tower())]
+            modules = [*self.attributes_inside, vars(self._tower())]
             weights.loose = any(isinstance(value, Tensor) for attributes in modules for value in attributes.values())
         return weights.loose
 
     def training(self) -> bool:
         """Return whether a module inside is in training mode."""
-        return any(attributes["training"] for attributes in self._below)
-
-    def reasons_hooked(self, *, grad: bool) -> list[str]:
-        """List the hooks on modules inside that the fast path would skip.
-
-        Args:
-            grad: Whether hooks of the backward pass matter too.
-        """
-        reasons = ["global module hooks"] if any(_GLOBAL_HOOKS) else []
-        sharded_ids = {id(vars(block)) for block in self.sharded.values()}
-        for hooks_of in _HOOKS if grad else _HOOKS[:2]:
-            if not any(map(hooks_of, self._below)):
-                continue
-            for name, attributes in zip(self._names, self._below, strict=True):
-                is_sharded = id(attributes) in sharded_ids
-                for hook in hooks_of(attributes).values():
-                    if not (is_inert(hook) or (is_sharded and sharding.hooked_by_fsdp(hook))):
-                        return [*reasons, f"hooks on {name}"]
-        return reasons
+        return any(attributes["training"] for attributes in self.attributes_inside)
 
     def marks_outputs(self) -> bool:
         """Return whether a hook of transformers makes the tower's outputs require gradients, whatever is trained.
 
         `enable_input_require_grads` sets it for checkpointing: modules after a frozen tower are not trained otherwise.
         """
-        hooks_of_modules = [hooks for hooks in map(_HOOKS[0], self._below) if hooks]
+        hooks_of_modules = [hooks for hooks in map(HOOKS[0], self.attributes_inside) if hooks]
         return any(is_output_marker(hook) for hooks in hooks_of_modules for hook in hooks.values())
 
     def request(self, device: torch.device, dtype: torch.dtype | None = None, **options: Any) -> Request:

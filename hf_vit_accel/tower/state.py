@@ -196,7 +196,7 @@ class TowerState:
         """Make the spec of a kind of calls, with the operations for it, and keep it with the snapshot."""
         settings = self.settings
         grad = key.grad
-        dtype = key.autocast or (weights.dtype if snapshot.brought else None)  # FSDP2's shards may have another
+        dtype = key.autocast or (weights.dtype if snapshot.uses_fsdp else None)  # FSDP2's shards may have another
         request = snapshot.request(
             key.device,
             dtype,

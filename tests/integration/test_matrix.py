@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import ELSEWHERE, FAMILIES, ORDERS, ROWS, Row, answers_and_features, flat, missing
-from tiny import GRIDS, TINY, assert_close, pixels_for
+from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for
 from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
@@ -117,6 +117,30 @@ def test_what_follows_a_frozen_tower_is_trained_under_checkpointing(family: str,
             assert not tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output.requires_grad
     if found:
         assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_behind_frozen_embeddings_are_trained_under_reentrant_checkpoints(family: str) -> None:
+    """Stock Qwen3-VL gives them no gradients, which trains nothing; ours are those without checkpoints."""
+    gradients: dict[str, list[torch.Tensor | None]] = {}
+    for how in ("exact", "stock", "patched"):
+        model = TINY[family].build().train()
+        tower, grid = tower_of(model), GRIDS["mixed"]
+        if how == "patched":
+            hf_vit_accel.patch(model)
+        if how != "exact":
+            checkpoint_layers(model, reentrant=True)
+        for name in ("patch_embed", "pos_embed"):
+            if hasattr(tower, name):
+                getattr(tower, name).requires_grad_(False)
+        features = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output
+        features.square().sum().backward()
+        gradients[how] = [parameter.grad for parameter in tower.blocks.parameters()]
+        if how == "patched":
+            assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
+    has_gradients = [gradient is not None for gradient in gradients["stock"]]
+    assert has_gradients == [family != "qwen3_vl"] * len(has_gradients)
+    assert_close(gradients["patched"], gradients["exact"], 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -660,7 +660,7 @@ def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Any) -> None:
         output = tower(pixels_for(tower, VIDEO), grid_thw=torch.tensor(VIDEO))
         assert len(output.last_hidden_state) == rows_of(VIDEO) and status_of(tower).passes is None
         assert status_of(tower).calls == 1
-        assert status_of(tower).fallbacks == {"not cut by max_rows: FSDP2 brings weights at each pass": 1}
+        assert status_of(tower).fallbacks == {"not cut by max_rows: FSDP2 gathers weights at each pass": 1}
     finally:
         dist.destroy_process_group()
 
