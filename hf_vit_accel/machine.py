@@ -41,7 +41,7 @@ def probe(function: Function) -> Function:
     return cached  # type: ignore[return-value]
 
 
-def run_isolated(function: Callable[..., V], *arguments: Any) -> V:
+def run_isolated(function: Callable[..., V], *arguments: object) -> V:
     """Run a function in a new thread, without the caller's hooks, modes, autocast, device and stream.
 
     Otherwise, activation checkpointing would record a trial as a part of the checkpointed layers.
@@ -252,7 +252,7 @@ def guarded(name: str, function: Function) -> Function:
     """
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except _NO_FAULTS:

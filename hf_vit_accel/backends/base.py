@@ -312,7 +312,7 @@ def attention_op(
     torch.library.register_fake(full, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
     op: Callable[..., Tensor] = getattr(torch.ops.hf_vit_accel, name).default
 
-    def attend(*arguments: Any) -> Tensor:
+    def attend(*arguments: object) -> Tensor:
         return op(*arguments) if torch.compiler.is_compiling() else cuda(*arguments)
 
     return attend

@@ -57,7 +57,7 @@ Look = Callable[[Tensor, Tensor], tuple[list[list[int]], Any]]
 """Maps pixels (T, P) and the grid (N, 3) to the grid on the host and to whatever is read in the same sync."""
 
 
-def read(expected: Expected, look: Look | None, /, *args: Any, **options: Any) -> Inputs | None:
+def read(expected: Expected, look: Look | None, /, *args: object, **options: Any) -> Inputs | None:
     """Return the inputs of a tower's forward, with the grid on the host: the one sync of a call.
 
     Args:

@@ -152,7 +152,7 @@ _BARE = nn.Module()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """What operations are built for: a device, dtypes, gradients; it records the attributes that they read.
+    """The target of operations: a device, dtypes, gradients. It records the attributes that they read.
 
     Attributes:
         device: of the rows.

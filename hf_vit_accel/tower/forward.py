@@ -95,7 +95,7 @@ class AcceleratedForward:
         return tower
 
     @torch.compiler.disable(reason="the layout is decided on the host, and the layers are fused already")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the outputs of a call.
 
         If a backend or a kernel fails, this call and later ones do without it. Out-of-memory errors reach the caller.
@@ -104,6 +104,7 @@ class AcceleratedForward:
             ValueError: The inputs do not fit each other.
             FallbackError: The call would not get what was asked for, under `strict`.
         """
+        tower: Tower
         state: TowerState | None = self._state
         if CALLED_ON in kwargs:
             tower = kwargs.pop(CALLED_ON)

@@ -68,7 +68,7 @@ MISSING: list[str] = []
 def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `PreTrainedModel.__init__`: raise for one of our names, where it cannot be routed."""
 
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, config: Any, *args: object, **kwargs: object) -> None:
         for part in (config, *_sub_configs(config)):
             if is_ours(part._attn_implementation):
                 _check_missing(part._attn_implementation)
@@ -87,7 +87,7 @@ def _check_missing(name: str) -> None:
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `lazy_import_flash_attention`: look for no Hub kernel of one of our names."""
 
-    def lazy_import_flash_attention(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    def lazy_import_flash_attention(implementation: str | None, *args: object, **kwargs: object) -> Any:
         return None if is_ours(implementation) else original(implementation, *args, **kwargs)
 
     return lazy_import_flash_attention
@@ -96,7 +96,7 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
 def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `get_correct_attn_implementation`: every model of a composite learns its attention there."""
 
-    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: object, **kwargs: object) -> Any:
         unknown.warn(beside=self.config)
         if not is_ours(requested_attention):
             return _leave(self, requested_attention, partial(original, self, requested_attention, *args, **kwargs))
