@@ -65,6 +65,8 @@ class AcceleratedForward:
 
     __slots__ = ("__signature__", "__weakref__", "_class", "_state", "_tower")
 
+    _state: TowerState
+
     def __init__(self, tower: nn.Module, state: TowerState) -> None:
         self._tower = weakref.ref(tower)
         self._state = state
