@@ -17,8 +17,7 @@ from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
-from hf_vit_accel.tower import checks as guard
-from hf_vit_accel.tower import fsdp as sharding
+from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.decide import spec_of
 from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.snapshot import Snapshot
@@ -239,9 +238,9 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> Weights:
     """
     weights = snapshot.weights()[1]
     if snapshot.uses_fsdp and weights.reasons:
-        holder = tower if isinstance(tower, sharding.wrapper()) else next(iter(snapshot.sharded.values()))
+        holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded.values()))
         weights = copy.copy(weights)
-        weights.dtype = sharding.gathered_dtype(holder, weights.dtype)
+        weights.dtype = fsdp.gathered_dtype(holder, weights.dtype)
         weights.reasons = []
     return weights
 
@@ -261,11 +260,11 @@ def reasons_now(
     Returns:
         The reasons, and the spec of a call without gradients. The spec is None if no call can be fast.
     """
-    reasons = guard.reasons_stock(tower, former_forward, name, snapshot, {})
+    reasons = checks.reasons_stock(tower, former_forward, name, snapshot, {})
     if snapshot.stock:
         return reasons, None
     weights = _weights_of_calls(tower, snapshot)
-    reasons += guard.reasons_slow(tower, snapshot, weights, {}, grad=False)
+    reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight: Any = snapshot.parts.projection.weight
     return reasons, spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False)
 

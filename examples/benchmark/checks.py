@@ -21,7 +21,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.tools import bench
 from hf_vit_accel.tools.bench.towers import build_tower, weight_of
-from hf_vit_accel.tower import checks as guard
+from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.state import state_of
 
 CALLS = 1000
@@ -34,13 +34,13 @@ def checked(tower: nn.Module, pixels_TP: torch.Tensor, grid: torch.Tensor) -> li
     snapshot = state.snapshot(tower)
     grad = torch.is_grad_enabled()
     name = tower.config._attn_implementation
-    reasons = guard.reasons_stock(tower, state.former_forward, name, snapshot, {})
+    reasons = checks.reasons_stock(tower, state.former_forward, name, snapshot, {})
     parameters, weights = snapshot.weights()
     call = inputs.read(snapshot.expected, None, pixels_TP, grid_thw=grid)
     assert call is not None
-    if grad and (snapshot.foreign or call.pixels.requires_grad or snapshot.trained(parameters)):
+    if grad and (snapshot.third_party or call.pixels.requires_grad or snapshot.trained(parameters)):
         reasons.append("something is trained")
-    return reasons + guard.reasons_slow(tower, snapshot, weights, call.options, grad=grad)
+    return reasons + checks.reasons_slow(tower, snapshot, weights, call.options, grad=grad)
 
 
 def measure(tower: nn.Module, *, grad: bool, calls: int = CALLS) -> dict[str, float]:

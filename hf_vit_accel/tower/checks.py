@@ -22,8 +22,7 @@ from hf_vit_accel.engine.route import POPPED
 from hf_vit_accel.families import Tower
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import Facts
-from hf_vit_accel.tower import fsdp as sharding
-from hf_vit_accel.tower import proof as upstream
+from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.modules import Weights, is_inert
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 
@@ -67,7 +66,7 @@ def reasons_stock(
         reasons.append("the tower has a forward of its own")
     if any(popped in kwargs for popped in POPPED):
         reasons.append("the caller supplies sequence metadata")
-    if name not in upstream.NAMES:
+    if name not in proof.NAMES:
         reasons += reasons_own_attention(tower, name)
     if is_tracing():  # a trace does not record tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
@@ -83,7 +82,7 @@ def reasons_own_segments(tower: Tower, arguments: Mapping[str, Any], pixels: str
         pixels: The name of the pixels.
     """
     name = tower.config._attn_implementation
-    if name not in upstream.NAMES:
+    if name not in proof.NAMES:
         return reasons_own_attention(tower, name) or [f"its attention is {name!r}"]
     if any(popped in arguments for popped in POPPED):
         return ["the caller supplies sequence metadata"]
@@ -132,7 +131,7 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
     """
     if settings.attention == "auto" and (former_name == "eager" or reasons_own_attention(tower, former_name)):
         return former_name
-    return upstream.name_for(settings.attention)
+    return proof.name_for(settings.attention)
 
 
 def reasons_slow(
@@ -154,7 +153,7 @@ def reasons_slow(
         if any(map(hooks_of, snapshot.attributes_inside)):
             reasons += _reasons_hooked(snapshot, hooks_of)
     if snapshot.sharded:
-        reasons += sharding.reasons_against(snapshot.sharded.values(), weights.dtype)
+        reasons += fsdp.reasons_against(snapshot.sharded.values(), weights.dtype)
     for name in ("output_hidden_states", "output_attentions"):
         if options.get(name, getattr(tower.config, name, False)):
             reasons.append(f"{name} is requested")
@@ -169,7 +168,7 @@ def _reasons_hooked(snapshot: Snapshot, hooks_of: Callable[[dict[str, Any]], Map
     for name, attributes in zip(snapshot.names_inside, snapshot.attributes_inside, strict=True):
         is_sharded = id(attributes) in sharded_ids
         for hook in hooks_of(attributes).values():
-            if not (is_inert(hook) or (is_sharded and sharding.hooked_by_fsdp(hook))):
+            if not (is_inert(hook) or (is_sharded and fsdp.hooked_by_fsdp(hook))):
                 return [f"hooks on {name}"]
     return []
 
@@ -195,13 +194,13 @@ def facts_for_reuse(
     assert settings.reuse is not None
     trains = torch.is_grad_enabled()
     reasons = list(snapshot.mixing)
-    if snapshot.foreign and snapshot.training() and not reasons:
-        reasons.append(f"{snapshot.foreign}, and may be random in training")
+    if snapshot.third_party and snapshot.training() and not reasons:
+        reasons.append(f"{snapshot.third_party}, and may be random in training")
     against_keeping: list[str] = []
     watched: list[Tensor] = []
-    if settings.reuse.across_calls and not (trains and (snapshot.foreign or snapshot.trained(parameters))):
-        if snapshot.foreign:
-            against_keeping.append(f"{snapshot.foreign}, and might act otherwise at a later call")
+    if settings.reuse.across_calls and not (trains and (snapshot.third_party or snapshot.trained(parameters))):
+        if snapshot.third_party:
+            against_keeping.append(f"{snapshot.third_party}, and might act otherwise at a later call")
         if settings.score_mod is not None:
             against_keeping.append("a score_mod may read what changes between calls")
         if snapshot.sharded or snapshot.offloaded or weights.pointers is None:

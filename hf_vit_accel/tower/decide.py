@@ -199,7 +199,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         )
     # A third-party module (an adapter) may train parameters outside of the tower.
     trains = torch.is_grad_enabled()
-    grad = trains and bool(snapshot.foreign or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
+    grad = trains and bool(snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     shared = _NOT_SHARED
     if state.sharing is not None:
@@ -354,8 +354,8 @@ def _reason_against_graphs(
     reason = why_not_graphs(device)
     if reason is not None:
         return reason
-    if snapshot.foreign:  # it may act on state that Python holds: an adapter that is switched off, a counter
-        return f"{snapshot.foreign}, and might act otherwise at a later call"
+    if snapshot.third_party:  # it may act on state that Python holds: an adapter that is switched off, a counter
+        return f"{snapshot.third_party}, and might act otherwise at a later call"
     if snapshot.mixing:  # a graph pads its rows, and a module that mixes rows would see them
         return snapshot.mixing[0]
     if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen

@@ -65,8 +65,6 @@ class AcceleratedForward:
 
     __slots__ = ("__signature__", "__weakref__", "_class", "_state", "_tower")
 
-    _state: TowerState
-
     def __init__(self, tower: nn.Module, state: TowerState) -> None:
         self._tower = weakref.ref(tower)
         self._state = state
@@ -120,7 +118,8 @@ class AcceleratedForward:
         original: Original = partial(self._class.forward, tower)
         if state is not None and state.former_forward is not None:
             original = state.former_forward
-        if state is None or vars(tower).get(STATE) is not state:
+        current: object = vars(tower).get(STATE)
+        if state is None or current is not state:
             return original(*args, **kwargs)  # unpatched or patched again, while other code (a hook) holds this forward
         return _call(tower, state, original, args, kwargs)
 

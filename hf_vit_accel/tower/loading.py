@@ -96,7 +96,9 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
 def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `get_correct_attn_implementation`: every model of a composite learns its attention there."""
 
-    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: object, **kwargs: object) -> Any:
+    def get_correct_attn_implementation(
+        self: Any, requested_attention: str | None, *args: object, **kwargs: object
+    ) -> str | None:
         unknown.warn(beside=self.config)
         if not is_ours(requested_attention):
             return _leave(self, requested_attention, partial(original, self, requested_attention, *args, **kwargs))

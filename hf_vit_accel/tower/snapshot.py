@@ -28,8 +28,7 @@ from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
-from hf_vit_accel.tower import fsdp as sharding
-from hf_vit_accel.tower import proof as upstream
+from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.code import method_readers
 from hf_vit_accel.tower.modules import Weights, is_output_marker, modules_of, places_of
 
@@ -57,8 +56,8 @@ class Snapshot:
         stock: Why its own forward must run as it is, without metadata of ours.
         slow: Why its blocks must be called.
         parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `stock` is empty.
-        foreign: A sentence about a module inside whose code is neither torch's nor transformers', or that may behave
-            otherwise at every call; None without one.
+        third_party: A sentence about a module inside whose code is neither torch's nor transformers', or that may
+            behave otherwise at every call; None without one.
         mixing: Why all rows of a call must be encoded together.
         dropout: Whether training drops out attention weights.
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
@@ -79,7 +78,7 @@ class Snapshot:
     expected: Expected
 
     def __init__(self, tower: Tower, family: Family, attention: str | None = None) -> None:
-        self.proof = upstream.prove(tower, family)
+        self.proof = proof.prove(tower, family)
         self.reads = Reads()
         self.specs: dict[Any, Spec] = {}
         self.output_class = family.output_class(tower)
@@ -108,7 +107,7 @@ class Snapshot:
 
     def _read_parameters(self, tower: Tower) -> None:
         """Note where modules hold parameters."""
-        self._wrapped = [module for module in self._modules if isinstance(module, sharding.wrapper())]
+        self._wrapped = [module for module in self._modules if isinstance(module, fsdp.wrapper())]
         places = places_of([tower, *self._modules], self._wrapped)
         self.places = [*places.complete, *places.partial, *places.adapters]
         self._parameters = [parameters.values() for parameters in places.complete]
@@ -130,7 +129,7 @@ class Snapshot:
         self._watched_names = sorted((self._tower_names & present | {*code.methods}) - tensors)
         self._config_fields = code.config_fields(tower)
         for module in self._modules:
-            kind = sharding.class_of(module)
+            kind = fsdp.class_of(module)
             if kind in self.proof.classes:
                 attributes = vars(module)
                 for name in (code.attributes_of(kind) & attributes.keys()) - _BARE:
@@ -140,26 +139,26 @@ class Snapshot:
 
     def _find_reasons(self, tower: Tower) -> None:
         """Collect what stands against the fast path, against cutting a call, and what FSDP2 shards."""
-        self.foreign: str | None = None
+        self.third_party: str | None = None
         for module in self._modules:
             reasons = reasons_replaced(module)
             if reasons:
-                self.foreign = reasons[0]
+                self.third_party = reasons[0]
                 break
         moody = [type(module).__name__ for module in self._modules if isinstance(module, _MOODY)]
-        if self.foreign is None and moody:
-            self.foreign = f"a {moody[0]} is inside"
+        if self.third_party is None and moody:
+            self.third_party = f"a {moody[0]} is inside"
         self.offloaded = any("_hf_hook" in attributes for attributes in self.attributes_inside)
         self.sharded: dict[int, nn.Module] = {}
         self.mixing: list[str] = []
         if not self.stock:
             patches = self.parts.projection, self.parts.downsample
-            self.mixing = reasons_mixing(self._modules, self.proof.classes, patches, sharding.class_of)
+            self.mixing = reasons_mixing(self._modules, self.proof.classes, patches, fsdp.class_of)
             for index, block in enumerate(self.parts.blocks):
                 if block.module in self._wrapped:
                     self.sharded[index] = block.module
         self._alone = [module for module in self._wrapped if module not in self.sharded.values()]
-        self.uses_fsdp = isinstance(tower, sharding.wrapper()) or bool(self.sharded)
+        self.uses_fsdp = isinstance(tower, fsdp.wrapper()) or bool(self.sharded)
         self.slow = [] if self.stock else list(self._reasons_slow(tower))
         if not self.stock:
             self.facts = TowerFacts(
@@ -167,7 +166,7 @@ class Snapshot:
                 geometry=self.geometry,
                 full_layers=self.full_layers,
                 sharded_layers=self.sharded,
-                third_party=self.foreign,
+                third_party=self.third_party,
                 mixing=self.mixing,
                 parameter_homes=self.places,
             )
@@ -192,7 +191,7 @@ class Snapshot:
 
     def current(self) -> bool:
         """Return whether the tower still holds the modules, methods and attributes that were read."""
-        if self.proof.backoff is not None and upstream.is_outdated(self.proof):
+        if self.proof.backoff is not None and proof.is_outdated(self.proof):
             return False
         try:
             return self._now() == self._read and self.reads.unchanged()
@@ -268,7 +267,7 @@ class Snapshot:
         for index, block in enumerate(self.parts.blocks):
             skipped += [(f"layer {index}", block.module), (f"layer {index}", block.attention)]
         for where, module in skipped:
-            if sharding.class_of(module) not in self.proof.classes:
+            if fsdp.class_of(module) not in self.proof.classes:
                 yield f"{where} has a {type(module).__name__}, which this tower's class does not make"
                 return
             reasons = reasons_replaced(module)

@@ -22,9 +22,7 @@ from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.reuse import Reuse
-from hf_vit_accel.tower import checks
-from hf_vit_accel.tower import fsdp as sharding
-from hf_vit_accel.tower import proof as upstream
+from hf_vit_accel.tower import checks, fsdp, proof
 from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.snapshot import Snapshot
 
@@ -141,7 +139,7 @@ class TowerState:
         self.follow_attention(tower)
         self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
         self.attributes = attributes_of(tower)
-        upstream.warn_stock(sharding.class_of(tower), snapshot.proof, snapshot.stock)
+        proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.stock)
         return snapshot
 
     def follow_attention(self, tower: Tower) -> None:
@@ -153,7 +151,7 @@ class TowerState:
         if function is self._attention_function:
             return
         self._attention_function = function
-        if self.keeps_attention and tower.config._attn_implementation in (*upstream.NAMES, self.former_name):
+        if self.keeps_attention and tower.config._attn_implementation in (*proof.NAMES, self.former_name):
             tower.config._attn_implementation_internal = checks.attention_name(tower, self.settings, self.former_name)
 
     def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
@@ -217,7 +215,7 @@ class TowerState:
             settings=settings,
         )
         snapshot.specs[key] = spec
-        is_insensitive = spec.ops is not None and not snapshot.foreign and spec.ops.fused >= _INSENSITIVE
+        is_insensitive = spec.ops is not None and not snapshot.third_party and spec.ops.fused >= _INSENSITIVE
         if is_insensitive and request.dtype == weights.dtype:  # autocast to that dtype changes nothing
             for autocast in (None, weights.dtype):
                 snapshot.specs[key._replace(autocast=autocast)] = spec
