@@ -55,7 +55,6 @@ def patch(
         cuda_graphs: Replay the tower from CUDA graphs: True or a `GraphConfig`. Graphs are captured on first use or by
             `warmup`. Small and medium inputs gain most; an input that would not gain runs eagerly.
         fp8: Attention in FP8 where that is faster: True or a `Fp8Config`. Not exact, for inference only.
-            Features keep their direction (cosine similarity), not their last digits.
         max_rows: Patch rows in one pass. Larger calls are split between frames and images, to bound their memory.
             "auto" uses the limit that costs no time on CUDA; None uses one pass.
         data_parallel: Share every call among ranks that hold the same tower and make the same calls: True, a process

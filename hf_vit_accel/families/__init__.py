@@ -21,9 +21,9 @@ from hf_vit_accel.families import (
     qwen3_5,
     qwen3_vl,
 )
-from hf_vit_accel.families.base import Block, Family, Parts, Tower
+from hf_vit_accel.families.base import Block, Config, Family, Model, Parts, Tower
 
-__all__ = ["FAMILIES", "Block", "Family", "Parts", "Tower", "family_of", "find_towers"]
+__all__ = ["FAMILIES", "Block", "Config", "Family", "Model", "Parts", "Tower", "family_of", "find_towers"]
 
 FAMILIES: tuple[Family, ...] = (
     qwen2_vl.FAMILY,

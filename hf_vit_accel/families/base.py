@@ -16,6 +16,10 @@ from hf_vit_accel.layout import Geometry
 
 Tower: TypeAlias = Any
 """A tower of transformers. Its attributes have no types."""
+Model: TypeAlias = Any
+"""A model of transformers, or a wrapper around one. Its attributes have no types."""
+Config: TypeAlias = Any
+"""A config of transformers. Its fields have no types."""
 Part: TypeAlias = Any
 """A module inside a tower, or None where a tower has no such part. Its attributes have no types."""
 

@@ -37,7 +37,7 @@ class Ranks:
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _unpickled, (self.group is dist.group.WORLD,)
 
     @property

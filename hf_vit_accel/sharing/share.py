@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Slots, replaced
+from hf_vit_accel.ops.training.context import FunctionContext
 from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, Status
 from hf_vit_accel.sharing.ranks import Ranks
 from hf_vit_accel.sharing.split import Places
@@ -46,7 +47,7 @@ class Share(AbstractContextManager[None]):
         self.grid = places.grid_of(ranks.rank)
         slots = _trained_slots(tower) if grad else []
         weights = {id(home[name]): home[name] for home, name in slots}  # a weight that modules share counts once
-        self._options: tuple[Any, ...] = (
+        self._options: tuple[object, ...] = (
             grad,
             pixels_TP.requires_grad,
             [tuple(weight.shape) for weight in weights.values()],
@@ -162,7 +163,7 @@ class _Share(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, places: Places, pixels_TP: Tensor, *weights: Tensor) -> Any:
+    def forward(ctx: FunctionContext, ranks: Ranks, places: Places, pixels_TP: Tensor, *weights: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.ranks = ranks
         ctx.places = places
@@ -175,7 +176,7 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, _: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, _: Any, *gradients: Tensor | None) -> tuple[object, ...]:
         ranks = ctx.ranks
         places = ctx.places
         needs_pixels, *needs_weights = ctx.needs_input_grad[2:]
@@ -207,7 +208,7 @@ class _Gather(torch.autograd.Function):
     """Brings the outputs of this rank's share to all ranks. Its backward takes the share's rows of their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, share: Share, token: Tensor, *outputs: Tensor) -> Any:
+    def forward(ctx: FunctionContext, share: Share, token: Tensor, *outputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.places = share.places
         ctx.rank = share.ranks.rank
@@ -217,7 +218,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @machine.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext, *gradients: Tensor | None) -> tuple[object, ...]:
         rows = [
             None if gradient is None else ctx.places.taken(gradient, ctx.rank) for gradient in gradients[: ctx.count]
         ]

@@ -43,6 +43,10 @@ from hf_vit_accel.tower.state import STATE, TowerState, state_of
 Original = Callable[..., Any]
 """The stock forward of a tower, or the forward that its instance had before it was patched."""
 
+Arguments = tuple[object, ...]
+Options = dict[str, object]
+"""Positional and keyword arguments of a call."""
+
 
 CALLED_ON = "_hf_vit_accel_called_on"
 """Keyword argument that names the instance of a call, where it is not the forward's own (a shallow copy)."""
@@ -74,7 +78,7 @@ class AcceleratedForward:
             with suppress(TypeError, ValueError):  # raised for callables that are not written in Python
                 self.__signature__ = inspect.signature(state.former_forward)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._tower(), self._state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedForward:
@@ -124,9 +128,7 @@ class AcceleratedForward:
         return _call(tower, state, original, args, kwargs)
 
 
-def redirect_copies(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def redirect_copies(module: nn.Module, args: Arguments, kwargs: Options) -> tuple[Arguments, Options] | None:
     """Let a shallow copy of a patched tower run its own modules; a forward pre-hook of every patched tower.
 
     A shallow copy holds the forward of the original: `copy.copy` makes one, and `nn.DataParallel` its replicas. That
@@ -155,7 +157,7 @@ def is_ours(forward: Any) -> bool:
     return isinstance(getattr(forward, "__func__", forward), AcceleratedForward)
 
 
-def _call(tower: Tower, state: TowerState, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, kwargs: Options) -> Any:
     """Serve one call, again without a backend, a kernel or a way of sharing that failed, and in shorter passes."""
     pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
     on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
@@ -212,7 +214,7 @@ def _disable(state: TowerState, faults_before: Mapping[str, str], faults: Mappin
     state.set_faults({**state.faults, fault.name: fault.why})
 
 
-def read(tower: Tower, state: TowerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> Call:
     """Return a call: the tower as it is now, the reasons against the fast path, and the inputs, checked once."""
     if is_in_torch_dispatch_mode() and (reasons := checks.reasons_fake()):
         return Call(reasons_stock=reasons)

@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import BACKENDS, require
 from hf_vit_accel.config import Settings
-from hf_vit_accel.families import FAMILIES, Family, Tower, family_of, find_towers
+from hf_vit_accel.families import FAMILIES, Config, Family, Model, Tower, family_of, find_towers
 from hf_vit_accel.tower import unknown
 from hf_vit_accel.tower.attention import vision_attention
 from hf_vit_accel.tower.install import install, uninstall
@@ -68,7 +68,7 @@ MISSING: list[str] = []
 def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `PreTrainedModel.__init__`: raise for one of our names, where it cannot be routed."""
 
-    def init(self: Any, config: Any, *args: object, **kwargs: object) -> None:
+    def init(self: Any, config: Config, *args: object, **kwargs: object) -> None:
         for part in (config, *_sub_configs(config)):
             if is_ours(part._attn_implementation):
                 _check_missing(part._attn_implementation)
@@ -118,7 +118,7 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_correct_attn_implementation
 
 
-def _leave(model: Any, name: str | None, original: Callable[[], Any]) -> Any:
+def _leave(model: Model, name: str | None, original: Callable[[], Any]) -> Any:
     """Give a model another attention than ours, and take ours off the towers that had it."""
     is_unchanged = name == model.config._attn_implementation  # where only the text of a model gets another
     applicable = original()
@@ -143,7 +143,7 @@ def _patch_tower(tower: Tower, family: Family, name: str) -> None:
     install(tower, TowerState(family, Settings(attention=attention), former_name=former_name))
 
 
-def _patch_wrapper(wrapper: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _patch_wrapper(wrapper: Model, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Patch the towers inside a model that shares the config of its tower.
 
     While it is made there is none inside yet: a tower takes the name from the config itself.
@@ -156,7 +156,7 @@ def _patch_wrapper(wrapper: Any, name: str, args: tuple[Any, ...], kwargs: dict[
 
 
 def _skip_text_model(
-    model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Model, original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> str | None:
     """Give a model without a tower its own attention, or stock's default."""
     name = model.config._attn_implementation
@@ -164,7 +164,7 @@ def _skip_text_model(
     return applicable
 
 
-def _wrapped(model: Any) -> list[Any]:
+def _wrapped(model: Model) -> list[Any]:
     """Return the towers inside a model that share its config, which transformers leaves out for that reason."""
     if not vars(model).get("_modules"):  # it is under construction
         return []
@@ -176,7 +176,7 @@ _TEXT_CONFIGS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictiona
 """Sub-configs without a tower, of composites that were given one of our names: they keep attentions of their own."""
 
 
-def _check_composite(config: Any, name: str) -> None:
+def _check_composite(config: Config, name: str) -> None:
     """Check a model that is given one of our names, and give its sub-models without a tower their own attention back.
 
     Raises:
@@ -198,7 +198,7 @@ def _check_composite(config: Any, name: str) -> None:
                 sub_config._attn_implementation_internal = None
 
 
-def _is_of_tower(config: Any) -> bool:
+def _is_of_tower(config: Config) -> bool:
     """Return whether a config is that of a supported tower, or a subclass of it."""
     modules = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
     return not config.sub_configs and any(
@@ -206,7 +206,7 @@ def _is_of_tower(config: Any) -> bool:
     )
 
 
-def _sub_configs(config: Any) -> Iterator[Any]:
+def _sub_configs(config: Config) -> Iterator[Any]:
     """Yield the configs inside a config, at any depth."""
     for key in getattr(config, "sub_configs", None) or ():
         sub_config = getattr(config, key, None)
@@ -222,7 +222,7 @@ def restore_name(model: nn.Module, former_name: str | None) -> None:
         model: The model; one without a config stays as it is.
         former_name: The name that its config had before; None for stock's default.
     """
-    config: Any = getattr(model, "config", None)
+    config: Config = getattr(model, "config", None)
     if isinstance(model, modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
         if former_name is None:
             text = config.get_text_config()._attn_implementation

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Spec, lay_out
-from hf_vit_accel.families import Family, Tower
+from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.ops import Context, build
@@ -102,7 +102,7 @@ def prove(tower: nn.Module, family: Family) -> Proof:
     """
     kind = family.tower_class(tower)
     assert kind is not None
-    config: Any = tower.config
+    config: Config = tower.config
     key = kind, repr(sorted(_fields(config, family)))
     proof = _PROOFS.get(key)
     if proof is None or not proof.code.unchanged():
@@ -146,7 +146,7 @@ def warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _fields(config: Any, family: Family) -> Iterator[tuple[str, str]]:
+def _fields(config: Config, family: Family) -> Iterator[tuple[str, str]]:
     """Yield the fields of a config that reach the twin and may choose between ways to compute."""
     for name, value in config.to_dict().items():
         if name not in family.tiny and name not in _UNREAD_FIELDS:
@@ -191,7 +191,7 @@ _SDPA = functional.scaled_dot_product_attention
 class _Isolated(TorchFunctionMode):
     """Makes one thread's torch independent of the process: no random initialisation, no choice of SDP kernels."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _SDPA:
             return _plain_attention(*args, **kwargs)
@@ -204,7 +204,7 @@ _STOCK = "hf_vit_accel_stock"
 """The name of transformers' own sdpa attention for twins: anyone may register another function under the usual one."""
 
 
-def _twin(kind: Any, config: Any, family: Family, dtype: torch.dtype) -> Any:
+def _twin(kind: Any, config: Config, family: Family, dtype: torch.dtype) -> Any:
     """Build a tiny tower of a class on the CPU, whose weights are random: none zero, and no norm's one."""
     modeling_utils.AttentionInterface.register(_STOCK, sdpa_attention_forward)
     config = copy.deepcopy(config)
@@ -244,7 +244,7 @@ def _skip_global_hooks(module: nn.Module) -> None:
         module._compiled_call_impl = module.forward
 
 
-def _prove(key: tuple[type, str], config: Any, family: Family, backoff: Backoff) -> Proof:
+def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backoff) -> Proof:
     """Run a twin beside our operations; an error on the way is no verdict, and asks for another attempt."""
     kind: Any = key[0]
     classes: frozenset[type] = frozenset()
