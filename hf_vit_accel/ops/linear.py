@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_vit_accel import machine
+from hf_vit_accel.families.base import Part
 from hf_vit_accel.ops.base import Apply, Context
 from hf_vit_accel.ops.lora.adapter import product
 from hf_vit_accel.ops.lora.modules import lora_of
@@ -63,7 +62,7 @@ class LinearFunction(torch.autograd.Function):
         return dx_TE, dweight_FE, dbias_F, None
 
 
-def build(module: Any, context: Context) -> Apply:
+def build(module: Part, context: Context) -> Apply:
     """Build a projection: the module itself, a trained function, or a product with LoRA adapters."""
     if context.reasons_replaced(module, nn.Linear):
         lora = lora_of(module, context)

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
-from hf_vit_accel.families.base import Parts
+from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
@@ -20,7 +18,7 @@ from hf_vit_accel.ops.training.norm_recipe import attached_recipe
 from hf_vit_accel.ops.training.trained import Trained
 
 
-def layers_of(merger: Any) -> tuple[Any, list[Any]] | None:
+def layers_of(merger: Part) -> tuple[Part, list[Part]] | None:
     """Return (norm, the modules after it), by the attribute names of the families."""
     if hasattr(merger, "ln_q"):
         return (merger.ln_q, list(merger.mlp)) if isinstance(merger.mlp, nn.Sequential | nn.ModuleList) else None
@@ -34,7 +32,7 @@ def _gated(merger: nn.Module) -> bool:
     return all(hasattr(merger, name) for name in ("proj", "post_projection_norm", "act1", "gate_proj"))
 
 
-def _reasons_against(merger: Any, context: Context) -> list[str]:
+def _reasons_against(merger: Part, context: Context) -> list[str]:
     reasons = context.reasons_replaced(merger)
     if reasons:
         return reasons
@@ -50,7 +48,7 @@ def _reasons_against(merger: Any, context: Context) -> list[str]:
     return norms.reasons_against(layers[0], context)
 
 
-def fused(merger: Any, context: Context) -> AddNorm:
+def fused(merger: Part, context: Context) -> AddNorm:
     """Build (x, delta) to (x + delta, the merger's result)."""
     if _gated(merger):
         return _fused_gated(merger, context)
@@ -80,7 +78,7 @@ def fused(merger: Any, context: Context) -> AddNorm:
     return merge
 
 
-def _fused_gated(merger: Any, context: Context) -> AddNorm:
+def _fused_gated(merger: Part, context: Context) -> AddNorm:
     add_norm = guarded(KERNELS, norms.fused(merger.post_projection_norm, context))
     project = linear.build(merger.proj, context)
     activate = context.called(merger.act1)
@@ -93,7 +91,7 @@ def _fused_gated(merger: Any, context: Context) -> AddNorm:
     return merge
 
 
-def _differentiable(modules: list[Any], context: Context) -> Trained | None:
+def _differentiable(modules: list[Part], context: Context) -> Trained | None:
     """Build product, GELU, product as an MLP that saves little for its gradient; None for other modules."""
     if len(modules) != 3:
         return None

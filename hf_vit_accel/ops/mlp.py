@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_vit_accel.families.base import Parts
+from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.activation import ACTIVATIONS, linear_gelu_tanh, pad_swiglu, quick_gelu_, swiglu
 from hf_vit_accel.ops.base import Apply, Context, Operation, ReadWeights
 from hf_vit_accel.ops.launch import why_not_descriptors
@@ -49,7 +48,7 @@ def _try_activation(activation: nn.Module) -> str | None:
     return None
 
 
-def layers_of(mlp: Any) -> tuple[list[Any], Any, Any] | None:
+def layers_of(mlp: Part) -> tuple[list[Part], Part, Part] | None:
     """Return (Linears before the activation, activation, Linear after it), by the attribute names of the families."""
     for before, activation, after in _NAMES:
         if all(hasattr(mlp, name) for name in (*before, activation, after)):
@@ -65,7 +64,7 @@ _NAMES = (
 )
 
 
-def reasons_against(mlp: Any, context: Context) -> list[str]:
+def reasons_against(mlp: Part, context: Context) -> list[str]:
     """Report why a module is neither two products with an activation between them nor a SwiGLU."""
     layers = layers_of(mlp)
     reasons = context.reasons_replaced(mlp)
@@ -88,7 +87,7 @@ def reasons_against(mlp: Any, context: Context) -> list[str]:
     return []
 
 
-def fused(mlp: Any, context: Context) -> Apply:
+def fused(mlp: Part, context: Context) -> Apply:
     """Build an MLP whose activation is computed by a kernel."""
     layers = layers_of(mlp)
     assert layers is not None
@@ -115,7 +114,7 @@ def fused(mlp: Any, context: Context) -> Apply:
     return _gelu(weights, linear_quick_gelu if fits_descriptors else _linear_quick_gelu)
 
 
-def _differentiable(before: list[Any], after: Any, kind: str, limit: float | None, context: Context) -> Apply:
+def _differentiable(before: list[Part], after: Part, kind: str, limit: float | None, context: Context) -> Apply:
     """Build an MLP with gradients: by kernels that save little or, as reference, in plain torch."""
     weights = context.reader(*places(before, after))
     setting = limit if kind == "silu" else kind
@@ -126,7 +125,7 @@ def _differentiable(before: list[Any], after: Any, kind: str, limit: float | Non
     return Trained(function=function, weights=weights, settings=(setting,), takes_norm=True)
 
 
-def places(before: Sequence[Any], after: Any) -> list[tuple[Any, str]]:
+def places(before: Sequence[Part], after: Part) -> list[tuple[Part, str]]:
     """List (module, name) of the weights and biases of an MLP, in the order of the functions' arguments."""
     weights = [(linear, "weight") for linear in before]
     biases = [(linear, "bias") for linear in before]

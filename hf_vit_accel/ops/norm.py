@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
-from hf_vit_accel.families.base import Parts
+from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference
 from hf_vit_accel.ops.base import AddNorm, Context, Operation
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction
 from hf_vit_accel.ops.training.trained import TrainedNorm
 
 
-def reasons_against(norm: Any, context: Context) -> list[str]:
+def reasons_against(norm: Part, context: Context) -> list[str]:
     """Report why a module is neither a LayerNorm over one dimension nor an RMSNorm like Qwen2.5-VL's."""
     if _is_rms(norm):
         return context.reasons_replaced(norm)
@@ -28,7 +26,7 @@ def reasons_against(norm: Any, context: Context) -> list[str]:
     return []
 
 
-def fused(norm: Any, context: Context) -> AddNorm:
+def fused(norm: Part, context: Context) -> AddNorm:
     """Build the kernel that adds and normalises; without gradients it writes the sum to x.
 
     x may be of a wider dtype than the normed rows: under autocast, where the embedding has a norm.

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.families.base import Parts
+from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
@@ -288,7 +287,7 @@ class Rope(torch.autograd.Function):
         return rope_back_(dout_T3HD.clone(memory_format=torch.contiguous_format), *ctx.saved_tensors), None, None
 
 
-def tables(rotary: Any, context: Context) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def tables(rotary: Part, context: Context) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Build a function of rows and positions (T, 2) to cos and sin (T, D), by the tower's own module."""
     rotary = context.called(rotary)
     # Until transformers 5.17 the module returned the angles of one half, and the tower computed cos and sin. (A

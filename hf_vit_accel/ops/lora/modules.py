@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_vit_accel import machine
+from hf_vit_accel.families.base import Part
 from hf_vit_accel.ops.base import Context, own_forward
 
 
@@ -31,7 +32,7 @@ class Lora:
     """A Linear, and PEFT's module around it (`owner`) if there is one."""
 
     base: nn.Linear
-    owner: Any = None
+    owner: Part = None
 
     @property
     def drops(self) -> bool:
@@ -58,7 +59,7 @@ class Lora:
         return adapters
 
 
-def lora_of(module: Any, context: Context) -> Lora | None:
+def lora_of(module: Part, context: Context) -> Lora | None:
     """Return a plain or LoRA-adapted Linear; None for a module that computes anything else or in another dtype."""
     if not context.reasons_replaced(module, nn.Linear):
         return Lora(base=module)
@@ -81,7 +82,7 @@ def _is_lora(module: nn.Module) -> bool:
     return (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
 
 
-def _reason_against(module: Any, context: Context) -> str | None:
+def _reason_against(module: Part, context: Context) -> str | None:
     """Return why a Linear of PEFT's LoRA does not follow the formula; None if it does."""
     kind = type(module)
     if own_forward(module) is not None:
@@ -107,12 +108,12 @@ def _reason_against(module: Any, context: Context) -> str | None:
     return next((reason for holds, reason in checks if holds), None)
 
 
-def _variants(module: Any) -> list[str]:
+def _variants(module: Part) -> list[str]:
     dora = [name for name, is_used in getattr(module, "use_dora", {}).items() if is_used]
     return [*getattr(module, "lora_variant", ()), *dora]
 
 
-def _is_unlike_linear(matrix: Any, context: Context) -> bool:
+def _is_unlike_linear(matrix: Part, context: Context) -> bool:
     return bool(context.reasons_replaced(matrix, nn.Linear)) or matrix.bias is not None
 
 
@@ -122,11 +123,11 @@ def _have_other_dtype(matrices: list[nn.Module], context: Context) -> bool:
     return context.rows_dtype is None and dtypes != {context.dtype}
 
 
-def _has_plain_dropouts(module: Any) -> bool:
+def _has_plain_dropouts(module: Part) -> bool:
     return all(type(dropout) in (nn.Identity, nn.Dropout) for dropout in module.lora_dropout.values())
 
 
-def _trains_scaling(module: Any) -> bool:
+def _trains_scaling(module: Part) -> bool:
     return any(getattr(scaling, "requires_grad", False) for scaling in module.scaling.values())
 
 
@@ -151,7 +152,7 @@ def _try(forward: object) -> bool:
             count = torch.arange(parameter.numel(), dtype=torch.float64, device="cpu")
             parameter.copy_((count + start).sin().view_as(parameter))
         x_TE = torch.arange(18.0, dtype=torch.float64, device="cpu").cos().view(3, 6)
-        owner: Any = tiny[0]
+        owner: Part = tiny[0]
         [adapter] = Lora(base=owner.base_layer, owner=owner).active()
         expected = owner.base_layer(x_TE) + x_TE @ adapter.a.weight.t() @ adapter.b.weight.t() * 1.5
         is_stock = type(owner).forward is forward and adapter.scaling == 1.5
