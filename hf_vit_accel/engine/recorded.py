@@ -1,147 +1,246 @@
-"""Record what the modules of a tower hold during a forward, to run a pass again just so in the backward pass."""
+"""Record the state of modules during a forward, to run it again for its gradients."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Parts
 
-_COPIED = 1 << 20  # bytes: a table of frequencies has some hundred
+_COPIED = 1 << 20
+"""Bytes of the largest tensor that is copied. A table of frequencies has some hundred."""
+
+Attributes = dict[str, object]
+"""The dictionary of a module, or its `_parameters` or `_buffers`."""
+
+_ABSENT = object()
+"""Stands for the value of a name that a dictionary does not have."""
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters")
+"""The attributes by which PEFT chooses the adapters of a Linear."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Slot:
-    """A tensor that a module holds.
+class Change(NamedTuple):
+    """An entry of a module's dictionary that differs from the forward.
 
     Attributes:
-        place: the dictionary of the module.
-        name: the name in it.
-        tensor: the very object.
-        alias: its memory and version, whatever becomes of the object's `data`; or a copy of it.
-        version: how often the alias was written to.
-        is_weight: whether it is a parameter.
+        place: The dictionary.
+        name: The name in it.
+        value: The value during the forward; `_ABSENT` for none.
     """
 
-    place: dict[str, Any]
+    place: Attributes
     name: str
-    tensor: Tensor
-    alias: Tensor
-    version: int
+    value: object
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slot:
+    """The place where a module stores a tensor.
+
+    Attributes:
+        attributes: The dictionary of the module.
+        place: The dictionary that holds the tensor: `_parameters`, `_buffers`, or `attributes` itself.
+        name: The name in it.
+        is_weight: Whether the tensor is a parameter.
+    """
+
+    attributes: Attributes
+    place: Attributes
+    name: str
     is_weight: bool
 
-    @property
-    def is_held(self) -> bool:
-        """Whether the module still holds this tensor, over the same memory and trained alike."""
-        tensor = self.tensor
-        if self.place.get(self.name) is not tensor or tensor.requires_grad != self.alias.requires_grad:
-            return False
-        return tensor.data_ptr() == self.alias.data_ptr()
+
+def slots_of(module: nn.Module, *, with_weights: bool) -> list[Slot]:
+    """Return the slots of a module's buffers and plain attributes, and of its parameters if they are included."""
+    attributes = vars(module)
+    places = [attributes["_buffers"], attributes]
+    if with_weights:
+        places.append(attributes["_parameters"])
+    slots = []
+    for place in places:
+        is_weight = place is attributes["_parameters"]
+        for name, value in place.items():
+            if isinstance(value, Tensor):
+                slots.append(Slot(attributes=attributes, place=place, name=name, is_weight=is_weight))
+    return slots
 
 
-class Recorded:
-    """Record what modules hold during a forward whose passes run again for its gradients.
+class _RecordedTensor:
+    """A tensor of a module during a forward.
 
-    Tensors are parameters, buffers, and those that are plain attributes. A parameter that was written to meanwhile
-    raises, as in stock, which keeps it for the gradient. Of small buffers, which stock does not keep, there are copies.
-    Training flags decide about dropout.
+    A parameter is not copied: stock keeps it for the gradient, and raises if it is written to. Stock does not keep
+    small buffers, so they are copied.
 
     Args:
-        parts: the modules that passes run.
-        has_adapters: whether there may be adapters of PEFT in them.
+        slot: The place of the tensor.
+        tensor: The tensor.
+
+    Attributes:
+        slot: The place of the tensor.
+        is_copied: Whether `value` is a copy.
+        value: The tensor to run the forward with again.
+    """
+
+    def __init__(self, slot: Slot, tensor: Tensor) -> None:
+        self.slot = slot
+        self.is_copied = not (slot.is_weight or tensor.requires_grad or tensor.nbytes > _COPIED)
+        # An alias keeps memory and version counter, even if a program assigns to `tensor.data`.
+        self.value = tensor.clone() if self.is_copied else _alias(tensor)
+        self._tensor = tensor
+        self._pointer = tensor.data_ptr()
+        self._counted = tensor if self.is_copied else self.value
+        self._version = _version(self._counted)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the memory was written to since the forward."""
+        return _version(self._counted) != self._version
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the module still holds this tensor, over the same memory and trained alike."""
+        tensor = self._tensor
+        if self.slot.place.get(self.slot.name) is not tensor or tensor.requires_grad != self.value.requires_grad:
+            return False
+        return tensor.data_ptr() == self._pointer
+
+    @property
+    def is_shadowed(self) -> bool:
+        """Whether a plain attribute now hides a parameter or buffer."""
+        slot = self.slot
+        return slot.place is not slot.attributes and slot.name in slot.attributes
+
+
+class RecordedTensors:
+    """The tensors of modules during a forward that may run again for its gradients.
+
+    Args:
+        slots: The places of the tensors.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._tensors = []
+        for slot in slots:
+            tensor = slot.place.get(slot.name)
+            if isinstance(tensor, Tensor):
+                self._tensors.append(_RecordedTensor(slot, tensor))
+
+    def is_unchanged(self) -> bool:
+        """Return whether modules hold the same tensors, at the same addresses, and none was written to."""
+        return all(tensor.is_in_place and not tensor.is_written for tensor in self._tensors)
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Return a context in which modules hold what they held during the forward.
+
+        It raises RuntimeError if the state of the forward is lost.
+        """
+        return _Restored(self)
+
+    def reason_lost(self) -> str | None:
+        """Return why the forward cannot run again as it did, or None."""
+        for tensor in self._tensors:
+            if not tensor.is_copied and tensor.is_written:
+                kind = "weight" if tensor.slot.is_weight else "buffer"
+                return f"a {kind} of the vision tower ({tensor.slot.name}) was modified in place"
+        return None
+
+    def changes(self) -> Iterator[Change]:
+        """Yield every entry that differs from the forward. Copied tensors count, since some writes go unseen."""
+        for tensor in self._tensors:
+            slot = tensor.slot
+            if tensor.is_copied or not tensor.is_in_place:
+                yield Change(slot.place, slot.name, tensor.value)
+            if tensor.is_shadowed:
+                yield Change(slot.attributes, slot.name, _ABSENT)
+
+
+class Recorded(RecordedTensors):
+    """The tensors, training flags and adapters of modules during a forward whose passes run again for its gradients.
+
+    Args:
+        parts: The modules that passes run.
+        has_adapters: Whether adapters of PEFT may be among them.
     """
 
     def __init__(self, parts: Parts, *, has_adapters: bool) -> None:
-        self._slots: list[_Slot] = []
-        self._training: list[tuple[dict[str, Any], bool]] = []
         modules = list(parts.modules())
+        slots: list[Slot] = []
         for module in modules:
-            attributes = vars(module)
-            self._slots += _slots_of(attributes["_parameters"], are_weights=True)
-            for place in (attributes["_buffers"], attributes):
-                self._slots += _slots_of(place, are_weights=False)
-            self._training.append((attributes, attributes["training"]))
+            slots += slots_of(module, with_weights=True)
+        super().__init__(slots)
+        self._training = [(vars(module), module.training) for module in modules]
         self._adapted = [vars(module) for module in modules if has_adapters and "base_layer" in module._modules]
         self._adapters = self._active_adapters()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts in which a pass runs first, and again."""
-        return nullcontext(), _Again(self)
+        return nullcontext(), self.restored()
 
-    def check(self) -> None:
-        """Raise RuntimeError where a pass cannot run again as it did."""
-        reason = None
-        for slot in self._slots:
-            if _version(slot.alias) != slot.version:
-                kind = "weight" if slot.is_weight else "buffer"
-                reason = f"a {kind} of the vision tower ({slot.name}) was modified in place"
+    def reason_lost(self) -> str | None:
+        """Return why the forward cannot run again as it did, or None."""
         if self._active_adapters() != self._adapters:
-            reason = "an adapter was switched"
-        if reason is not None:
-            raise RuntimeError(
-                f"{reason} since its forward, whose passes (max_rows) run again for its gradients; call backward first"
-            )
+            return "an adapter was switched"
+        return super().reason_lost()
 
-    def differences(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """Yield (dictionary, name, value) where modules hold something else than during the forward."""
-        for slot in self._slots:
-            if not slot.is_held:
-                yield slot.place, slot.name, slot.alias
-        for attributes, training in self._training:
-            if attributes["training"] != training:
-                yield attributes, "training", training
+    def changes(self) -> Iterator[Change]:
+        """Yield every entry that differs from the forward."""
+        yield from super().changes()
+        for attributes, is_training in self._training:
+            if attributes["training"] != is_training:
+                yield Change(attributes, "training", is_training)
 
-    def _active_adapters(self) -> list[Any]:
-        """Return which adapters of PEFT act, Linear by Linear."""
-        names = "_active_adapter", "_disable_adapters", "merged_adapters"
-        return [copy.copy(attributes.get(name)) for attributes in self._adapted for name in names]
+    def _active_adapters(self) -> list[object]:
+        """Return the active adapters of PEFT, Linear by Linear."""
+        active = []
+        for attributes in self._adapted:
+            for name in _ADAPTER_STATE:
+                active.append(copy.copy(attributes.get(name)))
+        return active
 
 
-_GONE = object()  # stands for the value of a name that a module no longer has
-
-
-class _Again(AbstractContextManager[None]):
-    """Run a pass again with what modules held during its forward, then put back what they hold now.
+class _Restored(AbstractContextManager[None]):
+    """Put back what modules held during the forward; at the end, what they hold now.
 
     Programs may have assigned, frozen or removed weights meanwhile, or called `model.eval()`.
     """
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: RecordedTensors) -> None:
         self._recorded = recorded
-        self._current: list[tuple[dict[str, Any], str, Any]] = []
+        self._current: list[Change] = []
 
     def __enter__(self) -> None:
-        self._recorded.check()
-        for place, name, value in self._recorded.differences():
-            self._current.append((place, name, place.get(name, _GONE)))
-            place[name] = value
+        reason = self._recorded.reason_lost()
+        if reason is not None:
+            raise RuntimeError(f"{reason} since its forward, which runs again for its gradients; call backward first")
+        for change in list(self._recorded.changes()):
+            self._current.append(Change(change.place, change.name, change.place.get(change.name, _ABSENT)))
+            _put(change)
 
     def __exit__(self, *_: object) -> None:
-        for place, name, value in self._current:
-            if value is _GONE:
-                del place[name]
-            else:
-                place[name] = value
+        for change in self._current:
+            _put(change)
         self._current.clear()
 
 
-def _slots_of(place: dict[str, Any], *, are_weights: bool) -> list[_Slot]:
-    """Return a slot for every tensor in a dictionary of a module."""
-    slots = []
-    for name, tensor in place.items():
-        if isinstance(tensor, Tensor):
-            is_copied = not (are_weights or tensor.requires_grad or tensor.nbytes > _COPIED)
-            alias = tensor.clone() if is_copied else tensor.detach()
-            alias = alias.requires_grad_() if tensor.requires_grad else alias
-            slots.append(_Slot(place, name, tensor, alias, _version(alias), are_weights))
-    return slots
+def _put(change: Change) -> None:
+    """Write an entry of a dictionary, or remove it."""
+    if change.value is _ABSENT:
+        change.place.pop(change.name, None)
+    else:
+        change.place[change.name] = change.value
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a leaf over the memory of a tensor, with the same version counter."""
+    alias = tensor.detach()
+    return alias.requires_grad_() if tensor.requires_grad else alias
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; inference tensors do not count."""
+    """Return how often a tensor was written to; writes to inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel.engine.encoder import encode
+from hf_vit_accel.engine.recorded import Slot, slots_of
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.ops.base import Slots, replaced
@@ -35,12 +36,14 @@ class Step:
         incoming: Static gradients of the used outputs, read by the backward.
         gradients: Static gradients of the pixels, then of every trained parameter, written by the backward.
         slots: Where modules store the tower's parameters.
+        other_slots: Where they store other tensors: buffers and plain attributes.
         trained: Whether each parameter requires a gradient.
         pointers: The memory address of each parameter.
         forward: Launches the forward graph.
         backward: Launches the backward graph.
         nbytes: Device memory that the graphs took.
         replays: How often the forward was launched.
+        last_call: Returns the call whose pixels lie in `pixels_TP`; None once it is freed.
     """
 
     label: str
@@ -52,12 +55,18 @@ class Step:
     incoming: Tensors
     gradients: Gradients
     slots: Slots
+    other_slots: list[Slot]
     trained: tuple[bool, ...]
     pointers: list[int]
     forward: Callable[[], None]
     backward: Callable[[], None]
     nbytes: int
     replays: int = 0
+    last_call: Callable[[], object] | None = None
+
+    def has_pixels_of(self, call: object) -> bool:
+        """Return whether the static pixels are still those of a call."""
+        return self.last_call is not None and self.last_call() is call
 
 
 class StepCapture:
@@ -121,12 +130,22 @@ class StepCapture:
             incoming=self.incoming,
             gradients=self.gradients,
             slots=self.slots,
+            other_slots=self._other_slots(),
             trained=self.trained,
             pointers=[parameter.data_ptr() for parameter in self.parameters],
             forward=forward,
             backward=backward,
             nbytes=nbytes + sum(tensor.nbytes for tensor in (self.pixels_TP, *self.incoming)),
         )
+
+    def _other_slots(self) -> list[Slot]:
+        """Return where modules store tensors that are no parameters."""
+        ops = self.route.spec.ops
+        assert ops is not None
+        slots: list[Slot] = []
+        for module in ops.parts.modules():
+            slots += slots_of(module, with_weights=False)
+        return slots
 
     def _clear(self) -> None:
         """Free the tensors of the last run, which the capture's pool could not reuse."""

@@ -4,7 +4,7 @@ With few rows a training step takes as long as the Python code between its launc
 captured in its own shape, and its two graphs form one node in autograd's graph.
 The forward graph leaves activations for the backward graph in the memory pool that all layouts share. Only one call
 can therefore be under way: a call that comes before the gradients of the last one runs eagerly. Gradients whose
-activations were overwritten are computed again.
+activations were overwritten are computed again, with the pixels, weights and buffers of the forward.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.engine.recorded import RecordedTensors
 from hf_vit_accel.engine.route import Route
 from hf_vit_accel.graphs.recorder import CudaRecorder
 from hf_vit_accel.graphs.step import Gradients, Step, StepCapture, Tensors, distinct_trained, present, run_eagerly
@@ -31,6 +32,7 @@ class _Call:
 
     Attributes:
         step: The graphs that were replayed.
+        recorded: The buffers of the forward.
         is_over: Whether its backward ran, or can no longer be replayed.
         outputs: The call's outputs, until they are returned.
         parameters: The tower's parameters, until autograd has saved them.
@@ -38,9 +40,27 @@ class _Call:
 
     def __init__(self, step: Step, parameters: Sequence[Tensor]) -> None:
         self.step = step
+        self.recorded = RecordedTensors(step.other_slots)
         self.is_over = False
         self.outputs: Tensors = []
         self.parameters = parameters
+
+
+class _WriteCounter:
+    """Count the writes to a tensor without keeping its memory.
+
+    Programs that keep losses would otherwise keep the pixels of all steps: only saved tensors are freed by a backward.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._alias = tensor.detach()  # shares the version counter
+        self._alias.data = tensor.new_empty(0)  # the counter stays
+        self._version = self._alias._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the tensor was written to since."""
+        return self._alias._version != self._version
 
 
 class TrainingRunner(GraphStore[Step]):
@@ -56,11 +76,10 @@ class TrainingRunner(GraphStore[Step]):
 
     def static_buffers(self) -> Tensors:
         """List the tensors that the next call writes before a graph reads them."""
-        is_under_way = self._last is not None and self._last() is not None
         buffers: Tensors = []
         for step in self._graphs.values():
             buffers += [tensor.detach() for tensor in (*step.incoming, *step.gradients) if tensor is not None]
-            if not is_under_way:  # a backward that is to come reads the pixels
+            if step.last_call is None or step.last_call() is None:  # gradients of a call may need its pixels
                 buffers.append(step.pixels_TP)
         return buffers
 
@@ -135,6 +154,7 @@ class TrainingRunner(GraphStore[Step]):
         finally:
             self._recorder.done()
         self._last = weakref.ref(call)
+        step.last_call = self._last
         self._replays += 1
         step.replays += 1
         return call
@@ -164,11 +184,34 @@ class TrainingRunner(GraphStore[Step]):
                 return compute_again()
             if [parameter.data_ptr() for parameter in parameters] != step.pointers:
                 return compute_again()  # the graph reads the weights' former memory, which may be freed
+            if not call.recorded.is_unchanged():  # a weight may be a buffer
+                return compute_again()
             if used != step.used:
                 self._used = used
                 self._count_change(2)
                 return compute_again()
             return self._backward(step, present(incoming))
+
+    def pixels_of(self, call: _Call) -> Tensor:
+        """Return a copy of a call's pixels, from the memory that its graph read.
+
+        Raises:
+            RuntimeError: A later replay overwrote that memory.
+        """
+        with self._lock:
+            step = call.step
+            if not step.has_pixels_of(call):
+                raise RuntimeError(
+                    "The pixel values were modified by an inplace operation after their forward, and a later step "
+                    "overwrote their copy. Call backward first, or write the pixels of the next step to other memory."
+                )
+            if self._recorder is None:  # all graphs were dropped
+                return step.pixels_TP.clone()
+            self._recorder.wait()
+            try:
+                return step.pixels_TP.clone()
+            finally:
+                self._recorder.done()
 
     def _backward(self, step: Step, incoming: Tensors) -> Gradients:
         """Replay a backward and copy its gradients out."""
@@ -193,7 +236,9 @@ class _Replay(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Saved weights raise if they change before the backward, as in stock. Frozen ones count: gradients pass them.
-        ctx.save_for_backward(pixels_TP, *call.parameters)
+        # Saved pixels do not raise, since `.data` has a version counter of its own: the graph has a copy of them.
+        ctx.save_for_backward(pixels_TP.data, *call.parameters)
+        ctx.pixel_writes = _WriteCounter(pixels_TP)
         call.parameters = ()
         device = pixels_TP.device.type
         ctx.runner = runner
@@ -215,8 +260,9 @@ class _Replay(torch.autograd.Function):
         pixels_TP, *parameters = ctx.saved_tensors
 
         def compute_again() -> Gradients:
-            leaf_TP = pixels_TP.detach().requires_grad_(ctx.needs_input_grad[3])
-            with torch.autocast(**ctx.autocast):
+            forward_TP = ctx.runner.pixels_of(ctx.call) if ctx.pixel_writes.is_written else pixels_TP
+            leaf_TP = forward_TP.detach().requires_grad_(ctx.needs_input_grad[3])
+            with ctx.call.recorded.restored(), torch.autocast(**ctx.autocast):
                 return run_eagerly(ctx.call.step, ctx.route.ready(), leaf_TP, parameters, incoming)
 
         return None, None, None, *ctx.runner.backward(ctx.call, incoming, parameters, compute_again)

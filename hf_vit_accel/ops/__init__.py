@@ -74,6 +74,7 @@ class Ops:
     """The operations of one tower, on one device in one dtype.
 
     Attributes:
+        parts: the modules that the operations read.
         embed: pixels to rows.
         add_positions: adds interpolated position embeddings to rows; None for a tower without.
         tables: rows and positions (T, 2) to cos and sin, (T, D) each.
@@ -86,6 +87,7 @@ class Ops:
         unfused: names of the other parts, with the reason.
     """
 
+    parts: Parts
     embed: Apply
     add_positions: Callable[[Rows, Tensor, Tensor], Rows] | None
     tables: Callable[[Rows, Tensor], Table]
@@ -114,6 +116,7 @@ def build(parts: Parts, context: Context, requested: frozenset[str] | None = Non
     downsampled = None if parts.downsample is None else built["downsample"][id(parts.downsample)]
     merge = None if parts.merger is None else built["mergers"][id(parts.merger)]
     return Ops(
+        parts=parts,
         embed=_embed(parts, built, context),
         add_positions=None if parts.table is None else built["positions"][id(parts.table)],
         tables=rope.tables(parts.rotary, context),

@@ -136,17 +136,21 @@ Slots = Sequence[tuple[Attributes, str]]
 
 @contextmanager
 def replaced(slots: Slots, by: Sequence[object]) -> Iterator[None]:
-    """Replace parameters of modules by other tensors within the with block."""
-    former = [parameters[name] for parameters, name in slots]
+    """Replace parameters of modules by other tensors within the with block. A removed parameter is removed again."""
+    former = [parameters.get(name, _REMOVED) for parameters, name in slots]
     try:
         for (parameters, name), tensor in zip(slots, by, strict=True):
             parameters[name] = tensor
         yield
     finally:
         for (parameters, name), tensor in zip(slots, former, strict=True):
-            parameters[name] = tensor
+            if tensor is _REMOVED:
+                del parameters[name]
+            else:
+                parameters[name] = tensor
 
 
+_REMOVED = object()
 _BARE = nn.Module()
 
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig
+from hf_vit_accel.engine import recorded
 from hf_vit_accel.graphs import step as step_module
 from hf_vit_accel.graphs import store
 from hf_vit_accel.graphs.recorder import CudaRecorder
@@ -325,7 +326,7 @@ def test_pixels_of_inference_mode(one_pair: Pair) -> None:
         compare(one_pair, run)
 
 
-@pytest.mark.parametrize("change", ["moved", "replaced"])
+@pytest.mark.parametrize("change", ["moved", "replaced", "removed"])
 def test_weights_that_move_before_the_backward(one_pair: Pair, change: str) -> None:
     """A backward graph would read the former memory (of frozen weights, too), though no call could notice."""
     for tower in one_pair:
@@ -342,10 +343,14 @@ def test_weights_that_move_before_the_backward(one_pair: Pair, change: str) -> N
         for linear in (tower.blocks[0].attn.qkv, tower.blocks[1].attn.qkv):
             if change == "moved":
                 linear.weight.data = linear.weight.data.clone()
+            elif change == "removed":
+                del linear.weight
             else:  # the gradient belongs to the former parameter
                 linear.weight = nn.Parameter(torch.zeros_like(linear.weight))
+        names = [name for name, _ in tower.named_parameters()]
         loss.backward(retain_graph=True)
         loss.backward()
+        assert names == [name for name, _ in tower.named_parameters()]
         gradients.append({name: parameter.grad for name, parameter in parameters.items()})
     assert_same(gradients[1], gradients[0])
 
@@ -481,6 +486,259 @@ def test_parts_of_a_call(one_pair: Pair, options: dict[str, object]) -> None:
             loss_of(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL * 3))), seed).backward()
 
         compare(one_pair, run)
+
+
+# --- buffers and pixels that change before the backward ---------------------------------------------------------------
+
+
+def frequencies_of(tower: nn.Module) -> torch.Tensor:
+    return tower.rotary_pos_emb.inv_freq
+
+
+def write_frequencies(tower: nn.Module) -> None:
+    frequencies_of(tower).mul_(0.5)
+
+
+def write_frequencies_uncounted(tower: nn.Module) -> None:
+    """Write past the version counter."""
+    frequencies_of(tower).data.mul_(0.5)
+
+
+def assign_frequencies(tower: nn.Module) -> None:
+    tower.rotary_pos_emb.inv_freq = frequencies_of(tower) * 0.5
+
+
+def move_frequencies(tower: nn.Module) -> None:
+    frequencies_of(tower).data = frequencies_of(tower) * 0.5
+
+
+def remove_frequencies(tower: nn.Module) -> None:
+    del tower.rotary_pos_emb.inv_freq
+
+
+def shadow_frequencies(tower: nn.Module) -> None:
+    """Remove the buffer, and assign a plain attribute."""
+    frequencies = frequencies_of(tower) * 0.5
+    del tower.rotary_pos_emb.inv_freq
+    tower.rotary_pos_emb.inv_freq = frequencies
+
+
+FREQUENCY_CHANGES = [
+    write_frequencies,
+    write_frequencies_uncounted,
+    assign_frequencies,
+    move_frequencies,
+    remove_frequencies,
+    shadow_frequencies,
+]
+
+
+def run_with_changed_frequencies(tower: nn.Module, change: Callable[[nn.Module], None]) -> None:
+    """Take the gradients of one forward twice: with graphs the first are replayed, the second computed again."""
+    loss = loss_of(forward(tower, SMALL), 0)
+    change(tower)
+    changed = getattr(tower.rotary_pos_emb, "inv_freq", None)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert getattr(tower.rotary_pos_emb, "inv_freq", None) is changed
+
+
+@pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "plain attribute"])
+@pytest.mark.parametrize("change", FREQUENCY_CHANGES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_frequencies_that_change_before_the_backward(
+    on_cpu: type[Recorder], family: str, change: Callable[[nn.Module], None], is_buffer: bool
+) -> None:
+    """Gradients belong to the frequencies of the forward. Stock does not keep these, but the tables made of them."""
+    pair = pair_of(family)
+    if not is_buffer:
+        for tower in pair:
+            vars(tower.rotary_pos_emb)["inv_freq"] = tower.rotary_pos_emb._buffers.pop("inv_freq")
+    runner = patch(pair.tower)
+    for _ in range(2):
+        train(pair.tower, SMALL)
+    compare(pair, lambda tower: run_with_changed_frequencies(tower, change))
+    assert runner.status().replays == 3
+
+
+def test_frequencies_that_change_before_the_first_backward_after_a_capture(one_pair: Pair) -> None:
+    """The loss uses other outputs than the capture assumed, so its gradients are computed again."""
+    patch(one_pair.tower)
+
+    def run(tower: nn.Module) -> None:
+        loss = loss_of(forward(tower, SMALL), 0)
+        write_frequencies(tower)
+        loss.backward()
+
+    compare(one_pair, run)
+
+
+def test_frequencies_of_a_functional_call(one_pair: Pair) -> None:
+    """`functional_call` puts the tower's own frequencies back before the backward."""
+    patch(one_pair.tower)
+    train(one_pair.tower, SMALL)
+    pixels = pixels_for(one_pair.stock, SMALL)
+
+    def run(tower: nn.Module) -> None:
+        frequencies = {"rotary_pos_emb.inv_freq": frequencies_of(tower) * 0.5}
+        arguments = {"hidden_states": pixels, "grid_thw": torch.tensor(SMALL)}
+        output = torch.func.functional_call(tower, frequencies, kwargs=arguments)
+        loss = loss_of(outputs_of(output), 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    compare(one_pair, run)
+
+
+def test_parameters_of_a_functional_call(one_pair: Pair) -> None:
+    """The gradients belong to the parameters that were passed."""
+    patch(one_pair.tower)
+    train(one_pair.tower, SMALL)
+    pixels = pixels_for(one_pair.stock, SMALL)
+
+    def run(tower: nn.Module) -> Gradients:
+        parameters = {}
+        for name, parameter in tower.named_parameters():
+            parameters[name] = nn.Parameter(parameter.detach() * 1.1)
+        arguments = {"hidden_states": pixels, "grid_thw": torch.tensor(SMALL)}
+        output = torch.func.functional_call(tower, parameters, kwargs=arguments)
+        loss = loss_of(outputs_of(output), 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {name: parameter.grad for name, parameter in parameters.items()}
+
+    compare(one_pair, run)
+
+
+def test_a_large_buffer_that_changes_raises_where_it_is_needed_again(
+    one_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no copy of it."""
+    monkeypatch.setattr(recorded, "_COPIED", 4)
+    patch(one_pair.tower)
+    for _ in range(2):
+        train(one_pair.tower, SMALL)
+    loss = loss_of(forward(one_pair.tower, SMALL), 0)
+    loss.backward(retain_graph=True)
+    write_frequencies(one_pair.tower)
+    with pytest.raises(RuntimeError, match=r"a buffer of the vision tower \(inv_freq\) was modified in place since"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("change", ["written", "moved", "replaced"])
+def test_a_weight_that_is_a_buffer_and_changes_before_the_backward(one_pair: Pair, change: str) -> None:
+    """A backward graph would read the new values, or freed memory. Gradients belong to the weight of the forward."""
+    for tower in one_pair:
+        linear = tower.blocks[1].attn.qkv
+        weight = linear.weight.detach()
+        del linear.weight
+        linear.register_buffer("weight", weight)
+    runner = patch(one_pair.tower)
+    for _ in range(2):
+        train(one_pair.tower, SMALL)
+    replays = runner.status().replays
+    results = []
+    for tower in (one_pair.stock, one_pair.tower):
+        if tower is one_pair.tower:
+            forbid_replays(runner)
+        loss = loss_of(forward(tower, SMALL), 0)
+        if tower is one_pair.tower:
+            linear = tower.blocks[1].attn.qkv
+            if change == "written":
+                linear.weight.mul_(2)
+            elif change == "moved":
+                linear.weight.data = linear.weight.data * 2
+            else:
+                linear.weight = linear.weight * 2
+        loss.backward()
+        results.append(take_gradients(tower))
+    assert_same(results[1], results[0])
+    assert runner.status().replays == replays + 1
+
+
+def run_with_overwritten_pixels(tower: nn.Module) -> None:
+    """Take the gradients of one forward twice, after its pixels were overwritten."""
+    weight = tower.patch_embed.proj.weight
+    pixels = pixels_for(tower, SMALL, device=weight.device, dtype=weight.dtype)
+    loss = loss_of(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL))), 0)
+    pixels.zero_()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 2])
+def test_pixels_overwritten_before_the_backward_while_the_embedding_is_frozen(pair: Pair, steps_before: int) -> None:
+    """Stock keeps no pixels then, as a loader may fill the same memory again.
+
+    Args:
+        steps_before: After none, the first gradients are computed again as well.
+    """
+    for tower in pair:
+        tower.patch_embed.requires_grad_(False)
+    patch(pair.tower)
+    for seed in range(steps_before):
+        train(pair.tower, SMALL, seed)
+    compare(pair, run_with_overwritten_pixels)
+
+
+def test_pixels_overwritten_before_the_backward_while_the_embedding_is_trained(one_pair: Pair) -> None:
+    """Stock raises. The graph has a copy of its own, so gradients are those of the forward."""
+    stock, tower = one_pair
+    patch(tower)
+    train(tower, SMALL)
+    for _ in range(2):
+        loss_of(forward(stock, SMALL), 0).backward()
+    run_with_overwritten_pixels(tower)
+    assert_same(take_gradients(tower), take_gradients(stock))
+
+
+def test_pixels_that_are_lost_raise(one_pair: Pair) -> None:
+    """The program overwrote its tensor, and a later step the graph's copy."""
+    tower = one_pair.tower
+    patch(tower)
+    train(tower, SMALL)
+    pixels = pixels_for(tower, SMALL)
+    loss = loss_of(outputs_of(tower(pixels, grid_thw=torch.tensor(SMALL))), 0)
+    loss.backward(retain_graph=True)
+    train(tower, SMALL, 1)
+    pixels.zero_()
+    with pytest.raises(RuntimeError, match="pixel values were modified by an inplace operation"):
+        loss.backward()
+
+
+def test_pixels_are_freed_by_the_backward(one_pair: Pair) -> None:
+    """Programs keep losses, which stock frees of their tensors."""
+    patch(one_pair.tower)
+    losses = []
+    for seed in range(3):
+        pixels = pixels_for(one_pair.tower, SMALL, seed).numpy()
+        memory = weakref.ref(pixels)
+        tensor = torch.from_numpy(pixels)
+        loss = loss_of(outputs_of(one_pair.tower(tensor, grid_thw=torch.tensor(SMALL))), seed)
+        del pixels, tensor
+        assert memory() is not None
+        loss.backward()
+        losses.append(loss)
+        assert memory() is None
+
+
+def test_dropout_of_adapters_and_a_change_of_mode_before_the_backward(one_pair: Pair) -> None:
+    """Towers with dropout run eagerly, and autograd keeps the masks."""
+    for tower in one_pair:
+        tower.blocks[1].mlp = nn.Sequential(tower.blocks[1].mlp, nn.Dropout(0.5)).train()
+    runner = patch(one_pair.tower)
+
+    def run(tower: nn.Module) -> None:
+        torch.manual_seed(0)
+        tower.train()
+        loss = loss_of(forward(tower, SMALL), 0)
+        tower.eval()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    for _ in range(3):
+        compare(one_pair, run)
+    assert not runner.status().replays
 
 
 # --- what is captured, what is stored ---------------------------------------------------------------------------------
@@ -747,6 +1005,31 @@ def test_gpu_replayed_steps_equal_eager_steps(family: str, dtype: torch.dtype) -
             target.data.copy_(source.data)
     status = state_of(tower).training.status()
     assert status.replays == 24 and not status.eager
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_gpu_changes_before_the_backward(family: str) -> None:
+    """Gradients belong to the frequencies and the pixels of the forward."""
+    pair = towers_on_gpu(family, torch.bfloat16)
+    eager, tower = pair
+    for either in pair:
+        either.patch_embed.requires_grad_(False)
+    hf_vit_accel.patch(tower, cuda_graphs=CONFIG, strict=True)
+
+    def run_all(either: nn.Module) -> list[Gradients]:
+        results = []
+        for change in (write_frequencies, write_frequencies_uncounted, assign_frequencies):
+            run_with_changed_frequencies(either, change)
+            results.append(take_gradients(either))
+            run_with_overwritten_pixels(either)
+            results.append(take_gradients(either))
+        return results
+
+    expected = run_all(eager)
+    for gradients, eager_gradients in zip(run_all(tower), expected, strict=True):
+        assert_same(gradients, eager_gradients, bound=2e-2)
+    assert state_of(tower).training.status().replays == 6
 
 
 def poison_free_memory() -> None:
