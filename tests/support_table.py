@@ -65,7 +65,11 @@ def page() -> str:
         "## Attention backends",
         "",
         *_table(
-            ("backend", "runs on", "packages", "dtypes", "head dim", "gradients", "score_mod", "CUDA graphs"),
+            (
+                *("backend", "runs on", "packages", "dtypes", "head dim", "gradients"),
+                "score_mod",
+                "CUDA graphs (inference)",
+            ),
             map(_backend, (*backends.BACKENDS, backends.FP8)),
         ),
         "",
@@ -73,7 +77,8 @@ def page() -> str:
         *(
             f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}"
             f"{f' from {rule.longest} rows a segment on' if rule.longest else ''}"
-            f"{f' and {rule.rows} rows in all' if rule.rows else ''}: "
+            f"{f' and {rule.rows} rows in all' if rule.rows else ''}"
+            f"{', where CUDA graphs may replay the step' if rule.replayed else ''}: "
             f"{', '.join(rule.order)} ({rule.measured})."
             for rule in backends.AUTO
         ),

@@ -54,9 +54,10 @@ class Rule:
 
     Args:
         kind: The kind of layers that the rule is for.
-        order: Names of backends, the fastest first.
-        measured: The measurement behind the order.
-        grad: Whether the rule is for requests with gradients.
+        order: Names of backends in the order to try.
+        measured: The measurement behind the order. FA2 is `torch_varlen`, FA3 and FA4 are `flash_attention_3` and `_4`,
+            batched SDPA is `sdpa`. Numbers in brackets are segments x rows.
+        grad: Whether the rule is only for requests with gradients.
         longest: The fewest rows of the longest segment.
         rows: The fewest rows of the request.
         replayed: Whether the rule is only for layouts that a CUDA graph replays, where the host's work does not count.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -23,7 +22,6 @@ class TowerFacts:
         sharded_layers: Blocks that FSDP2 shards, by the index of their layer.
         third_party: A sentence about a module that is neither torch's nor transformers'; None without one.
         mixing: Reasons why rows of several images may influence each other.
-        parameter_homes: The `_parameters` dictionaries of all modules, in the order of the snapshot's parameters.
     """
 
     parts: Parts
@@ -32,4 +30,3 @@ class TowerFacts:
     sharded_layers: Mapping[int, nn.Module]
     third_party: str | None
     mixing: Sequence[str]
-    parameter_homes: Sequence[dict[str, Any]]

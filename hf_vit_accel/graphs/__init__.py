@@ -2,7 +2,8 @@
 
 **What a graph captures.** In inference: one `encode` over one padded layout, from static pixels to static outputs.
 In training: two graphs of one layout, the forward and the backward of `encode`.
-A graph reads weights and buffers where they lie in memory. Everything else that it reads is copied in before a replay.
+A graph reads weights and buffers where they lie in memory. Pixels are copied in before a replay, in inference also the
+arrays of the layout. A training graph keeps the arrays of its own layout.
 
 **How a call finds its graph.** By a signature, once its identity is known to be current.
 In inference the signature is `runner.Signature`: rows, array shapes and dtypes, and the host decisions of all plans.
@@ -11,7 +12,8 @@ In training it is the call's grid, and which outputs receive gradients.
 **What drops graphs.**
 
 - A call whose `store.Identity` differs makes all graphs stale; `store.stale_reason` decides, and names the reason.
-- `close()`: `unpatch`, another `patch`, modules of the tower that changed, FP8 scales that moved.
+- `TowerState.close()`: after `unpatch`, another `patch`, or the failure of a backend or a kernel. Also if a module, an
+  attribute or a config field of the tower changed: then the tower is read again, and `status` counts it as `rebuilt`.
 - `max_graphs`: the least recently used graph goes.
 - `max_bytes` and `max_training_bytes`: all graphs go, since they share one memory pool (`GraphStore._make_room`).
 

@@ -48,7 +48,7 @@ class Identity(NamedTuple):
 
 
 STALE_REASONS: Mapping[str, str] = {
-    "spec": "modules, settings, the device or dtypes changed",
+    "spec": "the device or dtypes changed, or passes were halved after memory ran out",
     "memory": "weights or buffers moved, or were replaced",
     "pixel_width": "patches have another width",
     "numerics": "torch computes in another precision",

@@ -344,7 +344,7 @@ def _layout_of(tensors: list[Tensor]) -> list[Any]:
 class _Repeat(torch.autograd.Function):
     """Repeat pieces of rows, of these sizes, in an order. Back, add up the gradients of copies in fp32 and round once.
 
-    `backward` consists of plain torch operations, so `is_grads_batched` and second derivatives work.
+    `backward` consists of plain torch operations, so `is_grads_batched` works.
     """
 
     @staticmethod

@@ -148,6 +148,7 @@ def _plan_without_tower(
         head_dim=q_THD.shape[2],
         scale=scale,
         grad=grad,
+        rows=len(q_THD),
         score_mod=score_mod,
     )
     stream = torch.cuda.current_stream(q_THD.device).cuda_stream if q_THD.is_cuda else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import lru_cache
 from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any
@@ -129,7 +129,7 @@ def _names_in(function: Any) -> frozenset[str]:
     return _names_in_code(code) if isinstance(code, CodeType) else frozenset()
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _names_in_code(code: CodeType) -> frozenset[str]:
     """Return all names in a piece of code and in the functions that it defines; string constants serve `getattr`."""
     names = set(code.co_names)

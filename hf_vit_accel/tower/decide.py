@@ -1,6 +1,7 @@
 """Decide everything about a call before it runs.
 
-A call goes one of the ways of `Way`. The plan says which, with every reason, and holds whatever that way needs.
+A call is fast, or goes one of the ways of `Way` through the stock forward. Its plan says which, with every reason, and
+holds whatever that way needs.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -64,7 +65,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class Pass:
     """Whole images and frames that are encoded in one pass.
 
     Attributes:
@@ -126,7 +127,7 @@ class FastPlan:
         parameters: Of the tower, as they are now.
         weights: Where they lie in memory.
         spec: Of every route.
-        parts: The passes, in order. More than one for a long call, none if there is nothing to encode.
+        passes: In order. More than one for a long call, none if there is nothing to encode.
         most_rows: Rows of a pass at most; None for a call that may not be cut.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         shared: Which rank encodes what, if ranks share the call.
@@ -142,7 +143,7 @@ class FastPlan:
     parameters: list[nn.Parameter]
     weights: Weights
     spec: Spec
-    parts: Sequence[Part]
+    passes: Sequence[Pass]
     most_rows: int | None
     checkpoints: Sequence[Checkpoint | None]
     shared: SharedCall
@@ -223,14 +224,16 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if shared.places is not None and state.sharing is not None:
         grid = shared.places.grid_of(state.sharing.ranks.rank)
     if grid is inputs.grid and (most_rows is None or len(inputs.pixels) <= most_rows):
-        parts = [Part(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
+        passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
-        parts = _passes(state, spec, grid, most_rows)
-    for part in parts:
-        reasons += [reason for reason in part.route.unmet if reason not in reasons]
+        passes = _passes(state, spec, grid, most_rows)
+    for one_pass in passes:
+        reasons += [reason for reason in one_pass.route.unmet if reason not in reasons]
     if state.settings.strict:
         refuse(reasons)
     runner = state.training if grad else state.runner
+    if grad and len(passes) > 1:
+        runner = None  # such passes run again in the backward pass
     return FastPlan(
         reasons=tuple(reasons),
         inputs=inputs,
@@ -238,7 +241,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         parameters=call.parameters,
         weights=weights,
         spec=spec,
-        parts=parts,
+        passes=passes,
         most_rows=most_rows,
         checkpoints=checkpoints,
         shared=shared,
@@ -318,26 +321,26 @@ def _decide_metadata(
     )
 
 
-def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None) -> list[Part]:
+def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None) -> list[Pass]:
     """Return the passes of a grid, of at most `most_rows` rows each where frames allow that."""
     if not grid:
         return []
     grids: tuple[Grid, ...] = (grid,)
     if most_rows is not None and rows_of(grid) > most_rows:
         grids = cut(grid, most_rows, clips=spec.geometry.clips)
-    parts = []
+    passes = []
     start = 0
-    for part_grid in grids:
-        stop = start + rows_of(part_grid)
-        parts.append(Part(grid=part_grid, rows=slice(start, stop), route=state.routes.get(part_grid, spec)))
+    for pass_grid in grids:
+        stop = start + rows_of(pass_grid)
+        passes.append(Pass(grid=pass_grid, rows=slice(start, stop), route=state.routes.get(pass_grid, spec)))
         start = stop
-    return parts
+    return passes
 
 
 def _most_rows(
     state: TowerState, spec: Spec, snapshot: Snapshot, checkpoints: Sequence[Checkpoint | None], rows: int
 ) -> tuple[int | None, list[str]]:
-    """Return the rows of a pass, or None with the reasons why a call that the user wants cut is not."""
+    """Return the rows of a pass; or None, and why the call is not cut."""
     if spec.max_rows is not None and not any(checkpoints):
         return spec.max_rows, []
     reasons = reasons_whole(snapshot.facts, checkpoints)

@@ -35,7 +35,7 @@ from hf_vit_accel.machine import KERNELS, Fault, refuse
 from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.sharing.reuse import Looked
 from hf_vit_accel.tower import attention_only, checks
-from hf_vit_accel.tower.decide import Call, CallPlan, FastPlan, Outcome, Part, StockPlan, Way, decide
+from hf_vit_accel.tower.decide import Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way, decide
 from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
@@ -184,9 +184,9 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
 
 def _halve_passes(state: TowerState, plan: FastPlan) -> bool:
     """Halve the rows of a pass after memory ran out; return False if that is impossible."""
-    if plan.most_rows is None or not plan.parts:
+    if plan.most_rows is None or not plan.passes:
         return False
-    longest = max((part.grid for part in plan.parts), key=rows_of)
+    longest = max((one_pass.grid for one_pass in plan.passes), key=rows_of)
     return state.passes.halve(longest, plan.spec)
 
 
@@ -282,8 +282,8 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
         unserved = attention_only.reasons_unserved(state) if plan.way is Way.ATTENTION else ()
         return Outcome(plan=plan, output=output, reasons=unserved)
     with torch.no_grad() if plan.marks_outputs else nullcontext():
-        if plan.inputs.looked is None and plan.shared.places is None and len(plan.parts) == 1:
-            outputs = _encode_part(state, plan, plan.parts[0], plan.inputs.pixels)
+        if plan.inputs.looked is None and plan.shared.places is None and len(plan.passes) == 1:
+            outputs = _encode_pass(state, plan, plan.passes[0], plan.inputs.pixels)
         else:
             outputs = _encode_call(tower, state, plan)
     if plan.marks_outputs:  # copies: stock's outputs are no leaves either, and may be written to
@@ -304,39 +304,39 @@ def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor
         request = plan.spec.request
         share = state.sharing.start(places, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
         with share:
-            outputs = _encode_parts(state, plan, share.pixels_TP)
+            outputs = _encode_passes(state, plan, share.pixels_TP)
         outputs = share.gather(outputs, request.dtype)
     else:
-        outputs = _encode_parts(state, plan, pixels_TP)
+        outputs = _encode_passes(state, plan, pixels_TP)
     if reuse is not None and inputs.looked is not None:
         outputs = reuse.collect(inputs.looked, inputs.grid, outputs)
     return outputs
 
 
-def _encode_parts(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list[Tensor]:
+def _encode_passes(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list[Tensor]:
     """Return the outputs of the passes of a plan, joined. With gradients, each pass runs again in the backward pass."""
-    if not plan.parts:
+    if not plan.passes:
         return []
-    if len(plan.parts) == 1:
-        return _encode_part(state, plan, plan.parts[0], pixels_TP)
+    if len(plan.passes) == 1:
+        return _encode_pass(state, plan, plan.passes[0], pixels_TP)
     grad = plan.spec.request.grad
     joined = JoinedOutputs(len(pixels_TP), grad=grad)
     trained = TrainedPasses(plan.snapshot.facts, plan.spec) if grad else None
-    for part in plan.parts:
-        rows_TP = pixels_TP[part.rows]
+    for one_pass in plan.passes:
+        rows_TP = pixels_TP[one_pass.rows]
         if trained is not None:
-            outputs = trained.run(partial(_encode_part, state, plan, part), rows_TP)
+            outputs = trained.run(partial(_encode_pass, state, plan, one_pass), rows_TP)
         else:
-            outputs = _encode_part(state, plan, part, rows_TP, joined.places(part.rows))
-        joined.add(part.rows, outputs)
+            outputs = _encode_pass(state, plan, one_pass, rows_TP, joined.places(one_pass.rows))
+        joined.add(one_pass.rows, outputs)
         del outputs  # before the next pass begins
     return joined.complete()
 
 
-def _encode_part(
+def _encode_pass(
     state: TowerState,
     plan: FastPlan,
-    part: Part,
+    one_pass: Pass,
     pixels_TP: Tensor,
     into: Sequence[Tensor] = (),
     is_embedded: bool = False,
@@ -344,21 +344,21 @@ def _encode_part(
     """Return the outputs of one pass, replayed from a CUDA graph or encoded. For the last two see `encode`."""
     runner = plan.runner
     if runner is not None and not is_embedded:
-        outputs = runner.eager(plan.eager_reason) if plan.eager_reason else _replay(plan, runner, part, pixels_TP)
+        outputs = runner.eager(plan.eager_reason) if plan.eager_reason else _replay(plan, runner, one_pass, pixels_TP)
         if not isinstance(outputs, Eager):
             return outputs
         if state.settings.strict and not outputs.by_choice:
             refuse([f"not replayed from a CUDA graph: {outputs.why}"])
-    return encode(part.route.ready(), pixels_TP, plan.checkpoints, plan.snapshot.sharded, into, is_embedded)
+    return encode(one_pass.route.ready(), pixels_TP, plan.checkpoints, plan.snapshot.sharded, into, is_embedded)
 
 
-def _replay(plan: FastPlan, runner: Runner | TrainingRunner, part: Part, pixels_TP: Tensor) -> list[Tensor] | Eager:
+def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pixels_TP: Tensor) -> list[Tensor] | Eager:
     """Return the outputs of one pass from CUDA graphs, or why it runs eagerly."""
     memory: list[object] = [plan.weights]
     memory += [buffer.data_ptr() for buffer in plan.snapshot.buffers()]
     if isinstance(runner, Runner):
-        return runner.run(part.route, pixels_TP, memory)
-    return runner.run(part.route, pixels_TP, plan.parameters, plan.snapshot.places, memory)
+        return runner.run(one_pass.route, pixels_TP, memory)
+    return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.places, memory)
 
 
 def _count(state: TowerState, outcome: Outcome) -> Any:
@@ -374,9 +374,9 @@ def _count(state: TowerState, outcome: Outcome) -> Any:
         state.last = plan.route or state.last
         return outcome.output
     state.calls += 1
-    if plan.parts:
-        state.last = plan.parts[-1].route
-    if len(plan.parts) > 1:
+    if plan.passes:
+        state.last = plan.passes[-1].route
+    if len(plan.passes) > 1:
         state.passes.calls += 1
-        state.passes.count += len(plan.parts)
+        state.passes.count += len(plan.passes)
     return outcome.output

@@ -168,7 +168,6 @@ class Snapshot:
                 sharded_layers=self.sharded,
                 third_party=self.third_party,
                 mixing=self.mixing,
-                parameter_homes=self.places,
             )
 
     def _now(self) -> tuple[Any, ...]:

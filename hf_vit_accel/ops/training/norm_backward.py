@@ -15,7 +15,7 @@ from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.training.column_sum import add_up, attach_sum, runs
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
-_PROGRAMS_PER_SM = 4  # each has one warp, which needs no barriers, and prefetches its next rows
+_PROGRAMS_PER_SM = 4  # each prefetches its next rows
 
 
 @jit
