@@ -758,7 +758,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "two models, one patched": ("fast, and stock", "integration/test_wrapping.py::test_two_models_one_patched"),
     "two towers of one config": ("fast", "integration/test_wrapping.py::test_two_towers_of_one_config"),
     "two threads": ("fast", "unit/test_tower.py::test_two_threads_get_their_own_answers"),
-    "loaded by `attn_implementation`": ("fast", "unit/test_registration.py::test_loading_by_name_equals_patch"),
+    "loaded by `attn_implementation`": ("fast", "unit/test_loading.py::test_loading_by_name_equals_patch"),
     "from the meta device": ("fast", "integration/test_wrapping.py::test_from_the_meta_device"),
     "inside a wrapper that calls the tower": (
         "fast",

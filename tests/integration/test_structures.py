@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks, share_small_calls
+from support.ranks import run_on_ranks, share_small_calls
 from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, tower_of
 
 import hf_vit_accel

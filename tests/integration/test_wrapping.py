@@ -42,7 +42,7 @@ WAYS = ["patch", "name"]
 Grid = list[tuple[int, int, int]]
 
 
-# (Whole models of those in the matrix: test_registration.py, every time.)
+# (Whole models of those in the matrix: test_loading.py, every time.)
 @pytest.fixture(scope="module", params=[*ONE_TOWER, pytest.param("qwen3_vl_moe", marks=pytest.mark.matrix)])
 def built(request: Any) -> Any:
     return TINY[request.param].build()

@@ -1,4 +1,4 @@
-"""The house rules, read from the source: who imports whom, how long files are, what stays optional."""
+"""Check the rules of the house in its source: imports between rooms, length of files, docstrings, private names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import hf_vit_accel
 PACKAGE = Path(hf_vit_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = Path(__file__).parents[1]
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
 IMPORTS = {
     "config": "",
@@ -31,103 +32,119 @@ IMPORTS = {
     "tools": "__init__ api backends config engine families graphs layout machine ops tower",
     "__main__": "tools",
 }
-"""What each room imports: only rooms above it."""
+"""The rooms, and which rooms above it each of them imports."""
 
-# Explained in the class that they come from: a backend, an autograd.Function.
 OVERRIDES = {"plan", "attend", "prepare", "lacks", "close", "graph_bounds", "needs_on", "attend_layers"}
 OVERRIDES |= {"reasons_against", "reasons_against_layout", "why_not_worth", "forward", "backward"}
+"""Methods whose docstring is in the class that they override one of: a backend, an autograd.Function."""
 
 
-def level(path: Path) -> str:
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return every node of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def room_of(path: Path) -> str:
+    """Return the room that a file belongs to: its folder or its own name below the package."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> set[str]:
-    """The levels that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names = [node.module or ""]
-            if node.module == "hf_vit_accel":
-                names = [f"hf_vit_accel.{alias.name}" for alias in node.names if level_exists(alias.name)]
-        for name in names:
-            if name.split(".")[0] == "hf_vit_accel":
-                found.add(name.split(".")[1] if "." in name else "__init__")
-    return found
-
-
-def level_exists(name: str) -> bool:
+def is_room(name: str) -> bool:
     return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
 
 
-@pytest.mark.parametrize("place", IMPORTS)
-def test_levels_are_kept(place: str) -> None:
-    found = set().union(*(imported(path) for path in FILES if level(path) == place)) - {place}
-    assert found == set(IMPORTS[place].split())
-    above = list(IMPORTS)[: list(IMPORTS).index(place)]
-    assert found <= set(above)
+def imported_rooms(path: Path) -> set[str]:
+    """Return the rooms that a file imports, anywhere in it."""
+    modules: list[str] = []
+    for node in nodes_of(path):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "hf_vit_accel":
+                modules += [f"hf_vit_accel.{alias.name}" for alias in node.names if is_room(alias.name)]
+            else:
+                modules.append(node.module or "")
+    rooms = set()
+    for module in modules:
+        package, *names = module.split(".")
+        if package == "hf_vit_accel":
+            rooms.add(names[0] if names else "__init__")
+    return rooms
 
 
-def test_every_file_has_a_place() -> None:
-    assert set(map(level, FILES)) == set(IMPORTS)
+@pytest.mark.parametrize("room", IMPORTS)
+def test_a_room_imports_only_rooms_above_it(room: str) -> None:
+    imports = set()
+    for path in FILES:
+        if room_of(path) == room:
+            imports |= imported_rooms(path)
+    imports.discard(room)
+    assert imports == set(IMPORTS[room].split())
+    above = list(IMPORTS)[: list(IMPORTS).index(room)]
+    assert imports <= set(above)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_are_short_and_explained(path: Path) -> None:
+def test_every_file_is_in_a_room() -> None:
+    assert {room_of(path) for path in FILES} == set(IMPORTS)
+
+
+@every_file
+def test_files_are_short_and_documented(path: Path) -> None:
     source = path.read_text()
     assert len(source.splitlines()) <= 400
-    assert ast.get_docstring(ast.parse(source)), "every file says what it holds"
+    assert ast.get_docstring(ast.parse(source)), "a file needs a docstring"
     assert path.name != "utils.py"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_public_functions_are_explained(path: Path) -> None:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+@every_file
+def test_public_functions_and_classes_are_documented(path: Path) -> None:
+    nodes = nodes_of(path)
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            overrides = isinstance(node, ast.FunctionDef) and node.name in OVERRIDES
-            nested = isinstance(node, ast.FunctionDef) and node.col_offset > 4
-            inside = any(each.lineno < node.lineno <= (each.end_lineno or 0) for each in functions)
-            assert overrides or nested or inside or ast.get_docstring(node), f"{path}: {node.name}"
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        is_override = isinstance(node, ast.FunctionDef) and node.name in OVERRIDES
+        is_nested = isinstance(node, ast.FunctionDef) and node.col_offset > 4
+        is_local = any(function.lineno < node.lineno <= (function.end_lineno or 0) for function in functions)
+        assert is_override or is_nested or is_local or ast.get_docstring(node), f"{path}: {node.name}"
 
 
-def private_names(path: Path) -> set[str]:
-    """Names with a leading underscore that a file defines: functions, classes, variables, attributes of `self`."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr if of_self(node) else "")
-    return {name for name in found if name.startswith("_") and not name.startswith("__") and name != "_"}
-
-
-def of_self(node: ast.Attribute) -> bool:
+def is_of_self(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
-def used_of_others(path: Path) -> set[str]:
-    """Attributes of anything but `self`, names that are imported, and those that `setattr` and its like are given."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and not of_self(node):
-            found.add(node.attr)
+def private_names(path: Path) -> set[str]:
+    """Return the private names that a file defines: functions, classes, variables, attributes of `self`."""
+    names = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_of_self(node):
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__") and name != "_"}
+
+
+def names_used_from_elsewhere(path: Path) -> set[str]:
+    """Return imported names, attributes of anything but `self`, and strings given to `setattr` and the like."""
+    names = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and not is_of_self(node):
+            names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
-            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
-            found |= {text.rpartition(".")[2] for text in texts if isinstance(text, str)}
-    return found
+            constants = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            names |= {constant.rpartition(".")[2] for constant in constants if isinstance(constant, str)}
+    return names
 
 
 def test_private_names_are_used_by_unit_tests_alone() -> None:
-    ours = set().union(*map(private_names, FILES))
-    others = [path for path in TESTS.rglob("*.py") if TESTS / "unit" not in path.parents]
-    assert {"_graphs", "_prefill_module", "_FAILURES", "_PROOFS"} <= ours and len(others) > 20
-    used = {str(path.relative_to(TESTS)): used_of_others(path) & ours for path in others}
+    private = set().union(*[private_names(path) for path in FILES])
+    assert {"_graphs", "_prefill_module", "_FAILURES", "_PROOFS"} <= private
+    other_tests = [path for path in TESTS.rglob("*.py") if TESTS / "unit" not in path.parents]
+    assert len(other_tests) > 20
+    used = {str(path.relative_to(TESTS)): names_used_from_elsewhere(path) & private for path in other_tests}
     assert not {path: names for path, names in used.items() if names}

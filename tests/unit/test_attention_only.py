@@ -130,7 +130,7 @@ def test_it_equals_stock_with_one_plan_per_kind_of_layer(
     plans = []
     original = tower_attention.plan_alone
 
-    def counted(*args: Any) -> Plan:
+    def counted(*args: object) -> Plan:
         plans.append(args)
         return original(*args)
 
@@ -197,7 +197,9 @@ def test_a_score_mod_is_applied(tower: nn.Module) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"strict": True}, {"attention": FlexConfig(score_mod=lambda score, *_: score)}]
 )
-def test_layers_that_take_no_segments_count_as_stock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_take_no_segments_count_as_stock(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MiniMax-M3 has such layers before transformers 5.23, where its other tests are skipped."""
     module = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
     tower = build(module, "MiniMaxM3VLVisionModel")
@@ -271,7 +273,7 @@ def test_another_geometry_gets_other_offsets() -> None:
     frames = Geometry(merge=1)
     clips = Geometry(merge=1, clips=True)
 
-    def offsets_of(geometry: Geometry) -> dict[str, Any]:
+    def offsets_of(geometry: Geometry) -> dict[str, torch.Tensor]:
         return routes.offsets(((2, 4, 6),), torch.device("cpu"), geometry, Settings(), {}, {})
 
     offsets = [offsets_of(geometry) for geometry in (frames, clips, frames)]
@@ -283,7 +285,7 @@ def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, monkeypat
     """As one that was registered before."""
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
 
-    def half(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def half(module: nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
         return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
 
     stock = copy.deepcopy(tower)

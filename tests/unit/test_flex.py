@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def columns(lengths: list[int], longest: int) -> int:
     return min(blocks, 1 + 2 * -(-(max(longest, spare) - 1) // block)) + 1
 
 
-def check_block_mask(lengths: list[int], longest: int | None = None) -> dict[str, Any]:
+def check_block_mask(lengths: list[int], longest: int | None = None) -> dict[str, np.ndarray]:
     arrays = block_mask(Segments(np.array(lengths, dtype=np.int32), longest))
     expected = brute_force(lengths)
     blocks = len(expected["full"])
@@ -243,9 +243,9 @@ def test_plans_made_under_inference_mode_compile_nothing_more(compilations: Comp
 
 def test_every_device_compiles_a_function_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch bounds the compilations of one function, and several GPUs in one process would exceed that together."""
-    functions: list[Any] = []
+    functions: list[Callable[..., Tensor]] = []
 
-    def compile_(function: Any) -> Any:
+    def compile_(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         functions.append(function)
         return lambda qkv_T3HD, *_: qkv_T3HD[:, 0]
 
@@ -332,7 +332,7 @@ def dense(qkv: list[Tensor], lengths: list[int], scale: float, change: Callable[
 
 
 @pytest.fixture
-def fixture_value(request: Any) -> Any:
+def fixture_value(request: pytest.FixtureRequest) -> Callable[[str], object]:
     """Return the function that sets up another fixture by its name."""
     return request.getfixturevalue
 
@@ -340,7 +340,9 @@ def fixture_value(request: Any) -> Any:
 @pytest.mark.parametrize(
     ("layout", "compiled"), [*((layout, False) for layout in LAYOUTS), *alike(("ragged", True), ("one row", True))]
 )
-def test_score_mod_equals_a_dense_reference(layout: str, compiled: bool, fixture_value: Any) -> None:
+def test_score_mod_equals_a_dense_reference(
+    layout: str, compiled: bool, fixture_value: Callable[[str], object]
+) -> None:
     if compiled:
         fixture_value("compilations")
     lengths = LAYOUTS[layout]
@@ -395,13 +397,13 @@ def test_flex_runs_on_every_machine() -> None:
     [3, "near", lambda score: score, lambda a, b, c, d: a, lambda a, b, c, d, e, f: a, torch.zeros],
     ids=["a number", "a name", "of one", "of four", "of six", "a builtin"],
 )
-def test_config_is_checked(wrong: Any) -> None:
+def test_config_is_checked(wrong: object) -> None:
     if wrong is torch.zeros:  # callable with anything: a builtin without a signature
 
         class Unhashable:
             __hash__ = None  # type: ignore[assignment]
 
-            def __call__(self, *args: Any) -> Any:
+            def __call__(self, *args: object) -> object:
                 return args[0]
 
         wrong = Unhashable()
@@ -423,7 +425,9 @@ GRID = [(1, 10, 6), (3, 4, 4), (1, 2, 18), (1, 20, 24)]
 STEEP = FlexConfig(score_mod=sloped(0.05))
 
 
-def _dense_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+def _dense_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
     lengths = kwargs["cu_seq_lens_q"].diff().tolist()
     qkv = [x[0].transpose(0, 1) for x in (query, key, value)]
     assert STEEP.score_mod is not None
@@ -433,7 +437,10 @@ def _dense_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, att
 AttentionInterface.register("dense_flash_for_tests", _dense_attention)
 
 
-def stock_with_score_mod(model: nn.Module, run: Callable[[], Any]) -> Any:
+Result = TypeVar("Result")
+
+
+def stock_with_score_mod(model: nn.Module, run: Callable[[], Result]) -> Result:
     """Run the stock tower with a dense attention that changes scores as STEEP does."""
     config = tower_of(model).config
     former = config._attn_implementation
@@ -446,7 +453,7 @@ def stock_with_score_mod(model: nn.Module, run: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("fuse", ["auto", False])
 @both_towers
-def test_a_tower_through_flex_equals_stock(model: nn.Module, fuse: Any) -> None:
+def test_a_tower_through_flex_equals_stock(model: nn.Module, fuse: Literal["auto", False]) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, GRID)
     hf_vit_accel.patch(model, attention="flex", fuse=fuse, strict=True)

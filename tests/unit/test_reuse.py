@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,8 @@ from hf_vit_accel.tower.state import TowerState, state_of
 
 ACROSS = ReuseConfig(across_calls=True)
 FUZZ = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-Item = tuple[torch.Tensor, tuple[int, int, int]]
+Entry = tuple[int, int, int]
+Item = tuple[torch.Tensor, Entry]
 both_ways = pytest.mark.parametrize("config", [True, ACROSS], ids=["within", "across"])
 kernel_devices = pytest.mark.parametrize(
     "device",
@@ -46,7 +46,9 @@ kernel_devices = pytest.mark.parametrize(
 # --- checksums --------------------------------------------------------------------------------------------------------
 
 
-def item_sums(pixels_TP: torch.Tensor, grid: list[Any], sum_items: Any = checksum.sum_items_reference) -> list[int]:
+def item_sums(
+    pixels_TP: torch.Tensor, grid: list[Entry], sum_items: Callable[..., None] = checksum.sum_items_reference
+) -> list[int]:
     """Return the checksum of every item, and check the grid beside it."""
     out = torch.zeros(1 + 4 * len(grid), dtype=torch.int64, device=pixels_TP.device)
     sum_items(checksum.words_of(pixels_TP), torch.tensor(grid, device=pixels_TP.device), out)
@@ -56,12 +58,13 @@ def item_sums(pixels_TP: torch.Tensor, grid: list[Any], sum_items: Any = checksu
 
 @given(data=st.data())
 @settings(FUZZ, max_examples=40)
-def test_any_changed_bit_and_any_other_order_changes_the_checksum(data: Any) -> None:
+def test_any_changed_bit_and_any_other_order_changes_the_checksum(data: st.DataObject) -> None:
     integers = data.draw(st.sampled_from([torch.int32, torch.int16, torch.uint8]))
     width = data.draw(st.integers(1, 9) | st.sampled_from([64, 301]))
     pixels = torch.randint(0, 120, (16, width), generator=torch.Generator().manual_seed(0)).to(integers)
     other = pixels.clone()
-    row, column = data.draw(st.integers(0, 15)), data.draw(st.integers(0, width - 1))
+    row = data.draw(st.integers(0, 15))
+    column = data.draw(st.integers(0, width - 1))
     other[row, column] ^= 1 << data.draw(st.integers(0, 6))
     one, two = item_sums(torch.cat([pixels, other]), [(1, 4, 4)] * 2)
     assert one != two and one >> 32 != two >> 32 and one % 2**32 != two % 2**32
@@ -116,7 +119,7 @@ def test_kernels_equal_their_references(device: str, dtype: torch.dtype, width: 
 @pytest.mark.parametrize(
     "grid", [[(1, 2, 2)], [(-3, 2, 7), (2**40, 2**40, 3), (1, 2, 2)], [(5, 100, 100)] * 2, [(2**62, 3, 1)] * 3], ids=str
 )
-def test_grids_that_do_not_fit_write_nothing_else(device: str, grid: Any) -> None:
+def test_grids_that_do_not_fit_write_nothing_else(device: str, grid: list[Entry]) -> None:
     """The host refuses such a grid only after the kernel has run."""
     words = torch.ones(8, 300, dtype=torch.int32, device=device)
     for sum_items in (checksum.sum_items, checksum.sum_items_reference):
@@ -132,30 +135,30 @@ windows_and_deepstack = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_
 
 
 @pytest.fixture(scope="module", params=alike("qwen2_5_vl", "qwen3_vl"))
-def family(request: Any) -> str:
+def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def tower(family: str) -> Any:
+def tower(family: str) -> nn.Module:
     """Return a frozen tower: features of no other are kept."""
     return tower_of(TINY[family].build()).requires_grad_(False)
 
 
-def item(tower: Any, entry: tuple[int, int, int] = (1, 4, 6), seed: int = 0) -> Item:
+def item(tower: nn.Module, entry: Entry = (1, 4, 6), seed: int = 0) -> Item:
     return pixels_for(tower, [entry], seed), entry
 
 
-def call(tower: Any, items: list[Item], **kwargs: Any) -> list[torch.Tensor]:
+def call(tower: nn.Module, items: list[Item], **kwargs: object) -> list[torch.Tensor]:
     """Return the outputs of a call."""
     pixels = torch.cat([pixels for pixels, _ in items])
     return outputs_of(tower(pixels, grid_thw=torch.tensor([entry for _, entry in items]), **kwargs))
 
 
-def alone(tower: Any, items: list[Item]) -> list[torch.Tensor]:
+def alone(tower: nn.Module, items: list[Item]) -> list[torch.Tensor]:
     """Encode the distinct items without reuse, in the order of their first appearance, and repeat them by loops."""
 
-    def key(one: Item) -> Any:
+    def key(one: Item) -> tuple[Entry, bytes]:
         return one[1], one[0].view(torch.uint8).numpy().tobytes()
 
     distinct = {key(one): one for one in reversed(items)}
@@ -177,13 +180,13 @@ def same(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(one.detach().numpy().tobytes() == two.numpy().tobytes() for one, two in pairs)
 
 
-def counts(tower: Any) -> tuple[int, int, int]:
+def counts(tower: nn.Module) -> tuple[int, int, int]:
     """Return the numbers of items, of encoded ones, and of those taken from earlier calls."""
     status = hf_vit_accel.status(tower).towers[0].reuse
     return status.items, status.encoded, status.hits
 
 
-CHANGED_PIXELS: list[Callable[[torch.Tensor], Any]] = [
+CHANGED_PIXELS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: x,
     lambda x: x[-1, -1].mul_(1.0001),
     lambda x: x[0, 0].fill_(-0.0),
@@ -194,9 +197,13 @@ CHANGED_PIXELS: list[Callable[[torch.Tensor], Any]] = [
 ]
 
 
+Choice = tuple[Entry, int, int]
+"""A grid row, the seed of its pixels, and the index of their change."""
+
+
 @st.composite
-def multisets(draw: Any) -> list[tuple[tuple[int, int, int], int, int]]:
-    """Draw items in any order: grid row, seed of the pixels, and how they are changed."""
+def multisets(draw: st.DrawFn) -> list[Choice]:
+    """Draw items in any order, some of them repeatedly."""
     entries = st.sampled_from([(1, 4, 6), (1, 6, 4), (1, 2, 12), (3, 2, 4), (1, 2, 2), (1, 8, 8)])
     changes = st.integers(0, len(CHANGED_PIXELS) - 1)
     kinds = draw(st.lists(st.tuples(entries, st.integers(0, 1), changes), min_size=1, max_size=3))
@@ -204,14 +211,14 @@ def multisets(draw: Any) -> list[tuple[tuple[int, int, int], int, int]]:
 
 
 @windows_and_deepstack
-def test_any_multiset_equals_its_distinct_items_alone(tower: Any) -> None:
+def test_any_multiset_equals_its_distinct_items_alone(tower: nn.Module) -> None:
     """Cover near-copies, equal pixels under other grids, NaN of other bits and both zeros, in one call and across."""
     within = hf_vit_accel.patch(copy.deepcopy(tower), reuse=True, strict=True)
     across = hf_vit_accel.patch(copy.deepcopy(tower), reuse=ACROSS, strict=True)
 
     @given(chosen=multisets())
     @settings(FUZZ, max_examples=15)
-    def check(chosen: Any) -> None:
+    def check(chosen: list[Choice]) -> None:
         items = []
         for entry, seed, change in chosen:
             pixels = pixels_for(tower, [(1, 8, 8)], seed)[: entry[0] * entry[1] * entry[2]].clone()
@@ -233,7 +240,7 @@ def test_any_multiset_equals_its_distinct_items_alone(tower: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8], ids=str)
-def test_pixels_of_any_dtype_are_reused(tower: Any, dtype: torch.dtype) -> None:
+def test_pixels_of_any_dtype_are_reused(tower: nn.Module, dtype: torch.dtype) -> None:
     pixels = [(50 * pixels_for(tower, [(1, 4, 6)], seed)).to(dtype) for seed in range(2)]
     items = [(pixels[index], (1, 4, 6)) for index in (0, 1, 0, 1, 1)]
     expected = alone(tower, items)
@@ -254,11 +261,12 @@ def use_constant_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @both_ways
-def test_items_of_equal_checksums_are_told_apart_by_their_bits(
-    tower: Any, monkeypatch: pytest.MonkeyPatch, config: Any
+def test_items_of_equal_checksums_are_distinguished_by_their_bits(
+    tower: nn.Module, monkeypatch: pytest.MonkeyPatch, config: bool | ReuseConfig
 ) -> None:
     a, b, c = (item(tower, seed=seed) for seed in range(3))
-    zeros, negative_zeros = (a[0] * 0.0).abs(), -(a[0] * 0.0).abs()
+    zeros = torch.zeros_like(a[0])
+    negative_zeros = -zeros
     calls = [[a, b, a, b, c], [b], [a], [c, b, a], [(zeros, a[1]), (negative_zeros, a[1])], [(negative_zeros, a[1])]]
     expected = [alone(tower, items) for items in calls]
     use_constant_checksums(monkeypatch)
@@ -269,7 +277,7 @@ def test_items_of_equal_checksums_are_told_apart_by_their_bits(
     assert counts(tower)[1] > 6, "collisions are encoded"
 
 
-def test_a_thousand_thumbnails_are_compared_once_each(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_thumbnails_are_compared_once_each(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     *sums, equal_pairs = reuse_module._IN_TORCH
     monkeypatch.setattr(
@@ -283,26 +291,38 @@ def test_a_thousand_thumbnails_are_compared_once_each(tower: Any, monkeypatch: p
     assert counts(tower) == (1000, 10, 0) and compared == [990]
 
 
-def test_calls_without_copies_are_encoded_as_they_are(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_without_copies_are_encoded_as_they_are(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid on the host, or a single item, shows that there is no copy: then no checksum is made."""
-    made: list[Any] = []
-    summed: list[int] = []
-    encode, sum_items = tower_module.encode, reuse_module._IN_TORCH[0]
-    monkeypatch.setattr(tower_module, "encode", lambda *args: made.append((args[1], encode(*args))) or made[-1][1])
-    spied = (lambda *args: summed.append(1) or sum_items(*args), *reuse_module._IN_TORCH[1:])
-    monkeypatch.setattr(reuse_module, "_IN_TORCH", spied)
+    encoded: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    summed: list[torch.Tensor] = []
+    encode = tower_module.encode
+    sum_items, *others = reuse_module._IN_TORCH
+
+    def encode_and_keep(*args: object) -> list[torch.Tensor]:
+        outputs = encode(*args)
+        encoded.append((args[1], outputs))
+        return outputs
+
+    def sum_and_keep(words_TW: torch.Tensor, *args: torch.Tensor) -> None:
+        summed.append(words_TW)
+        sum_items(words_TW, *args)
+
+    monkeypatch.setattr(tower_module, "encode", encode_and_keep)
+    monkeypatch.setattr(reuse_module, "_IN_TORCH", (sum_and_keep, *others))
     hf_vit_accel.patch(tower, reuse=True, strict=True)
     for grid, sums in (([(1, 4, 6)], 0), ([(1, 4, 6), (1, 6, 4)], 0), ([(1, 4, 6), (1, 4, 6)], 1)):
         pixels = pixels_for(tower, grid)
         with torch.no_grad():
             output = tower(pixels, grid_thw=torch.tensor(grid))
-        assert made[-1][0].data_ptr() == pixels.data_ptr() and len(summed) == sums
-        assert all(x is y for x, y in zip(outputs_of(output), made[-1][1], strict=True))
+        encoded_pixels, outputs = encoded[-1]
+        assert encoded_pixels.data_ptr() == pixels.data_ptr() and len(summed) == sums
+        assert all(x is y for x, y in zip(outputs_of(output), outputs, strict=True))
 
 
-def test_the_host_waits_once_and_with_candidates_twice(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_once_and_with_candidates_twice(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    tolist, equal = torch.Tensor.tolist, torch.equal
+    tolist = torch.Tensor.tolist
+    equal = torch.equal
     hf_vit_accel.patch(tower, reuse=ACROSS, strict=True)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.numel()) or tolist(x))
     monkeypatch.setattr(torch, "equal", lambda x, y: reads.append(-1) or equal(x, y))
@@ -315,7 +335,7 @@ def test_the_host_waits_once_and_with_candidates_twice(tower: Any, monkeypatch: 
 
 
 @both_ways
-def test_padding_rows_are_no_items_and_wrong_grids_are_refused(tower: Any, config: Any) -> None:
+def test_padding_rows_are_no_items_and_wrong_grids_are_refused(tower: nn.Module, config: bool | ReuseConfig) -> None:
     pixels, entry = item(tower)
     expected = alone(tower, [(pixels, entry)] * 2)
     hf_vit_accel.patch(tower, reuse=config, strict=True)
@@ -334,7 +354,7 @@ def test_padding_rows_are_no_items_and_wrong_grids_are_refused(tower: Any, confi
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def gradients(tower: Any, items: list[Item], *, pixels: bool = False) -> list[torch.Tensor]:
+def gradients(tower: nn.Module, items: list[Item], *, pixels: bool = False) -> list[torch.Tensor]:
     """Return the gradients of all parameters (and of the pixels) of a loss that weighs every copy differently."""
     tower.zero_grad()
     leaves = torch.cat([item_pixels for item_pixels, _ in items]).requires_grad_(pixels)
@@ -347,7 +367,7 @@ def gradients(tower: Any, items: list[Item], *, pixels: bool = False) -> list[to
 
 @pytest.mark.parametrize("pixels", [False, True], ids=["", "pixels"])
 @windows_and_deepstack
-def test_gradients_are_those_of_stock(tower: Any, pixels: bool) -> None:
+def test_gradients_are_those_of_stock(tower: nn.Module, pixels: bool) -> None:
     tower = tower.double().requires_grad_()
     a, b, c = (item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 4, 6)]))
     items = [(one.double(), entry) for one, entry in (a, b, a, c, a, b)]
@@ -358,7 +378,7 @@ def test_gradients_are_those_of_stock(tower: Any, pixels: bool) -> None:
 
 
 @windows_and_deepstack
-def test_batched_gradients_equal_those_taken_one_by_one(tower: Any) -> None:
+def test_batched_gradients_equal_those_taken_one_by_one(tower: nn.Module) -> None:
     bias = tower.blocks[0].attn.qkv.bias.requires_grad_()
     hf_vit_accel.patch(tower, reuse=True, strict=True)
     column = call(tower, [item(tower, (1, 4, 4)), item(tower, (1, 4, 4)), item(tower, (1, 4, 4), 1)])[1][:, 0]
@@ -396,8 +416,8 @@ def test_gradients_of_copies_are_added_up_in_fp32_and_rounded_once(sizes: list[i
 # --- across calls -----------------------------------------------------------------------------------------------------
 
 
-def test_known_items_are_not_encoded_again(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded_grids: list[Any] = []
+def test_known_items_are_not_encoded_again(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded_grids: list[tuple[Entry, ...]] = []
     encode = tower_module.encode
     monkeypatch.setattr(
         tower_module, "encode", lambda *args: encoded_grids.append(args[0].metadata.grid) or encode(*args)
@@ -419,7 +439,7 @@ def test_known_items_are_not_encoded_again(tower: Any, monkeypatch: pytest.Monke
     assert "13 items: 4 encoded, 1 copies, 8 from earlier calls; 4 held" in str(hf_vit_accel.status(tower))
 
 
-def test_callers_may_write_to_outputs_and_pixels(tower: Any) -> None:
+def test_callers_may_write_to_outputs_and_pixels(tower: nn.Module) -> None:
     items = [item(tower), item(tower, seed=1)]
     expected = alone(tower, items)
     hf_vit_accel.patch(tower, reuse=ACROSS)
@@ -432,7 +452,7 @@ def test_callers_may_write_to_outputs_and_pixels(tower: Any) -> None:
         assert_close(call(tower, items), expected)
 
 
-def test_features_of_inference_mode_serve_gradients_later(tower: Any) -> None:
+def test_features_of_inference_mode_serve_gradients_later(tower: nn.Module) -> None:
     items = [item(tower), item(tower, seed=1)]
     hf_vit_accel.patch(tower, reuse=ACROSS)
     with torch.inference_mode():
@@ -445,7 +465,7 @@ def test_features_of_inference_mode_serve_gradients_later(tower: Any) -> None:
     assert_close([head.weight.grad], [expected[1].sum(0).expand(3, -1)])
 
 
-def test_the_least_recently_used_go(tower: Any) -> None:
+def test_the_least_recently_used_go(tower: nn.Module) -> None:
     items = [item(tower, seed=seed) for seed in range(3)]
     hf_vit_accel.patch(tower)
     with torch.no_grad():
@@ -458,7 +478,7 @@ def test_the_least_recently_used_go(tower: Any) -> None:
             assert status.hits == hits and status.nbytes == status.held * nbytes <= 2.5 * nbytes
 
 
-def test_dtypes_grids_and_modes_are_told_apart(tower: Any) -> None:
+def test_dtypes_grids_and_modes_are_distinguished(tower: nn.Module) -> None:
     pixels, entry = item(tower)
     pixels = pixels.half().float()
     hf_vit_accel.patch(tower, reuse=ACROSS)
@@ -493,11 +513,11 @@ def test_dtypes_grids_and_modes_are_told_apart(tower: Any) -> None:
 # --- weights that change ----------------------------------------------------------------------------------------------
 
 
-def weight_of(tower: Any) -> Any:
+def weight_of(tower: nn.Module) -> nn.Parameter:
     return tower.blocks[1].attn.proj.weight
 
 
-def write_flat_buffer(tower: Any) -> None:
+def write_flat_buffer(tower: nn.Module) -> None:
     """Write to a buffer that all parameters are views of, as ZeRO does."""
     parameters = list(tower.parameters())
     flat = nn.utils.parameters_to_vector(parameters).detach().clone()
@@ -505,24 +525,26 @@ def write_flat_buffer(tower: Any) -> None:
     flat[len(flat) // 2].add_(0.5)
 
 
-def swap_data(tower: Any) -> None:
-    one, two = tower.blocks[0].attn.proj.weight, tower.blocks[1].attn.proj.weight
-    one.data, two.data = two.data, one.data
+def swap_data(tower: nn.Module) -> None:
+    one, two = [block.attn.proj.weight for block in tower.blocks[:2]]
+    former = one.data
+    one.data = two.data
+    two.data = former
 
 
-def swap_contents(tower: Any) -> None:
-    one, two = tower.blocks[0].norm1.weight.data, tower.blocks[1].norm1.weight.data
+def swap_contents(tower: nn.Module) -> None:
+    one, two = [block.norm1.weight.data for block in tower.blocks[:2]]
     former = one.clone()
     one.copy_(two)
     two.copy_(former)
 
 
-def change_eps(tower: Any) -> None:
+def change_eps(tower: nn.Module) -> None:
     for block in tower.blocks:
         setattr(block.norm1, "variance_epsilon" if hasattr(block.norm1, "variance_epsilon") else "eps", 0.5)
 
 
-def add_lora(tower: Any, **options: Any) -> None:
+def add_lora(tower: nn.Module, **options: float) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     peft.inject_adapter_in_model(
@@ -531,7 +553,7 @@ def add_lora(tower: Any, **options: Any) -> None:
     tower.eval()
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "through .data": lambda tower: weight_of(tower).data.mul_(1.5),
     "one value": lambda tower: weight_of(tower).data[-1, -1].add_(0.5),
     "the last bias": lambda tower: [*tower.parameters()][-1].data[-1].add_(0.5),
@@ -575,12 +597,14 @@ def test_no_feature_is_stale(name: str) -> None:
     assert not same(before, expected), "the change matters"
 
 
-def test_former_weights_bring_their_features_back(tower: Any) -> None:
+def test_former_weights_bring_their_features_back(tower: nn.Module) -> None:
     """Write a weight and restore it bit for bit, and move the tower away and back."""
     hf_vit_accel.patch(tower, reuse=ACROSS)
-    weight, items = weight_of(tower), [item(tower)]
+    weight = weight_of(tower)
+    former = weight.detach().clone()
+    items = [item(tower)]
     with torch.no_grad():
-        before, former = call(tower, items), weight.clone()
+        before = call(tower, items)
         weight.data.mul_(1.5)
         assert not same(call(tower, items), before)
         weight.data.copy_(former)
@@ -608,7 +632,7 @@ def test_a_weight_that_got_shorter_is_read_as_it_is_now() -> None:
 
 
 @pytest.mark.parametrize("adapter", ["LoRA", "dropout"])
-def test_third_party_modules_are_not_trusted(tower: Any, adapter: str) -> None:
+def test_third_party_modules_are_not_trusted(tower: nn.Module, adapter: str) -> None:
     """LoRA may be random in training. At a later call it may act on other state that Python holds."""
     if adapter == "LoRA":
         add_lora(tower, lora_dropout=0.5)
@@ -637,7 +661,7 @@ def test_third_party_modules_are_not_trusted(tower: Any, adapter: str) -> None:
             call(tower, items)
 
 
-def test_reasons_against_keeping_are_reported(tower: Any) -> None:
+def test_reasons_against_keeping_are_reported(tower: nn.Module) -> None:
     """Cover tensors beside parameters and buffers, weights that are no rows of words, and a score_mod."""
     tower.blocks[0].mlp.table = torch.ones(3)
     hf_vit_accel.patch(tower, reuse=ACROSS)
@@ -660,8 +684,9 @@ def test_reasons_against_keeping_are_reported(tower: Any) -> None:
     assert facts.reasons_against_keeping == ["a score_mod may read what changes between calls"] and not facts.watched
 
 
-def test_calls_of_the_stock_forward_reuse_nothing(tower: Any) -> None:
-    items, rows = [item(tower), item(tower)], []
+def test_calls_of_the_stock_forward_reuse_nothing(tower: nn.Module) -> None:
+    items = [item(tower), item(tower)]
+    rows: list[int] = []
     expected = alone(tower, items)
     hf_vit_accel.patch(tower, reuse=ACROSS)
     handle = tower.blocks[0].register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
@@ -671,7 +696,7 @@ def test_calls_of_the_stock_forward_reuse_nothing(tower: Any) -> None:
     assert rows == [48] and counts(tower) == (0, 0, 0)
 
 
-def test_graphs_replay_new_items_only(on_cpu: Any, tower: Any) -> None:
+def test_graphs_replay_new_items_only(on_cpu: type, tower: nn.Module) -> None:
     a, b, c = (item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 8, 8)]))
     calls = [[a, b, a, a], [c, c, a]]
     expected = [alone(tower, items) for items in calls]
@@ -686,7 +711,7 @@ def test_graphs_replay_new_items_only(on_cpu: Any, tower: Any) -> None:
         assert state_of(tower).last.metadata.rows == 24 and counts(tower)[0] == 7, "a warmup is no call"
 
 
-def test_copies_and_pickles_start_empty(tower: Any) -> None:
+def test_copies_and_pickles_start_empty(tower: nn.Module) -> None:
     items = [item(tower)]
     hf_vit_accel.patch(tower, reuse=ACROSS)
     with torch.no_grad():
@@ -700,7 +725,7 @@ def test_copies_and_pickles_start_empty(tower: Any) -> None:
     assert state.reuse.status().held == state.reuse.status().nbytes == 0
 
 
-def test_threads_share_a_tower(tower: Any) -> None:
+def test_threads_share_a_tower(tower: nn.Module) -> None:
     pool = [item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 8, 8), (1, 4, 6)])]
     chosen = [[pool[index] for index in torch.randint(4, (3,)).tolist()] for _ in range(18)]
     expected = [alone(tower, items) for items in chosen]
@@ -714,8 +739,8 @@ def test_threads_share_a_tower(tower: Any) -> None:
         list(threads.map(work, range(18)))
 
 
-def test_a_failed_kernel_is_replaced_by_its_reference(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
+def test_a_failed_kernel_is_replaced_by_its_reference(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr(reuse_module, "why_not_triton", lambda device, dtype: None)
@@ -739,12 +764,12 @@ def test_attention_only_towers_reuse_nothing() -> None:
     "arguments",
     [dict(across_calls=1), *(dict(gigabytes=value) for value in (0, float("nan"), float("inf"), True, "2"))],
 )
-def test_senseless_settings_are_refused(arguments: Any) -> None:
+def test_senseless_settings_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"expected {next(iter(arguments))} to be"):
         ReuseConfig(**arguments)
 
 
-def test_reuse_is_true_false_or_a_config(tower: Any) -> None:
+def test_reuse_is_true_false_or_a_config(tower: nn.Module) -> None:
     for wrong in (1, "yes", None):
         with pytest.raises(ValueError, match="expected reuse to be True, False or a ReuseConfig"):
             hf_vit_accel.patch(tower, reuse=wrong)
@@ -765,7 +790,8 @@ def test_features_made_on_one_stream_serve_another() -> None:
     with torch.no_grad():
         expected = outputs_of(tower(one, grid_thw=grid))
         hf_vit_accel.patch(tower, reuse=ReuseConfig(across_calls=True, gigabytes=0.8e-3))
-        first, second = torch.cuda.Stream(), torch.cuda.Stream()
+        first = torch.cuda.Stream()
+        second = torch.cuda.Stream()
         for _ in range(20):
             with torch.cuda.stream(first):
                 torch.cuda._sleep(2_000_000)

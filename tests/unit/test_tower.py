@@ -1,4 +1,4 @@
-"""Patched towers against stock ones: every family, kind of input, path through the boundary, and fault."""
+"""Test patched towers against stock ones: every family, kind of input, way to patch and undo, and reason for stock."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import functools
 import gc
 import io
 import pickle
-import threading
-import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
 from standins import ONE_TOWER
+from support.exactness import check_error_bound
 from tiny import (
     FAMILIES,
     GRIDS,
@@ -29,32 +31,36 @@ from tiny import (
     tower_of,
 )
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError
-from hf_vit_accel.backends import BACKENDS
-from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.tower import state as state_module
 from hf_vit_accel.tower.state import state_of
 
 
 @pytest.fixture(scope="module", params=list(TINY))
-def shared(request) -> Any:
-    """One model per family for tests that leave it as they found it."""
+def shared(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Return one model per family, for tests that do not change it."""
     return TINY[request.param].build()
 
 
 @pytest.fixture(params=ONE_TOWER)
-def model(request) -> Any:
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return TINY[request.param].build()
+
+
+Fuse = Literal["auto", False]
+both_fusions = pytest.mark.parametrize("fuse", ["auto", False], ids=["fused", "unfused"])
 
 
 # --- equal to stock -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fuse", ["auto", False], ids=["fused", "unfused"])
+@both_fusions
 @pytest.mark.parametrize("grid", GRIDS)
-def test_patched_equals_stock(shared: Any, grid: str, fuse: Any) -> None:
+def test_patched_equals_stock(shared: PreTrainedModel, grid: str, fuse: Fuse) -> None:
     tower = tower_of(shared)
     expected = run_tower(tower, GRIDS[grid])
     with hf_vit_accel.patched(shared, fuse=fuse, strict=True):
@@ -63,8 +69,8 @@ def test_patched_equals_stock(shared: Any, grid: str, fuse: Any) -> None:
     assert_close(run_tower(tower, GRIDS[grid]), expected, 0.0)
 
 
-def test_layouts_of_equal_size_are_told_apart(shared: Any) -> None:
-    """The trap of graphs and caches keyed by row counts: same rows, same longest segment, other segments."""
+def test_layouts_of_equal_size_are_distinguished(shared: PreTrainedModel) -> None:
+    """Layouts share their rows and their longest segment, which must not be the key of graphs and caches."""
     tower = tower_of(shared)
     layouts = [[(1, 8, 4), (1, 4, 8)], [(1, 4, 8), (1, 8, 4)], [(2, 4, 8)], [(1, 4, 8)] * 2, [(1, 2, 16), (1, 8, 4)]]
     expected = [run_tower(tower, grid) for grid in layouts]
@@ -76,116 +82,122 @@ def test_layouts_of_equal_size_are_told_apart(shared: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_as_exact_as_stock(shared: Any, dtype: torch.dtype) -> None:
+def test_low_precision_is_as_exact_as_stock(shared: PreTrainedModel, dtype: torch.dtype) -> None:
     check_error_bound(shared, dtype, "cpu", ["sdpa"], [[(1, 8, 8), (2, 4, 4), (1, 4, 10)]])
-
-
-def check_error_bound(
-    model: Any, dtype: torch.dtype, device: str, attentions: list[str], grids: Iterable[Any] = tuple(GRIDS.values())
-) -> None:
-    """Error against fp32 stock at most max(1.1 x stock's own, one unit in the last place), 5 seeds."""
-    reference = tower_of(copy.deepcopy(model)).to(device)
-    tower = tower_of(copy.deepcopy(model)).to(device)
-    for parameter in tower.parameters():
-        parameter.data = parameter.data.to(dtype)
-    for parameter, low in zip(reference.parameters(), tower.parameters(), strict=True):
-        parameter.data = low.data.float()
-
-    def run(of: Any, grid: Any, seed: int) -> list[torch.Tensor]:
-        weight = of.patch_embed.proj.weight
-        pixels = pixels_for(of, grid, seed).to(dtype).to(device, weight.dtype)
-        with torch.no_grad():
-            return outputs_of(of(pixels, grid_thw=torch.tensor(grid, device=device)))
-
-    def errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-        return [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
-
-    for grid in grids:
-        exact = [run(reference, grid, seed) for seed in range(5)]
-        stock = [errors(run(tower, grid, seed), exact[seed]) for seed in range(5)]
-        for attention in attentions:
-            with hf_vit_accel.patched(tower, attention=attention, strict=True):
-                ours = [errors(run(tower, grid, seed), exact[seed]) for seed in range(5)]
-            for of_ours, of_stock in zip(zip(*ours, strict=True), zip(*stock, strict=True), strict=True):
-                bound = max(1.1 * sum(of_stock) / 5, torch.finfo(dtype).eps)
-                assert sum(of_ours) / 5 <= bound, (attention, grid, of_ours, of_stock)
 
 
 # --- undo, redo, copies ---------------------------------------------------------------------------------------------
 
 
-def snapshot(model: Any) -> Any:
+@dataclass(frozen=True)
+class Traces:
+    """Record everything that patching may change on a model.
+
+    Args:
+        attributes: Names of the tower's attributes.
+        forward: The forward in the tower's dict, if any.
+        hooks: Forward hooks of every module.
+        attentions: Names of the attention of every module with a config.
+        parameters: Name, address, shape and strides of every parameter.
+        state: Names in the state dict.
+    """
+
+    attributes: list[str]
+    forward: object
+    hooks: list[tuple[str, list[int], list[int]]]
+    attentions: list[str]
+    parameters: list[tuple[str, int, torch.Size, tuple[int, ...]]]
+    state: list[str]
+
+
+def traces_of(model: PreTrainedModel) -> Traces:
     tower = tower_of(model)
-    hooks = [(name, list(m._forward_hooks), list(m._forward_pre_hooks)) for name, m in model.named_modules()]
-    names = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
-    parameters = [(name, p.data_ptr(), p.shape, p.stride()) for name, p in model.named_parameters()]
-    return sorted(vars(tower)), vars(tower).get("forward"), hooks, names, parameters, list(model.state_dict())
+    return Traces(
+        attributes=sorted(vars(tower)),
+        forward=vars(tower).get("forward"),
+        hooks=[(name, list(m._forward_hooks), list(m._forward_pre_hooks)) for name, m in model.named_modules()],
+        attentions=[m.config._attn_implementation for m in model.modules() if hasattr(m, "config")],
+        parameters=[(name, p.data_ptr(), p.shape, p.stride()) for name, p in model.named_parameters()],
+        state=list(model.state_dict()),
+    )
 
 
-@pytest.mark.parametrize("had_forward", [False, True], ids=["", "own forward"])
-def test_unpatch_leaves_everything_as_before(model: Any, had_forward: bool) -> None:
+def double_output(tower: nn.Module) -> None:
+    """Give a tower a forward of its own, which doubles an output."""
+    class_forward = type(tower).forward
+
+    def forward(*args: object, **kwargs: object) -> ModelOutput:
+        output = class_forward(tower, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * 2
+        return output
+
+    tower.forward = forward
+
+
+@pytest.mark.parametrize("has_own_forward", [False, True], ids=["", "own forward"])
+def test_unpatch_leaves_everything_as_before(model: PreTrainedModel, has_own_forward: bool) -> None:
     tower = tower_of(model)
-    if had_forward:
-        class_forward = type(tower).forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = class_forward(tower, *args, **kwargs)
-            output.last_hidden_state = output.last_hidden_state * 2
-            return output
-
-        tower.forward = forward
-    before, expected = snapshot(model), run_tower(tower, GRIDS["mixed"])
+    if has_own_forward:
+        double_output(tower)
+    before = traces_of(model)
+    expected = run_tower(tower, GRIDS["mixed"])
     assert hf_vit_accel.patch(model) is model
     assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-    assert state_of(tower).calls == (0 if had_forward else 1)
+    assert state_of(tower).calls == (0 if has_own_forward else 1)
     assert hf_vit_accel.unpatch(model) is model
-    assert snapshot(model) == before
+    assert traces_of(model) == before
     assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)
-    assert hf_vit_accel.unpatch(model) is model and snapshot(model) == before
+    assert hf_vit_accel.unpatch(model) is model and traces_of(model) == before
 
 
-def test_patching_twice_equals_once(model: Any) -> None:
+def test_patching_twice_equals_once(model: PreTrainedModel) -> None:
     tower = tower_of(model)
-    before = snapshot(model)
+    before = traces_of(model)
     hf_vit_accel.patch(model, attention="sdpa")
-    once = snapshot(model)[0]
+    attributes = traces_of(model).attributes
     hf_vit_accel.patch(model, attention="auto", fuse=False)
-    assert snapshot(model)[0] == once
+    assert traces_of(model).attributes == attributes
     assert state_of(tower).settings.attention == "auto" and not state_of(tower).settings.fuse
     assert state_of(tower).former_forward is None
     hf_vit_accel.unpatch(model)
-    assert snapshot(model) == before
+    assert traces_of(model) == before
 
 
-def test_patched_restores_what_was(model: Any) -> None:
+def test_patched_restores_the_former_settings(model: PreTrainedModel) -> None:
     tower = tower_of(model)
-    before = snapshot(model)
+    before = traces_of(model)
     with hf_vit_accel.patched(model, attention="sdpa") as same:
         assert same is model
         with hf_vit_accel.patched(model, fuse={"rope"}):
             assert state_of(tower).settings.fuse == {"rope"}
         assert state_of(tower).settings.attention == "sdpa" and state_of(tower).settings.fuse is None
-    assert snapshot(model) == before
+    assert traces_of(model) == before
     with pytest.raises(RuntimeError, match="mine"), hf_vit_accel.patched(model):
         raise RuntimeError("mine")
-    assert snapshot(model) == before
+    assert traces_of(model) == before
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_are_patched_on_their_own(model: Any, how: str) -> None:
+def saved_and_loaded(model: PreTrainedModel) -> PreTrainedModel:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_patched_on_their_own(model: PreTrainedModel, how: str) -> None:
     tower = tower_of(model)
     expected = run_tower(tower, GRIDS["mixed"])
     hf_vit_accel.patch(model, fuse={"rope"})
     run_tower(tower, GRIDS["mixed"])
-    if how == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
+    twin = COPIES[how](model)
     other = tower_of(twin)
     assert state_of(other) is not state_of(tower) and state_of(other).settings == state_of(tower).settings
     with torch.no_grad():
@@ -200,34 +212,40 @@ def test_copies_are_patched_on_their_own(model: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
-def test_weights_stay_live(model: Any) -> None:
-    tower, twin = tower_of(model), copy.deepcopy(model)
+def test_weights_stay_live(model: PreTrainedModel) -> None:
+    tower = tower_of(model)
+    twin = copy.deepcopy(model)
+    models = (model, twin)
     hf_vit_accel.patch(model)
     run_tower(tower, GRIDS["image"])
 
     def check() -> None:
         assert_close(run_tower(tower, GRIDS["image"]), run_tower(tower_of(twin), GRIDS["image"]))
 
-    for m in (model, twin):
+    for changed in models:
         with torch.no_grad():
-            tower_of(m).patch_embed.proj.weight.mul_(-1.25)
+            tower_of(changed).patch_embed.proj.weight.mul_(-1.25)
     check()
-    fresh = {name: torch.randn_like(value) * 0.1 for name, value in model.state_dict().items()}
+    weights = {name: torch.randn_like(value) * 0.1 for name, value in model.state_dict().items()}
     for assign in (False, True):
-        for m in (model, twin):
-            m.load_state_dict({name: value.clone() for name, value in fresh.items()}, assign=assign)
+        for changed in models:
+            changed.load_state_dict({name: value.clone() for name, value in weights.items()}, assign=assign)
         check()
-    for m in (model, twin):
-        m.double()
+    for changed in models:
+        changed.double()
     check()
     assert state_of(tower).calls == 5
 
 
-def test_save_and_state_dict_see_stock(model: Any, tmp_path: Any) -> None:
-    names = {name: (value.shape, value.data_ptr()) for name, value in model.state_dict().items()}
+def addresses_of(model: PreTrainedModel) -> dict[str, tuple[torch.Size, int]]:
+    return {name: (value.shape, value.data_ptr()) for name, value in model.state_dict().items()}
+
+
+def test_save_and_state_dict_see_stock(model: PreTrainedModel, tmp_path: Path) -> None:
+    addresses = addresses_of(model)
     expected = run_tower(tower_of(model), GRIDS["images"])
     hf_vit_accel.patch(model)
-    assert {name: (value.shape, value.data_ptr()) for name, value in model.state_dict().items()} == names
+    assert addresses_of(model) == addresses
     model.save_pretrained(tmp_path)
     assert "flash_vit" not in (tmp_path / "config.json").read_text()
     reloaded = type(model).from_pretrained(tmp_path)
@@ -235,70 +253,74 @@ def test_save_and_state_dict_see_stock(model: Any, tmp_path: Any) -> None:
     assert_close(run_tower(tower_of(reloaded), GRIDS["images"]), expected)
 
 
-# --- what the fast path does not do ---------------------------------------------------------------------------------
+# --- gradients and reasons for stock ---------------------------------------------------------------------------------
 
 
-def fallbacks(model: Any) -> str:
+def fallbacks(model: PreTrainedModel) -> str:
     return " | ".join(state_of(tower_of(model)).fallbacks)
 
 
+def gradients_of(tower: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients of pixels and parameters."""
+    pixels = pixels_for(tower, GRIDS["mixed"]).requires_grad_()
+    tower(pixels, grid_thw=torch.tensor(GRIDS["mixed"])).pooler_output.square().sum().backward()
+    return [pixels.grad, *[parameter.grad for parameter in tower.parameters() if parameter.grad is not None]]
+
+
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
-def test_gradients_are_served_fast_and_are_equal(model: Any) -> None:
-    tower, twin = tower_of(model), tower_of(copy.deepcopy(model))
+def test_gradients_are_fast_and_equal_stock(model: PreTrainedModel) -> None:
+    tower = tower_of(model)
+    expected = gradients_of(tower_of(copy.deepcopy(model)))
+    assert len(expected) > 20
     hf_vit_accel.patch(model)
-    grid, gradients = GRIDS["mixed"], []
-    for of in (tower, twin):
-        pixels = pixels_for(of, grid).requires_grad_()
-        of(pixels, grid_thw=torch.tensor(grid)).pooler_output.square().sum().backward()
-        gradients.append([pixels.grad, *(p.grad for p in of.parameters() if p.grad is not None)])
-    assert len(gradients[0]) == len(gradients[1]) > 20
-    for found, expected in zip(*gradients, strict=True):
-        assert relative_error(found, expected) < 1e-5
+    assert_close(gradients_of(tower), expected)
     assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
 
 
-def test_frozen_tower_keeps_the_fast_path_with_grad_enabled(model: Any) -> None:
+def test_frozen_tower_keeps_the_fast_path_with_grad_enabled(model: PreTrainedModel) -> None:
     tower = tower_of(model).requires_grad_(False)
     hf_vit_accel.patch(model, strict=True)
     out = tower(pixels_for(tower, GRIDS["image"]), grid_thw=torch.tensor(GRIDS["image"]))
     assert not out.pooler_output.requires_grad and state_of(tower).calls == 1
 
 
-@pytest.mark.parametrize("what", ["output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
 @pytest.mark.parametrize("where", ["kwargs", "config"])
-def test_requested_outputs_are_stock(model: Any, what: str, where: str) -> None:
-    tower, grid = tower_of(model), GRIDS["mixed"]
-    kwargs = {what: True} if where == "kwargs" else {}
+def test_requested_outputs_are_stock(model: PreTrainedModel, option: str, where: str) -> None:
+    tower = tower_of(model)
+    grid = torch.tensor(GRIDS["mixed"])
+    pixels = pixels_for(tower, GRIDS["mixed"])
+    kwargs = {option: True} if where == "kwargs" else {}
+    field = f"_{option}" if option == "output_attentions" else option  # its setter refuses any attention but eager
     if where == "config":
-        setattr(tower.config, f"_{what}" if what == "output_attentions" else what, True)  # its setter wants eager
-    pixels = pixels_for(tower, grid)
+        setattr(tower.config, field, True)
     with torch.no_grad():
-        expected = tower(pixels, grid_thw=torch.tensor(grid), **kwargs)
+        expected = tower(pixels, grid_thw=grid, **kwargs)
         hf_vit_accel.patch(model)
-        found = tower(pixels, grid_thw=torch.tensor(grid), **kwargs)
-    name = what.removeprefix("output_")
-    assert_close(list(found[name]), list(expected[name]))
-    assert len(found[name]) >= 4 and what in fallbacks(model)
+        outputs = tower(pixels, grid_thw=grid, **kwargs)
+    name = option.removeprefix("output_")
+    assert_close(list(outputs[name]), list(expected[name]))
+    assert len(outputs[name]) >= 4 and option in fallbacks(model)
     if where == "config":
-        setattr(tower.config, f"_{what}" if what == "output_attentions" else what, False)
-    run_tower(tower, grid)
+        setattr(tower.config, field, False)
+    run_tower(tower, GRIDS["mixed"])
     assert state_of(tower).calls == 1, "capturing hooks stay installed and must not keep the fast path off"
 
 
 class Doubled(nn.Module):
-    """Stands for what LoRA and quantisation put in a module's place. It hands on no attributes."""
+    """Stand in for a module of LoRA or quantisation, which wraps another. Attributes of the inner module are hidden."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **kwargs: object) -> torch.Tensor:
         assert "vision_plans" not in kwargs, "keyword arguments of ours are for transformers' own blocks"
         return self.inner(x, **kwargs) * 2
 
 
 class WithParts(Doubled):
-    """One that does."""
+    """Stand in for a wrapper that shows attributes of the inner module."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -309,6 +331,12 @@ class WithParts(Doubled):
         return self.inner.proj
 
 
+def run_on_images(tower: nn.Module) -> list[torch.Tensor]:
+    """Return the outputs for images; the tower may lack `patch_embed.proj`, which `run_tower` reads."""
+    with torch.no_grad():
+        return outputs_of(tower(pixels_for(tower, GRIDS["images"]), grid_thw=torch.tensor(GRIDS["images"])))
+
+
 REPLACED = ("blocks.0.attn.qkv", "blocks.1.mlp", "merger", "blocks.2.norm1", "blocks.3", "patch_embed")
 
 
@@ -317,27 +345,23 @@ REPLACED = ("blocks.0.attn.qkv", "blocks.1.mlp", "merger", "blocks.2.norm1", "bl
     [*((name, Doubled) for name in REPLACED), ("patch_embed", WithParts), ("patch_embed.proj", WithParts)],
 )
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
-def test_replaced_modules_are_used(model: Any, name: str, kind: Any) -> None:
-    """Before patching; after it: `test_ops`."""
-    tower, grid = tower_of(model), torch.tensor(GRIDS["images"])
-    pixels, (parent, _, child) = pixels_for(tower, GRIDS["images"]), name.rpartition(".")
-
-    def run() -> list[torch.Tensor]:
-        with torch.no_grad():
-            return outputs_of(tower(pixels, grid_thw=grid))
-
-    before = run()
+def test_replaced_modules_are_used(model: PreTrainedModel, name: str, kind: type[Doubled]) -> None:
+    """Replace a module before patching. `test_ops` replaces modules after patching."""
+    tower = tower_of(model)
+    before = run_on_images(tower)
+    parent, _, child = name.rpartition(".")
     setattr(tower.get_submodule(parent), child, kind(tower.get_submodule(name)))
     hf_vit_accel.patch(model)
-    found = run()
-    assert "patch_embed" not in name or "patch_embed" not in hf_vit_accel.status(model).towers[0].fused
+    outputs = run_on_images(tower)
+    if "patch_embed" in name:
+        assert "patch_embed" not in hf_vit_accel.status(model).towers[0].fused
     hf_vit_accel.unpatch(model)
-    expected = run()
-    assert_close(found, expected)
-    assert max(map(relative_error, expected, before)) > 1e-3
+    expected = run_on_images(tower)
+    assert_close(outputs, expected)
+    assert max(relative_error(one, other) for one, other in zip(expected, before, strict=True)) > 1e-3
 
 
-def test_upcast_queries_are_attended_in_the_dtype_of_the_weights(model: Any) -> None:
+def test_upcast_queries_are_attended_in_the_dtype_of_the_weights(model: PreTrainedModel) -> None:
     """PEFT and quantisation leave some layers in fp32 beside bf16 weights: fp32 q, k, v come back as fp32."""
     tower = tower_of(model).bfloat16()
     for block in tower.blocks:
@@ -359,8 +383,9 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 
-def test_strict_raises_instead_of_falling_back(model: Any) -> None:
-    tower, grid = tower_of(model), torch.tensor(GRIDS["image"])
+def test_strict_raises_instead_of_falling_back(model: PreTrainedModel) -> None:
+    tower = tower_of(model)
+    grid = torch.tensor(GRIDS["image"])
     hf_vit_accel.patch(model, strict=True)
     pixels = pixels_for(tower, GRIDS["image"])
     tower(pixels, grid_thw=grid)
@@ -376,35 +401,29 @@ def test_strict_raises_instead_of_falling_back(model: Any) -> None:
 
 
 @pytest.mark.parametrize("shared", ONE_TOWER, indirect=True)
-def test_two_threads_get_their_own_answers(shared: Any) -> None:
+def test_two_threads_get_their_own_answers(shared: PreTrainedModel) -> None:
     tower = tower_of(shared)
-    grids = [GRIDS[name] for name in ("smallest", "video", "mixed")]
-    expected = {(i, seed): run_tower(tower, grid, seed) for i, grid in enumerate(grids) for seed in range(2)}
-    failures: list[Any] = []
+    names = ("smallest", "video", "mixed")
+    expected = {(name, seed): run_tower(tower, GRIDS[name], seed) for name in names for seed in range(2)}
 
     def work(seed: int) -> None:
         for _ in range(5):
-            for i, grid in enumerate(grids):
-                try:
-                    assert_close(run_tower(tower, grid, seed), expected[i, seed])
-                except Exception as error:
-                    failures.append(error)
+            for name in names:
+                assert_close(run_tower(tower, GRIDS[name], seed), expected[name, seed])
 
-    with hf_vit_accel.patched(shared):
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-    assert not failures
+    with hf_vit_accel.patched(shared), ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
 
 
-def test_neither_inputs_nor_earlier_outputs_are_changed(shared: Any) -> None:
-    tower, grid = tower_of(shared), torch.tensor(GRIDS["images"])
+def test_neither_inputs_nor_earlier_outputs_are_changed(shared: PreTrainedModel) -> None:
+    tower = tower_of(shared)
+    grid = torch.tensor(GRIDS["images"])
     pixels = pixels_for(tower, GRIDS["images"])
     with hf_vit_accel.patched(shared), torch.no_grad():
-        held = [pixels, grid, *outputs_of(tower(pixels, grid_thw=grid))]
-        kept = [x.clone() for x in held]
+        tensors = [pixels, grid, *outputs_of(tower(pixels, grid_thw=grid))]
+        copies = [tensor.clone() for tensor in tensors]
         run_tower(tower, GRIDS["images"], 1)
-    assert all(torch.equal(x, y) for x, y in zip(held, kept, strict=True))
+    assert all(torch.equal(tensor, former) for tensor, former in zip(tensors, copies, strict=True))
 
 
 def test_the_cache_of_layouts_is_bounded() -> None:
@@ -419,70 +438,74 @@ def test_the_cache_of_layouts_is_bounded() -> None:
         assert len(prepared) == 0
 
 
-HOW = ["wrapped", "replaced", "on the instance"]
+WAYS = ["wrapped", "replaced", "on the instance"]
 
 
 @pytest.mark.parametrize(
-    ("model", "target", "how"),
+    ("model", "target", "way"),
     [
-        (family, target, HOW[(row + column) % 3])
+        (family, target, WAYS[(row + column) % 3])
         for row, target in enumerate(["tower", "block", "attention"])
         for column, family in enumerate(FAMILIES)
     ],
     indirect=["model"],
 )
-def test_forwards_replaced_after_patching(model: Any, target: str, how: str, monkeypatch: Any) -> None:
-    """Wrapped by functools.wraps, too, which copies the module's name and hides from signatures."""
+def test_forwards_replaced_after_patching(
+    model: PreTrainedModel, target: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`functools.wraps` copies the name of the module, and hides the new function from signatures."""
     tower = tower_of(model)
     hf_vit_accel.patch(model)
     before = run_tower(tower, GRIDS["mixed"])
     module = {"tower": tower, "block": tower.blocks[1], "attention": tower.blocks[1].attn}[target]
-    kind, instance = type(module), vars(module).get("forward")
-    stock = kind.forward
+    stock = type(module).forward
+    had_instance_forward = "forward" in vars(module)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> ModelOutput | torch.Tensor:
         output = stock(self, *args, **kwargs)
         if target == "tower":
             output.last_hidden_state = output.last_hidden_state * 2
             return output
         return output * 2
 
-    if how == "on the instance":
+    if way == "on the instance":
         module.forward = MethodType(forward, module)
+    elif way == "wrapped":
+        monkeypatch.setattr(type(module), "forward", functools.wraps(stock)(forward))
     else:
-        monkeypatch.setattr(kind, "forward", functools.wraps(stock)(forward) if how == "wrapped" else forward)
-    found = run_tower(tower, GRIDS["mixed"])
-    assert state_of(tower).stock_calls == 1 or instance is not None
-    assert "forward of" in fallbacks(model) or instance is not None
+        monkeypatch.setattr(type(module), "forward", forward)
+    outputs = run_tower(tower, GRIDS["mixed"])
+    if not had_instance_forward:
+        assert state_of(tower).stock_calls == 1 and "forward of" in fallbacks(model)
     hf_vit_accel.unpatch(model)
-    assert_close(found, run_tower(tower, GRIDS["mixed"]))
-    assert relative_error(found[0], before[0]) > 0.1
+    assert_close(outputs, run_tower(tower, GRIDS["mixed"]))
+    assert relative_error(outputs[0], before[0]) > 0.1
 
 
-def test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way() -> None:
-    for tiny in TINY.values():
-        model = tiny.build()
-        tower = tower_of(model)
-        kind = type(tower)
+@pytest.mark.parametrize("family", TINY)
+def test_a_subclass_with_a_forward_of_its_own_goes_the_stock_way(family: str) -> None:
+    tower = tower_of(TINY[family].build())
+    kind = type(tower)
 
-        class Sub(kind):  # type: ignore[misc,valid-type]
-            def forward(self, *args: Any, **kwargs: Any) -> Any:
-                output = super().forward(*args, **kwargs)
-                output.last_hidden_state = output.last_hidden_state * 2
-                return output
+    class Sub(kind):  # type: ignore[misc,valid-type]
+        def forward(self, *args: object, **kwargs: object) -> ModelOutput:
+            output = super().forward(*args, **kwargs)
+            output.last_hidden_state = output.last_hidden_state * 2
+            return output
 
-        tower.__class__ = Sub
-        expected = run_tower(tower, GRIDS["image"])
-        hf_vit_accel.patch(tower)
-        assert_close(run_tower(tower, GRIDS["image"]), expected)
-        with pytest.raises(FallbackError, match="forward of Sub"):
-            hf_vit_accel.patch(tower, strict=True)
+    tower.__class__ = Sub
+    expected = run_tower(tower, GRIDS["image"])
+    hf_vit_accel.patch(tower)
+    assert_close(run_tower(tower, GRIDS["image"]), expected)
+    with pytest.raises(FallbackError, match="forward of Sub"):
+        hf_vit_accel.patch(tower, strict=True)
 
 
-def test_under_another_default_device(shared: Any) -> None:
+def test_under_another_default_device(shared: PreTrainedModel) -> None:
     tower = tower_of(shared)
     expected = run_tower(tower, GRIDS["mixed"])
-    pixels, grid = pixels_for(tower, GRIDS["mixed"]), torch.tensor(GRIDS["mixed"])
+    pixels = pixels_for(tower, GRIDS["mixed"])
+    grid = torch.tensor(GRIDS["mixed"])
     with hf_vit_accel.patched(shared), torch.device("meta"), torch.no_grad():
         assert_close(outputs_of(tower(pixels, grid_thw=grid)), expected)
 
@@ -491,17 +514,17 @@ def test_a_deleted_model_is_freed_at_once() -> None:
     model = TINY["qwen2_5_vl"].build()
     hf_vit_accel.patch(model)
     run_tower(tower_of(model), GRIDS["image"])
-    gone = [weakref.ref(tower_of(model)), weakref.ref(tower_of(model).merger)]
+    references = [weakref.ref(tower_of(model)), weakref.ref(tower_of(model).merger)]
     gc.collect()
     gc.disable()
     try:
         del model
-        assert [reference() for reference in gone] == [None, None]
+        assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()
 
 
-def test_patched_inside_patched_keeps_the_outer_statistics(shared: Any) -> None:
+def test_patched_inside_patched_keeps_the_outer_statistics(shared: PreTrainedModel) -> None:
     with hf_vit_accel.patched(shared):
         run_tower(tower_of(shared), GRIDS["image"])
         state = state_of(tower_of(shared))
@@ -512,46 +535,56 @@ def test_patched_inside_patched_keeps_the_outer_statistics(shared: Any) -> None:
 
 # --- bad input ------------------------------------------------------------------------------------------------------
 
-BAD = {
-    "rows disagree": (lambda p, g: (p[:-4], g), "expected 96 rows of pixel values"),
-    "no frames": (lambda p, g: (p, torch.tensor([[0, 12, 8]])), "at least one image"),
-    "no rows": (lambda p, g: (p, torch.tensor([[1, 0, 8]])), "positive sizes"),
-    "negative": (lambda p, g: (p, torch.tensor([[1, -12, -8]])), "positive sizes"),
-    "merge does not divide": (lambda p, g: (p, torch.tensor([[1, 32, 3]])), "multiples of the merge size 2"),
-    "empty batch": (lambda p, g: (p[:0], g[:0]), "at least one image"),
-    "grid rank": (lambda p, g: (p, g[0]), r"shape \(images and videos, 3\)"),
-    "grid columns": (lambda p, g: (p, g[:, :2]), r"shape \(images and videos, 3\)"),
-    "grid dtype": (lambda p, g: (p, g.float()), "integer grid_thw"),
-    "grid is a list": (lambda p, g: (p, g.tolist()), r"got list"),
-    "pixel dtype": (lambda p, g: (p.to(torch.complex64), g), "tensor of real numbers of shape"),
-    "pixel width": (lambda p, g: (p[:, :-1], g), "values per patch"),
-    "devices": (lambda p, g: (p.to("meta"), g), "on the tower's device cpu"),
-    "grid device": (lambda p, g: (p, g.to("meta")), "grid_thw on the CPU or with the pixel values"),
+Spoil = Callable[[torch.Tensor, torch.Tensor], tuple[object, object]]
+BAD: dict[str, tuple[Spoil, str]] = {
+    "rows disagree": (lambda pixels, grid: (pixels[:-4], grid), "expected 96 rows of pixel values"),
+    "no frames": (lambda pixels, grid: (pixels, torch.tensor([[0, 12, 8]])), "at least one image"),
+    "no rows": (lambda pixels, grid: (pixels, torch.tensor([[1, 0, 8]])), "positive sizes"),
+    "negative": (lambda pixels, grid: (pixels, torch.tensor([[1, -12, -8]])), "positive sizes"),
+    "merge does not divide": (
+        lambda pixels, grid: (pixels, torch.tensor([[1, 32, 3]])),
+        "multiples of the merge size 2",
+    ),
+    "empty batch": (lambda pixels, grid: (pixels[:0], grid[:0]), "at least one image"),
+    "grid rank": (lambda pixels, grid: (pixels, grid[0]), r"shape \(images and videos, 3\)"),
+    "grid columns": (lambda pixels, grid: (pixels, grid[:, :2]), r"shape \(images and videos, 3\)"),
+    "grid dtype": (lambda pixels, grid: (pixels, grid.float()), "integer grid_thw"),
+    "grid is a list": (lambda pixels, grid: (pixels, grid.tolist()), r"got list"),
+    "pixel dtype": (lambda pixels, grid: (pixels.to(torch.complex64), grid), "tensor of real numbers of shape"),
+    "pixel width": (lambda pixels, grid: (pixels[:, :-1], grid), "values per patch"),
+    "devices": (lambda pixels, grid: (pixels.to("meta"), grid), "on the tower's device cpu"),
+    "grid device": (lambda pixels, grid: (pixels, grid.to("meta")), "grid_thw on the CPU or with the pixel values"),
 }
+"""Changes of pixels and grid that make them wrong, and a part of the error."""
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_a_value_error_and_the_next_call_is_right(shared: Any, case: str) -> None:
-    tower, grid = tower_of(shared), GRIDS["image"]
-    expected = run_tower(tower, grid)
+def test_bad_input_is_a_value_error_and_the_next_call_is_right(shared: PreTrainedModel, case: str) -> None:
+    tower = tower_of(shared)
+    expected = run_tower(tower, GRIDS["image"])
     spoil, message = BAD[case]
+    arguments = spoil(pixels_for(tower, GRIDS["image"]), torch.tensor(GRIDS["image"]))
     with hf_vit_accel.patched(shared):
         with pytest.raises(ValueError, match=message), torch.no_grad():
-            tower(*spoil(pixels_for(tower, grid), torch.tensor(grid)))
-        assert_close(run_tower(tower, grid), expected)
+            tower(*arguments)
+        assert_close(run_tower(tower, GRIDS["image"]), expected)
 
 
-@pytest.mark.parametrize("fuse", ["auto", False], ids=["fused", "unfused"])
+@both_fusions
 @pytest.mark.parametrize("case", ["padding rows", "integers", "bytes", "a batch"])
-def test_odd_input_that_stock_takes_is_taken(shared: Any, case: str, fuse: Any) -> None:
-    """Pixels in another shape than the processor's are stock's own business."""
-    tower, grid = tower_of(shared), torch.tensor(GRIDS["images"])
+def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str, fuse: Fuse) -> None:
+    """Pixels in another shape than the processor's go the stock way."""
+    tower = tower_of(shared)
+    grid = torch.tensor(GRIDS["images"])
     pixels = pixels_for(tower, GRIDS["images"])
     if case == "padding rows":
         grid = torch.cat([grid.new_zeros(1, 3), grid, grid.new_tensor([[0, 6, 4]])])
+    elif case == "integers":
+        pixels = (pixels * 10).int()
+    elif case == "bytes":
+        pixels = (pixels.abs() * 10).byte()
     else:
-        other = {"integers": (pixels * 10).int(), "bytes": (pixels.abs() * 10).byte(), "a batch": pixels[None]}
-        pixels = other[case]
+        pixels = pixels[None]
     with torch.no_grad():
         expected = outputs_of(tower(pixels, grid))
         with hf_vit_accel.patched(shared, fuse=fuse):
@@ -559,170 +592,22 @@ def test_odd_input_that_stock_takes_is_taken(shared: Any, case: str, fuse: Any) 
             assert state_of(tower).calls == (case != "a batch")
 
 
-# --- on a GPU -------------------------------------------------------------------------------------------------------
+# --- status -----------------------------------------------------------------------------------------------------------
 
 
-def usable(names: list[str]) -> list[str]:
-    return [backend.name for backend in BACKENDS if backend.name in names and not backend.reasons_against_machine()]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gpu_towers_are_as_exact_as_stock(shared: Any, dtype: torch.dtype) -> None:
-    check_error_bound(shared, dtype, "cuda", ["auto", *usable([backend.name for backend in BACKENDS])])
-
-
-@pytest.mark.gpu
-def test_gpu_fp32_equals_stock(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
-    twin = copy.deepcopy(shared).cuda()
-    for grid in GRIDS.values():
-        expected = run_tower(tower_of(twin), grid)
-        with hf_vit_accel.patched(twin, strict=True):
-            assert_close(run_tower(tower_of(twin), grid), expected)
-
-
-def syncs_of(run: Any) -> list[str]:
-    """Where a run made the host wait for the device."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "synchronizing" in str(w.message)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("attention", [backend.name for backend in BACKENDS])
-def test_gpu_one_host_sync_per_forward(shared: Any, attention: str) -> None:
-    if attention not in usable([attention]):
-        pytest.skip(f"{attention} is not usable here")
-    tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
-    syncs_of(lambda: torch.ones(1, device="cuda").tolist())  # a process's first sync is reported twice
-    for name, grid in GRIDS.items():
-        pixels = pixels_for(tower, grid, device="cuda", dtype=torch.bfloat16)
-        on_gpu, on_cpu = torch.tensor(grid, device="cuda"), torch.tensor(grid)
-        hf_vit_accel.patch(tower, attention=attention, strict=True)
-        with torch.no_grad():
-            tower(pixels, grid_thw=on_gpu)
-            hf_vit_accel.patch(tower, attention=attention, strict=True)  # a cold cache of layouts
-            assert len(syncs := syncs_of(lambda: tower(pixels, grid_thw=on_gpu))) == 1, (name, syncs)  # noqa: B023
-            assert len(syncs := syncs_of(lambda: tower(pixels, grid_thw=on_gpu))) == 1, (name, syncs)  # noqa: B023
-            assert len(syncs := syncs_of(lambda: tower(pixels, grid_thw=on_cpu))) == 0, (name, syncs)  # noqa: B023
-            hf_vit_accel.patch(tower, attention=attention)
-            tower(pixels, grid_thw=on_gpu, output_hidden_states=True)
-            syncs = syncs_of(lambda: tower(pixels, grid_thw=on_gpu, output_hidden_states=True))  # noqa: B023
-            assert len(syncs) == 1, (name, syncs)
-        hf_vit_accel.unpatch(tower)
-
-
-@pytest.mark.gpu
-def test_gpu_plans_are_built_once(shared: Any) -> None:
-    if not usable(["flashinfer_cudnn"]):
-        pytest.skip("flashinfer_cudnn is not usable here")
-    tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
-    hf_vit_accel.patch(tower, attention="flashinfer_cudnn", strict=True)
-    run_tower(tower, GRIDS["mixed"])
-    before = cudnn_backend.GRAPHS.misses
-    for seed in range(3):
-        run_tower(tower, GRIDS["mixed"], seed)
-    assert cudnn_backend.GRAPHS.misses == before
-    assert state_of(tower).calls == 4
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn", "torch_varlen"])
-@pytest.mark.parametrize("model", FAMILIES, indirect=True)
-def test_gpu_gradients_equal_stock(model: Any, attention: str) -> None:
-    if attention != "auto" and not usable([attention]):
-        pytest.skip(f"{attention} is not usable here")
-    tower = tower_of(model.cuda())
-    for parameter in tower.parameters():
-        parameter.data = parameter.data.bfloat16()
-    twin, exact = copy.deepcopy(tower), copy.deepcopy(tower).float()
-    hf_vit_accel.patch(tower, attention=attention)
-    grid, gradients = GRIDS["mixed"], []
-    for of in (tower, twin, exact):
-        weight = of.patch_embed.proj.weight
-        pixels = pixels_for(of, grid).bfloat16().to("cuda", weight.dtype)
-        of(pixels, grid_thw=torch.tensor(grid, device="cuda")).pooler_output.float().square().mean().backward()
-        gradients.append(torch.cat([p.grad.float().flatten() for p in of.parameters() if p.grad is not None]))
-    found, stock, expected = gradients
-    assert relative_error(found, expected) <= max(1.2 * relative_error(stock, expected), 2**-7)
-    assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
-
-
-@pytest.mark.gpu
-def test_gpu_two_streams_get_right_answers(shared: Any) -> None:
-    tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
-    grids = list(GRIDS.values())
-    expected = [run_tower(tower, grid) for grid in grids]
-    hf_vit_accel.patch(tower, strict=True)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    found: list[Any] = []
-    torch.cuda.synchronize()
-    for _ in range(5):
-        for index, grid in enumerate(grids):
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    found.append((index, run_tower(tower, grid)))
-    torch.cuda.synchronize()
-    for index, outputs in found:
-        assert_close(outputs, expected[index], 3e-2)
-
-
-@pytest.mark.gpu
-def test_gpu_mixed_devices_are_a_value_error(shared: Any) -> None:
-    tower = tower_of(copy.deepcopy(shared)).cuda()
-    hf_vit_accel.patch(tower)
-    with pytest.raises(ValueError, match="on the tower's device cuda:0, got them on cpu"):
-        tower(pixels_for(tower, GRIDS["image"]), grid_thw=torch.tensor(GRIDS["image"]))
-
-
-@pytest.mark.gpu
-def test_gpu_memory_is_stock(shared: Any) -> None:
-    tower = tower_of(copy.deepcopy(shared)).to("cuda", torch.bfloat16)
-    run_tower(tower, GRIDS["mixed"])  # cuBLAS keeps a workspace from its first use
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    hf_vit_accel.patch(tower, attention="torch_varlen")
-    assert torch.cuda.memory_allocated() == before
-    run_tower(tower, GRIDS["mixed"])
-    hf_vit_accel.unpatch(tower)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before * 1.05
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("warm", [True, False])
-def test_gpu_a_capture_of_your_own_is_an_error_that_names_ours(model: Any, warm: bool) -> None:
-    tower, grid = tower_of(model.to("cuda", torch.bfloat16)), torch.tensor(GRIDS["images"])
-    pixels = pixels_for(tower, GRIDS["images"], device="cuda", dtype=torch.bfloat16)
-    expected = run_tower(tower, GRIDS["images"])
-    hf_vit_accel.patch(model)
-    if warm:
-        run_tower(tower, GRIDS["images"])
-    capture = torch.cuda.graph(torch.cuda.CUDAGraph())
-    with torch.no_grad(), pytest.raises(RuntimeError, match="cuda_graphs=True"), capture:
-        tower(pixels, grid_thw=grid)
-    assert_close(run_tower(tower, GRIDS["images"]), expected, 3e-2)
-
-
-def test_status_says_a_reason_once() -> None:
+def test_status_reports_a_reason_once() -> None:
     model = TINY["qwen3_vl"].build().to(torch.float32)
     hf_vit_accel.patch(model, attention="auto")
     pair = nn.ModuleDict({"a": model, "b": TINY["qwen2_5_vl"].build().to(torch.float32)})
-    first, second = map(str, hf_vit_accel.status(pair).towers)
-    assert first in str(hf_vit_accel.status(pair)) and "\n" not in second  # which is stock
+    patched, stock = [str(tower) for tower in hf_vit_accel.status(pair).towers]
+    assert patched in str(hf_vit_accel.status(pair)) and "\n" not in stock
     hf_vit_accel.patch(pair)
     texts = [str(tower) for tower in hf_vit_accel.status(pair).towers]
     for text in texts:
-        reasons = [line for line in text.split("\n") if line.startswith("  not ")]
-        whys = [line.split(": ", 1)[1] for line in reasons]
-        assert len(whys) == len(set(whys)) > 2, reasons
-        assert any(", " in line.split(": ")[0] for line in reasons), "all that one holds for"
+        lines = [line for line in text.split("\n") if line.startswith("  not ")]
+        reasons = [line.split(": ", 1)[1] for line in lines]
+        assert len(reasons) == len(set(reasons)) > 2, lines
+        assert any(", " in line.split(": ")[0] for line in lines), "a line names all parts that a reason holds for"
     assert "not fused  window_attention: the tower has no windows" in texts[0]
     assert "not fused  positions: the tower has no position table" in texts[1]
     assert str(hf_vit_accel.status(pair)) == "\n".join(texts)
@@ -733,10 +618,13 @@ def test_the_name_that_models_are_loaded_with_is_explained() -> None:
         hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention="flash_vit_auto")
 
 
-def test_status_tells_of_the_weights_as_they_are(references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of a call before they were cast."""
-    only = lambda device, dtype: None if dtype == torch.bfloat16 else "not for this dtype"  # noqa: E731
-    monkeypatch.setattr(state_module, "why_not_triton", only)
+def test_status_reports_parts_for_the_present_dtype(references: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were cast after a call are read anew."""
+
+    def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+        return None if dtype == torch.bfloat16 else "not for this dtype"
+
+    monkeypatch.setattr(state_module, "why_not_triton", why_not)
     tower = tower_of(TINY["qwen2_vl"].build())
     hf_vit_accel.patch(tower)
     run_tower(tower, [(1, 4, 4)])

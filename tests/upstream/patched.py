@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import threading
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from torch import nn
@@ -21,7 +20,7 @@ from hf_vit_accel.tower.state import TowerState, state_of
 STATES: list[TowerState] = []
 
 
-def _call(tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(tower: nn.Module, *args: object, **kwargs: object) -> object:
     """Patch a tower before its first call."""
     if state_of(tower) is None and not threading.current_thread().name.startswith("hf_vit_accel"):
         hf_vit_accel.patch(tower)

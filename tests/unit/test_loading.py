@@ -1,15 +1,27 @@
-"""The load-time names: every spelling loads, saves and reloads; routing; the text decoder is left alone."""
+"""Test the load-time names: every spelling loads, saves and reloads; text models keep their own attention."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from tiny import GRIDS, TINY, assert_close, left_padded, pixels_for, run_tower, tower_of
-from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, modeling_utils
+from torch import nn
+from transformers import (
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
@@ -20,25 +32,44 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, backends, machine
+from hf_vit_accel.backends import Plan
 from hf_vit_accel.engine.route import PLANS
 from hf_vit_accel.tower import attention as tower_attention
-from hf_vit_accel.tower import loading as registration
+from hf_vit_accel.tower import loading
 from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.state import state_of
 
 AUTO = "flash_vit_auto"
+Spelling = str | dict[str, str]
+by_both_spellings = pytest.mark.parametrize(
+    "spelling", ["flashinfer_cudnn", {"vision_config": "flashinfer_cudnn"}], ids=["string", "dict"]
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A stock model of one family, and the folder where it is saved."""
+
+    path: Path
+    model: PreTrainedModel
+
+    def load(self, **options: object) -> PreTrainedModel:
+        return AutoModelForImageTextToText.from_pretrained(self.path, **options)
+
+    def outputs(self, grid: str = "mixed") -> list[torch.Tensor]:
+        """Return the outputs of the stock tower."""
+        return run_tower(tower_of(self.model), GRIDS[grid])
 
 
 @pytest.fixture(scope="module", params=list(TINY))
-def saved(request: Any, tmp_path_factory: Any) -> Any:
-    """(path, stock model) of one family."""
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     path = tmp_path_factory.mktemp(request.param)
     model = TINY[request.param].build()
     model.save_pretrained(path)
-    return path, model
+    return Saved(path, model)
 
 
-def names(model: Any) -> dict[str, str]:
+def names(model: PreTrainedModel) -> dict[str, str]:
     config = model.config
     return {
         "top": config._attn_implementation,
@@ -48,10 +79,9 @@ def names(model: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("spelling", [AUTO, {"vision_config": AUTO}], ids=["string", "dict"])
-def test_loading_by_name_equals_patch(saved: Any, spelling: Any, tmp_path: Any) -> None:
-    path, stock = saved
-    expected = run_tower(tower_of(stock), GRIDS["mixed"])
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation=spelling)
+def test_loading_by_name_equals_patch(saved: Saved, spelling: Spelling, tmp_path: Path) -> None:
+    expected = saved.outputs()
+    model = saved.load(attn_implementation=spelling)
     tower = tower_of(model)
     assert names(model)["vision"] == AUTO and names(model)["text"] == "sdpa"
     assert state_of(tower).settings == state_of(tower_of(hf_vit_accel.patch(TINY["qwen2_vl"].build()))).settings
@@ -59,44 +89,41 @@ def test_loading_by_name_equals_patch(saved: Any, spelling: Any, tmp_path: Any) 
     assert state_of(tower).calls == 1
     model.save_pretrained(tmp_path)
     assert "flash_vit" not in (tmp_path / "config.json").read_text()
-    again = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=spelling)
-    assert_close(run_tower(tower_of(again), GRIDS["mixed"]), expected)
-    assert state_of(tower_of(again)).calls == 1
+    reloaded = tower_of(AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=spelling))
+    assert_close(run_tower(reloaded, GRIDS["mixed"]), expected)
+    assert state_of(reloaded).calls == 1
     hf_vit_accel.unpatch(model)
     assert set(names(model).values()) == {"sdpa"} and state_of(tower) is None
     assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)
 
 
-def test_set_attn_implementation_there_and_back(saved: Any) -> None:
-    path, stock = saved
-    expected = run_tower(tower_of(stock), GRIDS["mixed"])
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
+def test_set_attn_implementation_there_and_back(saved: Saved) -> None:
+    expected = saved.outputs()
+    model = saved.load(attn_implementation="eager")
     tower = tower_of(model)
-    for there, back in ((AUTO, "sdpa"), ({"vision_config": AUTO}, {"vision_config": "eager"})):
-        model.set_attn_implementation(there)
+    for ours, former in ((AUTO, "sdpa"), ({"vision_config": AUTO}, {"vision_config": "eager"})):
+        model.set_attn_implementation(ours)
         assert names(model)["vision"] == AUTO and names(model)["text"] in ("sdpa", "eager")
         calls = state_of(tower).calls
         assert_close(run_tower(tower, GRIDS["mixed"]), expected)
         assert state_of(tower).calls == calls + 1
-        model.set_attn_implementation(there)
+        model.set_attn_implementation(ours)
         assert state_of(tower).calls == calls + 1, "the same name again keeps the state"
-        model.set_attn_implementation(back)
+        model.set_attn_implementation(former)
         assert state_of(tower) is None and "forward" not in vars(tower)
         assert AUTO not in names(model).values()
         assert_close(run_tower(tower, GRIDS["mixed"]), expected)
 
 
-def test_unpatch_restores_the_name_before_set_attn_implementation(saved: Any) -> None:
-    path, _ = saved
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
+def test_unpatch_restores_the_name_before_set_attn_implementation(saved: Saved) -> None:
+    model = saved.load(attn_implementation="eager")
     model.set_attn_implementation({"vision_config": AUTO})
     hf_vit_accel.unpatch(model)
     assert set(names(model).values()) == {"eager"}
 
 
-def test_a_bare_tower_by_name(saved: Any) -> None:
-    _, stock = saved
-    tower = tower_of(stock)
+def test_a_bare_tower_by_name(saved: Saved) -> None:
+    tower = tower_of(saved.model)
     expected = run_tower(tower, GRIDS["images"])
     tower.set_attn_implementation(AUTO)
     try:
@@ -108,8 +135,8 @@ def test_a_bare_tower_by_name(saved: Any) -> None:
 
 
 @pytest.mark.parametrize("loaded", ["eager", "sdpa"])
-def test_another_attention_of_the_text_leaves_the_tower_as_it_is(saved: Any, loaded: str) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(saved[0], attn_implementation=loaded)
+def test_another_attention_of_the_text_leaves_the_tower_as_it_is(saved: Saved, loaded: str) -> None:
+    model = saved.load(attn_implementation=loaded)
     hf_vit_accel.patch(model)
     model.set_attn_implementation({"text_config": "sdpa" if loaded == "eager" else "eager"})
     assert state_of(tower_of(model)) is not None
@@ -117,15 +144,14 @@ def test_another_attention_of_the_text_leaves_the_tower_as_it_is(saved: Any, loa
     assert tower_of(model).config._attn_implementation == loaded
 
 
-@pytest.mark.parametrize(
-    "spelling", ["flashinfer_cudnn", {"vision_config": "flashinfer_cudnn"}], ids=["string", "dict"]
-)
-def test_a_named_backend_that_cannot_run_here_raises_at_load_time(saved: Any, spelling: Any, monkeypatch: Any) -> None:
-    path, _ = saved
+@by_both_spellings
+def test_a_named_backend_that_cannot_run_here_raises_at_load_time(
+    saved: Saved, spelling: Spelling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     with pytest.raises(BackendUnavailableError, match="no CUDA device"):
-        AutoModelForImageTextToText.from_pretrained(path, attn_implementation=spelling)
-    model = AutoModelForImageTextToText.from_pretrained(path)
+        saved.load(attn_implementation=spelling)
+    model = saved.load()
     with pytest.raises(BackendUnavailableError, match="no CUDA device"):
         model.set_attn_implementation(spelling)
     assert state_of(tower_of(model)) is None and set(names(model).values()) == {"sdpa"}
@@ -135,41 +161,37 @@ def test_a_named_backend_that_cannot_run_here_raises_at_load_time(saved: Any, sp
         assert state_of(tower_of(model)) is None and set(names(model).values()) == {"sdpa"}
 
 
-@pytest.mark.parametrize("how", ["string", "dict", "set", "patch"])
-def test_the_text_decoder_keeps_its_padding_mask(saved: Any, how: str) -> None:
-    path, _ = saved
-    stock = AutoModelForImageTextToText.from_pretrained(path)
+@pytest.mark.parametrize("way", ["string", "dict", "set", "patch"])
+def test_the_text_decoder_keeps_its_padding_mask(saved: Saved, way: str) -> None:
+    stock = saved.load()
     inputs = left_padded(stock)
     expected = stock(**inputs).logits
-    spelling = {"string": AUTO, "dict": {"vision_config": AUTO}}.get(how, "sdpa")
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation=spelling)
-    if how == "set":
+    spelling = {"string": AUTO, "dict": {"vision_config": AUTO}}.get(way, "sdpa")
+    model = saved.load(attn_implementation=spelling)
+    if way == "set":
         model.set_attn_implementation(AUTO)
-    elif how == "patch":
+    elif way == "patch":
         hf_vit_accel.patch(model)
-    kept = inputs["attention_mask"].bool()
-    assert_close([model(**inputs).logits[kept]], [expected[kept]], 1e-5)
-    without = dict(inputs, attention_mask=torch.ones_like(inputs["attention_mask"]))
-    assert not torch.allclose(stock(**without).logits[kept], expected[kept], atol=1e-2), "the mask matters here"
+    mask = inputs["attention_mask"].bool()
+    assert_close([model(**inputs).logits[mask]], [expected[mask]], 1e-5)
+    unmasked = dict(inputs, attention_mask=torch.ones_like(inputs["attention_mask"]))
+    assert not torch.allclose(stock(**unmasked).logits[mask], expected[mask], atol=1e-2), "the mask matters here"
 
 
-def test_text_that_slipped_through_the_routing_keeps_its_mask(saved: Any) -> None:
-    """The second belt: a text config set behind the routing's back still masks its padding."""
-    path, stock = saved
-    inputs = left_padded(stock)
-    expected = stock(**inputs).logits
-    model = AutoModelForImageTextToText.from_pretrained(path)
+def test_text_that_slipped_through_the_routing_keeps_its_mask(saved: Saved) -> None:
+    """A text config that was set without transformers' setters still masks its padding."""
+    inputs = left_padded(saved.model)
+    expected = saved.model(**inputs).logits
+    model = saved.load()
     model.config.text_config._attn_implementation_internal = AUTO
-    kept = inputs["attention_mask"].bool()
-    assert_close([model(**inputs).logits[kept]], [expected[kept]], 1e-5)
+    mask = inputs["attention_mask"].bool()
+    assert_close([model(**inputs).logits[mask]], [expected[mask]], 1e-5)
 
 
-def test_a_stock_tower_under_our_name_is_right_without_plans(saved: Any) -> None:
-    """A tower whose config says our name but whose forward is stock (a shared config) plans for itself."""
-    path, stock = saved
-    expected = run_tower(tower_of(stock), GRIDS["mixed"])
-    model = AutoModelForImageTextToText.from_pretrained(path)
-    tower = tower_of(model)
+def test_a_stock_tower_under_our_name_is_right_without_plans(saved: Saved) -> None:
+    """A tower with a stock forward may share a config that has our name. Its attention makes its own plans."""
+    expected = saved.outputs()
+    tower = tower_of(saved.load())
     tower.config._attn_implementation_internal = AUTO
     assert state_of(tower) is None
     assert_close(run_tower(tower, GRIDS["mixed"]), expected)
@@ -177,21 +199,30 @@ def test_a_stock_tower_under_our_name_is_right_without_plans(saved: Any) -> None
         run_tower(tower, GRIDS["image"], cu_seqlens=torch.tensor([0, 8], dtype=torch.int32))
 
 
-def test_plans_are_made_once_per_forward_and_shared(saved: Any, monkeypatch: Any) -> None:
-    """The stock way too: with hooks on a block, every layer finds the forward's plan among its arguments."""
-    path, _ = saved
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation=AUTO)
-    tower, seen, planned = tower_of(model), [], []
+def test_plans_are_made_once_per_forward_and_shared(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on the stock way: with hooks on a block, every layer gets the forward's plans as an argument."""
+    tower = tower_of(saved.load(attn_implementation=AUTO))
     tower.blocks[0].register_forward_hook(lambda *_: None)
     sdpa = type(backends.backend_named("sdpa"))
-    real = sdpa.plan
-    monkeypatch.setattr(sdpa, "plan", lambda *args: planned.append(1) or real(*args))
+    original = sdpa.plan
+    made: list[Plan] = []
+
+    def plan(*args: object) -> Plan:
+        made.append(original(*args))
+        return made[-1]
+
+    monkeypatch.setattr(sdpa, "plan", plan)
+    arguments: list[Any] = []
+
+    def keep_plans(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        arguments.append(kwargs[PLANS])
+
     for block in tower.blocks:
-        block.attn.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs[PLANS]), with_kwargs=True)
+        block.attn.register_forward_pre_hook(keep_plans, with_kwargs=True)
     run_tower(tower, GRIDS["mixed"])
     run_tower(tower, GRIDS["mixed"])
-    assert len(seen) == 2 * len(tower.blocks) and len(set(map(id, seen))) == 1
-    assert len(planned) == len(seen[0].plans)
+    assert len(arguments) == 2 * len(tower.blocks) and len({id(argument) for argument in arguments}) == 1
+    assert len(made) == len(arguments[0].plans)
 
 
 def test_other_models_are_left_alone() -> None:
@@ -214,55 +245,59 @@ def test_a_composite_without_a_supported_tower_raises() -> None:
 
 
 def test_registering_again_wraps_nothing_twice() -> None:
-    registration.register()
+    loading.register()
     kind = modeling_utils.PreTrainedModel
     for function in (modeling_utils.lazy_import_flash_attention, kind.get_correct_attn_implementation):
-        assert not hasattr(function.__wrapped__, "__wrapped__") and not registration.MISSING
+        assert not hasattr(function.__wrapped__, "__wrapped__") and not loading.MISSING
 
 
-def test_the_guard_is_for_our_names_only(monkeypatch: Any) -> None:
-    for name in registration.NAMES:
+def test_only_our_names_skip_the_import_of_flash_attention() -> None:
+    for name in loading.NAMES:
         assert modeling_utils.lazy_import_flash_attention(name) is None
     with pytest.raises((ImportError, ValueError)):
         modeling_utils.lazy_import_flash_attention("no/such-flash-kernel")
 
 
-def test_dropout_is_stock(saved: Any) -> None:
-    """Stock hard-codes 0.0; whoever sets it gets it, weight for weight under one seed."""
-    path, _ = saved
-    found = []
-    for patched in (False, True):
-        model = AutoModelForImageTextToText.from_pretrained(path).train()
+def test_dropout_is_stock(saved: Saved) -> None:
+    """Stock hard-codes 0.0. A user who sets a rate gets stock's dropout, value for value under one seed."""
+    outputs = []
+    for is_patched in (False, True):
+        model = saved.load().train()
         tower = tower_of(model)
         for block in tower.blocks:
             block.attn.attention_dropout = 0.5
-        if patched:
+        if is_patched:
             hf_vit_accel.patch(model)
         for grad in (False, True):
             torch.manual_seed(0)
             with torch.set_grad_enabled(grad):
-                pixels, grid = pixels_for(tower, GRIDS["image"]), torch.tensor(GRIDS["image"])
-                found.append(tower(pixels, grid_thw=grid).last_hidden_state)
-    assert_close(found[2:], found[:2])
+                pixels = pixels_for(tower, GRIDS["image"])
+                outputs.append(tower(pixels, grid_thw=torch.tensor(GRIDS["image"])).last_hidden_state)
+    assert_close(outputs[2:], outputs[:2])
 
 
 # --- composites whose text model is from another package --------------------------------------------------------------
 
 
-class MixedConfig(transformers.PreTrainedConfig):
-    """A tower that is known beside a Llama."""
+class MixedConfig(PreTrainedConfig):
+    """A known tower beside a Llama."""
 
     model_type = "mixed_for_tests"
     sub_configs = {"vision_config": transformers.Qwen3VLConfig.sub_configs["vision_config"], "text_config": LlamaConfig}  # noqa: RUF012
 
-    def __init__(self, vision_config: Any = None, text_config: Any = None, **kwargs: Any) -> None:
-        vision, text = self.sub_configs.values()
+    def __init__(
+        self,
+        vision_config: dict[str, Any] | PreTrainedConfig | None = None,
+        text_config: dict[str, Any] | PreTrainedConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        vision = self.sub_configs["vision_config"]
         self.vision_config = vision_config if isinstance(vision_config, vision) else vision(**(vision_config or {}))
-        self.text_config = text_config if isinstance(text_config, text) else text(**(text_config or {}))
+        self.text_config = text_config if isinstance(text_config, LlamaConfig) else LlamaConfig(**(text_config or {}))
         super().__init__(**kwargs)
 
 
-class Mixed(transformers.PreTrainedModel):
+class Mixed(PreTrainedModel):
     config_class = MixedConfig
     _supports_sdpa = _supports_flash_attn = True
 
@@ -276,11 +311,11 @@ class Mixed(transformers.PreTrainedModel):
 LLAMA = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
 
 
-def mixed() -> Any:
+def mixed() -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     return Mixed, MixedConfig(vision_config=TINY["qwen3_vl"].vision, text_config=LLAMA)
 
 
-def hyperclovax() -> Any:
+def hyperclovax() -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     if not hasattr(transformers, "HyperCLOVAXVisionV2Config"):
         pytest.skip("this transformers has no HyperCLOVAX")
     vision = TINY["qwen2_5_vl"].vision | {"model_type": "qwen2_5_vl_vision"}
@@ -289,38 +324,49 @@ def hyperclovax() -> Any:
     return transformers.HyperCLOVAXVisionV2ForConditionalGeneration, config
 
 
-@pytest.mark.parametrize("name", registration.NAMES)
-@pytest.mark.parametrize("how", ["loaded", "loaded, dict", "set", "set, dict", "text eager"])
+def language_of(model: PreTrainedModel) -> nn.Module:
+    return next(module for name, module in model.named_modules() if name.endswith("language_model"))
+
+
+def hidden_states_of(language: nn.Module) -> torch.Tensor:
+    """Return the hidden states of a text that is padded on the left, without those of the padding."""
+    ids = torch.arange(3, 9)[None]
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    return language(input_ids=ids, attention_mask=mask).last_hidden_state[:, 2:]
+
+
+@pytest.mark.parametrize("name", loading.NAMES)
+@pytest.mark.parametrize("way", ["loaded", "loaded, dict", "set", "set, dict", "text eager"])
 @pytest.mark.parametrize("make", [mixed, hyperclovax])
 def test_text_of_another_package_keeps_its_attention(
-    make: Any, how: str, name: str, tmp_path: Any, monkeypatch: Any
+    make: Callable[[], tuple[type[PreTrainedModel], PreTrainedConfig]],
+    way: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registration, "require", lambda *args, **kwargs: None)  # as on a machine that has it
+    monkeypatch.setattr(loading, "require", lambda *args, **kwargs: None)  # this machine may lack the backend
     kind, config = make()
     stock = kind._from_config(config).eval()
     stock.save_pretrained(tmp_path)
     expected = run_tower(tower_of(stock), GRIDS["mixed"])
-    spelling: Any = name if how in ("loaded", "set") else {"vision_config": name}
-    if how == "text eager":
-        spelling["text_config"] = "eager"
-    if "loaded" in how:
+    spelling: Spelling = name if way in ("loaded", "set") else {"vision_config": name}
+    if way == "text eager":
+        spelling = {"vision_config": name, "text_config": "eager"}
+    if way.startswith("loaded"):
         model = kind.from_pretrained(tmp_path, attn_implementation=spelling)
     else:
         model = kind.from_pretrained(tmp_path)
         model.set_attn_implementation(spelling)
-    found = names(model)
-    assert found["vision"] == name and found["text"] == ("eager" if how == "text eager" else "sdpa")
+    text_name = "eager" if way == "text eager" else "sdpa"
+    assert names(model)["vision"] == name and names(model)["text"] == text_name
     assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected)
     assert state_of(tower_of(model)).calls == 1
-    language = next(module for name, module in model.named_modules() if name.endswith("language_model"))
-    assert language.config._attn_implementation == found["text"]
-    ids = torch.arange(3, 9)[None]
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])  # padding on the left
-    kept = language(input_ids=ids, attention_mask=mask).last_hidden_state[:, 2:]
-    other = next(module for name, module in stock.named_modules() if name.endswith("language_model"))
-    assert_close([kept], [other(input_ids=ids, attention_mask=mask).last_hidden_state[:, 2:]])
+    language = language_of(model)
+    assert language.config._attn_implementation == text_name
+    assert_close([hidden_states_of(language)], [hidden_states_of(language_of(stock))])
     hf_vit_accel.unpatch(model)
-    assert not any(map(registration.is_ours, names(model).values()))
+    assert not any(loading.is_ours(value) for value in names(model).values())
 
 
 class Wrapper(Qwen2VLPreTrainedModel):
@@ -328,9 +374,9 @@ class Wrapper(Qwen2VLPreTrainedModel):
 
     config_class = Qwen2VLVisionConfig
 
-    def __init__(self, config: Any, *, known: bool) -> None:
+    def __init__(self, config: Qwen2VLVisionConfig, *, has_known_tower: bool) -> None:
         super().__init__(config)
-        if known:
+        if has_known_tower:
             self.tower = Qwen2VisionTransformerPretrainedModel(config)
         else:
             self.block = Qwen2VLVisionBlock(config)
@@ -344,22 +390,24 @@ class Wrapper(Qwen2VLPreTrainedModel):
         self.block(rows, cu_seqlens=offsets, max_seqlen=8, position_embeddings=(angles.cos(), angles.sin()))
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("has_known_tower", [False, True])
 @pytest.mark.parametrize("moment", ["first attention", "next model"])
-def test_a_tower_of_an_unknown_class_warns_once(known: bool, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tower_of_an_unknown_class_warns_once(
+    has_known_tower: bool, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It attends by our function and is stock otherwise; a wrapper around a known tower is patched."""
     monkeypatch.setattr(proofs, "_WARNED", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             config = Qwen2VLVisionConfig(**TINY["qwen2_vl"].vision)
-            model = Wrapper._from_config(config, attn_implementation=AUTO, known=known).eval()
-            if moment == "first attention" and not known:
+            model = Wrapper._from_config(config, attn_implementation=AUTO, has_known_tower=has_known_tower).eval()
+            if moment == "first attention" and not has_known_tower:
                 model()
             else:
                 test_other_models_are_left_alone()
     texts = [str(warning.message) for warning in caught if "stays stock" in str(warning.message)]
-    if known:
+    if has_known_tower:
         assert not texts and state_of(model.tower) is not None
     else:
         assert len(texts) == 1 and "Wrapper stays stock, but for its attention" in texts[0]
@@ -370,19 +418,19 @@ def test_a_text_model_alone_takes_no_name() -> None:
         LlamaForCausalLM._from_config(LlamaConfig(**LLAMA), attn_implementation=AUTO)
 
 
-def test_after_an_error_no_tower_is_patched(saved: Any, monkeypatch: Any) -> None:
-    def fail(*_: Any) -> None:
+def test_after_an_error_no_tower_is_patched(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no device")
 
-    model = AutoModelForImageTextToText.from_pretrained(saved[0])
+    model = saved.load()
     before = names(model)
     with monkeypatch.context() as broken:
-        broken.setattr(registration, "require", fail)
+        broken.setattr(loading, "require", fail)
         for spelling in (AUTO, {"vision_config": AUTO}):
             with pytest.raises(RuntimeError, match="no device"):
                 model.set_attn_implementation(spelling)
             assert state_of(tower_of(model)) is None and names(model) == before
-    # transformers itself does not take back what it told one sub-model before another refuses its name.
+    # transformers itself does not restore the name of one sub-model where another refuses its own.
     with pytest.raises(ValueError, match="no_such_attention"):
         model.set_attn_implementation({"vision_config": AUTO, "text_config": "no_such_attention"})
     assert (state_of(tower_of(model)) is None) == (names(model)["vision"] != AUTO)
@@ -390,50 +438,51 @@ def test_after_an_error_no_tower_is_patched(saved: Any, monkeypatch: Any) -> Non
     assert state_of(tower_of(model)) is None and names(model) == before
 
 
-# --- what the attention function serves -------------------------------------------------------------------------------
+# --- the attention function -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("grad", [False, True])
 def test_fewer_key_heads_than_query_heads(groups: int, grad: bool) -> None:
-    """As stock's sdpa attention repeats them; segment by segment."""
-    tower = tower_of(TINY["qwen3_vl"].build())
-    module, lengths = tower.blocks[0].attn, [5, 11, 8]
+    """Compare with stock's sdpa attention, which repeats heads, segment by segment."""
+    module = tower_of(TINY["qwen3_vl"].build()).blocks[0].attn
     module.num_key_value_groups = groups
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 24, 16, requires_grad=grad) for heads in (4, 4 // groups, 4 // groups))
+    qkv = [torch.randn(1, heads, 24, 16, requires_grad=grad) for heads in (4, 4 // groups, 4 // groups)]
     offsets = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
-    found, _ = tower_attention.vision_attention(
-        module, q, k, v, None, scaling=0.3, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, is_causal=False
+    output, _ = tower_attention.vision_attention(
+        module, *qkv, None, scaling=0.3, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, is_causal=False
     )
-    parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
-    expected = torch.cat(
-        [sdpa_attention_forward(module, *part, None, scaling=0.3, is_causal=False)[0] for part in parts], dim=1
-    )
-    assert_close([found], [expected])
+    segments = []
+    for start, stop in itertools.pairwise(offsets.tolist()):
+        segment = [tensor[:, :, start:stop] for tensor in qkv]
+        segments.append(sdpa_attention_forward(module, *segment, None, scaling=0.3, is_causal=False)[0])
+    expected = torch.cat(segments, dim=1)
+    assert_close([output], [expected])
     if grad:
-        weights = torch.randn_like(found)
-        ours, theirs = (torch.autograd.grad((x * weights).sum(), [q, k, v]) for x in (found, expected))
-        assert_close(list(ours), list(theirs))
+        weights = torch.randn_like(output)
+        gradients = torch.autograd.grad((output * weights).sum(), qkv)
+        assert_close(list(gradients), list(torch.autograd.grad((expected * weights).sum(), qkv)))
 
 
-def test_attentions_of_an_eager_model_are_returned(saved: Any) -> None:
-    """Setting `config.output_attentions` is transformers' way, and wants the name "eager": a patched model keeps it."""
-    model = AutoModelForImageTextToText.from_pretrained(saved[0], attn_implementation="eager")
-    tower, grid = tower_of(model), torch.tensor(GRIDS["images"])
+def test_attentions_of_an_eager_model_are_returned(saved: Saved) -> None:
+    """Setting `config.output_attentions` needs the name "eager", so a patched model keeps that name."""
+    model = saved.load(attn_implementation="eager")
+    tower = tower_of(model)
+    grid = torch.tensor(GRIDS["images"])
     pixels = pixels_for(tower, GRIDS["images"])
     with torch.no_grad():
-        usual = tower(pixels, grid_thw=grid)
+        stock = tower(pixels, grid_thw=grid)
         tower.config.output_attentions = True
         expected = tower(pixels, grid_thw=grid).attentions
         tower.config.output_attentions = False
         hf_vit_accel.patch(model)
-        assert_close([tower(pixels, grid_thw=grid).pooler_output], [usual.pooler_output])
+        assert_close([tower(pixels, grid_thw=grid).pooler_output], [stock.pooler_output])
         assert state_of(tower).calls == 1
         tower.config.output_attentions = True
-        found = tower(pixels, grid_thw=grid).attentions
-    assert len(found) == len(tower.blocks)
-    assert_close(list(found), list(expected))
+        attentions = tower(pixels, grid_thw=grid).attentions
+    assert len(attentions) == len(tower.blocks)
+    assert_close(list(attentions), list(expected))
 
 
 def test_names_are_refused_where_they_would_do_nothing() -> None:
@@ -442,52 +491,55 @@ def test_names_are_refused_where_they_would_do_nothing() -> None:
         transformers.SiglipVisionModel._from_config(config, attn_implementation=AUTO)
 
 
-def test_offsets_without_a_plan_are_planned_once(saved: Any, monkeypatch: Any) -> None:
-    path, stock = saved
-    grid, offsets = [(1, 4, 4), (1, 4, 4)], torch.tensor([0, 32], dtype=torch.int32)
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation=AUTO)
-    planned: list[int] = []
-    real = tower_attention._plan_offsets
-    monkeypatch.setattr(tower_attention, "_plan_offsets", lambda *args: planned.append(1) or real(*args))
-    expected = run_tower(tower_of(stock), grid, cu_seqlens=offsets)
-    assert_close(run_tower(tower_of(model), grid, cu_seqlens=offsets), expected)
-    alternating = type(model).__name__.startswith("Qwen2_5")  # the windows' offsets between the caller's
-    assert len(planned) == (4 if alternating else 1)
+def test_offsets_without_a_plan_are_planned_once(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = [(1, 4, 4), (1, 4, 4)]
+    offsets = torch.tensor([0, 32], dtype=torch.int32)
+    tower = tower_of(saved.load(attn_implementation=AUTO))
+    original = tower_attention._plan_offsets
+    plans: list[object] = []
+
+    def plan_offsets(*args: object) -> object:
+        plans.append(original(*args))
+        return plans[-1]
+
+    monkeypatch.setattr(tower_attention, "_plan_offsets", plan_offsets)
+    expected = run_tower(tower_of(saved.model), grid, cu_seqlens=offsets)
+    assert_close(run_tower(tower, grid, cu_seqlens=offsets), expected)
+    has_windows = type(tower).__name__.startswith("Qwen2_5")  # the windows' offsets alternate with the caller's
+    assert len(plans) == (4 if has_windows else 1)
     offsets.copy_(torch.tensor([0, 16]))  # the same tensor with other values is another layout
     with pytest.raises(ValueError, match="cu_seqlens to rise"):
-        run_tower(tower_of(model), grid, cu_seqlens=offsets)
+        run_tower(tower, grid, cu_seqlens=offsets)
+
+
+@pytest.fixture
+def needs_cudnn() -> None:
+    reasons = backends.backend_named("flashinfer_cudnn").reasons_against_machine()
+    if reasons:
+        pytest.skip("; ".join(reasons))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "spelling", ["flashinfer_cudnn", {"vision_config": "flashinfer_cudnn"}], ids=["string", "dict"]
-)
-def test_gpu_loading_flashinfer_cudnn_by_name(saved: Any, spelling: Any) -> None:
-    if reasons := backends.backend_named("flashinfer_cudnn").reasons_against_machine():
-        pytest.skip("; ".join(reasons))
-    path, stock = saved
-    expected = run_tower(tower_of(stock), GRIDS["mixed"])
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation=spelling, dtype=torch.bfloat16)
+@by_both_spellings
+def test_gpu_loading_flashinfer_cudnn_by_name(needs_cudnn: None, saved: Saved, spelling: Spelling) -> None:
+    model = saved.load(attn_implementation=spelling, dtype=torch.bfloat16)
     tower = tower_of(model.cuda())
-    found = run_tower(tower, GRIDS["mixed"])
+    outputs = run_tower(tower, GRIDS["mixed"])
     status = hf_vit_accel.status(model).towers[0]
     assert set(status.backends.values()) <= {"flashinfer_cudnn", "fused kernel"}
     assert status.backends["full"] == "flashinfer_cudnn" and status.calls == 1 and not status.fallbacks
-    assert_close([x.float().cpu() for x in found], expected, 5e-2)
+    assert_close([output.float().cpu() for output in outputs], saved.outputs(), 5e-2)
     assert names(model)["text"] == "sdpa"
     model.float()
     run_tower(tower, GRIDS["mixed"])
     status = hf_vit_accel.status(model).towers[0]
     assert set(status.backends.values()) == {"sdpa"}
-    assert any("flashinfer_cudnn cannot serve the call: the dtype is float32" in why for why in status.fallbacks)
+    reason = "flashinfer_cudnn cannot serve the call: the dtype is float32"
+    assert any(reason in fallback for fallback in status.fallbacks)
 
 
 @pytest.mark.gpu
-def test_gpu_a_tower_on_the_cpu_of_a_gpu_machine_falls_back(saved: Any) -> None:
-    if reasons := backends.backend_named("flashinfer_cudnn").reasons_against_machine():
-        pytest.skip("; ".join(reasons))
-    path, stock = saved
-    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="flashinfer_cudnn")
-    assert_close(run_tower(tower_of(model), GRIDS["mixed"]), run_tower(tower_of(stock), GRIDS["mixed"]))
-    assert any("it runs on cuda" in why for why in state_of(tower_of(model)).fallbacks)
-    assert pixels_for(tower_of(model), GRIDS["image"]).device.type == "cpu"
+def test_gpu_a_tower_on_the_cpu_of_a_gpu_machine_falls_back(needs_cudnn: None, saved: Saved) -> None:
+    tower = tower_of(saved.load(attn_implementation="flashinfer_cudnn"))
+    assert_close(run_tower(tower, GRIDS["mixed"]), saved.outputs())
+    assert any("it runs on cuda" in fallback for fallback in state_of(tower).fallbacks)

@@ -1,0 +1,85 @@
+"""Run a check on several ranks: forked processes that gloo connects, which inherit the objects of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import TINY, outputs_of
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
+
+import hf_vit_accel
+from hf_vit_accel.sharing import data_parallel
+
+Grid = list[tuple[int, int, int]]
+MIXED: Grid = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (1, 8, 8)]
+"""Images and videos of several sizes."""
+OnRanks = Callable[..., None]
+"""A function (check, number of ranks, arguments of the check)."""
+RANKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Families whose towers ranks share in tests."""
+
+
+def _run_rank(rank: int, check: Callable[..., None], size: int, folder: str, arguments: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    check(rank, *arguments)
+    if dist.is_initialized():  # a check that ends ranks, or loses them, destroys the group itself
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run_on_ranks(check: Callable[..., None], size: int, folder: Path, *arguments: object) -> None:
+    """Call check(rank, *arguments) in as many processes, and raise the error of any of them.
+
+    Args:
+        check: A function at the top of a file.
+        size: The number of ranks.
+        folder: An empty folder, in which the ranks find each other.
+        arguments: Further arguments of the check.
+    """
+    if torch.cuda.is_initialized():
+        pytest.skip("a process that uses CUDA cannot be forked")
+    start_processes(_run_rank, (check, size, str(folder), arguments), nprocs=size, start_method="fork")
+
+
+def share_small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks share every call, however small."""
+    monkeypatch.setattr(data_parallel, "LEAST", dict.fromkeys(data_parallel.LEAST, 1e-9))
+
+
+@cache
+def prove_towers() -> None:
+    """Prove the towers of RANKED once, so that forked processes inherit the proofs."""
+    for family in RANKED:
+        hf_vit_accel.patch(TINY[family].build())
+
+
+def runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> OnRanks:
+    """Let ranks share every call; return a function that runs check(rank, *arguments) on a number of ranks."""
+    prove_towers()
+    share_small_calls(monkeypatch)
+
+    def run(check: Callable[..., None], size: int, *arguments: object) -> None:
+        run_on_ranks(check, size, folder, *arguments)
+        assert not dist.is_initialized()
+
+    return run
+
+
+def sharing_of(model: nn.Module) -> str | None:
+    """Return what `status` reports about ranks."""
+    return hf_vit_accel.status(model).towers[0].ranks
+
+
+def loss_of(tower: nn.Module, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Return a loss that depends on all outputs of a call."""
+    outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))
+    return torch.stack([output.square().mean() for output in outputs]).sum()

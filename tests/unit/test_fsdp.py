@@ -1,0 +1,201 @@
+"""Test FSDP2: sharded layers run fast, with the gradients of one process and the dtypes of a policy."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import FAMILIES, TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.spawn import start_processes
+
+import hf_vit_accel
+from hf_vit_accel.tower import fsdp
+from hf_vit_accel.tower.state import state_of
+
+GRIDS = [[(1, 4, 6), (1, 2, 10)], [(2, 4, 4)]]
+"""The pictures of every rank."""
+CASES = [*((family, None) for family in FAMILIES), (FAMILIES[1], False), (FAMILIES[2], True)]
+"""Families, and whether their checkpoints are reentrant; None without checkpoints."""
+
+
+def loss_of(tower: nn.Module, rank: int) -> torch.Tensor:
+    output = tower(pixels_for(tower, GRIDS[rank]), grid_thw=torch.tensor(GRIDS[rank]))
+    return torch.stack([tensor.float().square().mean() for tensor in outputs_of(output)]).sum()
+
+
+def shard(tower: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> None:
+    """Shard every block, then the tower around them."""
+    policy = policy or MixedPrecisionPolicy()
+    for module in (*tower.blocks, tower):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def check_gradients(rank: int, folder: str) -> None:
+    """Compare the gradients of two ranks with those of one process that encodes the pictures of both."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for family, reentrant in CASES:
+        model = TINY[family].build().train()
+        expected = tower_of(copy.deepcopy(model))
+        ((loss_of(expected, 0) + loss_of(expected, 1)) / 2).backward()
+        if reentrant is not None:
+            checkpoint_layers(model, reentrant=reentrant)
+        tower = tower_of(hf_vit_accel.patch(model, strict=True))
+        next(tower.blocks[0].parameters()).requires_grad_(False)
+        shard(tower, mesh)
+        for _ in range(2):  # at the second step, weights have been gathered and freed before
+            tower.zero_grad()
+            loss_of(tower, rank).backward()
+        assert hf_vit_accel.status(model).towers[0].calls == 2
+        for name, parameter in tower.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad.full_tensor()
+                assert relative_error(gradient, expected.get_parameter(name).grad) < 1e-4, (family, name)
+    dist.destroy_process_group()
+
+
+def test_gradients_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all families in the same two processes. Forking is quicker, but a process that uses CUDA cannot be forked."""
+    tests = str(Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
+    method = "spawn" if torch.cuda.is_initialized() else "fork"
+    start_processes(check_gradients, (str(tmp_path),), nprocs=2, start_method=method)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (MixedPrecisionPolicy(), None),
+        (MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32), None),
+        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), "FSDP2 brings a layer's weights in torch.bfloat16"),
+        (MixedPrecisionPolicy(output_dtype=torch.bfloat16), "FSDP2 casts what a layer returns to torch.bfloat16"),
+    ],
+    ids=["none", "the same", "weights", "outputs"],
+)
+def test_a_policy_for_layers_alone(mesh: DeviceMesh, policy: MixedPrecisionPolicy, reason: str | None) -> None:
+    tower = tower_of(TINY["qwen3_vl"].build())
+    for block in tower.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    reasons = fsdp.reasons_against(tower.blocks, torch.float32)
+    assert not reasons if reason is None else reasons[0].startswith(reason)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize(
+    ("shards", "dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=["usual", "wider"]
+)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_mixed_precision_of_a_complete_tower(
+    mesh: DeviceMesh,
+    request: pytest.FixtureRequest,
+    family: str,
+    shards: torch.dtype,
+    dtype: torch.dtype,
+    kernels: bool,
+) -> None:
+    """Operations and attention are those of the dtype in which weights are gathered, with kernels and without."""
+    if kernels:
+        request.getfixturevalue("references")
+    model = TINY[family].build().to(shards)
+    stock = tower_of(copy.deepcopy(model))
+    tower = tower_of(hf_vit_accel.patch(model, strict=True))
+    for module in (stock, tower):
+        shard(module, mesh, MixedPrecisionPolicy(param_dtype=dtype))
+        loss_of(module, 0).backward()
+    for name, parameter in stock.named_parameters():
+        gradient = tower.get_parameter(name).grad.full_tensor()
+        assert gradient.dtype == parameter.grad.dtype
+        assert relative_error(gradient, parameter.grad.full_tensor()) < 0.1, name
+    state = state_of(tower)
+    for spec in state.snapshot(tower).specs.values():
+        assert spec.request.dtype == dtype and spec.ops is not None and ("norms" in spec.ops.fused) == kernels
+    assert state.calls == 1 and not state.faults
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+DIFFERENT = "in torch.bfloat16, the others are in torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("of_layers", "of_tower", "of_model", "dtype", "reason"),
+    [
+        (MIXED, MIXED, None, torch.bfloat16, None),
+        (MIXED, None, MIXED, torch.bfloat16, None),
+        (None, MIXED, None, torch.bfloat16, None),
+        (MixedPrecisionPolicy(), MixedPrecisionPolicy(), None, torch.float32, None),
+        (MIXED, MixedPrecisionPolicy(), None, None, DIFFERENT),
+        (MIXED, None, None, None, DIFFERENT),
+    ],
+    ids=["layers and tower", "layers and model", "tower", "no policy", "policies differ", "layers"],
+)
+def test_status_between_calls_reports_what_calls_will_do(
+    mesh: DeviceMesh,
+    references: list[str],
+    of_layers: MixedPrecisionPolicy | None,
+    of_tower: MixedPrecisionPolicy | None,
+    of_model: MixedPrecisionPolicy | None,
+    dtype: torch.dtype | None,
+    reason: str | None,
+) -> None:
+    """Between calls, weights are shards of another class and dtype than in a call. Patching reads them there too."""
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(hf_vit_accel.patch(model))
+    for policy, modules in ((of_layers, tower.blocks), (of_tower, [tower]), (of_model, [model])):
+        for module in modules if policy is not None else ():
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    for called in (False, True):
+        [status] = hf_vit_accel.status(model).towers
+        specs = state_of(tower).snapshot(tower).specs.values()
+        if reason is None:
+            assert status.against_fast == () and "norms" in status.fused, str(status)
+            assert {spec.request.dtype for spec in specs} == {dtype}
+            hf_vit_accel.patch(model, strict=True)
+        else:
+            assert len(status.against_fast) == 1 and reason in status.against_fast[0], str(status)
+            assert not status.fused, str(status)
+        if not called and reason is None and of_model is None:
+            loss_of(tower, 0)
+            assert hf_vit_accel.status(model).towers[0].calls == 1
+
+
+def test_a_sharded_module_inside_a_layer_runs_stock(mesh: DeviceMesh) -> None:
+    model = TINY["qwen3_vl"].build()
+    stock = tower_of(copy.deepcopy(model))
+    tower = tower_of(hf_vit_accel.patch(model))
+    for module in (stock, tower):
+        fully_shard(module.blocks[1].mlp, mesh=mesh)
+    assert relative_error(loss_of(tower, 0), loss_of(stock, 0)) < 1e-5
+    [status] = hf_vit_accel.status(model).towers
+    assert status.stock_calls == 1 and any("which is no layer, by itself" in reason for reason in status.fallbacks)
+
+
+def test_a_third_party_hook_on_a_sharded_block_runs_stock(mesh: DeviceMesh) -> None:
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(hf_vit_accel.patch(model))
+    for block in tower.blocks:
+        fully_shard(block, mesh=mesh)
+    shapes: list[torch.Size] = []
+    tower.blocks[2].register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    loss_of(tower, 0)
+    assert len(shapes) == 1 and hf_vit_accel.status(model).towers[0].stock_calls == 1
+    assert "forward" not in vars(tower.blocks[0])
+
+
+def test_the_class_of_a_module_that_is_not_sharded() -> None:
+    assert fsdp.class_of(nn.Linear(1, 1)) is nn.Linear

@@ -1,0 +1,245 @@
+"""Test which calls the ranks of `data_parallel` do not share: with other pixels or weights, under DDP, and so on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import MIXED, OnRanks, loss_of, runner, sharing_of
+from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import hf_vit_accel
+from hf_vit_accel import FallbackError, RankError
+from hf_vit_accel.sharing import data_parallel
+from hf_vit_accel.sharing.data_parallel import checksum
+from hf_vit_accel.status import TowerStatus
+
+
+def status_of(model: nn.Module) -> TowerStatus:
+    return hf_vit_accel.status(model).towers[0]
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnRanks:
+    return runner(tmp_path, monkeypatch)
+
+
+# --- ranks whose pixels or weights differ -----------------------------------------------------------------------------
+
+
+def pixels_of_two_ranks(pixels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pixels that differ on rank 1, as pairs: of most ranks, of rank 1."""
+    swapped = pixels.clone()
+    swapped[:48] = pixels[:48].roll(24, 0)  # the same images in another order
+    one_larger = pixels.clone()
+    one_larger[-1, -1] = torch.nextafter(one_larger[-1, -1], torch.tensor(9.0))
+    zero = pixels.clone()
+    zero[5, 7] = 0.0
+    negative_zero = zero.clone()
+    negative_zero[5, 7] = -0.0  # another bit, but equal results
+    rotated = torch.cat([pixels[24:], pixels[:24]])
+    return [(pixels, swapped), (pixels, one_larger), (pixels, rotated), (zero, negative_zero)]
+
+
+def check_other_pixels(rank: int) -> None:
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    grid = [(1, 4, 6)] * 4 + [(2, 4, 4)]
+    weight = tower.blocks[1].mlp.linear_fc1.weight
+    calls = [pair[rank == 1] for pair in pixels_of_two_ranks(pixels_for(tower, grid))]
+    hf_vit_accel.patch(model)
+    expected = []
+    for pixels in calls:
+        tower.zero_grad()
+        loss = loss_of(tower, pixels, grid)
+        loss.backward()
+        expected.append((loss.detach(), weight.grad.clone()))
+    for grad in (False, True):
+        hf_vit_accel.patch(model, data_parallel=True)
+        for pixels, (expected_loss, expected_gradient) in zip(calls, expected, strict=True):
+            tower.zero_grad()
+            with torch.set_grad_enabled(grad):
+                loss = loss_of(tower, pixels, grid)
+            assert relative_error(loss.detach(), expected_loss) < 1e-6
+            if grad:
+                loss.backward()
+                assert relative_error(weight.grad, expected_gradient) < 1e-5
+        reason = "not shared: pixel values or weights on 1 of the group are not those of the others"
+        assert status_of(model).fallbacks == {reason: 4}
+        assert sharing_of(model) == f"rank {rank} of 3, 4 calls encoded by each rank alone"
+        run_tower(tower, MIXED)
+        assert "1 calls shared" in sharing_of(model)
+    hf_vit_accel.patch(model, data_parallel=True, strict=True)
+    with pytest.raises(FallbackError, match="pixel values or weights on 1 of the group"):
+        tower(calls[0], grid_thw=torch.tensor(grid))
+
+
+def test_each_rank_gets_the_features_and_gradients_of_its_own_pixels(on_ranks: OnRanks) -> None:
+    on_ranks(check_other_pixels, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [7, 8])
+def test_a_checksum_depends_on_bits_and_the_order_of_rows(dtype: torch.dtype, width: int) -> None:
+    rows = torch.randn(50, width).to(dtype)
+    assert checksum(rows).equal(checksum(rows.clone())) and checksum(rows).equal(checksum(rows.T.contiguous().T))
+    checksums = {int(checksum(rows))}
+    for index in range(49):
+        swapped = rows.clone()
+        swapped[[index, index + 1]] = rows[[index + 1, index]]
+        flipped = rows.clone()
+        flipped.view(torch.uint8)[index, index % width] ^= 1
+        checksums |= {int(checksum(swapped)), int(checksum(flipped))}
+    assert len(checksums) == 1 + 2 * 49
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_depends_on_the_order_within_rows(dtype: torch.dtype) -> None:
+    """Cover the order of channels, of frames, and of the rows and columns of a patch, for pixels (T, C, F, H, W)."""
+    patches = torch.randint(256, (40, 3, 2, 4, 4)).to(dtype)
+    flipped = [patches.flip(axis) for axis in (1, 2, 3, 4)]
+    variants = [patches, *flipped, patches.transpose(3, 4), patches.roll(1, 1)]
+    assert len({int(checksum(variant.reshape(40, -1))) for variant in variants}) == len(variants)
+
+
+def check_other_weights(rank: int) -> None:
+    """Rank 1 calls two towers in the other order, as if each rank had drawn weights from a seed of its own."""
+    towers = [tower_of(TINY["qwen2_vl"].build(seed)) for seed in range(2)]
+    expected = [run_tower(tower, MIXED) for tower in towers]
+    for tower in towers:
+        hf_vit_accel.patch(tower, data_parallel=True)
+    for index in (0, 1) if rank == 1 else (1, 0):
+        assert_close(run_tower(towers[index], MIXED), expected[index])
+    for tower in towers:
+        [reason] = status_of(tower).fallbacks
+        assert reason.startswith("not shared: pixel values or weights on ")
+
+
+def test_ranks_whose_weights_differ_share_nothing(on_ranks: OnRanks) -> None:
+    on_ranks(check_other_weights, 2)
+
+
+def check_stock_on_one_rank(rank: int) -> None:
+    model = TINY["qwen2_5_vl"].build()
+    tower = tower_of(model)
+    expected = run_tower(tower, MIXED)
+    has_hook = rank == 2
+
+    def add_hook() -> torch.utils.hooks.RemovableHandle | None:
+        return tower.blocks[1].register_forward_hook(lambda *_: None) if has_hook else None
+
+    hf_vit_accel.patch(model, data_parallel=True)
+    handle = add_hook()
+    assert_close(run_tower(tower, MIXED), expected)
+    status = hf_vit_accel.status(model).towers[0]
+    assert (status.calls, status.stock_calls) == ((0, 1) if has_hook else (1, 0))
+    reason = "hooks on blocks.1" if has_hook else "not shared: rank 2 of the group: hooks on blocks.1"
+    assert status.fallbacks == {reason: 1} and "1 calls encoded by each rank alone" in status.ranks
+    if handle is not None:
+        handle.remove()
+    assert_close(run_tower(tower, MIXED), expected)
+    assert "1 calls shared" in sharing_of(model)
+    hf_vit_accel.patch(model, data_parallel=True, strict=True)
+    add_hook()
+    with pytest.raises(FallbackError if has_hook else RankError, match=r"hooks on blocks\.1"):
+        run_tower(tower, MIXED)
+
+
+def test_a_rank_that_runs_stock(on_ranks: OnRanks) -> None:
+    on_ranks(check_stock_on_one_rank, 3)
+
+
+# --- calls that are not shared ----------------------------------------------------------------------------------------
+
+
+def patched_model() -> nn.Module:
+    return hf_vit_accel.patch(TINY["qwen2_vl"].build(), data_parallel=True)
+
+
+def call_under_ddp() -> nn.Module:
+    model = patched_model()
+    tower = tower_of(model)
+    ddp = nn.parallel.DistributedDataParallel(tower)
+    ddp(pixels_for(tower, MIXED), grid_thw=torch.tensor(MIXED))
+    return model
+
+
+def call_under_fsdp() -> nn.Module:
+    model = patched_model()
+    for block in tower_of(model).blocks:
+        fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+    run_tower(tower_of(model), MIXED)
+    return model
+
+
+def call_with_reentrant_checkpoints() -> nn.Module:
+    model = patched_model().train()
+    tower = tower_of(model)
+    checkpoint_layers(model, reentrant=True)
+    loss_of(tower, pixels_for(tower, MIXED), MIXED).backward()
+    return model
+
+
+def call_with_many_outputs() -> nn.Module:
+    tower = tower_of(TINY["qwen3_vl"].build())
+    config = copy.deepcopy(tower.config)
+    config.depth = 7
+    config.deepstack_visual_indexes = list(range(7))
+    model = hf_vit_accel.patch(type(tower)._from_config(config).eval(), data_parallel=True)
+    run_tower(model, MIXED)
+    return model
+
+
+NOT_SHARED: dict[str, Callable[[], nn.Module]] = {
+    "DDP averages gradients over the same ones": call_under_ddp,
+    "FSDP2 shards layers": call_under_fsdp,
+    "reentrant checkpoints": call_with_reentrant_checkpoints,
+    "more than 8 outputs": call_with_many_outputs,
+}
+"""The beginning of each reason, and a function that makes such a call and returns the model."""
+
+
+def check_calls_that_are_not_shared(rank: int) -> None:
+    for reason, call in NOT_SHARED.items():
+        status = status_of(call())
+        assert status.calls == 1 and "shared" not in status.ranks
+        [fallback] = status.fallbacks
+        assert fallback.startswith(f"not shared by ranks: {reason}")
+
+
+def test_reasons_not_to_share_a_call(on_ranks: OnRanks) -> None:
+    on_ranks(check_calls_that_are_not_shared, 2)
+
+
+def check_checkpointed_call(rank: int) -> None:
+    """A rank without a share would keep nothing that makes the checkpoint run it again; others would wait for it."""
+    model = patched_model()
+    grid = [(1, 4, 6)] * 2
+    pixels = pixels_for(tower_of(model), grid)
+    expected = loss_of(tower_of(TINY["qwen2_vl"].build()), pixels, grid)
+    loss = checkpoint(loss_of, tower_of(model), pixels, grid, use_reentrant=False)
+    loss.backward()
+    assert relative_error(loss.detach(), expected.detach()) < 1e-6
+    assert status_of(model).fallbacks == {"not shared by ranks: saved-tensor hooks are active (checkpointing?)": 2}
+
+
+def test_a_tower_inside_a_checkpoint_is_not_shared(on_ranks: OnRanks) -> None:
+    on_ranks(check_checkpointed_call, 2)
+
+
+def check_small_call(rank: int) -> None:
+    data_parallel.LEAST = dict.fromkeys(data_parallel.LEAST, 2048)
+    model = patched_model()
+    run_tower(tower_of(model), MIXED)
+    assert sharing_of(model) == f"rank {rank} of 2, 1 calls too small to share" and not status_of(model).fallbacks
+
+
+def test_a_small_call_is_not_shared(on_ranks: OnRanks) -> None:
+    on_ranks(check_small_call, 2)

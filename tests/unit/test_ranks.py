@@ -1,0 +1,358 @@
+"""Test what the other ranks of `data_parallel` do when one rank fails, differs, comes late or is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import MIXED, OnRanks, loss_of, runner
+from tiny import TINY, assert_close, pixels_for, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import RankError, machine
+from hf_vit_accel.sharing import ranks as ranks_module
+from hf_vit_accel.sharing.split import Places
+from hf_vit_accel.tower import forward as tower_module
+from hf_vit_accel.tower.state import state_of
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnRanks:
+    return runner(tmp_path, monkeypatch)
+
+
+class RankFailure(RuntimeError):
+    """The error that a rank raises in these tests."""
+
+
+def raiser(error: Exception) -> Callable[..., NoReturn]:
+    """Return a function that raises an error, whatever it is called with."""
+
+    def fail(*args: object) -> NoReturn:
+        raise error
+
+    return fail
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def check_errors(rank: int) -> None:
+    tower = tower_of(TINY["qwen2_vl"].build())
+    expected = run_tower(tower, MIXED)
+    hf_vit_accel.patch(tower, data_parallel=True)
+    encode = tower_module.encode
+    out_of_memory = torch.OutOfMemoryError("Tried to allocate 20 GiB")
+    assert_close(run_tower(tower, MIXED), expected)
+    for error, on_others in (
+        (RankFailure("no such pixel, ∅"), RankError),
+        (out_of_memory, torch.OutOfMemoryError),
+        (RankFailure("x" * 1000), RankError),
+    ):
+        for failing_rank in range(3):
+            if rank == failing_rank:
+                tower_module.encode = raiser(error)
+                with pytest.raises(type(error)) as caught:
+                    run_tower(tower, MIXED)
+                assert caught.value is error
+                tower_module.encode = encode
+            else:
+                with pytest.raises(on_others) as caught:
+                    run_tower(tower, MIXED)
+                text = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()[:288]
+                assert str(caught.value) == f"rank {failing_rank} of the group failed: {text}"
+            assert_close(run_tower(tower, MIXED), expected)
+
+
+def test_an_error_of_one_rank_reaches_all_and_the_next_call_is_right(on_ranks: OnRanks) -> None:
+    on_ranks(check_errors, 3)
+
+
+def check_fault(rank: int) -> None:
+    tower = tower_of(TINY["qwen2_vl"].build())
+    expected = run_tower(tower, MIXED)
+    hf_vit_accel.patch(tower, data_parallel=True)
+    encode = tower_module.encode
+
+    def fail_once(*args: object) -> NoReturn:
+        tower_module.encode = encode
+        raise machine.Fault("kernels", RankFailure("no compiler")) from RankFailure("no compiler")
+
+    assert_close(run_tower(tower, MIXED), expected)
+    if rank == 1:
+        tower_module.encode = fail_once
+    for _ in range(2):
+        assert_close(run_tower(tower, MIXED), expected)
+        assert state_of(tower).faults.keys() == ({"kernels"} if rank == 1 else set())
+
+
+def test_a_kernel_that_fails_on_one_rank_is_replaced_there_alone(on_ranks: OnRanks) -> None:
+    on_ranks(check_fault, 3)
+
+
+def check_memory_in_backward(rank: int) -> None:
+    """The rank without memory raises. The others wait for its gradients until the timeout of the group."""
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=3))
+    tower = tower_of(TINY["qwen2_vl"].build().train())
+    hf_vit_accel.patch(tower, data_parallel=group)
+    encode = tower_module.encode
+    error = torch.OutOfMemoryError("Tried to allocate 20 GiB")
+
+    def encode_and_fail_in_backward(*args: object) -> list[torch.Tensor]:
+        outputs = encode(*args)
+        outputs[-1].register_hook(raiser(error))
+        return outputs
+
+    if rank == 1:
+        tower_module.encode = encode_and_fail_in_backward
+    loss = loss_of(tower, pixels_for(tower, MIXED), MIXED)
+    start = time.monotonic()
+    with pytest.raises(torch.OutOfMemoryError if rank == 1 else RankError) as caught:
+        loss.backward()
+    assert time.monotonic() - start < 5
+    assert rank == 1 or "could not be reached while gradients were summed" in str(caught.value)
+    dist.destroy_process_group()
+
+
+def test_memory_that_runs_out_in_a_backward_pass_of_one_rank(on_ranks: OnRanks) -> None:
+    on_ranks(check_memory_in_backward, 3)
+
+
+# --- calls that differ ------------------------------------------------------------------------------------------------
+
+
+def check_calls_that_differ(rank: int) -> None:
+    model = TINY["qwen3_vl"].build()
+    tower = tower_of(model)
+    expected = run_tower(tower, MIXED)
+
+    def call_in_another_order() -> None:
+        run_tower(tower, MIXED[::-1] if rank == 1 else MIXED)
+
+    def call_with_fewer_images() -> None:
+        run_tower(tower, MIXED[1:] if rank == 1 else MIXED)
+
+    def call_with_gradients() -> None:
+        with torch.set_grad_enabled(rank == 1):
+            tower(pixels_for(tower, MIXED), grid_thw=torch.tensor(MIXED))
+
+    def call_once_more() -> None:
+        """Fail before the call is shared, so that no other rank waits for it."""
+        if rank == 1:
+            with pytest.raises(ValueError, match="multiples of the merge size"):
+                run_tower(tower, [(1, 3, 3)])
+        run_tower(tower, MIXED)
+
+    for call, difference in (
+        (call_in_another_order, "grid_thw"),
+        (call_with_fewer_images, "grid_thw"),
+        (call_with_gradients, "gradients"),
+        (call_once_more, "grid_thw, and as many calls before it"),
+    ):
+        hf_vit_accel.patch(model, data_parallel=True)
+        refusal = f"the same call on every rank .{difference}.*got another on 1 of the group"
+        with pytest.raises(RankError, match=refusal):
+            call()
+        assert state_of(tower).calls <= 1
+        hf_vit_accel.patch(model, data_parallel=True)
+        assert_close(run_tower(tower, MIXED), expected)
+
+
+def test_calls_that_differ_are_refused_on_all_ranks(on_ranks: OnRanks) -> None:
+    on_ranks(check_calls_that_differ, 3)
+
+
+# --- ranks that do not come -------------------------------------------------------------------------------------------
+
+
+def check_absent_rank(rank: int, dies: bool) -> None:
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=3))
+    tower = tower_of(TINY["qwen2_vl"].build())
+    hf_vit_accel.patch(tower, data_parallel=group)
+    run_tower(tower, MIXED)
+    if rank == 1:
+        if dies:
+            os._exit(0)
+        time.sleep(4)
+    else:
+        start = time.monotonic()
+        with pytest.raises(RankError, match="the other ranks could not be reached for word that they are through"):
+            run_tower(tower, MIXED)
+        assert time.monotonic() - start < 5
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["late", "dead"])
+def test_a_rank_that_does_not_come(on_ranks: OnRanks, dies: bool) -> None:
+    on_ranks(check_absent_rank, 3, dies)
+
+
+class FakeEvent:
+    """Stand in for an event of a GPU whose work is done after `queries` queries."""
+
+    queries = 1 << 60
+
+    def record(self) -> None:
+        self.remaining = type(self).queries
+
+    def query(self) -> bool:
+        self.remaining -= 1
+        return self.remaining < 0
+
+
+def check_gpu_that_waits(rank: int) -> None:
+    """Ranks 1 and 3 are gone. To abort the group hangs on rank 0, and fails on rank 2."""
+    group = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=2))
+    ranks = ranks_module.ranks_of(group)
+    start = time.monotonic()
+    aborts: list[float] = []
+
+    def abort() -> NoReturn:
+        aborts.append(time.monotonic() - start)
+        time.sleep(60 if rank == 0 else 0)
+        raise RankFailure("no such communicator")
+
+    ranks._abort = abort
+    torch.cuda.Event = FakeEvent
+    if rank in (0, 2):
+        with pytest.raises(RankError) as caught:
+            ranks.settle(GPU, when="while features were exchanged")
+        assert str(caught.value).startswith(
+            "the other ranks could not be reached while features were exchanged: "
+            "no answer within 1.8 s from rank 1, 3 of the group. All must make"
+        )
+        assert time.monotonic() - start < 2 + 3
+        assert aborts[0] >= 1.8, "and no later: torch's watchdog gives up at 2 s, and then ends the process"
+    dist.destroy_process_group()
+
+
+def test_others_raise_where_a_gpu_waits_for_a_rank_that_is_gone(on_ranks: OnRanks) -> None:
+    on_ranks(check_gpu_that_waits, 4)
+
+
+@pytest.fixture
+def lone_ranks() -> ranks_module.Ranks:
+    """Return ranks without a group."""
+    return ranks_module.Ranks.__new__(ranks_module.Ranks)
+
+
+def test_nccl_sets_the_timeout_and_is_aborted(lone_ranks: ranks_module.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group of gloo and NCCL. The store was on the rank that is gone, so the error cannot name that rank."""
+    aborted = []
+
+    def backend_of(device: torch.device) -> Namespace:
+        timeout = timedelta(seconds={"cpu": 60, "cuda": 0.2}[device.type])
+        return Namespace(options=Namespace(_timeout=timeout), abort=lambda: aborted.append(device.type))
+
+    lone_ranks.group = Namespace(_get_backend=backend_of)
+    lone_ranks.rank = 0
+    lone_ranks.size = 2
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    with pytest.raises(RankError, match=r"exchanged: no answer within 0\.2 s\. All"):
+        lone_ranks.settle(torch.device("cuda", 3), when="exchanged")
+    assert aborted == ["cuda"]
+
+
+def test_a_process_that_was_stopped_looks_once_more(
+    lone_ranks: ranks_module.Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process stops for longer than the timeout, and the work is done meanwhile: nothing is aborted."""
+    now = 0.0
+
+    class Event(FakeEvent):
+        def query(self) -> bool:
+            nonlocal now
+            is_done = now > 0
+            now = 1000.0  # the process stops after its first query
+            return is_done
+
+    options = Namespace(_timeout=timedelta(seconds=100))
+    lone_ranks.group = Namespace(_get_backend=lambda device: Namespace(options=options))
+    monkeypatch.setattr(lone_ranks, "_abort", raiser(RankFailure("no rank is gone")), raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(ranks_module.time, "monotonic", lambda: now)
+    lone_ranks.settle(GPU, when="")
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def check_waits(rank: int) -> None:
+    ranks = ranks_module.ranks_of(True)
+    ranks.settle(torch.device("cpu"), when="")  # nothing to wait for, so no event of CUDA is made
+    sleeps: list[float] = []
+    torch.cuda.Event = FakeEvent
+    time.sleep = sleeps.append
+    ranks._abort = raiser(RankFailure("no rank is gone"))
+    FakeEvent.queries = 3
+    ranks.settle(GPU, when="")
+    assert not sleeps, "a short wait costs no sleep"
+    ranks_module._SPINS = -1.0
+    ranks.settle(GPU, when="")
+    assert sleeps == [1e-4] * 3
+
+
+def test_a_wait_ends_with_the_work_that_it_waits_for(on_ranks: OnRanks) -> None:
+    on_ranks(check_waits, 2)
+
+
+def record_waits(events: list[str]) -> None:
+    """Note every wait for an exchange, and every copy of exchanged rows to their places, in this process."""
+    put_together = Places.put_together
+
+    def put(*args: object) -> None:
+        events.append("put together")
+        put_together(*args)
+
+    ranks_module.Ranks.settle = lambda self, device, *, when: events.append(when)
+    Places.put_together = put
+
+
+def check_order_of_waits(rank: int) -> None:
+    """No call and no backward pass returns before its exchange is done. Copies that need the exchange come before."""
+    tower = tower_of(TINY["qwen3_vl"].build().train())
+    hf_vit_accel.patch(tower, data_parallel=True)
+    events: list[str] = []
+    record_waits(events)
+    shares = "for word that they are through with their shares"
+    features = "while features were exchanged"
+    with torch.inference_mode():
+        run_tower(tower, MIXED)
+    assert len(events) > 3
+    assert events == [shares, *["put together"] * (len(events) - 2), features]
+    events.clear()
+    loss = loss_of(tower, pixels_for(tower, MIXED).requires_grad_(), MIXED)
+    assert (events[0], events[-1]) == (shares, features)
+    events.clear()
+    loss.backward()
+    assert events == ["put together", "while gradients were exchanged"]
+    check_failed_wait(tower, features)
+
+
+def check_failed_wait(tower: nn.Module, phase: str) -> None:
+    """A call whose wait fails raises, and is not counted as shared."""
+
+    def fail(self: ranks_module.Ranks, device: torch.device, *, when: str) -> None:
+        if when == phase:
+            raise RankError(when)
+
+    ranks_module.Ranks.settle = fail
+    for _ in range(2):
+        with pytest.raises(RankError, match=phase):
+            run_tower(tower, MIXED)
+    assert state_of(tower).sharing.counts == {"shared": 2}
+
+
+def test_calls_and_gradients_wait_for_what_was_exchanged(on_ranks: OnRanks) -> None:
+    on_ranks(check_order_of_waits, 3)
