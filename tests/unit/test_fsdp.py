@@ -84,7 +84,7 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
         (MixedPrecisionPolicy(), None),
         (MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32), None),
         (MixedPrecisionPolicy(param_dtype=torch.bfloat16), "FSDP2 gathers a layer's weights in torch.bfloat16"),
-        (MixedPrecisionPolicy(output_dtype=torch.bfloat16), "FSDP2 casts what a layer returns to torch.bfloat16"),
+        (MixedPrecisionPolicy(output_dtype=torch.bfloat16), "FSDP2 casts the output of a layer to torch.bfloat16"),
     ],
     ids=["none", "the same", "weights", "outputs"],
 )
