@@ -63,8 +63,8 @@ class Code:
         return reasons
 
     def attributes_of(self, kind: type) -> frozenset[str]:
-        """Return every attribute name in the methods of a class."""
-        return _names_in_class(kind)
+        """Return every attribute name in the forward of a class, and in the methods that it may call."""
+        return _names_of_forward(kind)
 
     def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
         """Return every attribute name in the methods of a tower's class, and in the functions that these may call."""
@@ -118,6 +118,19 @@ def _names_in_class(kind: type) -> frozenset[str]:
     for owner in _own_classes(kind):
         for name in _methods(owner):
             names |= _names_in(vars(owner)[name])
+    return frozenset(names)
+
+
+@lru_cache(maxsize=256)
+def _names_of_forward(kind: type) -> frozenset[str]:
+    names = set(_names_in(getattr(kind, "forward", None)))
+    followed: set[str] = set()
+    while pending := names - followed:
+        followed |= pending
+        for name in pending:
+            method = getattr(kind, name, None)
+            if method is not getattr(nn.Module, name, None):
+                names |= _names_in(method)
     return frozenset(names)
 
 
