@@ -76,11 +76,20 @@ def setting(read: Callable[[], object], write: Callable[[object], None], value: 
         write(before)
 
 
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)  # any device, the CPU too, would leave a mode behind
+
+
 MOMENTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "init_empty_weights": empty_weights,
     **{f"SDP kernel {kind.name}": lambda kind=kind: sdpa_kernel(kind) for kind in SDPBackend.__members__.values()},
     "global hooks": global_hooks,
-    "default device": lambda: setting(torch.get_default_device, torch.set_default_device, "meta"),
+    "default device": default_device,
     "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float16),
     "reduced precision": lambda: setting(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
