@@ -235,13 +235,26 @@ def test_other_models_are_left_alone() -> None:
         LlamaForCausalLM._from_config(config, attn_implementation="no_such_attention")
 
 
-def test_a_composite_without_a_supported_tower_raises() -> None:
-    config = transformers.LlavaConfig(
-        vision_config=dict(model_type="clip_vision_model", hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
-        text_config=dict(model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16),
-    )
-    with pytest.raises(ValueError, match=r"towers of qwen2_vl, .*; LlavaConfig has none"):
-        transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation=AUTO)
+SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+WITHOUT_TOWER: dict[str, Callable[[], tuple[type[PreTrainedModel], PreTrainedConfig]]] = {
+    "LlavaConfig": lambda: (
+        transformers.LlavaForConditionalGeneration,
+        transformers.LlavaConfig(
+            vision_config=dict(SIZES, model_type="clip_vision_model"),
+            text_config=dict(SIZES, model_type="llama", vocab_size=16),
+        ),
+    ),
+    "LlamaConfig": lambda: (LlamaForCausalLM, LlamaConfig(**SIZES, vocab_size=16)),
+    "SiglipVisionConfig": lambda: (transformers.SiglipVisionModel, transformers.SiglipVisionConfig(**SIZES)),
+}
+"""A composite, a text model and a vision model that hold no supported tower."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_TOWER)
+def test_a_model_without_a_supported_tower_is_refused(name: str) -> None:
+    kind, config = WITHOUT_TOWER[name]()
+    with pytest.raises(ValueError, match=rf"towers of qwen2_vl, .*; {name} has none"):
+        kind._from_config(config, attn_implementation=AUTO)
 
 
 def test_registering_again_wraps_nothing_twice() -> None:
@@ -413,11 +426,6 @@ def test_a_tower_of_an_unknown_class_warns_once(
         assert len(texts) == 1 and "Wrapper stays stock, but for its attention" in texts[0]
 
 
-def test_a_text_model_alone_takes_no_name() -> None:
-    with pytest.raises(ValueError, match="LlamaConfig has none"):
-        LlamaForCausalLM._from_config(LlamaConfig(**LLAMA), attn_implementation=AUTO)
-
-
 def test_after_an_error_no_tower_is_patched(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no device")
@@ -483,12 +491,6 @@ def test_attentions_of_an_eager_model_are_returned(saved: Saved) -> None:
         attentions = tower(pixels, grid_thw=grid).attentions
     assert len(attentions) == len(tower.blocks)
     assert_close(list(attentions), list(expected))
-
-
-def test_names_are_refused_where_they_would_do_nothing() -> None:
-    config = transformers.SiglipVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ValueError, match="SiglipVisionConfig has none"):
-        transformers.SiglipVisionModel._from_config(config, attn_implementation=AUTO)
 
 
 def test_offsets_without_a_plan_are_planned_once(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
