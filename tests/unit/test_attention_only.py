@@ -282,7 +282,7 @@ def test_another_geometry_gets_other_offsets() -> None:
 
 
 def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that was registered before."""
+    """The tower stays stock, as if the function had been registered before."""
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
 
     def half(module: nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, None]:

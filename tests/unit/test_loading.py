@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny import GRIDS, TINY, assert_close, left_padded, pixels_for, run_tower, tower_of
+from support.saved import Saved, save
+from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
@@ -22,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     modeling_utils,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VisionTransformerPretrainedModel,
@@ -32,9 +30,6 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, backends, machine
-from hf_vit_accel.backends import Plan
-from hf_vit_accel.engine.route import PLANS
-from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower import loading
 from hf_vit_accel.tower import proof as proofs
 from hf_vit_accel.tower.state import state_of
@@ -46,27 +41,9 @@ by_both_spellings = pytest.mark.parametrize(
 )
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A stock model of one family, and the folder where it is saved."""
-
-    path: Path
-    model: PreTrainedModel
-
-    def load(self, **options: object) -> PreTrainedModel:
-        return AutoModelForImageTextToText.from_pretrained(self.path, **options)
-
-    def outputs(self, grid: str = "mixed") -> list[torch.Tensor]:
-        """Return the outputs of the stock tower."""
-        return run_tower(tower_of(self.model), GRIDS[grid])
-
-
 @pytest.fixture(scope="module", params=list(TINY))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    path = tmp_path_factory.mktemp(request.param)
-    model = TINY[request.param].build()
-    model.save_pretrained(path)
-    return Saved(path, model)
+    return save(TINY[request.param].build(), tmp_path_factory.mktemp(request.param))
 
 
 def names(model: PreTrainedModel) -> dict[str, str]:
@@ -161,70 +138,6 @@ def test_a_named_backend_that_cannot_run_here_raises_at_load_time(
         assert state_of(tower_of(model)) is None and set(names(model).values()) == {"sdpa"}
 
 
-@pytest.mark.parametrize("way", ["string", "dict", "set", "patch"])
-def test_the_text_decoder_keeps_its_padding_mask(saved: Saved, way: str) -> None:
-    stock = saved.load()
-    inputs = left_padded(stock)
-    expected = stock(**inputs).logits
-    spelling = {"string": AUTO, "dict": {"vision_config": AUTO}}.get(way, "sdpa")
-    model = saved.load(attn_implementation=spelling)
-    if way == "set":
-        model.set_attn_implementation(AUTO)
-    elif way == "patch":
-        hf_vit_accel.patch(model)
-    mask = inputs["attention_mask"].bool()
-    assert_close([model(**inputs).logits[mask]], [expected[mask]], 1e-5)
-    unmasked = dict(inputs, attention_mask=torch.ones_like(inputs["attention_mask"]))
-    assert not torch.allclose(stock(**unmasked).logits[mask], expected[mask], atol=1e-2), "the mask matters here"
-
-
-def test_text_that_slipped_through_the_routing_keeps_its_mask(saved: Saved) -> None:
-    """A text config that was set without transformers' setters still masks its padding."""
-    inputs = left_padded(saved.model)
-    expected = saved.model(**inputs).logits
-    model = saved.load()
-    model.config.text_config._attn_implementation_internal = AUTO
-    mask = inputs["attention_mask"].bool()
-    assert_close([model(**inputs).logits[mask]], [expected[mask]], 1e-5)
-
-
-def test_a_stock_tower_under_our_name_is_right_without_plans(saved: Saved) -> None:
-    """A tower with a stock forward may share a config that has our name. Its attention makes its own plans."""
-    expected = saved.outputs()
-    tower = tower_of(saved.load())
-    tower.config._attn_implementation_internal = AUTO
-    assert state_of(tower) is None
-    assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-    with pytest.raises(ValueError, match="cu_seqlens to rise from 0"):
-        run_tower(tower, GRIDS["image"], cu_seqlens=torch.tensor([0, 8], dtype=torch.int32))
-
-
-def test_plans_are_made_once_per_forward_and_shared(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on the stock way: with hooks on a block, every layer gets the forward's plans as an argument."""
-    tower = tower_of(saved.load(attn_implementation=AUTO))
-    tower.blocks[0].register_forward_hook(lambda *_: None)
-    sdpa = type(backends.backend_named("sdpa"))
-    original = sdpa.plan
-    made: list[Plan] = []
-
-    def plan(*args: object) -> Plan:
-        made.append(original(*args))
-        return made[-1]
-
-    monkeypatch.setattr(sdpa, "plan", plan)
-    arguments: list[Any] = []
-
-    def keep_plans(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        arguments.append(kwargs[PLANS])
-
-    for block in tower.blocks:
-        block.attn.register_forward_pre_hook(keep_plans, with_kwargs=True)
-    run_tower(tower, GRIDS["mixed"])
-    run_tower(tower, GRIDS["mixed"])
-    assert len(arguments) == 2 * len(tower.blocks) and len({id(argument) for argument in arguments}) == 1
-    assert len(made) == len(arguments[0].plans)
-
-
 def test_other_models_are_left_alone() -> None:
     config = LlamaConfig(
         vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -235,13 +148,26 @@ def test_other_models_are_left_alone() -> None:
         LlamaForCausalLM._from_config(config, attn_implementation="no_such_attention")
 
 
-def test_a_composite_without_a_supported_tower_raises() -> None:
-    config = transformers.LlavaConfig(
-        vision_config=dict(model_type="clip_vision_model", hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
-        text_config=dict(model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16),
-    )
-    with pytest.raises(ValueError, match=r"towers of qwen2_vl, .*; LlavaConfig has none"):
-        transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation=AUTO)
+SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+WITHOUT_TOWER: dict[str, Callable[[], tuple[type[PreTrainedModel], PreTrainedConfig]]] = {
+    "LlavaConfig": lambda: (
+        transformers.LlavaForConditionalGeneration,
+        transformers.LlavaConfig(
+            vision_config=dict(SIZES, model_type="clip_vision_model"),
+            text_config=dict(SIZES, model_type="llama", vocab_size=16),
+        ),
+    ),
+    "LlamaConfig": lambda: (LlamaForCausalLM, LlamaConfig(**SIZES, vocab_size=16)),
+    "SiglipVisionConfig": lambda: (transformers.SiglipVisionModel, transformers.SiglipVisionConfig(**SIZES)),
+}
+"""A composite, a text model and a vision model that hold no supported tower."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_TOWER)
+def test_a_model_without_a_supported_tower_is_refused(name: str) -> None:
+    kind, config = WITHOUT_TOWER[name]()
+    with pytest.raises(ValueError, match=rf"towers of qwen2_vl, .*; {name} has none"):
+        kind._from_config(config, attn_implementation=AUTO)
 
 
 def test_registering_again_wraps_nothing_twice() -> None:
@@ -256,24 +182,6 @@ def test_only_our_names_skip_the_import_of_flash_attention() -> None:
         assert modeling_utils.lazy_import_flash_attention(name) is None
     with pytest.raises((ImportError, ValueError)):
         modeling_utils.lazy_import_flash_attention("no/such-flash-kernel")
-
-
-def test_dropout_is_stock(saved: Saved) -> None:
-    """Stock hard-codes 0.0. A user who sets a rate gets stock's dropout, value for value under one seed."""
-    outputs = []
-    for is_patched in (False, True):
-        model = saved.load().train()
-        tower = tower_of(model)
-        for block in tower.blocks:
-            block.attn.attention_dropout = 0.5
-        if is_patched:
-            hf_vit_accel.patch(model)
-        for grad in (False, True):
-            torch.manual_seed(0)
-            with torch.set_grad_enabled(grad):
-                pixels = pixels_for(tower, GRIDS["image"])
-                outputs.append(tower(pixels, grid_thw=torch.tensor(GRIDS["image"])).last_hidden_state)
-    assert_close(outputs[2:], outputs[:2])
 
 
 # --- composites whose text model is from another package --------------------------------------------------------------
@@ -413,11 +321,6 @@ def test_a_tower_of_an_unknown_class_warns_once(
         assert len(texts) == 1 and "Wrapper stays stock, but for its attention" in texts[0]
 
 
-def test_a_text_model_alone_takes_no_name() -> None:
-    with pytest.raises(ValueError, match="LlamaConfig has none"):
-        LlamaForCausalLM._from_config(LlamaConfig(**LLAMA), attn_implementation=AUTO)
-
-
 def test_after_an_error_no_tower_is_patched(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no device")
@@ -438,78 +341,7 @@ def test_after_an_error_no_tower_is_patched(saved: Saved, monkeypatch: pytest.Mo
     assert state_of(tower_of(model)) is None and names(model) == before
 
 
-# --- the attention function -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("grad", [False, True])
-def test_fewer_key_heads_than_query_heads(groups: int, grad: bool) -> None:
-    """Compare with stock's sdpa attention, which repeats heads, segment by segment."""
-    module = tower_of(TINY["qwen3_vl"].build()).blocks[0].attn
-    module.num_key_value_groups = groups
-    torch.manual_seed(0)
-    qkv = [torch.randn(1, heads, 24, 16, requires_grad=grad) for heads in (4, 4 // groups, 4 // groups)]
-    offsets = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
-    output, _ = tower_attention.vision_attention(
-        module, *qkv, None, scaling=0.3, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, is_causal=False
-    )
-    segments = []
-    for start, stop in itertools.pairwise(offsets.tolist()):
-        segment = [tensor[:, :, start:stop] for tensor in qkv]
-        segments.append(sdpa_attention_forward(module, *segment, None, scaling=0.3, is_causal=False)[0])
-    expected = torch.cat(segments, dim=1)
-    assert_close([output], [expected])
-    if grad:
-        weights = torch.randn_like(output)
-        gradients = torch.autograd.grad((output * weights).sum(), qkv)
-        assert_close(list(gradients), list(torch.autograd.grad((expected * weights).sum(), qkv)))
-
-
-def test_attentions_of_an_eager_model_are_returned(saved: Saved) -> None:
-    """Setting `config.output_attentions` needs the name "eager", so a patched model keeps that name."""
-    model = saved.load(attn_implementation="eager")
-    tower = tower_of(model)
-    grid = torch.tensor(GRIDS["images"])
-    pixels = pixels_for(tower, GRIDS["images"])
-    with torch.no_grad():
-        stock = tower(pixels, grid_thw=grid)
-        tower.config.output_attentions = True
-        expected = tower(pixels, grid_thw=grid).attentions
-        tower.config.output_attentions = False
-        hf_vit_accel.patch(model)
-        assert_close([tower(pixels, grid_thw=grid).pooler_output], [stock.pooler_output])
-        assert state_of(tower).calls == 1
-        tower.config.output_attentions = True
-        attentions = tower(pixels, grid_thw=grid).attentions
-    assert len(attentions) == len(tower.blocks)
-    assert_close(list(attentions), list(expected))
-
-
-def test_names_are_refused_where_they_would_do_nothing() -> None:
-    config = transformers.SiglipVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ValueError, match="SiglipVisionConfig has none"):
-        transformers.SiglipVisionModel._from_config(config, attn_implementation=AUTO)
-
-
-def test_offsets_without_a_plan_are_planned_once(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = [(1, 4, 4), (1, 4, 4)]
-    offsets = torch.tensor([0, 32], dtype=torch.int32)
-    tower = tower_of(saved.load(attn_implementation=AUTO))
-    original = tower_attention._plan_offsets
-    plans: list[object] = []
-
-    def plan_offsets(*args: object) -> object:
-        plans.append(original(*args))
-        return plans[-1]
-
-    monkeypatch.setattr(tower_attention, "_plan_offsets", plan_offsets)
-    expected = run_tower(tower_of(saved.model), grid, cu_seqlens=offsets)
-    assert_close(run_tower(tower, grid, cu_seqlens=offsets), expected)
-    has_windows = type(tower).__name__.startswith("Qwen2_5")  # the windows' offsets alternate with the caller's
-    assert len(plans) == (4 if has_windows else 1)
-    offsets.copy_(torch.tensor([0, 16]))  # the same tensor with other values is another layout
-    with pytest.raises(ValueError, match="cu_seqlens to rise"):
-        run_tower(tower, grid, cu_seqlens=offsets)
+# --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a call notices of a tower that changed after it was patched, and what it does not care about."""
+"""Test which changes of a patched tower a call notices, and which ones empty no cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from standins import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
-from transformers import AttentionInterface, modeling_utils
+from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
@@ -26,12 +27,12 @@ GRID = GRIDS["mixed"]
 
 
 @pytest.fixture(params=ONE_TOWER)
-def tower(request: Any) -> Any:
+def tower(request: pytest.FixtureRequest) -> nn.Module:
     return tower_of(TINY[request.param].build())
 
 
-def pair(family: str) -> tuple[Any, Any]:
-    """Two equal towers; the second is patched and was called."""
+def pair(family: str) -> tuple[nn.Module, nn.Module]:
+    """Return two equal towers; the second is patched and was called."""
     tower = tower_of(TINY[family].build())
     patched = copy.deepcopy(tower)
     hf_vit_accel.patch(patched)
@@ -42,64 +43,67 @@ def pair(family: str) -> tuple[Any, Any]:
 # --- attention functions --------------------------------------------------------------------------------------------
 
 
-def half(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """An attention of the user's."""
+def half(module: nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
+    """Halve the attention, as a function of the user does."""
     return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
 
 
+Register = Callable[[str, Callable[..., object]], None]
+
+
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Register functions for this test only."""
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Return the function that registers an attention, undone after the test."""
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
     monkeypatch.setitem(functions, "sdpa", functions["sdpa"])
     return AttentionInterface.register
 
 
-def test_an_attention_registered_after_patch_is_kept(tower: Any, registered: Any) -> None:
-    """As one that was registered before: the tower stays stock, while it is there."""
+def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, register: Register) -> None:
+    """The tower stays stock while a function of the user is registered, as if it had been there before."""
     stock = copy.deepcopy(tower)
     expected = run_tower(stock, GRID)
     hf_vit_accel.patch(tower)
     run_tower(tower, GRID)
-    registered("sdpa", half)
+    register("sdpa", half)
     halved = run_tower(stock, GRID)
     assert relative_error(halved[0], expected[0]) > 0.01, "the change matters"
     assert_close(run_tower(tower, GRID), halved, 0.0)
     status = hf_vit_accel.status(tower).towers[0]
     assert (status.calls, status.stock_calls) == (1, 1)
     assert "the attention 'sdpa' is a function of your own" in status.against_fast[0]
-    registered("sdpa", sdpa_attention_forward)
+    register("sdpa", sdpa_attention_forward)
     assert_close(run_tower(tower, GRID), expected)
     assert state_of(tower).calls == 2
-    registered("sdpa", half)
+    register("sdpa", half)
     hf_vit_accel.unpatch(tower)
     assert tower.config._attn_implementation == "sdpa"
     assert_close(run_tower(tower, GRID), halved, 0.0)
 
 
-def test_a_copy_keeps_an_attention_registered_later(tower: Any, registered: Any) -> None:
+def test_a_copy_keeps_an_attention_registered_later(tower: nn.Module, register: Register) -> None:
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower)
     copies = [copy.deepcopy(tower), copy.copy(tower)]
-    registered("sdpa", half)
-    for each in copies:
-        assert_close(run_tower(each, GRID), run_tower(stock, GRID), 0.0)
+    register("sdpa", half)
+    for twin in copies:
+        assert_close(run_tower(twin, GRID), run_tower(stock, GRID), 0.0)
 
 
-@pytest.mark.parametrize("how", ["backend", "set_attn_implementation"])
-def test_a_named_attention_replaces_one_registered_later(tower: Any, registered: Any, how: str) -> None:
+@pytest.mark.parametrize("way", ["backend", "set_attn_implementation"])
+def test_a_named_attention_replaces_one_registered_later(tower: nn.Module, register: Register, way: str) -> None:
     expected = run_tower(tower, GRID)
-    if how == "backend":
+    if way == "backend":
         hf_vit_accel.patch(tower, attention="flex")
     else:
         tower.set_attn_implementation("flash_vit_auto")
     run_tower(tower, GRID)
-    registered("sdpa", half)
+    register("sdpa", half)
     assert_close(run_tower(tower, GRID), expected)
     assert state_of(tower).calls == 2
 
 
-def test_an_attention_that_the_user_sets_is_not_taken_back(tower: Any) -> None:
+def test_an_attention_that_the_user_sets_is_not_taken_back(tower: nn.Module) -> None:
     """Another reading of the tower changes no name."""
     hf_vit_accel.patch(tower)
     run_tower(tower, GRID)
@@ -112,7 +116,7 @@ def test_an_attention_that_the_user_sets_is_not_taken_back(tower: Any) -> None:
 # --- changes that matter --------------------------------------------------------------------------------------------
 
 
-CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+CONTAINERS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     "set": (lambda: {1, 3}, lambda layers: layers.add(2)),
     "dict": (lambda: {1: True, 3: True}, lambda layers: layers.update({2: True})),
     "deque": (lambda: deque([1, 3]), lambda layers: layers.append(2)),
@@ -147,27 +151,32 @@ def test_copies_of_containers_are_deep() -> None:
 def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "_WARNED", set())
     stock, tower = pair("qwen2_5_vl")
-    kind, method = type(tower), type(tower).permute_input_for_window_attn
+    kind = type(tower)
+    method = kind.permute_input_for_window_attn
     before = run_tower(stock, GRID)
-    monkeypatch.setattr(kind, "permute_input_for_window_attn", lambda *given, **named: method(*given, **named) * 0.5)
+
+    def halved(*args: object, **kwargs: object) -> torch.Tensor:
+        return method(*args, **kwargs) * 0.5
+
+    monkeypatch.setattr(kind, "permute_input_for_window_attn", halved)
     expected = run_tower(stock, GRID)
     assert relative_error(expected[0], before[0]) > 0.01, "the change matters"
     with pytest.warns(UserWarning, match="stays stock"):
         assert_close(run_tower(tower, GRID), expected, 0.0)
 
 
-def test_a_method_of_a_class_inside_that_is_replaced(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a forward: one that a forward calls."""
+def test_a_method_of_a_class_inside_that_is_replaced(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a method that a forward calls, rather than a forward."""
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower)
     before = run_tower(tower, GRID)
     rotary = type(tower.rotary_pos_emb)
     method = rotary.recomposition_frequencies
 
-    def other(*given: Any, **named: Any) -> Any:
-        return method(*given, **named) * 0.5
+    def halved(*args: object, **kwargs: object) -> torch.Tensor:
+        return method(*args, **kwargs) * 0.5
 
-    monkeypatch.setattr(rotary, "recomposition_frequencies", other)
+    monkeypatch.setattr(rotary, "recomposition_frequencies", halved)
     expected = run_tower(stock, GRID)
     assert relative_error(expected[0], before[0]) > 1e-4, "the change matters"
     assert_close(run_tower(tower, GRID), expected)
@@ -178,8 +187,8 @@ def test_a_config_field_that_stock_reads_at_every_call() -> None:
     stock, tower = pair("qwen3_vl")
     grid = [(1, 8, 8)]
     before = run_tower(stock, grid)
-    for each in (stock, tower):
-        each.config.spatial_merge_size = 4
+    for changed in (stock, tower):
+        changed.config.spatial_merge_size = 4
     expected = run_tower(stock, grid)
     assert relative_error(expected[0], before[0]) > 1e-3, "the change matters"
     assert_close(run_tower(tower, grid), expected, 0.0)
@@ -191,80 +200,82 @@ CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only 
 
 @pytest.mark.parametrize(("family", "module", "name"), CLASSES, ids=[name for _, _, name in CLASSES])
 def test_watched_config_fields_are_all_that_a_forward_reads(family: Any, module: str, name: str) -> None:
-    """Seen by running: a config that notes what a call reads of it."""
-    kind: Any = getattr(pytest.importorskip(module), name)
+    """Run a call with a config that notes the fields that are read."""
+    kind = getattr(pytest.importorskip(module), name)
     config = kind.config_class()
     for field, value in family.tiny.items():
         setattr(config, field, copy.deepcopy(value))
     config._attn_implementation_internal = "sdpa"
     tower = kind(config).eval()
-    seen: set[str] = set()
+    read_fields: set[str] = set()
     config_class = type(config)
 
-    def noting(self: Any, field: str) -> Any:
-        seen.add(field)
+    def note_and_read(self: PreTrainedConfig, field: str) -> object:
+        read_fields.add(field)
         return config_class.__getattribute__(self, field)
 
-    watched = Code(kind, frozenset(map(type, tower.modules()))).config_fields(tower)
+    watched = Code(kind, frozenset(type(part) for part in tower.modules())).config_fields(tower)
     fields = vars(config).keys() - {"return_dict", "output_attentions", "output_hidden_states"}
     grid = [(1, 4, 6), (1, 8, 4)]
     weight = family.parts(tower).projection.weight
     pixels = family.pixels(tower, torch.randn(56, weight[0].numel(), dtype=weight.dtype))
-    config.__class__ = type(config_class.__name__, (config_class,), {"__getattribute__": noting})
+    config.__class__ = type(config_class.__name__, (config_class,), {"__getattribute__": note_and_read})
     with torch.no_grad():
         tower(pixels, grid_thw=torch.tensor(grid))
-    public = {field for field in seen & fields if not field.startswith("_")}
+    public = {field for field in read_fields & fields if not field.startswith("_")}
     assert public <= set(watched), public - set(watched)
 
 
-def test_hooks_on_blocks_in_a_plain_list(tower: Any) -> None:
-    """torch does not find them, the family does."""
+def put_blocks_in_a_list(tower: nn.Module) -> None:
+    blocks = list(tower.blocks)
+    del tower.blocks
+    tower.blocks = blocks
+
+
+def test_hooks_on_blocks_in_a_plain_list(tower: nn.Module) -> None:
+    """`named_modules` does not list them; the family does."""
     stock = copy.deepcopy(tower)
-    for each in (stock, tower):
-        blocks = list(each.blocks)
-        del each.blocks
-        each.blocks = blocks
+    for changed in (stock, tower):
+        put_blocks_in_a_list(changed)
     hf_vit_accel.patch(tower)
     assert_close(run_tower(tower, GRID), run_tower(stock, GRID))
     assert state_of(tower).calls == 1
-    for each in (stock, tower):
-        each.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    for changed in (stock, tower):
+        changed.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
     assert_close(run_tower(tower, GRID), run_tower(stock, GRID), 0.0)
     assert dict(state_of(tower).fallbacks) == {"hooks on blocks.1": 1}
 
 
-def test_blocks_in_a_plain_list_are_trained(tower: Any) -> None:
-    """Alone: all that torch finds is frozen."""
+def test_blocks_in_a_plain_list_are_trained(tower: nn.Module) -> None:
+    """Freeze all parameters that `named_parameters` lists, so that only the blocks train."""
     stock = copy.deepcopy(tower)
-    gradients = []
-    for each in (stock, tower):
-        blocks = list(each.blocks)
-        del each.blocks
-        each.blocks = blocks
-        each.requires_grad_(False)
-        if each is tower:
-            hf_vit_accel.patch(tower)
-        with torch.enable_grad():
-            weight = each.patch_embed.proj.weight
-            pixels = torch.ones(sum(t * h * w for t, h, w in GRID), weight[0].numel())
-            each(pixels, grid_thw=torch.tensor(GRID)).pooler_output.square().sum().backward()
-        gradients.append([parameter.grad for block in blocks for parameter in block.parameters()])
+    for changed in (stock, tower):
+        put_blocks_in_a_list(changed)
+        changed.requires_grad_(False)
+    hf_vit_accel.patch(tower)
+    expected = gradients_of_blocks(stock)
+    assert_close(gradients_of_blocks(tower), expected, 1e-4)
     assert state_of(tower).calls == 1
-    assert_close(gradients[1], gradients[0], 1e-4)
+
+
+def gradients_of_blocks(tower: nn.Module) -> list[torch.Tensor]:
+    pixels = pixels_for(tower, GRID)
+    tower(pixels, grid_thw=torch.tensor(GRID)).pooler_output.square().sum().backward()
+    return [parameter.grad for block in tower.blocks for parameter in block.parameters()]
 
 
 # --- changes that do not --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_counter_on_the_tower_empties_no_cache(tower: Any, when: str) -> None:
+def test_a_counter_on_the_tower_empties_no_cache(tower: nn.Module, when: str) -> None:
     if when == "before":
         tower.n_calls = 0
     hf_vit_accel.patch(tower, reuse=ReuseConfig(across_calls=True))
     if when == "after":
         tower.n_calls = 0
 
-    def count(module: Any, args: Any, output: Any) -> None:
+    def count(module: nn.Module, args: object, output: object) -> None:
         module.n_calls += 1
 
     tower.register_forward_hook(count)
@@ -278,7 +289,7 @@ def test_a_counter_on_the_tower_empties_no_cache(tower: Any, when: str) -> None:
 
 
 def test_an_attribute_that_a_subclass_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever names it: any function of the tower's class."""
+    """An attribute counts if any function of the tower's class names it."""
     monkeypatch.setattr(proofs, "_WARNED", set())
     tower = tower_of(TINY["qwen2_vl"].build())
 
@@ -297,7 +308,7 @@ def test_an_attribute_that_a_subclass_reads_counts(monkeypatch: pytest.MonkeyPat
     assert "rebuilt    1 x, last because the tower's attribute 'own_factor' changed" in str(status)
 
 
-def test_an_attribute_that_appears_later(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attribute_that_appears_later(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """`getattr(self, name, default)`: the name is a string in the code."""
     kind = type(tower)
 
@@ -318,11 +329,13 @@ def test_an_attribute_that_appears_later(tower: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["forward", "__init__"])
-def test_a_subclass_that_overrides_a_method_warns_once(tower: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subclass_that_overrides_a_method_warns_once(
+    tower: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(proofs, "_WARNED", set())
-    kind: Any = type(tower)
+    kind = type(tower)
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> object:
         return getattr(kind, name)(self, *args, **kwargs)
 
     tower.__class__ = type("Own", (kind,), {name: method})

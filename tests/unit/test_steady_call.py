@@ -1,0 +1,113 @@
+"""Bound how many functions and files of ours a steady call enters, whatever the depth of the tower."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from standins import ONE_TOWER
+from support.calls import PACKAGE, entered
+from tiny import GRIDS, TINY, pixels_for, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+
+GRID = GRIDS["mixed"]
+
+
+def entries(act: Callable[[], object]) -> list[tuple[str, list[str]]]:
+    """Return every entry of a file of the package from another one, with the files on the stack at that moment."""
+    entries_of_files: list[tuple[str, list[str]]] = []
+    stack: list[str] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return
+        file = code.co_filename.removeprefix(PACKAGE)
+        if event == "call":
+            if stack and stack[-1] != file:
+                entries_of_files.append((file, list(stack)))
+            stack.append(file)
+        elif event == "return":
+            stack.pop()
+
+    sys.setprofile(trace)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return entries_of_files
+
+
+def is_of_operations(file: str) -> bool:
+    """Return whether a file belongs to operations and attention, which a call enters again and again."""
+    return file.startswith(("/ops/", "/backends/"))
+
+
+@pytest.fixture(params=ONE_TOWER)
+def tower(request: pytest.FixtureRequest) -> nn.Module:
+    return tower_of(TINY[request.param].build())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_steady_call_enters_few_functions_of_few_files(
+    tower: nn.Module, mode: type[torch.no_grad | torch.inference_mode]
+) -> None:
+    pixels = pixels_for(tower, GRID)
+    grid = torch.tensor(GRID)
+    hf_vit_accel.patch(tower)
+    with mode():
+        for _ in range(2):
+            tower(pixels, grid_thw=grid)
+        functions = entered(lambda: tower(pixels, grid_thw=grid))
+        calls_between_files = entries(lambda: tower(pixels, grid_thw=grid))
+    wrapper = ("/machine.py", "call")  # marks the failures of an operation
+    steady = [key for key in functions if not is_of_operations(key[0]) and key[:2] != wrapper]
+    listing = "\n".join(str(key) for key in sorted(steady))
+    assert len(steady) <= 25, listing
+    assert len({file for file, _, _ in steady}) <= 9, listing
+    called_back = {file for file, stack in calls_between_files if file in stack and not is_of_operations(file)}
+    assert not called_back, "nothing calls back into a file that waits for it"
+
+
+CHECKS = ("/tower/checks.py", "/tower/snapshot.py", "/engine/inputs.py")
+"""Files with the checks of a call."""
+BESIDE_CHECKS = {"autocast_dtype", "marks_outputs", "request"}
+"""Functions of these files that a fast call enters after its checks."""
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_benchmark_of_checks_does_the_checks_of_a_call(
+    tower: nn.Module, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmark"))
+    benchmark = importlib.import_module("checks")
+    pixels = pixels_for(tower, GRID)
+    grid = torch.tensor(GRID)
+    hf_vit_accel.patch(tower.requires_grad_(False))
+    assert 0 < benchmark.measure(tower, grad=grad, calls=20)["least"] < 1e6
+    with torch.set_grad_enabled(grad):
+        by_call = entered(lambda: tower(pixels, grid_thw=grid))
+        by_benchmark = entered(lambda: benchmark.checked(tower, pixels, grid))
+    checks_of_call = {key for key in by_call if key[0] in CHECKS and key[1] not in BESIDE_CHECKS}
+    assert checks_of_call == {key for key in by_benchmark if key[0] in CHECKS}
+
+
+def test_checks_do_not_grow_with_the_tower() -> None:
+    """Count calls of our functions, without those of a layer's operations."""
+    of_layers = ("/ops/", "/backends/", "/engine/encoder.py", "/machine.py")
+    counts_by_depth = []
+    for depth in (4, 8):
+        tiny = TINY["qwen2_vl"]
+        tower = tower_of(type(tiny)(tiny.model, tiny.config, tiny.vision | {"depth": depth}, tiny.text).build())
+        hf_vit_accel.patch(tower)
+        run_tower(tower, GRID)
+        calls = entered(lambda: run_tower(tower, GRID))  # noqa: B023
+        counts_by_depth.append({key: count for key, count in calls.items() if not key[0].startswith(of_layers)})
+    assert counts_by_depth[0] == counts_by_depth[1]
