@@ -26,7 +26,7 @@ from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.engine import route
 from hf_vit_accel.graphs import store
 from hf_vit_accel.layout import Segments
-from hf_vit_accel.ops import activation, mlp
+from hf_vit_accel.ops import activation, mlp, window_attention
 from hf_vit_accel.tower import decide as decide_module
 from hf_vit_accel.tower import state as state_module
 
@@ -123,6 +123,8 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         put(monkeypatch, kernel.function, kernel.stand_in(counted(name, kernel.reference)))
     monkeypatch.setattr(route, "layer_of", lambda layer, attend: None)  # a layer's function launches kernels
     put(monkeypatch, activation.linear_gelu_tanh, counted("linear_gelu_tanh", activation.linear_gelu_tanh))
+    attend_windows = counted("window_attention", window_attention.window_attention_reference)
+    put(monkeypatch, window_attention.WindowAttention, SimpleNamespace(apply=attend_windows))
     return called
 
 

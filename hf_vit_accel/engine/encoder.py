@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,14 +16,19 @@ from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import LayerOps, Ops
 
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream x (T, E), and delta (T, E), which the next norm adds to it."""
+RunLayer = Callable[[tuple[int, ...], Tensor, Tensor, Tensor, Tensor | None], Stream]
+"""(heads, cos, sin, x, delta) to the stream after one layer."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Run a layer again in the backward pass, as transformers does, instead of keeping what its gradient needs.
 
     Attributes:
-        function: what transformers calls with a function and its arguments.
-        block: the module of the layer.
+        function: The function that transformers calls with a function and its arguments.
+        block: The module of the layer.
     """
 
     function: Callable[..., Tensor]
@@ -37,7 +40,7 @@ class Checkpoint:
         return bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
 
     def needed(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
-        """Whether the layer has a gradient at all: frozen after frozen ones, it keeps nothing."""
+        """Return whether the layer has a gradient at all: frozen after frozen ones, it keeps nothing."""
         if x_TE.requires_grad or (delta_TE is not None and delta_TE.requires_grad):
             return True
         return any(parameter.requires_grad for parameter in self.block.parameters())
@@ -63,16 +66,16 @@ def encode(
 ) -> list[Tensor]:
     """Encode pixels: return the last rows, the merged features if the tower merges them, and deepstack features.
 
-    The layers only compute: the route holds all decisions, also whether gradients flow. Without gradients nothing is
-    held longer than it is needed, for that decides how many rows fit.
+    The layers only compute: the route holds all decisions, also whether gradients flow. Without gradients, tensors
+    are freed as early as possible, since they limit the rows that fit.
 
     Args:
-        route: the operations, the attention of every layer, and the metadata on the device.
-        pixels_TP: the pixels, or their embedded rows (T, E).
-        checkpoints: by layer, None for a layer that keeps what its gradient needs.
-        through: layers that run through their block, so that hooks on it bring the weights.
-        into: where the outputs of a pass will lie. Deepstack features go there at once.
-        is_embedded: whether embedded rows came, which are kept: nothing is written to them.
+        route: The operations, the attention of every layer, and the metadata on the device.
+        pixels_TP: The pixels, or their embedded rows (T, E).
+        checkpoints: By layer, None for a layer that keeps what its gradient needs.
+        through: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
+        into: The places of a pass's outputs. Deepstack features are written there at once.
+        is_embedded: Whether `pixels_TP` is embedded rows. The caller keeps them, so they are not written to.
 
     Returns:
         Tensors that belong to the caller.
@@ -89,26 +92,25 @@ def encode(
     x_TE, cos_TD, sin_TD = _placed(ops, tensors, x_TE)
     heads = 3, request.heads, request.head_dim
     merged_by_layer: list[Tensor] = []
-    deepstack_places = iter(into[len(into) - len(ops.deepstack) :])
-    delta_TE: Tensor | None = None  # what the residual stream is still to receive: the next norm adds it
+    deepstack_places = into[len(into) - len(ops.deepstack) :]
+    delta_TE: Tensor | None = None
     for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
-        if not request.grad and index not in through:
-            handed_over = [delta_TE]
-            delta_TE = None  # nobody but the layer holds it
-            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, handed_over)
+        checkpoint = checkpoints[index] if checkpoints else None
+        if checkpoint is not None and not checkpoint.needed(x_TE, delta_TE):
+            checkpoint = None
+        if checkpoint is not None or index in through:
+            run = node or _in_steps(layer, attend)
+            block = through.get(index)
+            x_TE, delta_TE = _run_wrapped(run, block, checkpoint, heads, cos_TD, sin_TD, x_TE, delta_TE)
+        elif node is not None:
+            x_TE, delta_TE = node(heads, cos_TD, sin_TD, x_TE, delta_TE)
         else:
-            run = node or partial(_layer_of_rows, layer, attend)
-            if index in through:
-                run = partial(_through, through[index], run)
-            checkpoint = checkpoints[index] if checkpoints else None
-            if checkpoint is not None and checkpoint.needed(x_TE, delta_TE):
-                run = partial(run, heads, cos_TD, sin_TD)
-                x_TE, delta_TE = _checkpointed(checkpoint, run, x_TE, delta_TE)
-            else:
-                x_TE, delta_TE = run(heads, cos_TD, sin_TD, x_TE, delta_TE)
+            handed_over = [delta_TE]
+            delta_TE = None  # only the layer refers to it now
+            x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, handed_over)
         if index in ops.deepstack:
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
-            merged_by_layer.append(next(deepstack_places).copy_(merged) if into else merged)
+            merged_by_layer.append(deepstack_places[len(merged_by_layer)].copy_(merged) if into else merged)
             del merged
             delta_TE = None
     outputs = list(ops.finish(x_TE, delta_TE))
@@ -118,12 +120,12 @@ def encode(
 
 
 def _placed(ops: Ops, tensors: Mapping[str, Tensor], x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add learned positions to embedded rows, in the order of the windows; also return the tables of the rotation."""
+    """Add learned positions to embedded rows, in the order of the windows; also return cos and sin of the rotation."""
     if ops.add_positions is not None:
         x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
     positions_T2 = tensors["position_ids"]
     window_index_M = tensors.get("window_index")
-    if window_index_M is not None:  # whole merge blocks of rows go to the order of the windows
+    if window_index_M is not None:  # complete merge blocks of rows go to the order of the windows
         merges = len(window_index_M), -1
         x_TE = x_TE.unflatten(0, merges)[window_index_M].flatten(0, 1)
         positions_T2 = positions_T2.unflatten(0, merges)[window_index_M].flatten(0, 1)
@@ -139,17 +141,17 @@ def _layer(
     sin_TD: Tensor,
     x_TE: Tensor,
     handed_over: list[Tensor | None],
-) -> tuple[Tensor, Tensor | None]:
-    """Run one layer: return the residual stream and what it is still to receive.
+) -> Stream:
+    """Run one layer, operation by operation.
 
     Args:
-        layer: its operations.
-        attend: its attention.
-        heads: 3, heads, head dim.
-        cos_TD: table of the rotation.
-        sin_TD: table of the rotation.
-        x_TE: the residual stream.
-        handed_over: a list with delta, (T, E), emptied here: after torch.compile, callers' frames hold arguments.
+        layer: Its operations.
+        attend: Its attention.
+        heads: (3, H, D).
+        cos_TD: Cosines of the rotation.
+        sin_TD: Sines of the rotation.
+        x_TE: The residual stream.
+        handed_over: A list with delta, emptied here: after torch.compile, the frames of callers keep arguments alive.
     """
     x_TE, normed_TE = layer.norm1(x_TE, handed_over.pop())
     delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1))
@@ -158,29 +160,83 @@ def _layer(
     return x_TE, layer.mlp(normed_TE)
 
 
-def _layer_of_rows(
-    layer: LayerOps, attend: Attend, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any
-) -> tuple[Tensor, Tensor | None]:
-    return _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, [delta_TE])
+def _in_steps(layer: LayerOps, attend: Attend) -> RunLayer:
+    """Return a function that runs a layer operation by operation."""
+
+    def run(heads: tuple[int, ...], cos_TD: Tensor, sin_TD: Tensor, x_TE: Tensor, delta_TE: Tensor | None) -> Stream:
+        return _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, [delta_TE])
+
+    return run
 
 
-def _through(block: nn.Module, run: Any, heads: Any, cos_TD: Any, sin_TD: Any, x_TE: Any, delta_TE: Any) -> Any:
-    """Run a layer in the place of its block's forward, also when it runs again for a gradient."""
-    vars(block)["forward"] = partial(run, heads, cos_TD, sin_TD)
+def _run_wrapped(
+    run: RunLayer,
+    block: nn.Module | None,
+    checkpoint: Checkpoint | None,
+    heads: tuple[int, ...],
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    x_TE: Tensor,
+    delta_TE: Tensor | None,
+) -> Stream:
+    """Run a layer inside its block's call, or checkpointed, or both.
+
+    Args:
+        run: Runs the layer.
+        block: The block whose hooks must run; None for none.
+        checkpoint: The checkpoint of the layer; None for none.
+        heads: (3, H, D).
+        cos_TD: Cosines of the rotation.
+        sin_TD: Sines of the rotation.
+        x_TE: The residual stream.
+        delta_TE: What the next norm adds to it.
+    """
+
+    def run_layer(x_TE: Tensor, delta_TE: Tensor | None) -> Stream:
+        if block is None:
+            return run(heads, cos_TD, sin_TD, x_TE, delta_TE)
+        return _run_through(block, run, heads, cos_TD, sin_TD, x_TE, delta_TE)
+
+    if checkpoint is None:
+        return run_layer(x_TE, delta_TE)
+    return _run_checkpointed(checkpoint, run_layer, x_TE, delta_TE), None
+
+
+def _run_through(
+    block: nn.Module,
+    run: RunLayer,
+    heads: tuple[int, ...],
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    x_TE: Tensor,
+    delta_TE: Tensor | None,
+) -> Stream:
+    """Run a layer in the place of its block's forward. The block's hooks run, also if the layer runs again."""
+
+    def forward(x_TE: Tensor, delta_TE: Tensor | None) -> Stream:
+        return run(heads, cos_TD, sin_TD, x_TE, delta_TE)
+
+    vars(block)["forward"] = forward
     try:
-        return nn.Module.__call__(block, x_TE, delta_TE)
+        stream: Stream = nn.Module.__call__(block, x_TE, delta_TE)
+        return stream
     finally:
         del vars(block)["forward"]
 
 
-def _checkpointed(checkpoint: Checkpoint, run: Any, x_TE: Tensor, delta_TE: Any) -> tuple[Tensor, None]:
+def _run_checkpointed(
+    checkpoint: Checkpoint,
+    run_layer: Callable[[Tensor, Tensor | None], Stream],
+    x_TE: Tensor,
+    delta_TE: Tensor | None,
+) -> Tensor:
     """Run a layer as stock checkpoints it: one tensor goes in, one comes out."""
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     if checkpoint.reentrant and not x_TE.requires_grad:
         x_TE = x_TE.detach().requires_grad_()
 
-    def one(x_TE: Tensor) -> Tensor:
-        x_TE, delta_TE = run(x_TE, None)
+    def run_rows(x_TE: Tensor) -> Tensor:
+        x_TE, delta_TE = run_layer(x_TE, None)
         return x_TE if delta_TE is None else x_TE + delta_TE
 
-    return checkpoint.function(one, x_TE), None
+    return checkpoint.function(run_rows, x_TE)

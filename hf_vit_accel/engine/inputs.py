@@ -71,8 +71,8 @@ def read(expected: Expected, look: Look | None, /, *args: object, **options: Any
         pixels have dimensions or a class of their own.
 
     Raises:
-        ValueError: A dtype or layout is wrong, the batch is empty, sizes are not positive or no multiple of the merge
-            size, or pixels do not fit the grid or the tower.
+        ValueError: A dtype or layout is wrong, or the batch is empty. Sizes are not positive, or no multiple of the
+            merge size. Pixels do not fit the grid or the tower.
     """
     names = expected.names
     positional = dict(zip(names, args))  # noqa: B905
@@ -119,8 +119,8 @@ def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, look: Look | None) 
     """Return the grid on the host, without the rows of no frames that pad a batch, and what `look` read.
 
     Raises:
-        ValueError: The grid is no integer tensor (N, 3) on the CPU or beside the pixels, is empty, or has sizes that
-            are not positive or no multiple of the merge size.
+        ValueError: The grid is empty, or no integer tensor (N, 3) on the CPU or beside the pixels. Sizes are not
+            positive, or no multiple of the merge size.
     """
     device = pixels_TP.device
     is_dense = isinstance(grid_thw, Tensor) and grid_thw.layout == torch.strided and not grid_thw.is_nested

@@ -79,7 +79,7 @@ class Ops:
         add_positions: adds interpolated position embeddings to rows; None for a tower without.
         tables: rows and positions (T, 2) to cos and sin, (T, D) each.
         rotate: see `ops.rope`.
-        attend_window: see `ops.window_attention`; None where a backend attends windows.
+        attend_window: attention within windows; None where a backend attends them.
         layers: of every layer.
         finish: the last layer's (x, delta) to the rows that the tower returns, and to features if it has a merger.
         deepstack: by layer, (x, delta) to (x + delta, the merger's result); may write the sum to x.
@@ -92,7 +92,7 @@ class Ops:
     add_positions: Callable[[Rows, Tensor, Tensor], Rows] | None
     tables: Callable[[Rows, Tensor], Table]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    attend_window: Callable[..., Tensor] | None
+    attend_window: window.WindowOp | None
     layers: tuple[LayerOps, ...]
     finish: Finish
     deepstack: Mapping[int, AddNorm]

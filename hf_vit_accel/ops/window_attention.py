@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from hf_vit_accel import machine
-from hf_vit_accel.ops.base import Operation
+from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
 from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
+from hf_vit_accel.ops.training.trained import Trained
 
 LONGEST = 64
 """Rows of the longest window that the kernels take: one program holds a complete window."""
@@ -274,12 +276,42 @@ class WindowAttention(torch.autograd.Function):
         return dqkv_T3HD, None, None, None, None
 
 
+@dataclass(frozen=True, kw_only=True)
+class WindowOp:
+    """Attention within the windows of a tower.
+
+    Attributes:
+        function: Maps a packed projection, cos, sin, offsets and the scale to attended rows.
+        differentiable: Whether `WindowAttention` computes gradients; else autograd follows `function`.
+    """
+
+    function: Callable[..., Tensor]
+    differentiable: bool
+
+    def bind(self, cu_seqlens_S1: Tensor, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Return the attention of a layer.
+
+        Args:
+            cu_seqlens_S1: The offsets of the windows.
+            scale: The scale of the scores.
+        """
+        if self.differentiable:
+            return Trained(function=WindowAttention, settings=(cu_seqlens_S1, scale))
+        return machine.guarded(machine.KERNELS, partial(self.function, cu_seqlens_S1=cu_seqlens_S1, scale=scale))
+
+
+def _build(context: Context) -> WindowOp:
+    function = window_attention_reference if context.reference else window_attention
+    return WindowOp(function=function, differentiable=context.trains_by_kernels)
+
+
 OPERATION = Operation(
     name="window_attention",
     summary="short windows attended by one kernel, rotation included",
     subjects=lambda parts: [] if parts.full_layers is None else [parts],
     reasons_against=reasons_against_rotation,
-    fused=lambda parts, context: window_attention_reference if context.reference else window_attention,
+    fused=lambda parts, context: _build(context),
     plain=lambda parts, context: None,
+    guards=True,
     missing="the tower has no windows",
 )
