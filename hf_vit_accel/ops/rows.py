@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -71,14 +72,32 @@ _ELEMENTWISE = (
 )
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 _PEFT_METHODS = "adalora", "boft", "hra", "ia3", "loha", "lokr", "lora", "lycoris_utils", "oft", "vera"
+# The last two hold tensors, and whole modules that are trained.
 _PEFT_PARTS = (
+    *(f"tuners.{method}.layer" for method in _PEFT_METHODS),
+    "tuners.lora.dora",
     "tuners._buffer_dict",
     "utils.other",
-)  # what its methods keep tensors in, and whole modules that are trained
+)
+
+
+def _has_known_variants(module: Any) -> bool:
+    """Return whether the adapters of a PEFT module are plain LoRA or DoRA."""
+    variants = getattr(module, "lora_variant", {})
+    return all("Dora" in variant.__name__ for variant in variants.values() if isinstance(variant, type)) and all(
+        "Dora" in type(variant).__name__ for variant in variants.values() if not isinstance(variant, type)
+    )
+
 
 TABLE: tuple[RowWise, ...] = (
     PROVEN,
-    RowWise(summary="Linear, Embedding and Identity of torch", classes=(nn.Linear, nn.Embedding, nn.Identity)),
+    RowWise(summary="Linear and Identity of torch", classes=(nn.Linear, nn.Identity)),
+    RowWise(
+        summary="Embedding of torch",
+        classes=(nn.Embedding,),
+        condition="without `scale_grad_by_freq`, which counts the rows of a call",
+        holds=lambda embedding: not embedding.scale_grad_by_freq,
+    ),
     RowWise(
         summary="LayerNorm and RMSNorm of torch",
         classes=(nn.LayerNorm, nn.RMSNorm),
@@ -108,7 +127,9 @@ TABLE: tuple[RowWise, ...] = (
     ),
     RowWise(
         summary="PEFT's LoRA (and DoRA), AdaLoRA, BOFT, HRA, IA3, LoHa, LoKr, OFT and VeRA",
-        names=(*(f"peft.tuners.{method}." for method in _PEFT_METHODS), *(f"peft.{part}." for part in _PEFT_PARTS)),
+        names=tuple(f"peft.{part}." for part in _PEFT_PARTS),
+        condition="no adapter is a variant other than DoRA: VeLoRA averages over all rows",
+        holds=_has_known_variants,
     ),
     RowWise(
         summary="Liger's norms and gated MLPs",
@@ -151,14 +172,22 @@ def reasons_mixing(
 def _reason_mixing(module: nn.Module, kind: type, proven: Collection[type], *, is_of_patches: bool) -> str | None:
     """Say why a module may mix rows; None if it is known to treat each row by itself."""
     is_torch = kind.__module__.startswith("torch.")
-    is_upstream = is_torch or kind.__module__.startswith("transformers.")
+    is_transformers = kind.__module__.startswith("transformers.")
+    is_upstream = is_torch or is_transformers
     if own_forward(module) is not None:
         return f"a {kind.__name__} has a forward of its own"
-    entry = PROVEN if kind in proven and not is_torch else next((entry for entry in TABLE if entry.covers(kind)), None)
+    entry = next((entry for entry in TABLE if entry.covers(kind)), None)
+    if kind in proven and is_transformers:
+        entry = PROVEN
+        for name, value in vars(module).items():
+            # A proven class may call a function of the user's: an activation in `ACT2FN`, or one that was exchanged.
+            if isinstance(value, FunctionType) and not machine.is_upstream(value):
+                return f"{name} of a {kind.__name__} is a function of your own"
     if entry is None:
         return f"a {kind.__name__ if is_torch else f'{kind.__module__}.{kind.__name__}'} is inside"
     if is_upstream and not machine.is_upstream(type(module).forward):
         return f"the forward of {kind.__name__} was replaced by another"
     if not entry.holds(module) or (entry.of_patches and not is_of_patches):
-        return f"a {module} is inside"
+        description = str(module)
+        return f"a {kind.__name__ if chr(10) in description else description} is inside"
     return None

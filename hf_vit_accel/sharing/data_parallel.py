@@ -140,7 +140,8 @@ class Sharing:
         # One more sync only where words are exchanged by the host.
         call_checksum = (embedding + checksum(pixels_TP)).to(self.ranks.device)
         exchange_headers = partial(self.exchange_headers, checksum_1=call_checksum)
-        return Share(self.ranks, places, tower, pixels_TP, exchange_headers, grad=grad)
+        roots = [tower, *facts.parts.modules()]
+        return Share(self.ranks, places, roots, pixels_TP, exchange_headers, grad=grad)
 
     def exchange_headers(
         self,

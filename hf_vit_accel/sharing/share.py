@@ -32,7 +32,7 @@ class Share(AbstractContextManager[None]):
         self,
         ranks: Ranks,
         places: Places,
-        tower: nn.Module,
+        roots: Sequence[nn.Module],
         pixels_TP: Tensor,
         exchange_headers: Callable[..., list[Header]],
         *,
@@ -45,7 +45,7 @@ class Share(AbstractContextManager[None]):
         self._grad = grad
         self._replaced: AbstractContextManager[Any] = nullcontext()
         self.grid = places.grid_of(ranks.rank)
-        slots = _trained_slots(tower) if grad else []
+        slots = _trained_slots(roots) if grad else []
         weights = {id(home[name]): home[name] for home, name in slots}  # a weight that modules share counts once
         self._options: tuple[object, ...] = (
             grad,
@@ -146,14 +146,20 @@ class _Buffers:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _trained_slots(tower: nn.Module) -> Slots:
-    """List the places where modules hold parameters that require a gradient."""
-    return [
-        (module._parameters, name)
-        for module in tower.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
+def _trained_slots(roots: Sequence[nn.Module]) -> Slots:
+    """List the places where modules hold parameters that require a gradient.
+
+    Args:
+        roots: The tower, and modules that torch does not find inside it, as in a plain list of blocks.
+    """
+    slots: list[tuple[dict[str, Any], str]] = []
+    seen: set[nn.Module] = set()
+    for root in roots:
+        for _, module in root.named_modules(seen):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    slots.append((module._parameters, name))
+    return slots
 
 
 class _Share(torch.autograd.Function):

@@ -12,6 +12,7 @@ import copy
 import inspect
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -117,6 +118,9 @@ class AcceleratedForward:
             tower = args[0]
             args = args[1:]
             state = state_of(tower)
+            if state is self._state and tower is not self._tower():  # a shallow copy: its state is the original's
+                redirect_copies(tower, args, kwargs)
+                state = state_of(tower)
         else:
             tower = self._tower() or self.__self__
         original: Original = partial(self._class.forward, tower)
@@ -144,7 +148,14 @@ def redirect_copies(module: nn.Module, args: Arguments, kwargs: Options) -> tupl
     state = state.copy()
     vars(module)[STATE] = state
     vars(module)[slot] = AcceleratedForward(module, state)
+    own_hooks(module)
     return args, {**kwargs, CALLED_ON: module}
+
+
+def own_hooks(tower: nn.Module) -> None:
+    """Give a tower hook dictionaries of its own: a shallow copy shares those of the original."""
+    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        vars(tower)[name] = OrderedDict(vars(tower)[name])
 
 
 def slot_of_ours(tower: nn.Module) -> str | None:

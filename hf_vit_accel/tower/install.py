@@ -8,8 +8,8 @@ from torch import nn
 
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.families import Tower
-from hf_vit_accel.tower.forward import SLOTS, AcceleratedForward, is_ours, redirect_copies, slot_of_ours
-from hf_vit_accel.tower.state import STATE, TowerState, state_of
+from hf_vit_accel.tower.forward import SLOTS, AcceleratedForward, is_ours, own_hooks, redirect_copies, slot_of_ours
+from hf_vit_accel.tower.state import STATE, TowerState, attributes_of, state_of
 
 
 def former_of(tower: Tower) -> tuple[str | None, Any]:
@@ -33,6 +33,7 @@ def install(tower: nn.Module, state: TowerState) -> None:
     if former_state is not None and former_state is not state:
         former_state.close()
     vars(tower)[slot] = AcceleratedForward(tower, state)
+    state.attributes = attributes_of(tower)
     if redirect_copies not in tower._forward_pre_hooks.values():
         tower.register_forward_pre_hook(redirect_copies, prepend=True, with_kwargs=True)
 
@@ -50,6 +51,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
                 del vars(tower)[slot]
             else:  # accelerate's hook calls what it holds: give it the forward that it would have found
                 vars(tower)[slot] = type(tower).forward.__get__(tower)
+    own_hooks(tower)
     for key, hook in list(tower._forward_pre_hooks.items()):
         if hook is redirect_copies:
             del tower._forward_pre_hooks[key]
