@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from composites import COMPOSITES, left_padded
+from support.composites import COMPOSITES, left_padded
 from tiny import TINY, assert_close
 
 import hf_vit_accel

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import ELSEWHERE, FAMILIES, ORDERS, ROWS, Row, answers_and_features, flat, missing
+from support.matrix import ELSEWHERE, FAMILIES, ORDERS, ROWS, Row, answers_and_features, flat, missing
 from tiny import GRIDS, TINY, assert_close, pixels_for
 from torch.utils.checkpoint import checkpoint
 

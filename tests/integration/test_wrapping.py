@@ -17,8 +17,8 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from matrix import flat
 from standins import ONE_TOWER, TOWERS
+from support.matrix import flat
 from tiny import (
     GRIDS,
     TINY,

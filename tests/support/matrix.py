@@ -32,7 +32,7 @@ __all__ = ["ELSEWHERE", "FAMILIES", "ORDERS", "ROWS", "Row", "answers_and_featur
 Wrap = Callable[[Any, ExitStack], Any]
 Use = Callable[[Any], list[torch.Tensor]]
 ORDERS = ("wrapped, then patched", "patched, then wrapped")
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True, kw_only=True)
