@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_attention_only import TINY as ATTENTION_ONLY
 from tiny import randomise
 
 from hf_vit_accel.families import FAMILIES
+from support.attention_only import TINY as ATTENTION_ONLY
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _WHOLE = _ROPE | {"partial_rotary_factor": 1.0}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from standins import INTERPRETED, alike
+from support.layers import one_node_a_layer
 from support.matrix import flat
-from test_families import one_node_a_layer
 from tiny import GRIDS, TINY, checkpoint_layers, pixels_for, relative_error, tower_of
 from torch import nn
 

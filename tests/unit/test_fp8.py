@@ -21,8 +21,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from standins import SMALL, both_towers, status_of
+from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
 from support.graphs import draw_grid, patch
-from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from standins import ONE_TOWER, SMALL, TOWERS
+from support.families import CLASSES, GRIDS, build, run, trained
 from support.graphs import patch as patch_with_graphs
+from support.grids import drawn, frames_of
 from support.matrix import flat
-from test_families import CLASSES, GRIDS, build, run, trained
 from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,19 +40,7 @@ def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0]
 
 
-def drawn(generator: random.Random) -> Grid:
-    """Images and videos of a few sizes; at most 1,100 rows."""
-    sizes = [2 * generator.randint(1, 5) for _ in range(4)]
-    entries = range(generator.randint(1, 5))
-    return [(generator.choice((1, 1, 2, 5)), generator.choice(sizes), generator.choice(sizes)) for _ in entries]
-
-
 # --- where a call is cut ----------------------------------------------------------------------------------------------
-
-
-def frames_of(grid: Any, *, clips: bool = False) -> list[tuple[int, int, int]]:
-    """What is never cut, in order."""
-    return list(grid) if clips else [(1, h, w) for t, h, w in grid for _ in range(t)]
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -1,0 +1,20 @@
+"""Draw images and videos for tests of layouts, and cut them into frames."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+Entry = tuple[int, int, int]
+
+
+def drawn(generator: random.Random) -> list[Entry]:
+    """Draw one to five images and videos of a few sizes, at most 1,100 rows."""
+    sizes = [2 * generator.randint(1, 5) for _ in range(4)]
+    count = generator.randint(1, 5)
+    return [(generator.choice((1, 1, 2, 5)), generator.choice(sizes), generator.choice(sizes)) for _ in range(count)]
+
+
+def frames_of(grid: Iterable[Entry], *, clips: bool = False) -> list[Entry]:
+    """Return the parts of a grid that stay in one piece, in order: its frames, or complete videos with `clips`."""
+    return list(grid) if clips else [(1, h, w) for t, h, w in grid for _ in range(t)]
