@@ -18,7 +18,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from standins import ONE_TOWER, TOWERS
-from support.matrix import flat
+from support.tensors import flat
 from tiny import (
     GRIDS,
     TINY,

@@ -1,759 +1,271 @@
-"""The ways in which people wrap a model, declared: how each is made, what is used, and what is expected of it.
+"""The table of ways to wrap a model: what is done to it, how it is used, and what `status` must say.
 
-`test_matrix` makes the tests of this table and `support` its page. A row says in which order a model may be patched and
-wrapped, what comes out (the fast path, or the stock way with its reasons in `status`), and what it needs beside the
-package's own dependencies.
+`test_matrix` makes a test of each row in each order and family; `support_table.py` writes SUPPORT.md from it.
+To add a way, write a change (`support.changes`, `support.libraries`) and a row here.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
-import io
-import pickle
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from types import MethodType
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
-from tiny import FAMILIES, GRIDS, chat_inputs, checkpoint_layers, pixels_for, tower_of
 from torch import nn
 
-__all__ = ["ELSEWHERE", "FAMILIES", "ORDERS", "ROWS", "Row", "answers_and_features", "flat", "missing"]
+from support import changes, libraries, quantised, uses
+from support.changes import Change
+from support.libraries import TEXT_LINEARS, TOWER_LINEARS
+from support.uses import Use
 
-Wrap = Callable[[Any, ExitStack], Any]
-Use = Callable[[Any], list[torch.Tensor]]
-ORDERS = ("wrapped, then patched", "patched, then wrapped")
-EXAMPLES = Path(__file__).parents[2] / "examples"
+BEFORE = "wrapped, then patched"
+AFTER = "patched, then wrapped"
+ORDERS = (BEFORE, AFTER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One way to wrap a model.
 
-    wrap: makes it, and returns what the user holds from then on; what must be undone after the test goes to the stack.
-    use: calls it and returns what is compared with stock. outcome: "fast" or "stock" for every call of the tower, or
-    "unpatched" where what was wrapped is a stock model again. reasons: parts of what status says of the calls that went
-    the stock way, each of which must be there, and no other. unfused: part of what status says of the patch embedding,
-    which then does not run fused. orders: wrapped before or after patching. needs: packages. bound: the largest
-    relative error against stock. exact: whether `unpatch` brings the very bits back (a run of training does not repeat
-    them). slow: left to `make matrix`. build: makes a family's stock model, instead of a tiny random one.
+    Args:
+        name: What SUPPORT.md calls it.
+        outcome: "fast" or "stock" for every call of the tower, or "unpatched" if the result is a stock model again.
+        wrap: The change.
+        use: What is compared with stock.
+        reasons: Parts of what `status` says of stock calls: each must appear, and no other reason.
+        unfused: Part of what `status` says of a patch embedding that stays its module.
+        orders: Whether the model is wrapped before or after patching.
+        needs: Packages beside the package's own dependencies.
+        obstacle: Returns why this machine cannot run the row, or None.
+        bound: The largest relative error against stock.
+        exact: Whether `unpatch` brings the same bits back. (A run of training does not repeat them.)
+        slow: Whether only `make matrix` runs it.
+        build: Builds a family's stock model, in place of a tiny random one.
     """
 
     name: str
     outcome: str
-    wrap: Wrap = lambda model, _: model
-    use: Use | None = None
+    wrap: Change = changes.unchanged
+    use: Use = uses.answers_and_features
     reasons: tuple[str, ...] = ()
     unfused: str | None = None
     orders: tuple[str, ...] = ORDERS
     needs: tuple[str, ...] = ()
+    obstacle: Callable[[], str | None] = lambda: None
     bound: float = 1e-5
     exact: bool = True
     slow: bool = False
-    build: Callable[[str], Any] | None = None
+    build: Callable[[str], nn.Module] | None = None
 
 
-def missing(row: Row) -> str | None:
-    """Why a row cannot run here; None if it can."""
+def fast(name: str, wrap: Change = changes.unchanged, **options: object) -> Row:
+    """Make a row all of whose calls are fast."""
+    return Row(name=name, outcome="fast", wrap=wrap, **options)
+
+
+def stock(name: str, wrap: Change, *reasons: str, **options: object) -> Row:
+    """Make a row all of whose calls go the stock way, for these reasons."""
+    return Row(name=name, outcome="stock", wrap=wrap, reasons=reasons, **options)
+
+
+def unpatched(name: str, wrap: Change) -> Row:
+    """Make a row whose change takes the patch away."""
+    return Row(name=name, outcome="unpatched", wrap=wrap, orders=(AFTER,))
+
+
+def why_not_here(row: Row) -> str | None:
+    """Return why a row cannot run on this machine; None if it can."""
     for package in row.needs:
         try:
             importlib.import_module(package)
         except ImportError as error:
             return str(error)
-    old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
-    if row.wrap is fused_patch_embed and old and importlib.util.find_spec("torchvision") is None:
+    return row.obstacle()
+
+
+def no_gpu() -> str | None:
+    """Liger's kernels run on a GPU."""
+    return None if torch.cuda.is_available() else "Liger's kernels run on a GPU"
+
+
+def no_fusions() -> str | None:
+    """Before 5.23, transformers imports torchvision for its fusions."""
+    version = [int(part) for part in transformers.__version__.split(".")[:2]]
+    if version < [5, 23] and importlib.util.find_spec("torchvision") is None:
         return "this transformers imports torchvision for its fusions"
-    if row.needs == LIGER and not torch.cuda.is_available():
-        return "Liger's kernels run on a GPU"
     return None
 
 
-# --- what is used ---------------------------------------------------------------------------------------------------
+def trained_checkpoint(family: str) -> nn.Module:
+    """Load the trained checkpoint of the examples, which has a processor."""
+    folder = uses.EXAMPLES / "tiny_captioner" / family
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
 
 
-def base_of(model: Any) -> Any:
-    """The composite model inside whatever was wrapped around it."""
-    return next(m for m in model.modules() if type(m).__name__.endswith("ForConditionalGeneration"))
+# --- the rows ---------------------------------------------------------------------------------------------------------
 
+PEFT = dict(needs=("peft",))
+BNB = dict(needs=("bitsandbytes",))
+LIGER = dict(needs=("liger_kernel",), obstacle=no_gpu, use=uses.features, bound=1e-4)
+RUN_OF_TRAINING = dict(exact=False, bound=1e-4)
+RUN_IN_BF16 = dict(exact=False, bound=2e-2)
+SEVERAL_DTYPES = "parameters of several dtypes"
+OWN_CLASS = "parameters of a class of their own"
 
-def flat(output: Any) -> list[torch.Tensor]:
-    """Every tensor of nested outputs, in order."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    values = output.values() if isinstance(output, Mapping) else output
-    return [tensor for value in values if value is not None for tensor in flat(value)]
-
-
-def parameters_of(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters that are trained."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def dtype_of(model: Any) -> torch.dtype:
-    """The dtype of activations: that of a norm, whatever the Linears hold."""
-    dtype: torch.dtype = tower_of(model).blocks[0].norm1.weight.dtype
-    return dtype
-
-
-def prompt(model: Any) -> dict[str, torch.Tensor]:
-    """A prompt with two images and a video, pixels in the model's dtype."""
-    inputs = chat_inputs(base_of(model), [(1, 4, 6), (2, 6, 4), (1, 8, 8)])
-    pixels = ("pixel_values", "pixel_values_videos")
-    return {name: value.to(dtype_of(model)) if name in pixels else value for name, value in inputs.items()}
-
-
-def answers(model: Any) -> list[torch.Tensor]:
-    """Logits of the whole model, called through all its wrappers, without gradients."""
-    with torch.no_grad():
-        return [model(**prompt(model)).logits]
-
-
-def features(model: Any) -> list[torch.Tensor]:
-    """Every output of the tower, called directly, without gradients."""
-    tower, grid = tower_of(model), GRIDS["mixed"]
-    norm = tower.blocks[0].norm1.weight
-    pixels = pixels_for(tower, grid, dtype=norm.dtype, device="cpu" if norm.is_meta else norm.device)
-    with torch.no_grad():
-        return flat(tower(pixels, grid_thw=torch.tensor(grid, device=pixels.device)))
-
-
-def one_image(model: Any) -> list[torch.Tensor]:
-    """Every output of what stands in the tower's place, for one image and then another: compiled for the first."""
-    tower, found = model.model.visual, []
-    with torch.no_grad():
-        for grid in ([(1, 4, 6)], [(1, 8, 10)]):
-            found += flat(tower(pixels_for(tower_of(model), grid), grid_thw=torch.tensor(grid)))
-    return found
-
-
-def one_answer(model: Any) -> list[torch.Tensor]:
-    """Logits for a prompt with one image."""
-    with torch.no_grad():
-        return [model(**chat_inputs(base_of(model), [(1, 4, 6)])).logits]
-
-
-def answers_and_features(model: Any) -> list[torch.Tensor]:
-    """Both."""
-    return answers(model) + features(model)
-
-
-def generated(model: Any) -> list[torch.Tensor]:
-    """Greedy tokens."""
-    return [base_of(model).generate(**prompt(model), max_new_tokens=4, do_sample=False)]
-
-
-def labelled(model: Any) -> dict[str, torch.Tensor]:
-    """The prompt with labels."""
-    inputs = prompt(model)
-    return inputs | {"labels": inputs["input_ids"]}
-
-
-def gradients(model: Any) -> list[torch.Tensor]:
-    """The loss of the whole model, called through its wrappers, and the gradient of all that is trained."""
-    model.zero_grad(set_to_none=True)
-    loss = model(**labelled(model)).loss
-    loss.backward()
-    found = [loss, *(_whole(p.grad) for p in parameters_of(model) if p.grad is not None)]
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def under_autocast(use: Use) -> Use:
-    """The same in bf16 autocast."""
-
-    def inside(model: Any) -> list[torch.Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return use(model)
-
-    return inside
-
-
-def curve(model: Any, **options: Any) -> list[torch.Tensor]:
-    """The losses of a short run of Trainer, and what was trained by its end."""
-    with tempfile.TemporaryDirectory() as path:
-        arguments = transformers.TrainingArguments(
-            output_dir=path,
-            max_steps=3,
-            per_device_train_batch_size=1,
-            learning_rate=1e-3,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            remove_unused_columns=False,
-            disable_tqdm=True,
-            **options,
-        )
-        base, trained = base_of(model), [base_of(model), *parameters_of(model)]
-        data = [labelled(base)] * 3
-        before = [parameter.detach().clone() for parameter in trained[1:]]
-        trainer = transformers.Trainer(base, arguments, train_dataset=data, data_collator=lambda rows: rows[0])
-        _silence(trainer)
-        trainer.train()
-        losses = torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        after = [parameter.detach().clone() for parameter in trained[1:]]
-        with torch.no_grad():
-            for parameter, value in zip(trained[1:], before, strict=True):
-                parameter.copy_(value)
-        base.eval().zero_grad(set_to_none=True)
-    assert len(losses) == 3
-    return [losses, *after]
-
-
-def loop(model: Any) -> list[torch.Tensor]:
-    """A loop of accelerate's in bf16, with a reference without gradients as TRL's trainers have; what was trained."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    trained = parameters_of(model)
-    before = [parameter.detach().clone() for parameter in trained]
-    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-3))
-    losses = []
-    for _ in range(3):
-        with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
-            reference = prepared(**labelled(model)).loss
-        loss = prepared(**labelled(model)).loss
-        accelerator.backward(loss + (loss - reference).square())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().float())
-    accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    AcceleratorState._reset_state(True)
-    after = [parameter.detach().clone() for parameter in trained]
-    with torch.no_grad():
-        for parameter, value in zip(trained, before, strict=True):
-            parameter.copy_(value)
-    return [torch.stack(losses), *after]
-
-
-def _silence(trainer: Any) -> None:
-    from transformers.trainer_callback import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)
-
-
-def captions(model: Any) -> list[torch.Tensor]:
-    """Tokens from `pipeline("image-text-to-text")` for a drawn picture."""
-    from PIL import Image
-
-    sys.path.insert(0, str(EXAMPLES))
-    from media.processors import load_processor
-
-    processor = load_processor(base_of(model).config._name_or_path)
-    pipe = transformers.pipeline("image-text-to-text", model=base_of(model), processor=processor)
-    content = [{"type": "image"}, {"type": "text", "text": "what is this ?"}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    picture = Image.effect_mandelbrot((48, 36), (-2, -1, 1, 1), 20).convert("RGB")
-    out = pipe(
-        images=[picture], text=text, return_tensors=True, generate_kwargs=dict(max_new_tokens=4, do_sample=False)
-    )
-    return [out[0]["generated_token_ids"]]
-
-
-def trained(family: str) -> Any:
-    """The trained checkpoint of the examples, which has a processor."""
-    return transformers.AutoModelForImageTextToText.from_pretrained(EXAMPLES / "tiny_captioner" / family).eval()
-
-
-# --- how it is wrapped ----------------------------------------------------------------------------------------------
-
-
-def lora(pattern: str, *then: str) -> Wrap:
-    """PEFT's LoRA on all modules that a pattern matches, its matrices drawn at random; then merged or unmerged."""
-
-    def wrap(model: Any, _: ExitStack) -> Any:
-        import peft
-
-        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=pattern, init_lora_weights=False)
-        torch.manual_seed(0)
-        adapted = peft.get_peft_model(model, config).eval()
-        for step in then:
-            getattr(adapted, f"{step}_adapter")()
-        return adapted
-
-    return wrap
-
-
-def unloaded(model: Any, stack: ExitStack) -> Any:
-    """LoRA on the tower, merged for good."""
-    return lora(ON_TOWER)(model, stack).merge_and_unload().eval()
-
-
-ON_TOWER, OFF_TOWER = (
-    r".*visual\.blocks\..*(qkv|proj|fc1|fc2|linear_fc1|linear_fc2)",
-    r".*language_model.*(q_proj|v_proj)",
+PLAIN = (
+    fast("nothing"),
+    fast("nothing, `generate`", use=uses.generated),
 )
 
-
-class Quantised(nn.Module):
-    """A Linear in int8 with a scale per row, as bitsandbytes puts one in the place of a Linear."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
-        self.register_buffer("scale", scale)
-        self.bias = linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
-
-
-class Int8Weight(torch.Tensor):
-    """A tensor whose class computes a Linear's product from int8 and a scale, as torchao's do."""
-
-    @staticmethod
-    def __new__(cls, weight: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.scale = weight.abs().amax(1, keepdim=True) / 127
-        self.values = (weight / self.scale).round().to(torch.int8)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            x, weight, bias = *args, *([None] * (3 - len(args)))
-            return F.linear(x, weight.values.to(x.dtype) * weight.scale, bias)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            twin = Int8Weight.__new__(cls, args[0])
-            twin.scale, twin.values = args[0].scale, args[0].values
-            return twin
-        raise NotImplementedError(f"{func} of an int8 weight")
-
-
-def linears_of(model: Any) -> Iterable[tuple[nn.Module, str, nn.Linear]]:
-    """Every Linear in the blocks, with its parent and its name there."""
-    for block in tower_of(model).blocks:
-        for parent in list(block.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    yield parent, name, child
-
-
-def replaced_linears(model: Any, _: ExitStack) -> Any:
-    for parent, name, linear in linears_of(model):
-        setattr(parent, name, Quantised(linear))
-    return model
-
-
-def replaced_weights(model: Any, _: ExitStack) -> Any:
-    for _, _, linear in linears_of(model):
-        linear.weight = nn.Parameter(Int8Weight(linear.weight.detach()), requires_grad=False)
-    return model
-
-
-def bitsandbytes(kind: str) -> Wrap:
-    """bitsandbytes' own Linears in the blocks."""
-
-    def wrap(model: Any, _: ExitStack) -> Any:
-        import bitsandbytes as bnb
-
-        for parent, name, linear in linears_of(model):
-            sizes = linear.in_features, linear.out_features, linear.bias is not None
-            if kind == "4 bit":
-                new = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
-                new.weight = bnb.nn.Params4bit(linear.weight.detach(), requires_grad=False, quant_type="nf4")
-            else:
-                new = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
-                new.weight = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
-            new.bias = linear.bias
-            setattr(parent, name, new.to("cpu"))
-        return model
-
-    return wrap
-
-
-def torchao(model: Any, _: ExitStack) -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(tower_of(model).blocks, Int8WeightOnlyConfig())
-    return model
-
-
-def dispatched(model: Any, stack: ExitStack) -> Any:
-    """As `device_map` does: hooks on the tower and the language model, the latter's weights on disk."""
-    from accelerate import dispatch_model
-
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    places = {"model.visual": "cpu", "model.language_model": "disk", "lm_head": "cpu"}
-    return dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
-
-
-def offloaded(model: Any, _: ExitStack) -> Any:
-    from accelerate import cpu_offload
-
-    cpu_offload(model, execution_device="cpu")
-    return model
-
-
-def process_group(stack: ExitStack) -> None:
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    store = torch.distributed.FileStore(f"{folder}/store", 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    stack.callback(torch.distributed.destroy_process_group)
-
-
-def ddp(model: Any, stack: ExitStack) -> Any:
-    process_group(stack)
-    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-
-
-def fsdp(*, blocks: bool) -> Wrap:
-    """FSDP2 over the whole model, and over each block of the tower by itself."""
-
-    def wrap(model: Any, stack: ExitStack) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        process_group(stack)
-        mesh = init_device_mesh("cpu", (1,))
-        if blocks:
-            for block in tower_of(model).blocks:
-                fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    return wrap
-
-
-def compiled(what: str) -> Wrap:
-    """torch.compile of the model or of the tower; the backend decides nothing about what is traced."""
-
-    def wrap(model: Any, stack: ExitStack) -> Any:
-        stack.callback(torch._dynamo.reset)
-        if what == "model":
-            return torch.compile(model, backend="eager")
-        if what == "in place":
-            tower_of(model).compile(backend="eager")
-        else:
-            model.model.visual = torch.compile(model.model.visual, backend="eager")
-        return model
-
-    return wrap
-
-
-def checkpointed(*, reentrant: bool, frozen: bool = False) -> Wrap:
-    def wrap(model: Any, _: ExitStack) -> Any:
-        checkpoint_layers(model, reentrant=reentrant)
-        if frozen:
-            tower_of(model).requires_grad_(False)
-        return model.train()
-
-    return wrap
-
-
-def frozen(model: Any, _: ExitStack) -> Any:
-    tower_of(model).requires_grad_(False)
-    return model
-
-
-def cast(how: Callable[[Any], Any]) -> Wrap:
-    return lambda model, _: how(model)
-
-
-def through_torch_save(model: Any, _: ExitStack) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-def reloaded(**kwargs: Any) -> Wrap:
-    """Saved and loaded again from its folder."""
-
-    def wrap(model: Any, stack: ExitStack) -> Any:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        model.save_pretrained(folder)
-        return type(model).from_pretrained(folder, **kwargs).eval()
-
-    return wrap
-
-
-def other_weights(*, assign: bool) -> Wrap:
-    def wrap(model: Any, _: ExitStack) -> Any:
-        state = {name: value * 1.25 for name, value in model.state_dict().items()}
-        model.load_state_dict(state, assign=assign)
-        return model
-
-    return wrap
-
-
-def told(implementation: Any) -> Wrap:
-    def wrap(model: Any, _: ExitStack) -> Any:
-        model.set_attn_implementation(implementation)
-        return model
-
-    return wrap
-
-
-def hooked(where: str) -> Wrap:
-    """A hook that doubles what a module returns, if that is one tensor."""
-
-    def wrap(model: Any, _: ExitStack) -> Any:
-        def double(module: nn.Module, args: Any, output: Any) -> Any:
-            return output * 2 if isinstance(output, torch.Tensor) else None
-
-        tower_of(model).get_submodule(where).register_forward_hook(double)
-        return model
-
-    return wrap
-
-
-def asked(name: str) -> Wrap:
-    def wrap(model: Any, _: ExitStack) -> Any:
-        config = tower_of(model).config
-        setattr(config, f"_{name}" if name == "output_attentions" else name, True)  # that one's setter wants eager
-        return model
-
-    return wrap
-
-
-def liger_like(model: Any, _: ExitStack) -> Any:
-    """As Liger and `kernels` change a model: another class's forward bound to each norm of the blocks."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return type(self).forward(self, x) * 1.5
-
-    for block in tower_of(model).blocks:
-        for norm in (block.norm1, block.norm2):
-            norm.forward = MethodType(forward, norm)
-    return model
-
-
-def other_rotation(model: Any, stack: ExitStack) -> Any:
-    """The rotation of queries and keys replaced in transformers' module, as Liger does for Qwen3-VL."""
-    home = sys.modules[type(model).__module__]
-    stock = home.apply_rotary_pos_emb_vision
-    stack.callback(setattr, home, "apply_rotary_pos_emb_vision", stock)
-    home.apply_rotary_pos_emb_vision = lambda q, k, cos, sin: stock(q, k, cos, -sin)
-    return model
-
-
-def liger(*, classes: bool) -> Wrap:
-    """Liger itself, on this instance or (before it is built) on transformers' classes; on the GPU."""
-
-    def wrap(model: Any, stack: ExitStack) -> Any:
-        from liger_kernel.transformers import monkey_patch
-
-        family = model.config.model_type
-        apply = getattr(monkey_patch, f"apply_liger_kernel_to_{family}")
-        options = dict(fused_linear_cross_entropy=False, rope=False, swiglu=False)
-        model, home = model.cuda(), sys.modules[type(model).__module__]
-        stack.callback(vars(home).update, dict(vars(home)))
-        # Stock's convolution would round fp32 to TF32, which the product in its place does not.
-        stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-        torch.backends.cudnn.allow_tf32 = False
-        if not classes:
-            apply(**options, model=model)
-            return model
-        apply(**options)
-        twin = type(model)._from_config(model.config).eval().cuda()
-        twin.load_state_dict(model.state_dict())
-        return twin
-
-    return wrap
-
-
-def fused_patch_embed(model: Any, stack: ExitStack) -> Any:
-    """transformers' own fusion of patch embeddings, which stays on for the process: what it registers is put back."""
-    from transformers import conversion_mapping, monkey_patching
-
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    model.save_pretrained(folder)
-    kinds = {module.config.model_type for module in model.modules() if hasattr(module, "config")}
-    for kind in kinds:
-        known = conversion_mapping.get_checkpoint_conversion_mapping(kind) or []
-        stack.callback(conversion_mapping.register_checkpoint_conversion_mapping, kind, known, overwrite=True)
-    stack.callback(monkey_patching.clear_patch_mapping)
-    fused = type(model).from_pretrained(folder, fusion_config={"patch_embeddings": True}).eval()
-    linear, convolution = tower_of(fused).patch_embed.linear_proj, tower_of(model).patch_embed.proj
-    with torch.no_grad():  # transformers 5.23 leaves them as they were drawn for two of the families
-        linear.weight.copy_(convolution.weight.flatten(1))
-        if convolution.bias is not None:
-            linear.bias.copy_(convolution.bias)
-    return fused
-
-
-FAST: dict[str, Any] = dict(outcome="fast")
-PEFT, LIGER = ("peft",), ("liger_kernel",)
-SEVERAL, OWN_CLASS = "parameters of several dtypes", "parameters of a class of their own"
+ADAPTED = (
+    fast("PEFT LoRA on the tower", libraries.lora(TOWER_LINEARS), **PEFT),
+    fast("PEFT LoRA on the tower, merged", libraries.lora(TOWER_LINEARS, "merge"), **PEFT),
+    fast("PEFT LoRA on the tower, unmerged", libraries.lora(TOWER_LINEARS, "merge", "unmerge"), **PEFT),
+    fast("PEFT LoRA on the tower, merged and unloaded", libraries.lora_unloaded, **PEFT),
+    fast("PEFT LoRA on the tower, trained", libraries.lora(TOWER_LINEARS), use=uses.gradients, **PEFT),
+    fast("PEFT LoRA on `patch_embed.proj`", libraries.lora(r".*patch_embed.proj"), unfused="Conv3d", **PEFT),
+    fast("PEFT LoRA on the language model", libraries.lora(TEXT_LINEARS), **PEFT),
+    fast("PEFT LoRA on the language model, trained", libraries.lora(TEXT_LINEARS), use=uses.gradients, **PEFT),
+)
+
+QUANTISED = (
+    stock("Linears replaced by int8 ones", quantised.int8_linears, SEVERAL_DTYPES),
+    stock("weights replaced by a tensor subclass", quantised.int8_weights, OWN_CLASS),
+    stock("bitsandbytes, 4 bit", quantised.bitsandbytes_4bit, SEVERAL_DTYPES, OWN_CLASS, **BNB),
+    stock("bitsandbytes, 8 bit", quantised.bitsandbytes_8bit, SEVERAL_DTYPES, OWN_CLASS, **BNB),
+    stock("torchao, int8 weights", quantised.torchao_int8, OWN_CLASS, needs=("torchao",)),
+)
+
+PLACED = (
+    fast("`device_map`, the tower on one device", libraries.dispatched),
+    stock("CPU offload", libraries.offloaded, "accelerate hooks on patch_embed"),
+    fast("DDP", libraries.ddp),
+    fast("DDP, trained", libraries.ddp, use=uses.gradients),
+    fast("FSDP2 over the model", libraries.fsdp(blocks=False), use=uses.answers),
+    fast("FSDP2 over every block", libraries.fsdp(blocks=True), use=uses.answers),
+    fast("FSDP2 over every block, trained", libraries.fsdp(blocks=True), use=uses.gradients),
+)
+
+COMPILED = (
+    fast("`torch.compile(model)`", libraries.compiled_model, use=uses.answer_to_one_image, slow=True),
+    fast("`torch.compile(model.visual)`", libraries.compiled_tower, use=uses.features_of_two_sizes, slow=True),
+    fast("`model.visual.compile()`", libraries.compiled_in_place, use=uses.features_of_two_sizes, slow=True),
+)
+
+TRAINED = (
+    fast("trained", use=uses.gradients),
+    fast("trained with the tower frozen", changes.frozen, use=uses.gradients),
+    fast("gradient checkpointing", changes.checkpointed(reentrant=False), use=uses.gradients),
+    fast("gradient checkpointing, reentrant", changes.checkpointed(reentrant=True), use=uses.gradients),
+    fast(
+        "gradient checkpointing, the tower frozen",
+        changes.checkpointed(reentrant=False, freeze=True),
+        use=uses.gradients,
+    ),
+    fast(
+        "gradient checkpointing, reentrant, the tower frozen",
+        changes.checkpointed(reentrant=True, freeze=True),
+        use=uses.gradients,
+    ),
+    fast("gradient checkpointing, evaluated", changes.checkpointed(reentrant=False)),
+    fast("`Trainer`", use=uses.run_of_trainer, **RUN_OF_TRAINING),
+    fast("`Trainer`, the tower frozen", changes.frozen, use=uses.run_of_trainer, slow=True, **RUN_OF_TRAINING),
+    fast(
+        "`Trainer` with checkpointing, the tower frozen",
+        changes.checkpointed(reentrant=False, freeze=True),
+        use=uses.run_of_trainer,
+        slow=True,
+        **RUN_OF_TRAINING,
+    ),
+    fast("`Trainer` with `bf16=True`, the tower frozen", changes.frozen, use=uses.run_in_bf16, **RUN_IN_BF16),
+    fast("a loop of accelerate's in bf16, the tower frozen", changes.frozen, use=uses.run_of_accelerate, **RUN_IN_BF16),
+    fast(
+        "a loop of TRL's kind in bf16, PEFT LoRA on the language model",
+        libraries.lora(TEXT_LINEARS),
+        use=uses.run_of_accelerate,
+        **PEFT,
+        **RUN_IN_BF16,
+    ),
+)
+
+CAST = (
+    fast("autocast", use=uses.under_autocast(uses.answers), bound=2e-2),
+    fast("`.to(torch.bfloat16)`", changes.by(lambda model: model.to(torch.bfloat16)), bound=2e-2),
+    fast("`.half()`", changes.by(lambda model: model.half()), bound=2e-2),
+    fast("`.half().float()`", changes.by(lambda model: model.half().float())),
+    fast("`.double()`", changes.by(lambda model: model.double())),
+)
+
+COPIED = (
+    fast("`deepcopy`", changes.by(copy.deepcopy)),
+    fast("`pickle`", changes.by(changes.through_pickle)),
+    fast("`torch.save` and `torch.load`", changes.by(changes.through_torch_save)),
+    fast("`save_pretrained` and loaded", changes.through_save_pretrained, orders=(BEFORE,)),
+    unpatched("`save_pretrained` and loaded", changes.through_save_pretrained),
+    fast("`load_state_dict`", changes.other_weights(assign=False)),
+    fast("`load_state_dict(assign=True)`", changes.other_weights(assign=True)),
+)
+
+SWITCHED = (
+    fast('`set_attn_implementation("eager")`', changes.attending_by("eager"), orders=(BEFORE,)),
+    unpatched('`set_attn_implementation("eager")`', changes.attending_by("eager")),
+    fast("`set_attn_implementation` for the text", changes.attending_by({"text_config": "eager"})),
+    stock(
+        "`config.output_hidden_states`",
+        changes.config_flag("output_hidden_states"),
+        "output_hidden_states is requested",
+        use=uses.features,
+    ),
+    stock(
+        "`config.output_attentions`",
+        changes.config_flag("output_attentions"),
+        "output_attentions is requested",
+        use=uses.features,
+    ),
+    fast("a hook on the tower", changes.hooked("")),
+    stock("a hook on a block", changes.hooked("blocks.1"), "hooks on blocks.1"),
+    stock("a hook on a Linear", changes.hooked("blocks.1.attn.proj"), "hooks on blocks.1"),
+)
+
+OPERATIONS_REPLACED = (
+    fast("norms' forwards bound by another library (as Liger and `kernels` do)", libraries.norms_bound),
+    stock(
+        "the rotation replaced in transformers' module (as Liger does for Qwen3-VL)",
+        libraries.rotation_replaced,
+        "computes something else than our operations",
+    ),
+    fast("Liger on the model", libraries.liger(classes=False), **LIGER),
+    fast("Liger on the classes", libraries.liger(classes=True), **LIGER),
+    stock(
+        "transformers' fusion of patch embeddings",
+        libraries.fused_patch_embed,
+        "the tower is not built as",
+        obstacle=no_fusions,
+        slow=True,
+        orders=(BEFORE,),
+    ),
+)
+
+PIPELINES = (fast('`pipeline("image-text-to-text")`', build=trained_checkpoint, use=uses.captions),)
 
 ROWS: tuple[Row, ...] = (
-    Row(name="nothing", **FAST),
-    Row(name="nothing, `generate`", use=generated, **FAST),
-    # PEFT
-    Row(name="PEFT LoRA on the tower", wrap=lora(ON_TOWER), needs=PEFT, **FAST),
-    Row(name="PEFT LoRA on the tower, merged", wrap=lora(ON_TOWER, "merge"), needs=PEFT, **FAST),
-    Row(name="PEFT LoRA on the tower, unmerged", wrap=lora(ON_TOWER, "merge", "unmerge"), needs=PEFT, **FAST),
-    Row(name="PEFT LoRA on the tower, merged and unloaded", wrap=unloaded, needs=PEFT, **FAST),
-    Row(name="PEFT LoRA on the tower, trained", wrap=lora(ON_TOWER), use=gradients, needs=PEFT, **FAST),
-    Row(name="PEFT LoRA on `patch_embed.proj`", wrap=lora(r".*patch_embed.proj"), needs=PEFT, unfused="Conv3d", **FAST),
-    Row(name="PEFT LoRA on the language model", wrap=lora(OFF_TOWER), needs=PEFT, **FAST),
-    Row(name="PEFT LoRA on the language model, trained", wrap=lora(OFF_TOWER), use=gradients, needs=PEFT, **FAST),
-    # Quantisation
-    Row(name="Linears replaced by int8 ones", wrap=replaced_linears, outcome="stock", reasons=(SEVERAL,)),
-    Row(name="weights replaced by a tensor subclass", wrap=replaced_weights, outcome="stock", reasons=(OWN_CLASS,)),
-    Row(
-        name="bitsandbytes, 4 bit",
-        wrap=bitsandbytes("4 bit"),
-        needs=("bitsandbytes",),
-        outcome="stock",
-        reasons=(SEVERAL, OWN_CLASS),
-    ),
-    Row(
-        name="bitsandbytes, 8 bit",
-        wrap=bitsandbytes("8 bit"),
-        needs=("bitsandbytes",),
-        outcome="stock",
-        reasons=(SEVERAL, OWN_CLASS),
-    ),
-    Row(name="torchao, int8 weights", wrap=torchao, needs=("torchao",), outcome="stock", reasons=(OWN_CLASS,)),
-    # accelerate and torch.distributed
-    Row(name="`device_map`, the tower on one device", wrap=dispatched, **FAST),
-    Row(name="CPU offload", wrap=offloaded, outcome="stock", reasons=("accelerate hooks on patch_embed",)),
-    Row(name="DDP", wrap=ddp, **FAST),
-    Row(name="DDP, trained", wrap=ddp, use=gradients, **FAST),
-    Row(name="FSDP2 over the model", wrap=fsdp(blocks=False), use=answers, **FAST),
-    Row(
-        name="FSDP2 over every block",
-        wrap=fsdp(blocks=True),
-        use=answers,
-        **FAST,
-    ),
-    Row(
-        name="FSDP2 over every block, trained",
-        wrap=fsdp(blocks=True),
-        use=gradients,
-        **FAST,
-    ),
-    # torch.compile
-    Row(name="`torch.compile(model)`", wrap=compiled("model"), use=one_answer, slow=True, **FAST),
-    Row(name="`torch.compile(model.visual)`", wrap=compiled("tower"), use=one_image, slow=True, **FAST),
-    Row(name="`model.visual.compile()`", wrap=compiled("in place"), use=one_image, slow=True, **FAST),
-    # Training
-    Row(name="trained", use=gradients, **FAST),
-    Row(name="trained with the tower frozen", wrap=frozen, use=gradients, **FAST),
-    Row(name="gradient checkpointing", wrap=checkpointed(reentrant=False), use=gradients, **FAST),
-    Row(name="gradient checkpointing, reentrant", wrap=checkpointed(reentrant=True), use=gradients, **FAST),
-    Row(
-        name="gradient checkpointing, the tower frozen",
-        wrap=checkpointed(reentrant=False, frozen=True),
-        use=gradients,
-        **FAST,
-    ),
-    Row(
-        name="gradient checkpointing, reentrant, the tower frozen",
-        wrap=checkpointed(reentrant=True, frozen=True),
-        use=gradients,
-        **FAST,
-    ),
-    Row(name="gradient checkpointing, evaluated", wrap=checkpointed(reentrant=False), **FAST),
-    Row(name="`Trainer`", use=curve, bound=1e-4, exact=False, **FAST),
-    Row(name="`Trainer`, the tower frozen", wrap=frozen, use=curve, bound=1e-4, slow=True, exact=False, **FAST),
-    Row(
-        name="`Trainer` with checkpointing, the tower frozen",
-        wrap=checkpointed(reentrant=False, frozen=True),
-        use=curve,
-        bound=1e-4,
-        slow=True,
-        exact=False,
-        **FAST,
-    ),
-    Row(
-        name="`Trainer` with `bf16=True`, the tower frozen",
-        wrap=frozen,
-        use=partial(curve, bf16=True),
-        bound=2e-2,
-        exact=False,
-        **FAST,
-    ),
-    Row(
-        name="a loop of accelerate's in bf16, the tower frozen", wrap=frozen, use=loop, bound=2e-2, exact=False, **FAST
-    ),
-    Row(
-        name="a loop of TRL's kind in bf16, PEFT LoRA on the language model",
-        wrap=lora(OFF_TOWER),
-        use=loop,
-        needs=PEFT,
-        bound=2e-2,
-        exact=False,
-        **FAST,
-    ),
-    # Dtypes
-    Row(name="autocast", use=under_autocast(answers), bound=2e-2, **FAST),
-    Row(name="`.to(torch.bfloat16)`", wrap=cast(lambda model: model.to(torch.bfloat16)), bound=2e-2, **FAST),
-    Row(name="`.half()`", wrap=cast(lambda model: model.half()), bound=2e-2, **FAST),
-    Row(name="`.half().float()`", wrap=cast(lambda model: model.half().float()), **FAST),
-    Row(name="`.double()`", wrap=cast(lambda model: model.double()), **FAST),
-    # Copies and weights
-    Row(name="`deepcopy`", wrap=cast(copy.deepcopy), **FAST),
-    Row(name="`pickle`", wrap=cast(lambda model: pickle.loads(pickle.dumps(model))), **FAST),
-    Row(name="`torch.save` and `torch.load`", wrap=through_torch_save, **FAST),
-    Row(name="`save_pretrained` and loaded", wrap=reloaded(), orders=ORDERS[:1], **FAST),
-    Row(name="`save_pretrained` and loaded", wrap=reloaded(), orders=ORDERS[1:], outcome="unpatched"),
-    Row(name="`load_state_dict`", wrap=other_weights(assign=False), **FAST),
-    Row(name="`load_state_dict(assign=True)`", wrap=other_weights(assign=True), **FAST),
-    # Attention by name
-    Row(name='`set_attn_implementation("eager")`', wrap=told("eager"), orders=ORDERS[:1], **FAST),
-    Row(name='`set_attn_implementation("eager")`', wrap=told("eager"), orders=ORDERS[1:], outcome="unpatched"),
-    Row(name="`set_attn_implementation` for the text", wrap=told({"text_config": "eager"}), **FAST),
-    # Outputs and hooks
-    Row(
-        name="`config.output_hidden_states`",
-        wrap=asked("output_hidden_states"),
-        use=features,
-        outcome="stock",
-        reasons=("output_hidden_states is requested",),
-    ),
-    Row(
-        name="`config.output_attentions`",
-        wrap=asked("output_attentions"),
-        use=features,
-        outcome="stock",
-        reasons=("output_attentions is requested",),
-    ),
-    Row(name="a hook on the tower", wrap=hooked(""), **FAST),
-    Row(name="a hook on a block", wrap=hooked("blocks.1"), outcome="stock", reasons=("hooks on blocks.1",)),
-    Row(name="a hook on a Linear", wrap=hooked("blocks.1.attn.proj"), outcome="stock", reasons=("hooks on blocks.1",)),
-    # Other libraries that change operations
-    Row(name="norms' forwards bound by another library (as Liger and `kernels` do)", wrap=liger_like, **FAST),
-    Row(
-        name="the rotation replaced in transformers' module (as Liger does for Qwen3-VL)",
-        wrap=other_rotation,
-        outcome="stock",
-        reasons=("computes something else than our operations",),
-    ),
-    Row(name="Liger on the model", wrap=liger(classes=False), needs=LIGER, use=features, bound=1e-4, **FAST),
-    Row(name="Liger on the classes", wrap=liger(classes=True), needs=LIGER, use=features, bound=1e-4, **FAST),
-    Row(
-        name="transformers' fusion of patch embeddings",
-        wrap=fused_patch_embed,
-        slow=True,
-        orders=ORDERS[:1],
-        outcome="stock",
-        reasons=("the tower is not built as",),
-    ),
-    Row(name='`pipeline("image-text-to-text")`', build=trained, use=captions, **FAST),
+    *PLAIN,
+    *ADAPTED,
+    *QUANTISED,
+    *PLACED,
+    *COMPILED,
+    *TRAINED,
+    *CAST,
+    *COPIED,
+    *SWITCHED,
+    *OPERATIONS_REPLACED,
+    *PIPELINES,
 )
 
+# Ways whose tests need more than a row says: the outcome, and the test that shows it.
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "two models, one patched": ("fast, and stock", "integration/test_wrapping.py::test_two_models_one_patched"),
     "two towers of one config": ("fast", "integration/test_wrapping.py::test_two_towers_of_one_config"),
@@ -811,4 +323,3 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "integration/test_replaced.py::test_transforms_of_torch_func_go_the_stock_way",
     ),
 }
-"""Ways whose tests need more than a row says: what comes out, and the test that shows it."""

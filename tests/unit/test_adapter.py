@@ -12,7 +12,7 @@ import pytest
 import torch
 from standins import INTERPRETED, alike
 from support.layers import one_node_a_layer
-from support.matrix import flat
+from support.tensors import flat
 from tiny import GRIDS, TINY, checkpoint_layers, pixels_for, relative_error, tower_of
 from torch import nn
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from standins import SMALL
 from support.families import CLASSES, build, run, trained
 from support.grids import drawn, frames_of
-from support.matrix import flat
+from support.tensors import flat
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

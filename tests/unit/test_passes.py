@@ -17,7 +17,7 @@ from standins import ONE_TOWER, SMALL, TOWERS
 from support.families import CLASSES, GRIDS, build, run, trained
 from support.graphs import patch as patch_with_graphs
 from support.grids import drawn, frames_of
-from support.matrix import flat
+from support.tensors import flat
 from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
