@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_only import TINY
-from tiny import assert_close, randomise, relative_error
+from support.attention_only import CLASSES, TINY, build, inputs, takes_segments
+from tiny import assert_close, relative_error
 from torch import nn
 
 import hf_vit_accel
@@ -26,44 +26,11 @@ from hf_vit_accel.layout import Geometry
 from hf_vit_accel.tower import loading as registration
 from hf_vit_accel.tower.state import state_of
 
-GRID = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (2, 8, 8)]
-CLASSES = [(family, *tower) for family in FAMILIES if family.attention_only for tower in family.towers]
-
-
-NO_SEGMENTS = "before transformers 5.23 the layers of MiniMax-M3 know no segments: its pictures attend to each other"
-
-
-def build(module: str, name: str) -> nn.Module:
-    kind: Any = getattr(pytest.importorskip(module), name)
-    config = kind.config_class()
-    for field, value in TINY[name].config.items():
-        setattr(config, field, copy.deepcopy(value))
-    config._attn_implementation_internal = "sdpa"
-    return randomise(kind(config).eval())
-
 
 @pytest.fixture(params=CLASSES, ids=lambda family_module_class: family_module_class[2])
 def tower(request: pytest.FixtureRequest) -> nn.Module:
     _, module, name = request.param
-    tower = build(module, name)
-    if name.startswith("MiniMax") and not takes_segments(tower.layers[0]):
-        pytest.skip(NO_SEGMENTS)
-    return tower
-
-
-def takes_segments(layer: nn.Module) -> bool:
-    return "cu_seqlens" in inspect.signature(layer.self_attn.forward).parameters
-
-
-def inputs(tower: nn.Module, seed: int = 0) -> dict[str, Any]:
-    tiny = TINY[type(tower).__name__]
-    grid = GRID if tiny.clips else [(1, h, w) for t, h, w in GRID for _ in range(t)]
-    grid = [(2, h, w) for _, h, w in GRID] if tiny.alike else grid
-    rows = sum(t * h * w for t, h, w in grid)
-    shape = (rows, 3, 2, 2) if tiny.square else (rows, 3 * 4 * tiny.frames)
-    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    merge_sizes = {"merge_sizes": torch.tensor([2, 1, 2, 2])} if tiny.merge_sizes else {}
-    return {"pixel_values": pixels, "grid_thw": torch.tensor(grid), **merge_sizes}
+    return build(module, name)
 
 
 def run(tower: nn.Module, *, trained: bool = False) -> list[torch.Tensor]:
@@ -161,7 +128,7 @@ def test_a_score_mod_is_applied(tower: nn.Module) -> None:
 def test_layers_that_take_no_segments_count_as_stock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """MiniMax-M3 has such layers before transformers 5.23, where its other tests are skipped."""
     module = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
-    tower = build(module, "MiniMaxM3VLVisionModel")
+    tower = build(module, "MiniMaxM3VLVisionModel", without_segments=True)
     for layer in tower.layers:
         if takes_segments(layer):
             monkeypatch.setattr(layer.self_attn, "forward", lambda hidden_states, **_: (hidden_states * 0.5, None))

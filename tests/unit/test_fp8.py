@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standins import SMALL, both_towers, status_of
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.fp8 import attend_on_cpu, quantize_on_cpu, run_fp8_on_cpu
 from support.graphs import draw_grid, patch
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
@@ -35,7 +36,6 @@ from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.ops.fp8 import quantize as quantize_module
 from hf_vit_accel.ops.fp8 import scales as scales_module
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
-from hf_vit_accel.ops.fp8.quantize import dequantize_reference, quantize_reference, sample_reference
 from hf_vit_accel.ops.fp8.scales import Amax, Scales
 from hf_vit_accel.tower.state import state_of
 
@@ -57,48 +57,9 @@ def cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
 # --- on a CPU, by references ----------------------------------------------------------------------------------------
 
 
-def quantize_on_cpu(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    used_1: torch.Tensor,
-    call_43H: torch.Tensor,
-    padded: int,
-    *,
-    final: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    center_HD, expected_3H = sample_reference(qkv, int(used_1))
-    if not final:
-        call_43H[:] = float("nan")  # as empty memory may be
-        call_43H[0], call_43H[1] = expected_3H, 0
-    out, used, found = quantize_reference(qkv, cos, sin, int(used_1), center_HD, call_43H[0], padded, final=final)
-    call_43H[1], call_43H[2], call_43H[3, 0, 0] = call_43H[1].maximum(found), used, 1 / (used[0, 0] * used[1, 0])
-    return out, center_HD
-
-
-def attend_on_cpu(plan: Any, qkv_3THP: torch.Tensor, descale_1: torch.Tensor) -> torch.Tensor:
-    out_THP, heads = torch.full(qkv_3THP.shape[1:], float("nan")), qkv_3THP.shape[2]
-    starts = (plan.tensors["offsets"].flatten() // (heads * qkv_3THP.shape[3])).tolist()
-    for start, length in zip(starts, plan.tensors["lengths"].flatten().tolist(), strict=False):
-        assert length <= plan.host["max_seqlen"]
-        rows = slice(start, start + length)
-        q, k, v = qkv_3THP[:, rows].float()
-        scores = torch.einsum("qhd,khd->hqk", q, k) * descale_1 * plan.request.scale
-        out_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    return out_THP.to(E4M3)
-
-
 @pytest.fixture
 def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8's own arithmetic in plain torch, wherever tensors are."""
-    monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
-    monkeypatch.setattr(CudnnFp8, "probe", lambda self: [])
-    monkeypatch.setattr(CudnnFp8, "prepare", lambda self, plan: None)
-    monkeypatch.setattr(cudnn_fp8, "why_not_triton", lambda device, dtype: None)
-    monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
-    monkeypatch.setattr(cudnn_fp8, "dequantize", dequantize_reference)
-    monkeypatch.setattr(cudnn_fp8, "_attend", attend_on_cpu)
-    monkeypatch.setattr(cudnn_fp8, "_written", lambda request: E4M3)
+    run_fp8_on_cpu(monkeypatch)
 
 
 def scales_of(model: Any) -> Scales:
