@@ -860,10 +860,6 @@ def _groups(rank: int) -> None:
         twin = pickle.loads(pickle.dumps(model))
     assert_close(run_tower(tower_of(twin), MIXED), expected)
     assert told(twin) is None
-    hf_vit_accel.patch(model, data_parallel=True)
-    twin = pickle.loads(pickle.dumps(model))
-    assert_close(run_tower(tower_of(twin), MIXED), expected)
-    assert told(twin) == f"rank {rank} of 2, 1 calls shared"
     for wanted, what in ((mesh, "a mesh of 2"), ("all", "'all'"), (None, "got None"), (1, "got 1")):
         with pytest.raises(ValueError, match=f"expected data_parallel to be False, True, .*{what}"):
             hf_vit_accel.patch(model, data_parallel=wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import threading
 from collections.abc import Callable
@@ -628,14 +627,6 @@ def test_what_a_failed_pass_made_is_gone_before_the_next(monkeypatch: pytest.Mon
 
 
 # --- beside other settings --------------------------------------------------------------------------------------------
-
-
-def test_copies_and_pickles_keep_the_setting() -> None:
-    model = hf_vit_accel.patch(TINY["qwen2_vl"].build(), max_rows=40)
-    expected = run_tower(tower_of(model), VIDEO)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_close(run_tower(tower_of(twin), VIDEO), expected, 0.0)
-        assert status_of(twin).passes == f"1 calls in {len(cut(tuple(VIDEO), 40, clips=False))} passes"
 
 
 def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
-import pickle
 import threading
 import warnings
 import weakref
@@ -171,34 +169,6 @@ def test_patched_restores_what_was(model: Any) -> None:
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_are_patched_on_their_own(model: Any, how: str) -> None:
-    tower = tower_of(model)
-    expected = run_tower(tower, GRIDS["mixed"])
-    hf_vit_accel.patch(model, fuse={"rope"})
-    run_tower(tower, GRIDS["mixed"])
-    if how == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
-    other = tower_of(twin)
-    assert state_of(other) is not state_of(tower) and state_of(other).settings == state_of(tower).settings
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.5)
-    assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-    scaled = run_tower(other, GRIDS["mixed"])
-    assert state_of(other).calls == 1 and relative_error(scaled[0], expected[0]) > 0.01
-    hf_vit_accel.unpatch(twin)
-    assert_close(run_tower(other, GRIDS["mixed"]), scaled)
-    assert state_of(tower) is not None
-
-
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_weights_stay_live(model: Any) -> None:
     tower, twin = tower_of(model), copy.deepcopy(model)
@@ -359,18 +329,8 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 
-def test_strict_raises_instead_of_falling_back(model: Any) -> None:
-    tower, grid = tower_of(model), torch.tensor(GRIDS["image"])
-    hf_vit_accel.patch(model, strict=True)
-    pixels = pixels_for(tower, GRIDS["image"])
-    tower(pixels, grid_thw=grid)
-    with torch.no_grad():
-        tower(pixels, grid_thw=grid)
-        with pytest.raises(FallbackError, match="output_hidden_states"):
-            tower(pixels, grid_thw=grid, output_hidden_states=True)
-        tower.blocks[0].register_forward_hook(lambda *_: None)
-        with pytest.raises(FallbackError, match=r"hooks on blocks\.0"):
-            tower(pixels, grid_thw=grid)
+def test_strict_refuses_to_patch_a_tower_that_would_fall_back(model: Any) -> None:
+    tower_of(model).blocks[0].register_forward_hook(lambda *_: None)
     with pytest.raises(FallbackError, match=r"hooks on blocks\.0"):
         hf_vit_accel.patch(model, strict=True)
 
