@@ -33,7 +33,8 @@ import chart  # noqa: E402
 import tables  # noqa: E402
 from media.processors import load_processor  # noqa: E402
 
-README, START = ROOT / "README.md", ROOT / "docs" / "index.md"
+README = ROOT / "README.md"
+START = ROOT / "docs" / "index.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WRITTEN = [README, *PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md", *sorted((ROOT / "examples").rglob("*.md"))]
 FENCE = re.compile(
@@ -173,7 +174,8 @@ def test_the_chart_is_that_of_the_json_files(tmp_path: Path) -> None:
     shown = chart.bars()
     with Image.open(chart.CHART) as image:
         assert image.info["Description"] == chart.shown(shown), "stale: run examples/benchmark/chart.py"
-    cell, files = ("qwen3-vl-8b", "one page"), ("plain.json", "towers.json")
+    cell = ("qwen3-vl-8b", "one page")
+    files = ("plain.json", "towers.json")
     plain, every = (tables.times(tables.load(file))[cell] for file in files)
     stock = min(found["stock sdpa"]["ms"] for found in (plain, every))
     best = min(every[name]["ms"] for name in ("auto", "auto+graph"))
@@ -246,7 +248,8 @@ def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell for what was timed; none for what was skipped or wrong, also where that is ours."""
 
     def row(size: str, contender: str, ms: float | None, gb: float | None = None) -> Row:
-        model, status = "qwen3-vl-8b", "skipped" if ms is None else "timed"
+        model = "qwen3-vl-8b"
+        status = "skipped" if ms is None else "timed"
         return Row(
             model=model,
             size=size,

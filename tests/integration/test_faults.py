@@ -50,7 +50,7 @@ def built() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def afresh(built: Any) -> Iterator[None]:
+def afresh(built: nn.Module) -> Iterator[None]:
     """Nothing is known of the machine before or after, and every model is stock again."""
     _forget()
     yield
@@ -66,16 +66,16 @@ def _forget() -> None:
     flex_backend.compiled.cache_clear()
 
 
-def status_of(model: Any) -> Any:
+def status_of(model: nn.Module) -> Any:
     return hf_vit_accel.status(model).towers[0]
 
 
-def faults_of(model: Any) -> set[str]:
+def faults_of(model: nn.Module) -> set[str]:
     return set(state_of(tower_of(model)).faults)
 
 
 def raises(error: BaseException) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         raise error.with_traceback(None)
 
     return call
@@ -88,7 +88,9 @@ class Graph:
     """A built plan: reads and writes where offsets and lengths point to, in elements, as cuDNN does."""
 
     def __init__(self, owner: Any, scale: float, longest: int) -> None:
-        self._owner, self._scale, self._longest = owner, scale, longest
+        self._owner = owner
+        self._scale = scale
+        self._longest = longest
 
     def get_workspace_size(self) -> int:
         return self._owner.workspace_bytes()
@@ -132,7 +134,8 @@ class Flashinfer(ModuleType):
 
     def run(self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offsets: Any, scale: float, longest: int) -> None:
         self.runs += 1
-        shape, starts = q.shape[1:], torch.stack([x.flatten() for x in offsets], 1)
+        shape = q.shape[1:]
+        starts = torch.stack([x.flatten() for x in offsets], 1)
         for length, at in zip(lengths.flatten().tolist(), starts.tolist()[:-1], strict=True):
             assert length <= longest
             parts = [
@@ -148,7 +151,8 @@ class Flashinfer(ModuleType):
 def operator_on_cpu() -> Iterator[None]:
     """cuDNN's operator for CPU tensors too, as long as this file runs."""
     library = torch.library.Library("hf_vit_accel", "FRAGMENT")
-    operator, keys = torch.ops.hf_vit_accel.cudnn_attention.default, DispatchKeySet(DispatchKey.CUDA)
+    operator = torch.ops.hf_vit_accel.cudnn_attention.default
+    keys = DispatchKeySet(DispatchKey.CUDA)
     library.impl("cudnn_attention", lambda *arguments: operator.redispatch(keys, *arguments), "CPU")
     yield
     library._destroy()
@@ -157,7 +161,8 @@ def operator_on_cpu() -> Iterator[None]:
 @pytest.fixture
 def flashinfer(operator_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
     """The real cuDNN backend in front of the one above, taken for one that runs on this machine in any dtype."""
-    fake, kind = Flashinfer(), cudnn_backend.FlashinferCudnn
+    fake = Flashinfer()
+    kind = cudnn_backend.FlashinferCudnn
     for name in ("flashinfer", "flashinfer.cudnn"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, PREFILL, fake)
@@ -186,15 +191,16 @@ class Fault:
     served: bool = False
 
 
-def _frontend(module: Any) -> Callable[[Any, Any], None]:
+def _frontend(module: nn.Module) -> Callable[[Any, Any], None]:
     return lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, "cudnn", module)
 
 
 def _without(*names: str) -> Callable[[Any, Any], None]:
     """A FlashInfer in which these pieces are missing."""
 
-    def arrange(fake: Any, monkeypatch: Any) -> None:
-        module, pieces = ModuleType(PREFILL), {name for name in dir(type(fake)) if not name.startswith("__")}
+    def arrange(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = ModuleType(PREFILL)
+        pieces = {name for name in dir(type(fake)) if not name.startswith("__")}
         vars(module).update({name: getattr(fake, name) for name in pieces.difference(names)})
         monkeypatch.setitem(sys.modules, PREFILL, module)
 
@@ -204,7 +210,7 @@ def _without(*names: str) -> Callable[[Any, Any], None]:
 def _with(**pieces: Any) -> Callable[[Any, Any], None]:
     """A FlashInfer in which these pieces are other ones."""
 
-    def arrange(fake: Any, monkeypatch: Any) -> None:
+    def arrange(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, piece in pieces.items():
             monkeypatch.setattr(fake, name, piece)
 
@@ -214,10 +220,10 @@ def _with(**pieces: Any) -> Callable[[Any, Any], None]:
 def _workspace(error: Exception) -> Callable[[Any, Any], None]:
     """Allocating scratch memory fails, and nothing else."""
 
-    def arrange(fake: Any, monkeypatch: Any) -> None:
+    def arrange(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         real = torch.empty
 
-        def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def empty(*args: object, **kwargs: object) -> torch.Tensor:
             if kwargs.get("dtype") is torch.uint8:
                 raise error
             return real(*args, **kwargs)
@@ -268,8 +274,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_cudnn(flashinfer: Any, built: Any, monkeypatch: Any, name: str, attention: str) -> None:
-    fault, (model, expected) = FAULTS[name], built["qwen2_5_vl"]
+def test_a_fault_of_cudnn(
+    flashinfer: Flashinfer, built: nn.Module, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
+) -> None:
+    fault = FAULTS[name]
+    model, expected = built["qwen2_5_vl"]
     tower = tower_of(model)
     with monkeypatch.context() as broken:
         fault.arrange(flashinfer, broken)
@@ -314,7 +323,7 @@ def test_a_fault_of_cudnn(flashinfer: Any, built: Any, monkeypatch: Any, name: s
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_flashinfer_serves_a_tower(flashinfer: Any, built: Any, family: str) -> None:
+def test_a_flashinfer_serves_a_tower(flashinfer: Flashinfer, built: nn.Module, family: str) -> None:
     model, expected = built[family]
     hf_vit_accel.patch(model, attention="flashinfer_cudnn", strict=True)
     for _ in range(2):
@@ -325,11 +334,13 @@ def test_a_flashinfer_serves_a_tower(flashinfer: Any, built: Any, family: str) -
 
 @pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn"])
 def test_a_call_that_is_too_long_for_a_backend_goes_to_the_next(
-    flashinfer: Any, built: Any, monkeypatch: Any, attention: str
+    flashinfer: Flashinfer, built: nn.Module, monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
     """Known before the call, so that calls of other sizes keep the backend."""
     model, _ = built["qwen2_vl"]
-    tower, small, large = tower_of(model), [(2, 4, 4), (1, 6, 8)], [(2, 4, 4), (1, 10, 10)]
+    tower = tower_of(model)
+    small = [(2, 4, 4), (1, 6, 8)]
+    large = [(2, 4, 4), (1, 10, 10)]
     wanted = [run_tower(tower, grid) for grid in (small, large)]
     monkeypatch.setattr(cudnn_backend, "INT32_END", 3 * 160 * 99)
     hf_vit_accel.patch(model, attention=attention)
@@ -349,25 +360,25 @@ def test_a_call_that_is_too_long_for_a_backend_goes_to_the_next(
 # --- the seam of backends ---------------------------------------------------------------------------------------------
 
 
-def _fa3(monkeypatch: Any, error: Exception) -> None:
+def _fa3(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(fa3_backend.FlashAttention3, "needs", Needs(cuda=False))
     monkeypatch.setattr(fa3_backend.FlashAttention3, "probe", lambda self: [])
     monkeypatch.setattr(fa3_backend.FlashAttention3, "attend", raises(error))
 
 
-def _varlen(monkeypatch: Any, error: Exception) -> None:
+def _varlen(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(type(backend_named("torch_varlen")), "needs", ANYWHERE)
     monkeypatch.setattr(varlen, "varlen_attn", raises(error))
 
 
-def _flex(monkeypatch: Any, error: Exception) -> None:
+def _flex(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda function, **options: raises(error))
 
 
 def _planning(method: str) -> Callable[[Any, Exception], None]:
-    def arrange(monkeypatch: Any, error: Exception) -> None:
+    def arrange(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         monkeypatch.setattr(type(backend_named("torch_varlen")), "needs", ANYWHERE)
         monkeypatch.setattr(type(backend_named("torch_varlen")), method, raises(error))
 
@@ -386,10 +397,13 @@ BROKEN: dict[str, tuple[str, Callable[[Any, Exception], None], Exception]] = {
 
 @pytest.mark.parametrize("way", ["fast", "hooked", "gradients"])
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_backend_that_fails_when_it_runs(built: Any, request: Any, monkeypatch: Any, case: str, way: str) -> None:
+def test_a_backend_that_fails_when_it_runs(
+    built: nn.Module, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, case: str, way: str
+) -> None:
     """On the fast path, and where the stock forward calls the registered attention function with our plans."""
     model, expected = built["qwen2_vl"]
-    tower, (name, arrange, error) = tower_of(model), BROKEN[case]
+    tower = tower_of(model)
+    name, arrange, error = BROKEN[case]
     arrange(monkeypatch, error)
     if case == "varlen's layers" and way == "hooked":
         pytest.skip("asked for on the fast path only")
@@ -414,7 +428,7 @@ def test_a_backend_that_fails_when_it_runs(built: Any, request: Any, monkeypatch
             assert not faults_of(model)
 
 
-def test_the_last_backend_has_nothing_to_go_to(built: Any, monkeypatch: Any) -> None:
+def test_the_last_backend_has_nothing_to_go_to(built: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = built["qwen2_vl"]
     hf_vit_accel.patch(model)
     error = RuntimeError("no attention at all")
@@ -427,7 +441,7 @@ def test_the_last_backend_has_nothing_to_go_to(built: Any, monkeypatch: Any) -> 
     assert status_of(model).calls == 1 and not status_of(model).fallbacks
 
 
-def test_errors_of_a_score_mod_reach_its_author(built: Any) -> None:
+def test_errors_of_a_score_mod_reach_its_author(built: nn.Module) -> None:
     def score_mod(score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
         if broken:
             raise KeyError("mine")
@@ -443,7 +457,9 @@ def test_errors_of_a_score_mod_reach_its_author(built: Any) -> None:
     assert status_of(model).backends["full"] == "flex" and not status_of(model).fallbacks
 
 
-def test_a_gpu_that_cannot_be_asked_does_not_stop_a_cpu_tower(built: Any, monkeypatch: Any) -> None:
+def test_a_gpu_that_cannot_be_asked_does_not_stop_a_cpu_tower(
+    built: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, expected = built["qwen2_vl"]
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(machine, "why_missing", lambda package: None)
@@ -463,10 +479,11 @@ class Launches:
     """What `kernel[grid](...)` does where Triton cannot compile or launch it."""
 
     def __init__(self, error: Exception) -> None:
-        self.error, self.tried = error, 0
+        self.error = error
+        self.tried = 0
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
+        def launch(*args: object, **kwargs: object) -> None:
             self.tried += 1
             raise self.error.with_traceback(None)
 
@@ -474,11 +491,12 @@ class Launches:
 
 
 @pytest.fixture
-def kernels(references: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exception], Launches]:
+def kernels(references: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exception], Launches]:
     """Breaks one kernel at its launch; the others run by their references."""
 
     def fail(name: str, error: Exception) -> Launches:
-        kernel, launches = KERNELS[name], Launches(error)
+        kernel = KERNELS[name]
+        launches = Launches(error)
         put(monkeypatch, vars(sys.modules[kernel.function.__module__])[kernel.name], kernel.function)
         for module, launched in kernel.launched:
             monkeypatch.setattr(module, launched, launches)
@@ -510,7 +528,7 @@ def called() -> dict[bool, dict[tuple[str, bool], set[str]]]:
     return {}
 
 
-def callers(name: str, called: Any, references: list[str], built: Any) -> list[tuple[str, bool]]:
+def callers(name: str, called: Any, references: list[str], built: nn.Module) -> list[tuple[str, bool]]:
     """The families that call a kernel's function, and whether with gradients."""
     activates = name.startswith("linear")
     if activates not in called:
@@ -531,14 +549,15 @@ def callers(name: str, called: Any, references: list[str], built: Any) -> list[t
     ("name", "error"), [*((name, "no C compiler") for name in KERNELS), *(("add_norm_", error) for error in LAUNCH)]
 )
 def test_a_kernel_that_cannot_be_launched(
-    called: Any, references: Any, kernels: Any, built: Any, name: str, error: str
+    called: Any, references: list[str], kernels: Any, built: nn.Module, name: str, error: str
 ) -> None:
     """With gradients and without: in the first family that launches it then."""
     met: set[bool] = set()
     for family, trains in callers(name, called, references, built):
         if trains in met:
             continue
-        (model, expected), launches = built[family], kernels(name, LAUNCH[error])
+        model, expected = built[family]
+        launches = kernels(name, LAUNCH[error])
         tower = tower_of(hf_vit_accel.patch(model))
         assert "norms" in status_of(model).fused
         for _ in range(2):
@@ -561,7 +580,7 @@ def test_a_kernel_that_cannot_be_launched(
         pytest.skip("it runs in the backward pass only")
 
 
-def fails_again_where_it_is_asked_again(model: Any, trains: bool, error: BaseException) -> None:
+def fails_again_where_it_is_asked_again(model: nn.Module, trains: bool, error: BaseException) -> None:
     """In copies, and under `strict`, which raises."""
     tower = tower_of(hf_vit_accel.patch(model))
     with torch.set_grad_enabled(trains):
@@ -582,7 +601,7 @@ def fails_again_where_it_is_asked_again(model: Any, trains: bool, error: BaseExc
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_and_the_backend_may_both_fail(
-    kernels: Any, flashinfer: Any, built: Any, monkeypatch: Any, family: str
+    kernels: Any, flashinfer: Flashinfer, built: nn.Module, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Two faults in one call."""
     model, expected = built[family]
@@ -596,10 +615,11 @@ def test_kernels_and_the_backend_may_both_fail(
 
 
 def test_where_nothing_helps_the_error_is_raised_and_nothing_remembered(
-    kernels: Any, built: Any, monkeypatch: Any
+    kernels: Any, built: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, expected = built["qwen2_vl"]
-    tower, last = tower_of(model), RuntimeError("and again")
+    tower = tower_of(model)
+    last = RuntimeError("and again")
     hf_vit_accel.patch(model)
     with monkeypatch.context() as broken:
         put(broken, vars(add_norm)["add_norm_"], raises(RuntimeError("an illegal memory access was encountered")))
@@ -612,13 +632,15 @@ def test_where_nothing_helps_the_error_is_raised_and_nothing_remembered(
     assert "norms" in status_of(model).fused
 
 
-def test_two_threads_meet_a_fault_at_once(kernels: Any, built: Any, monkeypatch: Any) -> None:
+def test_two_threads_meet_a_fault_at_once(kernels: Any, built: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = built["qwen2_vl"]
-    tower, together, wrong = tower_of(model), threading.Barrier(3), []
+    tower = tower_of(model)
+    together = threading.Barrier(3)
+    wrong = []
     launches = kernels("add_norm_", LAUNCH["the GPU is not known"])
     launch = KERNELS["add_norm_"].function
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    def slow(*args: object, **kwargs: object) -> Any:
         together.wait(20)
         return launch(*args, **kwargs)
 
@@ -643,17 +665,20 @@ class Failing(nn.Module):
 
     def __init__(self, inner: nn.Module, error: Exception) -> None:
         super().__init__()
-        self.inner, self.error, self.calls = inner, error, 0
+        self.inner = inner
+        self.error = error
+        self.calls = 0
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **kwargs: object) -> torch.Tensor:
         self.calls += 1
         raise self.error
 
 
 @pytest.mark.parametrize("name", ["blocks.1.attn.proj", "blocks.2.mlp", "blocks.0.norm1", "merger", "merger.mlp.0"])
-def test_errors_of_a_users_module_are_the_users(references: Any, name: str) -> None:
+def test_errors_of_a_users_module_are_the_users(references: list[str], name: str) -> None:
     model = TINY["qwen2_5_vl"].build()
-    tower, error = tower_of(model), RuntimeError("mine")
+    tower = tower_of(model)
+    error = RuntimeError("mine")
     parent, _, child = name.rpartition(".")
     failing = Failing(tower.get_submodule(name), error)
     setattr(tower.get_submodule(parent), child, failing)
@@ -667,7 +692,7 @@ def test_errors_of_a_users_module_are_the_users(references: Any, name: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_kernel_that_fails_in_a_capture(on_cpu: Any, kernels: Any, built: Any, family: str) -> None:
+def test_a_kernel_that_fails_in_a_capture(on_cpu: Any, kernels: Any, built: nn.Module, family: str) -> None:
     """Captured anew without kernels, and replayed from then on."""
     model, expected = built[family]
     launches = kernels("add_norm_", LAUNCH["no C compiler"])
@@ -683,9 +708,10 @@ def test_a_kernel_that_fails_in_a_capture(on_cpu: Any, kernels: Any, built: Any,
         run_tower(tower_of(model), GRID)
 
 
-def test_a_backend_that_fails_in_a_capture_or_later(on_cpu: Any, flashinfer: Any, built: Any) -> None:
+def test_a_backend_that_fails_in_a_capture_or_later(on_cpu: Any, flashinfer: Flashinfer, built: nn.Module) -> None:
     model, expected = built["qwen3_vl"]
-    tower, run = tower_of(model), flashinfer.run
+    tower = tower_of(model)
+    run = flashinfer.run
     for captured in (False, True):
         flashinfer.run = run if captured else raises(RuntimeError("EXECUTION_FAILED"))
         hf_vit_accel.patch(model, cuda_graphs=SMALL)
@@ -703,7 +729,7 @@ def test_a_backend_that_fails_in_a_capture_or_later(on_cpu: Any, flashinfer: Any
         assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [3 + captured]
 
 
-def test_captures_that_fail_now_and_then_are_not_remembered_without_end(on_cpu: Any, built: Any) -> None:
+def test_captures_that_fail_now_and_then_are_not_remembered_without_end(on_cpu: Any, built: nn.Module) -> None:
     """Each with a message of its own, as memory that runs out has, and others that succeed between them."""
     model, _ = built["qwen2_vl"]
     hf_vit_accel.patch(model, cuda_graphs=hf_vit_accel.GraphConfig(max_tokens=128, exact_after=1, max_graphs=4))
@@ -717,11 +743,12 @@ def test_captures_that_fail_now_and_then_are_not_remembered_without_end(on_cpu: 
 # --- memory that runs out, and our own invariants ---------------------------------------------------------------------
 
 
-def once(monkeypatch: Any, owner: Any, name: str, error: Exception, after: int = 0) -> None:
+def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, after: int = 0) -> None:
     """Let one call of a function raise, the first or a later one; the calls after it are real."""
-    real, calls = getattr(owner, name), iter(range(1 << 30))
+    real = getattr(owner, name)
+    calls = iter(range(1 << 30))
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if next(calls) == after:
             raise error.with_traceback(None)
         return real(*args, **kwargs)
@@ -743,11 +770,12 @@ PLACES: dict[str, tuple[Any, str, int]] = {  # whose function, its name, which o
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_no_fault_reaches_the_user(
-    references: Any, built: Any, monkeypatch: Any, place: str, strict: bool, kind: Any
+    references: list[str], built: nn.Module, monkeypatch: pytest.MonkeyPatch, place: str, strict: bool, kind: Any
 ) -> None:
     """The very error, with nothing added; nothing is broken, counted or remembered."""
     model, expected = built["qwen2_5_vl"]
-    tower, error = tower_of(model), kind("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    tower = tower_of(model)
+    error = kind("CUDA out of memory. Tried to allocate 20.00 GiB.")
     hf_vit_accel.patch(model, strict=strict)
     for _ in range(1 if place in list(PLACES)[:3] else 2):  # with a layout that is new, and one that is held
         with monkeypatch.context() as broken:
@@ -763,7 +791,9 @@ def test_what_is_no_fault_reaches_the_user(
 
 
 @pytest.mark.parametrize(("piece", "after"), [("prepare_cudnn_batch_prefill", 0), ("run", 2)])
-def test_out_of_memory_in_a_library(flashinfer: Any, built: Any, monkeypatch: Any, piece: str, after: int) -> None:
+def test_out_of_memory_in_a_library(
+    flashinfer: Flashinfer, built: nn.Module, monkeypatch: pytest.MonkeyPatch, piece: str, after: int
+) -> None:
     model, expected = built["qwen3_vl"]
     error = torch.OutOfMemoryError("Tried to allocate")
     hf_vit_accel.patch(model)
@@ -777,10 +807,11 @@ def test_out_of_memory_in_a_library(flashinfer: Any, built: Any, monkeypatch: An
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_out_of_memory_with_graphs(on_cpu: Any, built: Any, monkeypatch: Any, family: str) -> None:
+def test_out_of_memory_with_graphs(on_cpu: Any, built: nn.Module, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """In a capture: this call runs eagerly. In a replay: it reaches the user, and the next call is replayed."""
     model, expected = built[family]
-    tower, error = tower_of(model), torch.OutOfMemoryError("Tried to allocate")
+    tower = tower_of(model)
+    error = torch.OutOfMemoryError("Tried to allocate")
     hf_vit_accel.patch(model, cuda_graphs=SMALL)
     with monkeypatch.context() as broken:
         once(broken, nn.functional, "linear", error, 5)
@@ -834,7 +865,7 @@ def test_gpu_a_cache_folder_that_cannot_be_written(tmp_path: Path, graphs: bool)
 
 
 @pytest.mark.gpu
-def test_gpu_out_of_memory_reaches_the_user(monkeypatch: Any) -> None:
+def test_gpu_out_of_memory_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)
     tower = tower_of(model)
     hf_vit_accel.patch(model)

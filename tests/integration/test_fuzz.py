@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from standins import ONE_TOWER, SMALL, alike
 from support.graphs import draw_grid
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import FallbackError, GraphConfig, machine
@@ -52,12 +53,12 @@ class Inputs(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=ONE_TOWER)
-def stock(request: Any) -> Any:
+def stock(request: pytest.FixtureRequest) -> nn.Module:
     """A stock tower; its twin, patched, is made from it."""
     return tower_of(TINY[request.param].build())
 
 
-def twin_of(tower: Any, **arguments: Any) -> Any:
+def twin_of(tower: nn.Module, **arguments: Any) -> Any:
     """A patched tower with the very parameters of a stock one."""
     twin = type(tower)(type(tower.config)(**tower.config.to_dict())).eval()
     twin.load_state_dict(tower.state_dict(), assign=True)
@@ -150,11 +151,12 @@ def inputs(draw: Any, width: int) -> Inputs:
     if "device" in wrong:
         pixels, grid = draw(st.sampled_from([(pixels.to("meta"), grid), (pixels, grid.to("meta"))]))
     if "kind" in wrong:
-        pixels, grid = draw(st.sampled_from(KINDS))(pixels), draw(st.sampled_from(GRID_KINDS))(grid)
+        pixels = draw(st.sampled_from(KINDS))(pixels)
+        grid = draw(st.sampled_from(GRID_KINDS))(grid)
     return Inputs(pixels, grid)
 
 
-def outcome(tower: Any, given_: Inputs) -> list[torch.Tensor] | Exception:
+def outcome(tower: nn.Module, given_: Inputs) -> list[torch.Tensor] | Exception:
     """What a tower makes of inputs, or the error that it raises."""
     try:
         with torch.no_grad():
@@ -167,9 +169,10 @@ DOCUMENTED = re.compile(r"expected .*(got|found) .*; .|^expected at least one im
 """Every ValueError of ours: what was expected, what was got, and, after the semicolon, what to do."""
 
 
-def check(stock: Any, patched: Any, given_: Inputs) -> str:
+def check(stock: nn.Module, patched: nn.Module, given_: Inputs) -> str:
     """Both towers on one input: equal outputs, or a documented error. Says which."""
-    found, expected = outcome(patched, given_), outcome(stock, given_)
+    found = outcome(patched, given_)
+    expected = outcome(stock, given_)
     if isinstance(expected, Exception) and not isinstance(found, Exception):  # of another type, which stock cannot take
         expected = outcome(stock, Inputs(given_.pixels.float(), given_.grid.long()))
     if isinstance(found, Exception):
@@ -185,11 +188,11 @@ def check(stock: Any, patched: Any, given_: Inputs) -> str:
 
 
 @pytest.fixture(scope="module")
-def patched(stock: Any) -> Iterator[Any]:
+def patched(stock: nn.Module) -> Iterator[Any]:
     yield twin_of(stock)
 
 
-def test_any_input_is_served_or_refused(stock: Any, patched: Any) -> None:
+def test_any_input_is_served_or_refused(stock: nn.Module, patched: nn.Module) -> None:
     assert stock.patch_embed.proj.weight[0].numel() == 96
     seen: Counter[str] = Counter()
 
@@ -211,7 +214,8 @@ def test_any_input_is_served_or_refused(stock: Any, patched: Any) -> None:
 
 def spoil(rng: np.random.Generator, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
     """One thing wrong with good input."""
-    row, column = int(rng.integers(len(grid))), int(rng.integers(3))
+    row = int(rng.integers(len(grid)))
+    column = int(rng.integers(3))
     spoiled = grid.clone()
     spoiled[row, column] = int(rng.choice([0, -1, -4, int(spoiled[row, column]) + 1, 2**31, 2**62]))
     return [
@@ -232,7 +236,7 @@ def spoil(rng: np.random.Generator, pixels: torch.Tensor, grid: torch.Tensor) ->
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("way", ["eager", "graphs", "strict", "unfused"])
-def test_good_calls_between_bad_ones_are_right(on_cpu: Any, stock: Any, way: str, seed: int) -> None:
+def test_good_calls_between_bad_ones_are_right(on_cpu: Any, stock: nn.Module, way: str, seed: int) -> None:
     """A stream of new and old layouts of any dtype and strides; every third call fails."""
     arguments: dict[str, Any] = {
         "eager": {},
@@ -240,12 +244,14 @@ def test_good_calls_between_bad_ones_are_right(on_cpu: Any, stock: Any, way: str
         "strict": dict(strict=True, cuda_graphs=SMALL),
         "unfused": dict(fuse=False, attention="sdpa"),
     }[way]
-    patched, rng = twin_of(stock, **arguments), np.random.default_rng(seed)
+    patched = twin_of(stock, **arguments)
+    rng = np.random.default_rng(seed)
     layouts = [draw_grid(rng, 40) for _ in range(8)]
     served = refused = 0
     for call in range(45):
         layout = layouts[int(rng.integers(8))] if rng.random() < 0.6 else draw_grid(rng, 60)
-        pixels, grid = pixels_for(stock, layout, call), torch.tensor(layout)
+        pixels = pixels_for(stock, layout, call)
+        grid = torch.tensor(layout)
         if call % 3 == 0:
             error = outcome(patched, spoil(rng, pixels, grid))
             assert type(error) is ValueError and DOCUMENTED.match(str(error)), error
@@ -303,7 +309,7 @@ def check_bounded(owner: Any, most: int) -> None:
             assert len(value) <= most, (name, len(value))
 
 
-def request_of(tower: Any, **kwargs: Any) -> Request:
+def request_of(tower: nn.Module, **kwargs: object) -> Request:
     attention = tower.blocks[0].attn
     return Request(
         device=torch.device("cpu"),
@@ -319,7 +325,7 @@ def test_grids_are_all_new() -> None:
     assert len(set(new_grids())) == CALLS
 
 
-def spec_of(tower: Any, *, fast: bool) -> Spec:
+def spec_of(tower: nn.Module, *, fast: bool) -> Spec:
     """What decides the routes of a patched tower."""
     state = state_of(tower)
     snapshot = state.snapshot(tower)
@@ -329,10 +335,12 @@ def spec_of(tower: Any, *, fast: bool) -> Spec:
 @pytest.mark.parametrize(("family", "attention"), alike(("qwen2_5_vl", "flex"), ("qwen3_vl", "auto")))
 def test_routes_do_not_grow(family: str, attention: str) -> None:
     tower = hf_vit_accel.patch(tower_of(TINY[family].build()), attention=attention)
-    routes, spec = state_of(tower).routes, spec_of(tower, fast=False)
+    routes = state_of(tower).routes
+    spec = spec_of(tower, fast=False)
     assert routes.cache.entries == 1024
     routes.cache.entries = ENTRIES
-    grown, cache = growth_of(lambda grid: routes.get(grid, spec).ready()), routes.cache
+    grown = growth_of(lambda grid: routes.get(grid, spec).ready())
+    cache = routes.cache
     assert cache.misses == CALLS and len(cache) <= ENTRIES and cache.total_cost <= cache.cost
     kept = [routes.get(grid, spec) for grid in list(new_grids())[-len(cache) :]]
     assert cache.misses == CALLS
@@ -345,7 +353,8 @@ def test_routes_do_not_grow(family: str, attention: str) -> None:
 def test_graphs_do_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """The runner alone, with an encoder that computes nothing; also where captures fail."""
     tower = hf_vit_accel.patch(tower_of(TINY["qwen3_vl"].build()))
-    spec, routes = spec_of(tower, fast=True), Routes()
+    spec = spec_of(tower, fast=True)
+    routes = Routes()
     routes.cache.entries = ENTRIES
     runner = runner_module.Runner(GraphConfig(max_tokens=128, exact_after=1, max_graphs=8), routes)
     monkeypatch.setattr(runner_module, "encode", lambda route, pixels_TP: [pixels_TP, pixels_TP[::4]])
@@ -372,7 +381,8 @@ def test_cudnn_plans_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_backend, "Graph", lambda *arguments: object())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cudnn_backend.GRAPHS.clear()
-    qkv, before = torch.zeros(1, 3, 2, 8).unbind(1), cudnn_backend.GRAPHS.misses
+    qkv = torch.zeros(1, 3, 2, 8).unbind(1)
+    before = cudnn_backend.GRAPHS.misses
     try:
         for count in range(CALLS):
             sequences = (torch.empty(1 + count, 0),) * 5
@@ -409,9 +419,12 @@ def resident() -> int:
 def test_a_tower_does_not_grow(on_cpu: Any, monkeypatch: pytest.MonkeyPatch, family: str, graphs: Any) -> None:
     """Many calls of new shapes, a tenth of them after one that was refused."""
     monkeypatch.setattr(store, "REMEMBERED", 24)  # reached before the first third is over
-    tower, rng = tower_of(TINY[family].build()), np.random.default_rng(0)
+    tower = tower_of(TINY[family].build())
+    rng = np.random.default_rng(0)
     hf_vit_accel.patch(tower, cuda_graphs=graphs)
-    state, held, blocks = state_of(tower), [], []
+    state = state_of(tower)
+    held = []
+    blocks = []
     state.routes.cache.entries = 24
     grids = [grid for grid in new_grids() if sum(t * h * w for t, h, w in grid) <= 160][:120]
     for index, grid in enumerate(grids):

@@ -34,14 +34,14 @@ def towers(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return tower_of(model), tower_of(stock)
 
 
-def inputs_for(tower: Any) -> dict[str, torch.Tensor]:
+def inputs_for(tower: nn.Module) -> dict[str, torch.Tensor]:
     return {"hidden_states": pixels_for(tower, GRID), "grid_thw": torch.tensor(GRID)}
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def shallow_copy_of_two_blocks(tower: Any) -> Any:
+def shallow_copy_of_two_blocks(tower: nn.Module) -> Any:
     copied = copy.copy(tower)
     vars(copied)["_modules"] = dict(vars(tower)["_modules"])
     copied.blocks = nn.ModuleList(list(tower.blocks)[:2])
@@ -110,7 +110,8 @@ def test_accelerate_unwraps_a_prepared_tower(towers: tuple[Any, Any]) -> None:
 def test_the_forward_behaves_like_a_bound_method(towers: tuple[Any, Any]) -> None:
     tower, stock = towers
     expected = run_tower(stock, GRID)
-    ours, theirs = tower.forward, stock.forward
+    ours = tower.forward
+    theirs = stock.forward
     assert inspect.signature(ours) == inspect.signature(theirs)
     for name in ("__name__", "__qualname__", "__code__", "__defaults__"):
         assert getattr(ours, name) == getattr(theirs, name), name

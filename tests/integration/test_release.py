@@ -89,7 +89,8 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
     assert found["Description-Content-Type"] == "text/markdown"
     readme = (ROOT / "README.md").read_text()
     shown = str(found.get_payload())
-    home, version = urls["Repository"], hf_vit_accel.__version__
+    home = urls["Repository"]
+    version = hf_vit_accel.__version__
     assert not re.search(r"^\[[^\]]+\]: |<(img|a)\b", readme, re.MULTILINE), (
         "the build makes inline links absolute only"
     )

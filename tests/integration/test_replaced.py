@@ -23,11 +23,11 @@ GRID = GRIDS["mixed"]
 
 
 @pytest.fixture(params=ONE_TOWER)
-def tower(request: Any) -> Any:
+def tower(request: pytest.FixtureRequest) -> nn.Module:
     return tower_of(TINY[request.param].build())
 
 
-def check_reason(tower: Any, reason: str) -> None:
+def check_reason(tower: nn.Module, reason: str) -> None:
     """Every call since patching went the stock way, for this reason alone."""
     [status] = hf_vit_accel.status(tower).towers
     assert status.calls == 0 and status.stock_calls > 0, str(status)
@@ -51,13 +51,17 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:transformers .* stays stock")
 @pytest.mark.parametrize(("name", "when"), [(name, ["before", "after"][at % 2]) for at, name in enumerate(FUNCTIONS)])
 @pytest.mark.parametrize("tower", TOWERS, indirect=True)
-def test_functions_replaced_in_transformers_module_are_used(tower: Any, name: str, when: str, monkeypatch: Any) -> None:
+def test_functions_replaced_in_transformers_module_are_used(
+    tower: nn.Module, name: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = sys.modules[type(tower).forward.__module__]
-    stock, before, calls = getattr(owner, name, None), run_tower(tower, GRID), []
+    stock = getattr(owner, name, None)
+    before = run_tower(tower, GRID)
+    calls = []
     if stock is None:
         return
 
-    def other(*args: Any, **kwargs: Any) -> Any:
+    def other(*args: object, **kwargs: object) -> Any:
         calls.append(name)
         return FUNCTIONS[name](stock(*args, **kwargs))
 
@@ -75,11 +79,12 @@ def test_functions_replaced_in_transformers_module_are_used(tower: Any, name: st
     check_reason(tower, "computes something else")
 
 
-def test_a_wrapper_of_the_forward_outlives_patching_again(tower: Any) -> None:
+def test_a_wrapper_of_the_forward_outlives_patching_again(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower)
-    inner, before = tower.forward, run_tower(tower, GRID)
+    inner = tower.forward
+    before = run_tower(tower, GRID)
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> Any:
         output = inner(*args, **kwargs)
         output.pooler_output = output.pooler_output * 2
         return output
@@ -97,13 +102,13 @@ def test_a_wrapper_of_the_forward_outlives_patching_again(tower: Any) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: Any, named: bool) -> None:
+def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: nn.Module, named: bool) -> None:
     class Anything(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: object, **kwargs: object) -> Any:
             return self.inner(*args, **kwargs)
 
     class Named(Anything):
@@ -120,13 +125,14 @@ def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: Any, named: boo
 # --- gradients that are not the parameters' -------------------------------------------------------------------------
 
 
-def features(tower: Any, pixels: torch.Tensor) -> torch.Tensor:
+def features(tower: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     return tower(pixels, grid_thw=torch.tensor(GRID)).pooler_output
 
 
-def test_what_is_trained_outside_a_frozen_tower_gets_its_gradients(tower: Any) -> None:
+def test_what_is_trained_outside_a_frozen_tower_gets_its_gradients(tower: nn.Module) -> None:
     linear = tower.requires_grad_(False).blocks[0].attn.qkv
-    outside, inner = nn.Linear(linear.in_features, linear.out_features), linear.forward
+    outside = nn.Linear(linear.in_features, linear.out_features)
+    inner = linear.forward
     linear.forward = lambda x: inner(x) + outside(x)
 
     def gradients() -> list[torch.Tensor]:
@@ -140,7 +146,7 @@ def test_what_is_trained_outside_a_frozen_tower_gets_its_gradients(tower: Any) -
     assert state_of(tower).calls == 2
 
 
-def test_weights_that_are_no_parameters(tower: Any) -> None:
+def test_weights_that_are_no_parameters(tower: nn.Module) -> None:
     """As a hypernetwork sets them: of any dtype, anywhere, new at every step, with gradients of their own."""
     linear = tower.requires_grad_(False).blocks[0].attn.qkv
     hf_vit_accel.patch(tower)
@@ -167,14 +173,14 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], list[torch.Ten
 }
 
 
-def _dual(tower: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+def _dual(tower: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     with forward_ad.dual_level():
         return list(forward_ad.unpack_dual(features(tower, forward_ad.make_dual(x, y))))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_torch_func_go_the_stock_way(tower: Any, name: str) -> None:
+def test_transforms_of_torch_func_go_the_stock_way(tower: nn.Module, name: str) -> None:
     tower.requires_grad_(False)
     x, y = (pixels_for(tower, GRID, seed) for seed in range(2))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -194,7 +200,7 @@ def _of_other_names(self: Any, pixel_values: torch.Tensor, sizes: Any, scale: fl
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["class", "instance"])
-def test_a_forward_of_your_own_takes_what_it_takes(tower: Any, how: str, when: str) -> None:
+def test_a_forward_of_your_own_takes_what_it_takes(tower: nn.Module, how: str, when: str) -> None:
     """Other names, more arguments, lists: all that transformers' own forward does not take."""
     pixels = [pixels_for(tower, GRID)]
 
@@ -226,7 +232,7 @@ def test_a_forward_of_your_own_takes_what_it_takes(tower: Any, how: str, when: s
     assert_close(found, run())
 
 
-def test_a_forward_whose_signature_nobody_can_read(tower: Any) -> None:
+def test_a_forward_whose_signature_nobody_can_read(tower: nn.Module) -> None:
     tower.forward = type  # of C, as compiled modules' are
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(tower.forward)
@@ -234,14 +240,14 @@ def test_a_forward_whose_signature_nobody_can_read(tower: Any) -> None:
     assert hf_vit_accel.unpatch(tower).forward is type
 
 
-def test_nothing_is_captured_for_a_tower_that_is_not_served(tower: Any) -> None:
+def test_nothing_is_captured_for_a_tower_that_is_not_served(tower: nn.Module) -> None:
     tower.patch_embed = nn.Sequential(tower.patch_embed)
     hf_vit_accel.patch(tower, cuda_graphs=True)
     [status] = hf_vit_accel.warmup(tower, progress=False).towers
     assert "the tower is not built as" in status.against_fast[0]
 
 
-def test_stocks_own_complaint_about_missing_arguments(tower: Any) -> None:
+def test_stocks_own_complaint_about_missing_arguments(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower)
     assert list(inspect.signature(tower.forward).parameters) == ["hidden_states", "grid_thw", "kwargs"]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'grid_thw'"):
@@ -249,7 +255,7 @@ def test_stocks_own_complaint_about_missing_arguments(tower: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_jit_trace_goes_the_stock_way(tower: Any) -> None:
+def test_jit_trace_goes_the_stock_way(tower: nn.Module) -> None:
     class Features(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -285,7 +291,9 @@ def test_status_and_strict_tell_what_no_call_gets_past(how: str) -> None:
     assert not status.fused and after.stock_calls == 1
 
 
-def half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def half(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object
+) -> Any:
     """An attention of someone's own."""
     out, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
     return out * 0.5, weights
@@ -295,7 +303,7 @@ def half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     ("name", "strict"), [("half", False), ("half", True), ("anonymous", False), ("sdpa", True), ("eager", False)]
 )
 def test_an_attention_function_of_your_own(
-    tower: Any, monkeypatch: pytest.MonkeyPatch, name: str, strict: bool
+    tower: nn.Module, monkeypatch: pytest.MonkeyPatch, name: str, strict: bool
 ) -> None:
     """Kept under `auto`, under a new name or transformers' own; replaced where a backend is named."""
     expected = run_tower(tower, GRID)

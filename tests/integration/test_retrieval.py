@@ -23,13 +23,13 @@ def config_of(family: str) -> Any:
     return TINY[family].build().config
 
 
-def col_qwen2(family: str, **kwargs: Any) -> Any:
+def col_qwen2(family: str, **kwargs: object) -> Any:
     """transformers' own class, around any of the three."""
     config = transformers.ColQwen2Config(vlm_config=config_of(family).to_dict(), embedding_dim=16)
     return randomise(transformers.ColQwen2ForRetrieval._from_config(config, **kwargs).eval())
 
 
-def colpali(family: str, **kwargs: Any) -> Any:
+def colpali(family: str, **kwargs: object) -> Any:
     """A class as colpali-engine writes them: a subclass of the model, with a projection, and padded pixels."""
     config = config_of(family)
     base: Any = type(AutoModel.from_config(config))
@@ -40,8 +40,9 @@ def colpali(family: str, **kwargs: Any) -> Any:
             self.custom_text_proj = nn.Linear(config.get_text_config().hidden_size, 16)
             self.post_init()
 
-        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            pixels, grid = kwargs.pop("pixel_values"), kwargs["image_grid_thw"]
+        def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+            pixels = kwargs.pop("pixel_values")
+            grid = kwargs["image_grid_thw"]
             rows = [page[:count] for page, count in zip(pixels, grid.prod(1).tolist(), strict=True)]
             output = super().forward(*args, **kwargs, pixel_values=torch.cat(rows), use_cache=False, return_dict=True)
             projected = self.custom_text_proj(output.last_hidden_state)
@@ -51,12 +52,12 @@ def colpali(family: str, **kwargs: Any) -> Any:
     return randomise(ColQwen._from_config(config, **kwargs).eval())
 
 
-def embedder(family: str, **kwargs: Any) -> Any:
+def embedder(family: str, **kwargs: object) -> Any:
     """The plain model, of which the last token's state is taken: Qwen3-VL-Embedding and -Reranker, GME, DSE."""
     return randomise(AutoModel.from_config(config_of(family), **kwargs).eval())
 
 
-def pages(model: Any, family: str, *, padded: bool) -> dict[str, torch.Tensor]:
+def pages(model: nn.Module, family: str, *, padded: bool) -> dict[str, torch.Tensor]:
     """Three pages of other sizes in a batch, prompts padded on the left; pixels padded per page, or packed."""
     made = [chat_inputs(TINY[family].build(), grid, seed) for seed, grid in enumerate(PAGES)]
     longest = max(one["input_ids"].shape[1] for one in made)
@@ -71,7 +72,7 @@ def pages(model: Any, family: str, *, padded: bool) -> dict[str, torch.Tensor]:
     return batch
 
 
-def embeddings(model: Any, family: str, *, padded: bool) -> torch.Tensor:
+def embeddings(model: nn.Module, family: str, *, padded: bool) -> torch.Tensor:
     given = pages(model, family, padded=padded)
     if type(model).__name__ == "ColQwen2ForRetrieval":
         del given["mm_token_type_ids"]
@@ -89,7 +90,8 @@ MAKERS = {"ColQwen2ForRetrieval": col_qwen2, "as colpali-engine's": colpali, "Au
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_pages_are_embedded_as_by_stock(kind: str, family: str) -> None:
-    make, padded = MAKERS[kind], kind != "AutoModel"
+    make = MAKERS[kind]
+    padded = kind != "AutoModel"
     model = make(family)
     expected = embeddings(model, family, padded=padded)
     hf_vit_accel.patch(model, strict=True)
@@ -102,7 +104,8 @@ def test_pages_are_embedded_as_by_stock(kind: str, family: str) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_retrievers_load_by_name(kind: str) -> None:
-    make, padded = MAKERS[kind], kind != "AutoModel"
+    make = MAKERS[kind]
+    padded = kind != "AutoModel"
     expected = embeddings(make("qwen2_5_vl"), "qwen2_5_vl", padded=padded)
     model = make("qwen2_5_vl", attn_implementation=AUTO)
     [(_, tower, _)] = find_towers(model)

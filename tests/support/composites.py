@@ -68,7 +68,7 @@ class Composite:
         )
         return getattr(transformers, self.model), config
 
-    def make(self, **kwargs: Any) -> Any:
+    def make(self, **kwargs: object) -> Any:
         """A model with random weights, in eval mode; the same ones every time."""
         kind, config = self.build()
         return randomise(kind._from_config(config, **kwargs).eval())

@@ -40,7 +40,7 @@ def build(family: Family, module: str, name: str) -> Any:
     return copy.deepcopy(shared_tower(family, module, name))
 
 
-def inputs(tower: Any, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(tower: nn.Module, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw pixels for a grid, whose videos become images for families without clips.
 
     Returns:
@@ -56,7 +56,7 @@ def inputs(tower: Any, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.T
     return rows.requires_grad_(), family.pixels(tower, rows), torch.tensor(grid)
 
 
-def run(tower: Any, grid: Grid) -> list[torch.Tensor]:
+def run(tower: nn.Module, grid: Grid) -> list[torch.Tensor]:
     """Run a tower without gradients; return every output."""
     family = family_of(tower)
     assert family is not None
@@ -65,7 +65,7 @@ def run(tower: Any, grid: Grid) -> list[torch.Tensor]:
         return family.tensors_of(tower(pixels, grid_thw=grid_thw))
 
 
-def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+def trained(tower: nn.Module, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Run a tower forward and backward for a random weighting of its outputs.
 
     Returns:

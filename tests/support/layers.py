@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+
+import pytest
 
 from hf_vit_accel.engine import route as route_module
 from hf_vit_accel.engine.route import Route
@@ -10,23 +12,30 @@ from hf_vit_accel.ops.training.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention
 
 
-def one_node_a_layer(monkeypatch: Any) -> list[int]:
-    """Calls with gradients attend by the kernel for windows, which runs anywhere; layers that were one node."""
-    found: list[int] = []
-    stock = Route._attends
+def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Attend by the kernel for windows in calls with gradients, since it runs on any device.
 
-    def attends(route: Route, ops: Any) -> Any:
+    Returns:
+        A list that grows with every layer that becomes one node.
+    """
+    nodes: list[int] = []
+    stock_attends = Route._attends
+
+    def attends(route: Route, ops: object) -> list[object]:
         if not route.spec.request.grad:
-            return stock(route, ops)
-        names = ("cu_seqlens" if full else "cu_window_seqlens" for full in route.spec.full_layers)
-        settings = [(route.tensors[name], route.spec.request.scale) for name in names]
-        return [Trained(function=WindowAttention, settings=each) for each in settings]
+            return stock_attends(route, ops)
+        trained = []
+        for is_full in route.spec.full_layers:
+            offsets = route.tensors["cu_seqlens" if is_full else "cu_window_seqlens"]
+            trained.append(Trained(function=WindowAttention, settings=(offsets, route.spec.request.scale)))
+        return trained
 
-    def counted(layer: Any, attend: Any) -> Any:
-        made = layer_of(layer, attend)
-        found.extend([len(found)] * (made is not None))
-        return made
+    def counted_layer_of(layer: object, attend: object) -> Callable[..., object] | None:
+        node = layer_of(layer, attend)
+        if node is not None:
+            nodes.append(len(nodes))
+        return node
 
     monkeypatch.setattr(Route, "_attends", attends)
-    monkeypatch.setattr(route_module, "layer_of", counted)
-    return found
+    monkeypatch.setattr(route_module, "layer_of", counted_layer_of)
+    return nodes

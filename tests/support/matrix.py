@@ -271,10 +271,10 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "two towers of one config": ("fast", "integration/test_wrapping.py::test_two_towers_of_one_config"),
     "two threads": ("fast", "unit/test_tower.py::test_two_threads_get_their_own_answers"),
     "loaded by `attn_implementation`": ("fast", "unit/test_registration.py::test_loading_by_name_equals_patch"),
-    "from the meta device": ("fast", "integration/test_wrapping.py::test_from_the_meta_device"),
+    "from the meta device": ("fast", "integration/test_parameters.py::test_from_the_meta_device"),
     "inside a wrapper that calls the tower": (
         "fast",
-        "integration/test_wrapping.py::test_whatever_holds_a_tower_can_be_handed_over",
+        "integration/test_wrapping.py::test_any_module_that_holds_a_tower_can_be_patched",
     ),
     "beams, padding, videos in `generate`": (
         "fast",
