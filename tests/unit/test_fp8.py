@@ -27,24 +27,17 @@ from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
-from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
+from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
 from hf_vit_accel.engine import passes
 from hf_vit_accel.engine.passes import Passes
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.ops.fp8 import quantize as quantize_module
 from hf_vit_accel.ops.fp8 import scales as scales_module
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
 from hf_vit_accel.ops.fp8.scales import Amax, Scales
 from hf_vit_accel.tower.state import state_of
 
 ALWAYS = Fp8Config(min_seqlen=0)
-REAL = {
-    "_sample_kernel": quantize_module.quantize,
-    "_quantize_kernel": quantize_module.quantize,
-    "_dequantize_kernel": quantize_module.dequantize,
-}
-ATTEND = cudnn_fp8._attend
 GRID = [(1, 12, 8), (2, 6, 10)]
 
 
@@ -283,60 +276,6 @@ def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any)
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
     with pytest.raises(FallbackError, match="gradients"):
         tower(pixels, grid_thw=torch.tensor(GRID))
-
-
-class Unlaunchable:
-    """A kernel whose launch finds no compiler."""
-
-    def __getitem__(self, grid: Any) -> Any:
-        raise RuntimeError("Failed to find C compiler")
-
-
-@pytest.mark.parametrize("kernel", REAL)
-def test_a_kernel_that_cannot_be_launched(
-    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
-    """The call is right, without FP8, and counted."""
-    expected = run_tower(tower_of(model), GRID)
-    for name in REAL:
-        monkeypatch.setattr(quantize_module, name, Unlaunchable() if name == kernel else MagicMock())
-    monkeypatch.setattr(cudnn_fp8, REAL[kernel].__name__, REAL[kernel])
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    for _ in range(2):
-        found = run_tower(tower_of(model), GRID)
-        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
-    status = hf_vit_accel.status(model).towers[0]
-    assert "cudnn_fp8" not in status.backends.values() and status.calls == 2
-    assert state_of(tower_of(model)).faults.keys() == {FP8.name}
-    assert [count for why, count in status.fallbacks.items() if "cudnn_fp8 cannot serve" in why] == [2]
-    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
-    with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
-        run_tower(tower_of(model), GRID)
-
-
-@pytest.mark.parametrize("where", ["the call", "the library's plan"])
-def test_a_call_that_fails_goes_on_without(
-    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Also where it fails in the code that FP8 shares with a backend in the dtype, which may work all the same."""
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("EXECUTION_FAILED")
-
-    expected = run_tower(tower_of(model), GRID)
-    monkeypatch.setattr(cudnn_fp8, "_attend", fail if where == "the call" else ATTEND)
-    monkeypatch.setattr(flashinfer_cudnn, "_prefill_module", fail)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    for _ in range(2):
-        found = run_tower(tower_of(model), GRID)
-        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
-    status = hf_vit_accel.status(model).towers[0]
-    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [2], status.fallbacks
-    assert state_of(tower_of(model)).faults.keys() == {FP8.name}
-    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
-    with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
-        run_tower(tower_of(model), GRID)
 
 
 def test_what_all_streams_share_is_there_before_another_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
