@@ -316,7 +316,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "weights that are no parameters": ("stock", "integration/test_replaced.py::test_weights_that_are_no_parameters"),
     "modules of your own in a frozen tower": (
         "fast",
-        "integration/test_replaced.py::test_what_is_trained_outside_a_frozen_tower_gets_its_gradients",
+        "integration/test_replaced.py::test_a_module_trained_inside_a_frozen_tower_gets_its_gradients",
     ),
     "`vmap`, `jvp`, forward-mode differentiation": (
         "stock",
