@@ -106,7 +106,7 @@ def test_an_error_that_is_no_fault_reaches_the_user(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
     strict: bool,
-    kind: Any,
+    kind: type[Exception],
 ) -> None:
     """The same error is raised, with nothing added; nothing is counted or remembered."""
     model, expected = stock_models["qwen2_5_vl"]

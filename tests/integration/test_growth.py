@@ -1,4 +1,4 @@
-"""Nothing grows with the number of calls: caches of routes, graphs and plans are bounded, and so is memory."""
+"""Caches of routes, graphs and plans are bounded, and memory does not grow with the number of calls."""
 
 from __future__ import annotations
 

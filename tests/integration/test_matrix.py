@@ -31,8 +31,11 @@ def cells() -> Iterator[Any]:
         for order in row.orders:
             for family in FAMILIES:
                 is_default = (order, family) == (default_order, default_family) and not row.slow
-                marks = [] if is_default else [pytest.mark.matrix]
-                yield pytest.param(row, order, family, id=f"{row.name}, {order}, {family}", marks=marks)
+                name = f"{row.name}, {order}, {family}"
+                if is_default:
+                    yield pytest.param(row, order, family, id=name)
+                else:
+                    yield pytest.param(row, order, family, id=name, marks=pytest.mark.matrix)
 
 
 def build(row: Row, family: str) -> nn.Module:

@@ -54,7 +54,7 @@ class Structure:
         """Layers whose outputs are merged, also those without a block."""
         return list(self.vision.get("deepstack_visual_indexes", []))
 
-    def tower(self) -> Any:
+    def tower(self) -> nn.Module:
         """Build the stock tower."""
         tiny = replace(TINY[self.family], vision=TINY[self.family].vision | self.vision)
         tower = tower_of(tiny.build())
@@ -146,7 +146,7 @@ def run_step(tower: nn.Module, structure: Structure) -> Step:
     outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(structure.grid)))
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(output.shape, generator=generator) for output in outputs]
-    loss: Any = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+    loss = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
     if loss.requires_grad:
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in tower.named_parameters()} | {"pixels": pixels.grad}

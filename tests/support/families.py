@@ -35,7 +35,7 @@ shared_tower = functools.cache(tiny_tower)
 """As `tiny_tower`, built once; for tests that do not change it."""
 
 
-def build(family: Family, module: str, name: str) -> Any:
+def build(family: Family, module: str, name: str) -> nn.Module:
     """Copy the shared tower, which is quicker than to build another."""
     return copy.deepcopy(shared_tower(family, module, name))
 
