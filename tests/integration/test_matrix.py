@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.matrix import BEFORE, ELSEWHERE, ORDERS, ROWS, Row, why_not_here
 from support.tensors import Output, flat
-from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, tower_of
+from tiny import FAMILIES, GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, tower_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,7 +107,7 @@ def test_ways_tested_elsewhere_are(name: str) -> None:
     assert f"\ndef {test}(" in (Path(__file__).parents[1] / file).read_text()
 
 
-# --- checkpointing after a frozen tower -------------------------------------------------------------------------------
+# --- checkpointing and frozen parts -------------------------------------------------------------------------------
 
 
 def train_head(model: nn.Module, *, reentrant: bool) -> list[torch.Tensor] | None:
@@ -145,6 +145,36 @@ def test_a_checkpointed_head_on_a_frozen_tower_is_trained(family: str, reentrant
     model.disable_input_require_grads()
     grid = GRIDS["mixed"]
     assert not tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output.requires_grad
+
+
+def train_layers(model: nn.Module, *, patched: bool, checkpoints: bool) -> list[torch.Tensor | None]:
+    """Train a tower whose embeddings are frozen; return the gradients of its blocks."""
+    model.train()
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    if patched:
+        hf_vit_accel.patch(model)
+    if checkpoints:
+        checkpoint_layers(model, reentrant=True)
+    for name in ("patch_embed", "pos_embed"):
+        if hasattr(tower, name):
+            getattr(tower, name).requires_grad_(False)
+    features = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output
+    features.square().sum().backward()
+    if patched:
+        assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
+    return [parameter.grad for parameter in tower.blocks.parameters()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_behind_frozen_embeddings_are_trained_under_reentrant_checkpoints(family: str) -> None:
+    """Stock Qwen3-VL gives them no gradients, which trains nothing; ours are those without checkpoints."""
+    exact = train_layers(TINY[family].build(), patched=False, checkpoints=False)
+    stock = train_layers(TINY[family].build(), patched=False, checkpoints=True)
+    has_gradients = [gradient is not None for gradient in stock]
+    assert has_gradients == [family != "qwen3_vl"] * len(stock)
+    results = train_layers(TINY[family].build(), patched=True, checkpoints=True)
+    assert_close(results, exact, 1e-4)
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
