@@ -26,29 +26,29 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @pytest.fixture(params=FAMILIES)
-def towers(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A patched tower and a stock one with the same weights."""
+def towers(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
+    """Build a patched tower and a stock one with the same weights."""
     model = TINY[request.param].build()
     stock = copy.deepcopy(model)
     hf_vit_accel.patch(model)
     return tower_of(model), tower_of(stock)
 
 
-def inputs_for(tower: Any) -> dict[str, torch.Tensor]:
+def inputs_for(tower: nn.Module) -> dict[str, torch.Tensor]:
     return {"hidden_states": pixels_for(tower, GRID), "grid_thw": torch.tensor(GRID)}
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def shallow_copy_of_two_blocks(tower: Any) -> Any:
+def shallow_copy_of_two_blocks(tower: nn.Module) -> nn.Module:
     copied = copy.copy(tower)
     vars(copied)["_modules"] = dict(vars(tower)["_modules"])
     copied.blocks = nn.ModuleList(list(tower.blocks)[:2])
     return copied
 
 
-def test_a_shallow_copy_runs_its_own_modules(towers: tuple[Any, Any]) -> None:
+def test_a_shallow_copy_runs_its_own_modules(towers: tuple[nn.Module, nn.Module]) -> None:
     tower, stock = towers
     expected_of_copy = outputs_of(shallow_copy_of_two_blocks(stock)(**inputs_for(stock)))[:2]
     expected = run_tower(stock, GRID)
@@ -59,7 +59,7 @@ def test_a_shallow_copy_runs_its_own_modules(towers: tuple[Any, Any]) -> None:
     assert state_of(copied) is not state_of(tower) and state_of(copied).calls == 2
 
 
-def test_a_replica_of_data_parallel_runs_its_own_weights(towers: tuple[Any, Any]) -> None:
+def test_a_replica_of_data_parallel_runs_its_own_weights(towers: tuple[nn.Module, nn.Module]) -> None:
     """`nn.DataParallel` copies modules without their parameters, and sets tensors of another device as attributes."""
     tower, stock = towers
     expected = [2 * output for output in run_tower(stock, GRID)]
@@ -78,7 +78,7 @@ class Doubled(nn.Module):
         return 2 * self.inner(rows)
 
 
-def test_unpatching_leaves_no_hook(towers: tuple[Any, Any]) -> None:
+def test_unpatching_leaves_no_hook(towers: tuple[nn.Module, nn.Module]) -> None:
     tower, stock = towers
     assert tower._forward_pre_hooks and not stock._forward_pre_hooks
     hf_vit_accel.patch(tower)
@@ -90,7 +90,7 @@ def test_unpatching_leaves_no_hook(towers: tuple[Any, Any]) -> None:
 # --- a forward that is bound, wrapped or kept -------------------------------------------------------------------------
 
 
-def test_accelerate_unwraps_a_prepared_tower(towers: tuple[Any, Any]) -> None:
+def test_accelerate_unwraps_a_prepared_tower(towers: tuple[nn.Module, nn.Module]) -> None:
     """`unwrap_model` binds our forward as a method of the tower."""
     tower, stock = towers
     expected = run_tower(stock, GRID)
@@ -107,10 +107,11 @@ def test_accelerate_unwraps_a_prepared_tower(towers: tuple[Any, Any]) -> None:
     assert_close(run_tower(tower, GRID), expected, 0.0)
 
 
-def test_the_forward_behaves_like_a_bound_method(towers: tuple[Any, Any]) -> None:
+def test_the_forward_behaves_like_a_bound_method(towers: tuple[nn.Module, nn.Module]) -> None:
     tower, stock = towers
     expected = run_tower(stock, GRID)
-    ours, theirs = tower.forward, stock.forward
+    ours = tower.forward
+    theirs = stock.forward
     assert inspect.signature(ours) == inspect.signature(theirs)
     for name in ("__name__", "__qualname__", "__code__", "__defaults__"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -122,7 +123,7 @@ def test_the_forward_behaves_like_a_bound_method(towers: tuple[Any, Any]) -> Non
         assert_close(outputs_of(call(**inputs_for(tower))), expected)
 
 
-def test_a_forward_bound_to_another_tower_runs_that_tower(towers: tuple[Any, Any]) -> None:
+def test_a_forward_bound_to_another_tower_runs_that_tower(towers: tuple[nn.Module, nn.Module]) -> None:
     tower, stock = towers
     other = hf_vit_accel.patch(copy.deepcopy(stock))
     with torch.no_grad():
@@ -138,16 +139,16 @@ def test_a_forward_outlives_its_model(family: str) -> None:
     expected = run_tower(tower_of(TINY[family].build()), GRID)
     model = hf_vit_accel.patch(TINY[family].build())
     inputs = inputs_for(tower_of(model))
-    kept = tower_of(model).forward
+    forward = tower_of(model).forward
     del model
     gc.collect()
-    assert_close(outputs_of(kept(**inputs)), expected)
+    assert_close(outputs_of(forward(**inputs)), expected)
 
 
 # --- traces and modes -------------------------------------------------------------------------------------------------
 
 
-def test_a_call_with_fake_tensors_leaves_nothing_behind(towers: tuple[Any, Any]) -> None:
+def test_a_call_with_fake_tensors_leaves_nothing_behind(towers: tuple[nn.Module, nn.Module]) -> None:
     tower, stock = towers
     inputs = inputs_for(tower)
     raised = []
@@ -167,12 +168,12 @@ class Renaming(TorchDispatchMode):
     class Tensor(torch.Tensor):
         pass
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> object:
         result = func(*args, **(kwargs or {}))
         return result.as_subclass(self.Tensor) if type(result) is torch.Tensor else result
 
 
-def test_what_a_mode_makes_of_one_call_does_not_reach_the_next(towers: tuple[Any, Any]) -> None:
+def test_what_a_mode_makes_of_one_call_does_not_reach_the_next(towers: tuple[nn.Module, nn.Module]) -> None:
     tower, stock = towers
     inputs = inputs_for(tower)
     with torch.no_grad(), Renaming():
@@ -213,7 +214,7 @@ def test_export_with_metadata_equals_stock(family: str) -> None:
 # --- pixels in another shape ------------------------------------------------------------------------------------------
 
 
-def test_pixels_are_viewed_as_patches_as_in_stock(towers: tuple[Any, Any]) -> None:
+def test_pixels_are_viewed_as_patches_as_in_stock(towers: tuple[nn.Module, nn.Module]) -> None:
     tower, stock = towers
     inputs = inputs_for(tower)
     pixels = inputs["hidden_states"]
@@ -225,7 +226,7 @@ def test_pixels_are_viewed_as_patches_as_in_stock(towers: tuple[Any, Any]) -> No
         tower(**inputs)
 
 
-def test_gradients_of_pixels_in_another_shape(towers: tuple[Any, Any]) -> None:
+def test_gradients_of_pixels_in_another_shape(towers: tuple[nn.Module, nn.Module]) -> None:
     tower, stock = towers
 
     gradients_by_model = []

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from standins import ONE_TOWER
+from support.calls import PACKAGE, entered
 from tiny import (
     FAMILIES,
     GRIDS,
@@ -34,7 +35,6 @@ from hf_vit_accel.engine import inputs
 from hf_vit_accel.ops import TABLE
 from hf_vit_accel.tower.state import state_of
 
-PACKAGE = str(Path(hf_vit_accel.__file__).parent)
 GRID = GRIDS["mixed"]
 MEDIUM = [(1, 10, 6), (3, 4, 2), (1, 2, 10)]
 FEW = [(1, 10, 6), (2, 4, 4)]
@@ -43,7 +43,6 @@ OWN_FILES = {
     for each in (*map(type, BACKENDS), *(operation.fused for operation in TABLE))
 }
 """Those of the operations and backends that compute, one each."""
-COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 
 
 @pytest.fixture(params=ONE_TOWER)
@@ -58,24 +57,6 @@ def counts(tower: Any) -> tuple[int, int]:
 
 
 # --- how little is asked --------------------------------------------------------------------------------------------
-
-
-def entered(act: Callable[[], Any]) -> dict[tuple[str, str, int], int]:
-    """The functions of ours that are entered, by file, name and line."""
-    found: dict[tuple[str, str, int], int] = {}
-
-    def trace(frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
-            key = code.co_filename.removeprefix(PACKAGE), code.co_name, code.co_firstlineno
-            found[key] = found.get(key, 0) + 1
-
-    sys.setprofile(trace)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def entries(act: Callable[[], Any]) -> list[tuple[str, list[str]]]:

@@ -12,44 +12,22 @@ from typing import Any
 import pytest
 import torch
 from standins import INTERPRETED
+from support.families import CLASSES, GRIDS, Grid, build, inputs, run, shared_tower, trained
 from support.graphs import patch
+from support.layers import one_node_a_layer
 from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Linear, Module, ModuleList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
 from hf_vit_accel import ops
-from hf_vit_accel.engine import route as route_module
-from hf_vit_accel.engine.route import Route
-from hf_vit_accel.families import FAMILIES, Block, Family, Parts, family_of
+from hf_vit_accel.families import Block, Parts, family_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.ops import TABLE, Context, heads, mlp
 from hf_vit_accel.ops.training.trained import Trained, layer_of
-from hf_vit_accel.ops.window_attention import WindowAttention
 from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.proof import prove
-
-Grid = list[tuple[int, int, int]]
-GRIDS: list[Grid] = [[(1, 4, 6)], [(1, 4, 6), (2, 6, 2), (1, 2, 12), (1, 8, 4)]]
-
-
-def build(family: Family, module: str, name: str) -> Any:
-    """A tower of one's own, with its real config's switches; skipped where transformers is older than the family."""
-    return copy.deepcopy(_built(family, module, name))
-
-
-@functools.cache
-def _built(family: Family, module: str, name: str) -> Any:
-    kind: Any = getattr(pytest.importorskip(module), name)
-    config = kind.config_class()
-    for field, value in family.tiny.items():
-        setattr(config, field, value)
-    config._attn_implementation_internal = "sdpa"
-    return randomise(kind(config).eval())
-
-
-CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only for tower in family.towers]
 
 
 @pytest.fixture(params=CLASSES, ids=lambda each: each[2])
@@ -69,39 +47,7 @@ def typical(request: Any) -> Any:
 
 @functools.cache
 def _shapes(*built: Any) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in _built(*built).named_parameters()}
-
-
-def inputs(tower: Any, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Flattened patches, the same in the tower's shape, and the grid; frame by frame where the family has no clips."""
-    family, generator = family_of(tower), torch.Generator().manual_seed(seed)
-    assert family is not None
-    if not family.videos:
-        grid = [(1, h, w) for t, h, w in grid for _ in range(t)]
-    weight = family.parts(tower).projection.weight
-    rows = torch.randn(sum(t * h * w for t, h, w in grid), weight[0].numel(), generator=generator).to(weight.dtype)
-    return rows.requires_grad_(), family.pixels(tower, rows), torch.tensor(grid)
-
-
-def run(tower: Any, grid: Grid) -> list[torch.Tensor]:
-    family = family_of(tower)
-    assert family is not None
-    _, pixels, grid_thw = inputs(tower, grid)
-    with torch.no_grad():
-        return family.tensors_of(tower(pixels, grid_thw=grid_thw))
-
-
-def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[Any]]:
-    """Outputs, and the gradients of pixels and every parameter for a random weighting of them; None of frozen ones."""
-    family, generator = family_of(tower), torch.Generator().manual_seed(1)
-    assert family is not None
-    rows, pixels, grid_thw = inputs(tower, grid)
-    outputs = family.tensors_of(tower(pixels, grid_thw=grid_thw))
-    wanted = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
-    leaves = [rows, *tower.parameters()]
-    with torch.autocast("cpu", enabled=False):  # as the backward pass of a program that has the forward in it
-        found = iter(torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], wanted))
-    return outputs, [next(found) if leaf.requires_grad else None for leaf in leaves]
+    return {name: parameter.shape for name, parameter in shared_tower(*built).named_parameters()}
 
 
 def assert_fast(tower: Any, calls: int = 1) -> None:
@@ -300,28 +246,6 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: Any) -> Non
     for index, (parameter, again) in enumerate(zip(tower.parameters(), trained(tower, grid)[1][1:], strict=True)):
         assert parameter.requires_grad == (again is not None)
         assert again is None or relative_error(again, gradients[1 + index]) < 1e-3
-
-
-def one_node_a_layer(monkeypatch: Any) -> list[int]:
-    """Calls with gradients attend by the kernel for windows, which runs anywhere; layers that were one node."""
-    found: list[int] = []
-    stock = Route._attends
-
-    def attends(route: Route, ops: Any) -> Any:
-        if not route.spec.request.grad:
-            return stock(route, ops)
-        names = ("cu_seqlens" if full else "cu_window_seqlens" for full in route.spec.full_layers)
-        settings = [(route.tensors[name], route.spec.request.scale) for name in names]
-        return [Trained(function=WindowAttention, settings=each) for each in settings]
-
-    def counted(layer: Any, attend: Any) -> Any:
-        made = layer_of(layer, attend)
-        found.extend([len(found)] * (made is not None))
-        return made
-
-    monkeypatch.setattr(Route, "_attends", attends)
-    monkeypatch.setattr(route_module, "layer_of", counted)
-    return found
 
 
 def test_a_layer_is_one_node(tower: Any) -> None:

@@ -6,7 +6,6 @@ but with exact sums. Legend: T rows, H heads, D head dim, P padded head dim, L l
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import pickle
@@ -21,31 +20,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from standins import SMALL, both_towers, status_of
+from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.fp8 import attend_on_cpu, quantize_on_cpu, run_fp8_on_cpu
 from support.graphs import draw_grid, patch
-from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
-from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
+from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
 from hf_vit_accel.engine import passes
 from hf_vit_accel.engine.passes import Passes
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.ops.fp8 import quantize as quantize_module
 from hf_vit_accel.ops.fp8 import scales as scales_module
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
-from hf_vit_accel.ops.fp8.quantize import dequantize_reference, quantize_reference, sample_reference
 from hf_vit_accel.ops.fp8.scales import Amax, Scales
 from hf_vit_accel.tower.state import state_of
 
 ALWAYS = Fp8Config(min_seqlen=0)
-REAL = {
-    "_sample_kernel": quantize_module.quantize,
-    "_quantize_kernel": quantize_module.quantize,
-    "_dequantize_kernel": quantize_module.dequantize,
-}
-ATTEND = cudnn_fp8._attend
 GRID = [(1, 12, 8), (2, 6, 10)]
 
 
@@ -57,48 +49,9 @@ def cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
 # --- on a CPU, by references ----------------------------------------------------------------------------------------
 
 
-def quantize_on_cpu(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    used_1: torch.Tensor,
-    call_43H: torch.Tensor,
-    padded: int,
-    *,
-    final: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    center_HD, expected_3H = sample_reference(qkv, int(used_1))
-    if not final:
-        call_43H[:] = float("nan")  # as empty memory may be
-        call_43H[0], call_43H[1] = expected_3H, 0
-    out, used, found = quantize_reference(qkv, cos, sin, int(used_1), center_HD, call_43H[0], padded, final=final)
-    call_43H[1], call_43H[2], call_43H[3, 0, 0] = call_43H[1].maximum(found), used, 1 / (used[0, 0] * used[1, 0])
-    return out, center_HD
-
-
-def attend_on_cpu(plan: Any, qkv_3THP: torch.Tensor, descale_1: torch.Tensor) -> torch.Tensor:
-    out_THP, heads = torch.full(qkv_3THP.shape[1:], float("nan")), qkv_3THP.shape[2]
-    starts = (plan.tensors["offsets"].flatten() // (heads * qkv_3THP.shape[3])).tolist()
-    for start, length in zip(starts, plan.tensors["lengths"].flatten().tolist(), strict=False):
-        assert length <= plan.host["max_seqlen"]
-        rows = slice(start, start + length)
-        q, k, v = qkv_3THP[:, rows].float()
-        scores = torch.einsum("qhd,khd->hqk", q, k) * descale_1 * plan.request.scale
-        out_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    return out_THP.to(E4M3)
-
-
 @pytest.fixture
 def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8's own arithmetic in plain torch, wherever tensors are."""
-    monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
-    monkeypatch.setattr(CudnnFp8, "probe", lambda self: [])
-    monkeypatch.setattr(CudnnFp8, "prepare", lambda self, plan: None)
-    monkeypatch.setattr(cudnn_fp8, "why_not_triton", lambda device, dtype: None)
-    monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
-    monkeypatch.setattr(cudnn_fp8, "dequantize", dequantize_reference)
-    monkeypatch.setattr(cudnn_fp8, "_attend", attend_on_cpu)
-    monkeypatch.setattr(cudnn_fp8, "_written", lambda request: E4M3)
+    run_fp8_on_cpu(monkeypatch)
 
 
 def scales_of(model: Any) -> Scales:
@@ -323,70 +276,6 @@ def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any)
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
     with pytest.raises(FallbackError, match="gradients"):
         tower(pixels, grid_thw=torch.tensor(GRID))
-
-
-class Unlaunchable:
-    """A kernel whose launch finds no compiler."""
-
-    def __getitem__(self, grid: Any) -> Any:
-        raise RuntimeError("Failed to find C compiler")
-
-
-@pytest.mark.parametrize("kernel", REAL)
-def test_a_kernel_that_cannot_be_launched(
-    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
-    """The call is right, without FP8, and counted."""
-    expected = run_tower(tower_of(model), GRID)
-    for name in REAL:
-        monkeypatch.setattr(quantize_module, name, Unlaunchable() if name == kernel else MagicMock())
-    monkeypatch.setattr(cudnn_fp8, REAL[kernel].__name__, REAL[kernel])
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    for _ in range(2):
-        found = run_tower(tower_of(model), GRID)
-        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
-    status = hf_vit_accel.status(model).towers[0]
-    assert "cudnn_fp8" not in status.backends.values() and status.calls == 2
-    assert state_of(tower_of(model)).faults.keys() == {FP8.name}
-    assert [count for why, count in status.fallbacks.items() if "cudnn_fp8 cannot serve" in why] == [2]
-    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
-    with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
-        run_tower(tower_of(model), GRID)
-
-
-@pytest.mark.parametrize("where", ["the call", "the library's plan"])
-def test_a_call_that_fails_goes_on_without(
-    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Also where it fails in the code that FP8 shares with a backend in the dtype, which may work all the same."""
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("EXECUTION_FAILED")
-
-    expected = run_tower(tower_of(model), GRID)
-    monkeypatch.setattr(cudnn_fp8, "_attend", fail if where == "the call" else ATTEND)
-    monkeypatch.setattr(flashinfer_cudnn, "_prefill_module", fail)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    for _ in range(2):
-        found = run_tower(tower_of(model), GRID)
-        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
-    status = hf_vit_accel.status(model).towers[0]
-    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [2], status.fallbacks
-    assert state_of(tower_of(model)).faults.keys() == {FP8.name}
-    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
-    with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
-        run_tower(tower_of(model), GRID)
-
-
-def test_copies_keep_the_setting_alone(fp8_on_cpu: None) -> None:
-    model = TINY["qwen3_vl"].build()
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    expected = run_tower(tower_of(model), GRID)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        found = run_tower(tower_of(twin), GRID)
-        assert all(map(torch.equal, found, expected))
-        assert scales_of(twin) is not scales_of(model)
 
 
 def test_what_all_streams_share_is_there_before_another_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from standins import _modules
-from test_checks import entered
+from support.calls import entered
 from tiny import TINY, outputs_of, pixels_for, tower_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

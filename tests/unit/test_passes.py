@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import threading
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from matrix import flat
 from standins import ONE_TOWER, SMALL, TOWERS
+from support.families import CLASSES, GRIDS, build, run, trained
 from support.graphs import patch as patch_with_graphs
-from test_families import CLASSES, GRIDS, build, run, trained
+from support.grids import drawn, frames_of
+from support.tensors import flat
 from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,19 +39,7 @@ def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0]
 
 
-def drawn(generator: random.Random) -> Grid:
-    """Images and videos of a few sizes; at most 1,100 rows."""
-    sizes = [2 * generator.randint(1, 5) for _ in range(4)]
-    entries = range(generator.randint(1, 5))
-    return [(generator.choice((1, 1, 2, 5)), generator.choice(sizes), generator.choice(sizes)) for _ in entries]
-
-
 # --- where a call is cut ----------------------------------------------------------------------------------------------
-
-
-def frames_of(grid: Any, *, clips: bool = False) -> list[tuple[int, int, int]]:
-    """What is never cut, in order."""
-    return list(grid) if clips else [(1, h, w) for t, h, w in grid for _ in range(t)]
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -639,14 +627,6 @@ def test_what_a_failed_pass_made_is_gone_before_the_next(monkeypatch: pytest.Mon
 
 
 # --- beside other settings --------------------------------------------------------------------------------------------
-
-
-def test_copies_and_pickles_keep_the_setting() -> None:
-    model = hf_vit_accel.patch(TINY["qwen2_vl"].build(), max_rows=40)
-    expected = run_tower(tower_of(model), VIDEO)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_close(run_tower(tower_of(twin), VIDEO), expected, 0.0)
-        assert status_of(twin).passes == f"1 calls in {len(cut(tuple(VIDEO), 40, clips=False))} passes"
 
 
 def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Any) -> None:
