@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
-    config.pluginmanager.import_plugin("standins")
+    config.pluginmanager.import_plugin("support.standins")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

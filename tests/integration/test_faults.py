@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import KERNELS, SMALL, put
+from support.standins import KERNELS, SMALL, put
 from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 from torch._C import DispatchKey, DispatchKeySet

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from standins import SMALL
 from tiny import tower_of
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig
 from hf_vit_accel.graphs import store
 from hf_vit_accel.tower.state import state_of
+from support.standins import SMALL
 
 Grid = list[tuple[int, int, int]]
 

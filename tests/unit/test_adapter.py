@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import flat
-from standins import INTERPRETED, alike
+from support.standins import INTERPRETED, alike
 from test_families import one_node_a_layer
 from tiny import GRIDS, TINY, checkpoint_layers, pixels_for, relative_error, tower_of
 from torch import nn

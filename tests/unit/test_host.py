@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import _modules
+from support.standins import _modules
 from test_guard import entered
 from tiny import TINY, outputs_of, pixels_for, tower_of
 from torch.utils._python_dispatch import TorchDispatchMode

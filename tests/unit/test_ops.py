@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import KERNELS, put
+from support.standins import KERNELS, put
 from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 

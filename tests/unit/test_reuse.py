@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from standins import INTERPRETED, SMALL, alike
+from support.standins import INTERPRETED, SMALL, alike
 from tiny import TINY, assert_close, outputs_of, pixels_for, tower_of
 from torch import nn
 

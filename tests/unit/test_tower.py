@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER
+from support.standins import ONE_TOWER
 from tiny import (
     FAMILIES,
     GRIDS,
