@@ -26,7 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
-    config.pluginmanager.import_plugin("support.standins")
+    for fixtures in ("towers", "references", "cpu_graphs"):
+        config.pluginmanager.import_plugin(f"support.{fixtures}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from support.standins import alike
+from support.towers import alike
 from test_data_parallel import no_group_is_left, on_ranks, proven  # noqa: F401
 from tiny import TINY, relative_error, tower_of
 from torch.distributed.tensor import DTensor

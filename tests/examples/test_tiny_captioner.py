@@ -20,7 +20,7 @@ import torch
 import transformers
 import typer
 from accelerate.state import AcceleratorState
-from support.standins import TOWERS, alike
+from support.towers import TOWERS, alike
 from tiny import assert_close
 
 import hf_vit_accel

@@ -21,7 +21,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.standins import KERNELS, SMALL, put
+from support.cpu_graphs import SMALL
+from support.kernel_table import KERNELS
+from support.references import put
 from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 from torch._C import DispatchKey, DispatchKeySet

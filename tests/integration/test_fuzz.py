@@ -20,8 +20,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.cpu_graphs import SMALL
 from support.graphs import draw_grid
-from support.standins import ONE_TOWER, SMALL, alike
+from support.towers import ONE_TOWER, alike
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 
 import hf_vit_accel

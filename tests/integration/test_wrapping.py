@@ -18,7 +18,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from matrix import flat
-from support.standins import ONE_TOWER, TOWERS
+from support.towers import ONE_TOWER, TOWERS
 from tiny import (
     GRIDS,
     TINY,

@@ -12,7 +12,7 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig
 from hf_vit_accel.graphs import store
 from hf_vit_accel.tower.state import state_of
-from support.standins import SMALL
+from support.cpu_graphs import SMALL
 
 Grid = list[tuple[int, int, int]]
 

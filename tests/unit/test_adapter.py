@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from matrix import flat
-from support.standins import INTERPRETED, alike
+from support.interpreter import INTERPRETED
+from support.towers import alike
 from test_families import one_node_a_layer
 from tiny import GRIDS, TINY, checkpoint_layers, pixels_for, relative_error, tower_of
 from torch import nn

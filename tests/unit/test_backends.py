@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.standins import alike
+from support.towers import alike
 from tiny import relative_error
 from torch import nn
 

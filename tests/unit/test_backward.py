@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.interpreter import INTERPRETED
 from support.kernels import compile_for_hopper, draw, tables
-from support.standins import INTERPRETED
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 

@@ -17,7 +17,7 @@ import tiny
 import torch
 import transformers
 from click.testing import Result
-from support.standins import alike
+from support.towers import alike
 from test_families import CLASSES, build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import flat
-from support.standins import SMALL
+from support.cpu_graphs import SMALL
 from test_families import CLASSES, build, run, trained
 from test_passes import drawn, frames_of
 from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of

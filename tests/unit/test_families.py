@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.graphs import patch
-from support.standins import INTERPRETED
+from support.interpreter import INTERPRETED
 from tiny import assert_close, checkpoint_layers, randomise, relative_error
 from torch.nn import Linear, Module, ModuleList
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -20,8 +20,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cpu_graphs import SMALL, status_of
 from support.graphs import draw_grid, patch
-from support.standins import SMALL, both_towers, status_of
+from support.towers import both_towers
 from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
 from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
 

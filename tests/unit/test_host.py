@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.standins import _modules
+from support.kernel_table import operation_modules
 from test_guard import entered
 from tiny import TINY, outputs_of, pixels_for, tower_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +51,7 @@ def launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def back(dout: Any, q: Any, k: Any, v: Any, *rest: Any, scale: float) -> Any:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-    for module in _modules():
+    for module in operation_modules():
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Nothing())
     monkeypatch.setattr(state_module, "why_not_triton", lambda device, dtype: None)

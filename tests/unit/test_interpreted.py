@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.standins import INTERPRETED
+from support.interpreter import INTERPRETED
 
 from hf_vit_accel.ops.launch import triton
 

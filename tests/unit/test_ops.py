@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.standins import KERNELS, put
+from support.kernel_table import KERNELS
+from support.references import put
 from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 

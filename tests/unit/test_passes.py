@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import flat
+from support.cpu_graphs import SMALL
 from support.graphs import patch as patch_with_graphs
-from support.standins import ONE_TOWER, SMALL, TOWERS
+from support.towers import ONE_TOWER, TOWERS
 from test_families import CLASSES, GRIDS, build, run, trained
 from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
 from torch.distributed.device_mesh import init_device_mesh

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks, share_small_calls
-from support.standins import SMALL
+from support.cpu_graphs import SMALL
 from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 from transformers import activations
