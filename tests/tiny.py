@@ -14,7 +14,10 @@ import torch
 import transformers
 from torch import nn
 
-IMAGE, VIDEO, START, END = 60, 61, 62, 63
+IMAGE = 60
+VIDEO = 61
+START = 62
+END = 63
 VOCAB = 64
 
 _TEXT = dict(
@@ -185,8 +188,19 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """|found - expected| / |expected| in float64 (L2); infinite where shapes differ or a value is not finite."""
     if found.shape != expected.shape or not torch.isfinite(found).all():
         return float("inf")
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    found = found.detach().double().cpu()
+    expected = expected.detach().double().cpu()
     return float((found - expected).norm() / expected.norm())
+
+
+def largest_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the largest relative error of any tensor; both lists have the same length."""
+    return max(relative_error(tensor, exact) for tensor, exact in zip(actual, expected, strict=True))
+
+
+def all_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Return whether two lists of tensors have the same length and are equal bit for bit."""
+    return len(actual) == len(expected) and all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float = 1e-5) -> None:
@@ -200,7 +214,8 @@ def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> 
     """One prompt holding every image of a grid (t = 1) and every video (t > 1), ready for `generate`."""
     tower = tower_of(model)
     generator = torch.Generator().manual_seed(seed)
-    ids, kinds = [], []
+    ids = []
+    kinds = []
 
     def say(tokens: list[int], kind: int = 0) -> None:
         ids.extend(tokens)
@@ -224,7 +239,8 @@ def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> 
         "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
         "mm_token_type_ids": torch.tensor([kinds]),
     }
-    images, videos = [g for g in grid if g[0] == 1], [g for g in grid if g[0] > 1]
+    images = [g for g in grid if g[0] == 1]
+    videos = [g for g in grid if g[0] > 1]
     if images:
         inputs |= {"pixel_values": pixels_for(tower, images, seed), "image_grid_thw": torch.tensor(images)}
     if videos:
@@ -234,7 +250,8 @@ def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> 
 
 def left_padded(model: Any) -> dict[str, torch.Tensor]:
     """Two prompts, one image each of another size, the shorter prompt padded on the left."""
-    one, two = chat_inputs(model, [(1, 4, 6)], 0), chat_inputs(model, [(1, 8, 8)], 1)
+    one = chat_inputs(model, [(1, 4, 6)], 0)
+    two = chat_inputs(model, [(1, 8, 8)], 1)
     pad = two["input_ids"].shape[1] - one["input_ids"].shape[1]
     assert pad > 0
     batch = {}
