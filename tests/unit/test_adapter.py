@@ -12,6 +12,7 @@ import pytest
 import torch
 from matrix import flat
 from support.interpreter import INTERPRETED
+from support.kernels import Target
 from support.towers import alike
 from test_families import one_node_a_layer
 from tiny import GRIDS, TINY, checkpoint_layers, largest_error, pixels_for, relative_error, tower_of
@@ -70,7 +71,7 @@ def check(model: Any, other: Any, bound: float = 1e-4, **kwargs: Any) -> None:
 
 
 @pytest.fixture
-def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def called(references: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the PEFT modules that were called, recorded by the first function of their forward."""
     names: list[str] = []
     kind = peft.tuners.lora.layer.Linear
@@ -314,7 +315,7 @@ if INTERPRETED:
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("kind", ["gelu_tanh", "quick_gelu", "silu"])
-def test_activations_against_their_references(target: dict[str, Any], kind: str) -> None:
+def test_activations_against_their_references(target: Target, kind: str) -> None:
     z = torch.randn(70, 2 * 104, **target).requires_grad_()
     dh = torch.randn(70, 104 if kind == "silu" else 208, **target)
     dh_before = dh.clone()
@@ -341,7 +342,7 @@ SIDES = {
 PLACES = {"none": (), "one": ((0, 1.0),), "two of the last": ((-1, 0.5), (-1, 2.0))}
 
 
-def product_of(sides: JoinedLinears, places: Any, target: dict[str, Any], rows: int) -> list[Any]:
+def product_of(sides: JoinedLinears, places: Any, target: Target, rows: int) -> list[Any]:
     """Draw arguments of `AdaptedFunction`, with ranks 3 and 8; padding columns of the rows are zero."""
     places = tuple(Adapter(index % len(sides.widths), scaling) for index, scaling in places)
 
@@ -392,7 +393,7 @@ WANTED: dict[str, Callable[[int], bool]] = {
 @pytest.mark.parametrize("required", WANTED)
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("sides", SIDES)
-def test_products_against_their_reference(target: dict[str, Any], sides: str, places: str, required: str) -> None:
+def test_products_against_their_reference(target: Target, sides: str, places: str, required: str) -> None:
     """Compute gradients of the tensors that require one, and of no others."""
     arguments = product_of(SIDES[sides], PLACES[places], target, 9000 if target["device"] == "cuda" else 12)
     bound = 1e-12 if target["dtype"] == torch.float64 else 1.5e-2
@@ -408,7 +409,7 @@ if INTERPRETED:
 @pytest.mark.parametrize("required", [*WANTED, "last"])
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("kind", ["gelu_tanh", "silu"])
-def test_mlps_against_their_reference(target: dict[str, Any], kind: str, places: str, required: str) -> None:
+def test_mlps_against_their_reference(target: Target, kind: str, places: str, required: str) -> None:
     rows = 9000 if target["device"] == "cuda" else 12
     first = product_of(SIDES["gate and up" if kind == "silu" else "one"], PLACES[places], target, rows)
     inner, extra_features = (21, 3) if kind == "silu" else (24, 0)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.interpreter import INTERPRETED
-from support.kernels import compile_for_hopper, draw, tables
+from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +47,6 @@ gelu_mlp = GeluMlp.apply
 swiglu_mlp = SwigluMlp.apply
 
 Tensors = dict[str, torch.Tensor]
-At = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Case:
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def leaves(target: At, **shapes: tuple[int, ...]) -> Tensors:
+def leaves(target: Target, **shapes: tuple[int, ...]) -> Tensors:
     """Draw tensors: rows of normal values, weights that keep the size of a product, norms' weights around one."""
     drawn = {name: draw(*shape, target=target, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
     return {
@@ -80,14 +79,14 @@ def leaves(target: At, **shapes: tuple[int, ...]) -> Tensors:
     }
 
 
-def sized(target: At, small: int, large: int) -> int:
+def sized(target: Target, small: int, large: int) -> int:
     return min(small, target.get("most_rows", small)) if target["device"] == "cpu" else large
 
 
-def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Callable[[At], Case]:
+def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Callable[[Target], Case]:
     """Add and normalise; `wide` keeps all tensors but delta and the result in fp32."""
 
-    def make(target: At) -> Case:
+    def make(target: Target) -> Case:
         used = sized(target, width, width)
         rows = sized(target, 7, target["rows"]), used
         drawn = leaves(target, x=rows, scale=(used,)) | (leaves(target, delta=rows) if delta else {})
@@ -108,8 +107,8 @@ def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Call
     return make
 
 
-def rope_case(dim: int) -> Callable[[At], Case]:
-    def make(target: At) -> Case:
+def rope_case(dim: int) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
         cos, sin = tables(target["rows"], dim, target)
         return Case(
             leaves(target, qkv=(target["rows"], 3, target["heads"], dim)),
@@ -120,8 +119,8 @@ def rope_case(dim: int) -> Callable[[At], Case]:
     return make
 
 
-def window_case(dim: int, lengths: list[int]) -> Callable[[At], Case]:
-    def make(target: At) -> Case:
+def window_case(dim: int, lengths: list[int]) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
         repeated = lengths * sized(target, 1, 20)
         cos, sin = tables(sum(repeated), dim, target)
         offsets = torch.tensor([0, *repeated]).cumsum(0).to(torch.int32).to(target["device"])
@@ -136,8 +135,8 @@ def window_case(dim: int, lengths: list[int]) -> Callable[[At], Case]:
     return make
 
 
-def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[At], Case]:
-    def make(target: At) -> Case:
+def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
         drawn = leaves(target, x=(target["rows"], inner), w=(width, inner))
         drawn |= leaves(target, b=(width,)) if bias else {}
         return Case(
@@ -156,10 +155,10 @@ def gelu_case(
     *,
     bias: bool = True,
     shift: float = 0.0,
-) -> Callable[[At], Case]:
+) -> Callable[[Target], Case]:
     """Run a GELU MLP; `shift` moves its inner values far below zero, where formulas of the activation cancel."""
 
-    def make(target: At) -> Case:
+    def make(target: Target) -> Case:
         inner, width = (sized(target, *pair) for pair in zip(sizes, real, strict=True))
         drawn = leaves(target, x=(target["rows"], inner), w1=(width, inner), w2=(inner, width))
         drawn["w1"] = 2 * drawn["w1"]
@@ -183,8 +182,8 @@ def swiglu_case(
     *,
     biases: str = "bg bu bd",
     limit: float | None = None,
-) -> Callable[[At], Case]:
-    def make(target: At) -> Case:
+) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
         inner, width = (sized(target, *pair) for pair in zip(sizes, real, strict=True))
         drawn = leaves(target, x=(target["rows"], inner), wg=(width, inner), wu=(width, inner), wd=(inner, width))
         drawn |= leaves(target, **{name: (inner if name == "bd" else width,) for name in biases.split()})
@@ -197,10 +196,10 @@ def swiglu_case(
     return make
 
 
-def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], Case]:
+def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[Target], Case]:
     """Run a norm and the next product, which reads what the norm saved."""
 
-    def make(target: At) -> Case:
+    def make(target: Target) -> Case:
         rows = target["rows"] // 4 * 4
         width = sized(target, 80, 1280)
         inner = sized(target, 36, 3420)
@@ -231,10 +230,10 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
     return make
 
 
-def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Callable[[At], Case]:
+def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Callable[[Target], Case]:
     """Run a layer as one node, with the attention that runs anywhere; `twice` runs two with the same weights."""
 
-    def make(target: At) -> Case:
+    def make(target: Target) -> Case:
         heads = target["heads"]
         dim = 40
         lengths = [8, 1, 0, 12][: target.get("segments")] * sized(target, 1, 90)
@@ -289,8 +288,8 @@ def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Cal
     return make
 
 
-def positions_case(taps: int, width: int) -> Callable[[At], Case]:
-    def make(target: At) -> Case:
+def positions_case(taps: int, width: int) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
         generator = torch.Generator().manual_seed(0)
         rows = sized(target, 9, target["rows"])
         indices = torch.randint(0, 36, (rows, taps), generator=generator, dtype=torch.int32).to(target["device"])
@@ -304,8 +303,8 @@ def positions_case(taps: int, width: int) -> Callable[[At], Case]:
     return make
 
 
-def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[At], Case]:
-    def make(target: At) -> Case:
+def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
         heads = target["heads"]
         key_heads = target["heads"] // groups
         drawn = leaves(target, qkv=(target["rows"], (heads + 2 * key_heads) * dim))
@@ -321,10 +320,10 @@ def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[At], Case]:
 
 def project_case(
     products: int, groups: int, *, biases: str = "012", normed: bool = True, layer: bool = False
-) -> Callable[[At], Case]:
+) -> Callable[[Target], Case]:
     """Run all products of a projection and their heads, optionally from normed rows that are recomputed."""
 
-    def make(target: At) -> Case:
+    def make(target: Target) -> Case:
         heads = target["heads"]
         dim = 72
         inner = sized(target, 24, 1152)
@@ -357,7 +356,7 @@ def project_case(
     return make
 
 
-CASES: dict[str, Callable[[At], Case]] = {
+CASES: dict[str, Callable[[Target], Case]] = {
     **{
         f"norm {width} {'rms' if rms else 'layer'}{' delta' * delta}": norm_case(width, rms=rms, delta=delta)
         for width, rms, delta in [
@@ -435,10 +434,10 @@ DTYPES = [
 ]
 
 
-def cells(dtypes: list[Any], alike: Callable[[At], bool]) -> list[Any]:
+def cells(dtypes: list[Any], alike: Callable[[Target], bool]) -> list[Any]:
     """Return every case in all dtypes; the matrix alone interprets those that differ little."""
 
-    def left_out(name: str, target: At) -> bool:
+    def left_out(name: str, target: Target) -> bool:
         return (name in ALIKE and alike(target)) or (name in LONG and target["device"] == "cpu")
 
     return [
@@ -543,7 +542,7 @@ def compare(case: Case, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "target"), cells(DTYPES, lambda target: target["dtype"] == torch.float32))
-def test_outputs_and_gradients(name: str, target: At) -> None:
+def test_outputs_and_gradients(name: str, target: Target) -> None:
     case = CASES[name](target)
     for kind in ("plain",) if target["dtype"] == torch.float32 else INCOMING:
         compare(case, kind)
@@ -561,7 +560,7 @@ def run(case: Case, mine: Tensors, way: str = "") -> Tensors:
 
 
 @pytest.mark.parametrize(("name", "target"), cells([DTYPES[0], *DTYPES[2:]], lambda target: target["device"] == "cpu"))
-def test_frozen_and_checkpointed(name: str, target: At) -> None:
+def test_frozen_and_checkpointed(name: str, target: Target) -> None:
     """Train one of any two tensors and freeze the other; checkpoint; cast weights from fp32."""
     atomic = "positions" in name and target["device"] == "cuda"  # they add in any order
     case = CASES[name](target | ({"rows": 9, "most_rows": 18, "segments": 3} if target["device"] == "cpu" else {}))
@@ -606,7 +605,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor, atomic: bool) -> bool:
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (37, 212), (270, 300)])
-def test_column_sum(target: At, rows: int, width: int) -> None:
+def test_column_sum(target: Target, rows: int, width: int) -> None:
     if target["device"] == "cuda":
         rows = 31 * rows
         width = 4 * width
@@ -639,7 +638,7 @@ def check_remembered(dy: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("dim", [64, 72, 80])
-def test_rope_back_in_place_and_its_sum(target: At, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_back_in_place_and_its_sum(target: Target, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal the reference's gradient bit for bit; few rows have no sum."""
     cos, sin = tables(target["rows"], dim, target)
     dout = draw(target["rows"], 3, target["heads"], dim, target=target)
@@ -653,7 +652,7 @@ def test_rope_back_in_place_and_its_sum(target: At, dim: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("target", DTYPES)
-def test_windows_remember_their_sum(target: At, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_remember_their_sum(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attach the sum for windows of any length, and for empty ones before and after others."""
     lengths = [0, 64, 16, 0, 1, 37, 0]
     cos, sin = tables(sum(lengths), 80, target)
@@ -667,7 +666,7 @@ def test_windows_remember_their_sum(target: At, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("target", DTYPES[:1])
-def test_second_derivatives_raise(target: At) -> None:
+def test_second_derivatives_raise(target: Target) -> None:
     """Raise also for constant incoming gradients, else a gradient penalty would be dropped silently."""
     x = draw(target["rows"], 80, target=target).requires_grad_()
     weight = draw(30, 80, target=target, seed=1).requires_grad_()
@@ -679,7 +678,7 @@ def test_second_derivatives_raise(target: At) -> None:
 
 
 @pytest.mark.parametrize("target", DTYPES[:1])
-def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(target: At) -> None:
+def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(target: Target) -> None:
     drawn = leaves(target, x=(target["rows"], 80), delta=(target["rows"], 80), scale=(80,))
     for only in ({"scale"}, {"x", "scale"}, {"delta"}):
         p = fresh(drawn, only=only)
@@ -690,13 +689,13 @@ def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(target: At) -
 
 
 @pytest.mark.parametrize("target", DTYPES)
-def test_gradient_of_the_table_in_order(target: At, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_of_the_table_in_order(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     test_outputs_and_gradients("positions 4", target)
 
 
 @pytest.mark.parametrize("target", DTYPES[:1])
-def test_biases_take_the_sums_that_norms_and_attention_make(target: At, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases_take_the_sums_that_norms_and_attention_make(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the sums of two layers, except of the last MLP's output."""
     summed = []
     runs = column_sum_module.runs
@@ -707,7 +706,7 @@ def test_biases_take_the_sums_that_norms_and_attention_make(target: At, monkeypa
 
 
 @pytest.mark.parametrize("target", DTYPES)
-def test_a_product_after_a_norm_keeps_no_normed_rows(target: At) -> None:
+def test_a_product_after_a_norm_keeps_no_normed_rows(target: Target) -> None:
     """Count what autograd saves between forward and backward: no tensor that only a frozen part needs."""
     rows = target["rows"]
     width = 80

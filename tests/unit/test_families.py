@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cpu_graphs import Recorder
 from support.graphs import patch
 from support.interpreter import INTERPRETED
 from tiny import assert_close, checkpoint_layers, largest_error, randomise, relative_error
@@ -58,12 +59,12 @@ def entry_of(name: str) -> Any:
 
 
 @pytest.fixture(params=CLASSES, ids=lambda entry: entry[2])
-def tower(request: Any) -> Any:
+def tower(request: pytest.FixtureRequest) -> Any:
     return build(*request.param)
 
 
 @pytest.fixture(params=CLASSES, ids=lambda entry: entry[2])
-def typical(request: Any) -> Any:
+def typical(request: pytest.FixtureRequest) -> Any:
     """Build one tower for every set of parameters of a family, for tests that do not depend on the class."""
     family, *named = request.param
     for earlier in family.towers[: family.towers.index(tuple(named))]:
@@ -170,7 +171,7 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_adapters_on_every_linear(typical: Any, references: Any) -> None:
+def test_adapters_on_every_linear(typical: Any, references: list[str]) -> None:
     """Put LoRA on all Linears of all layers, under every family's names: no PEFT module is called."""
     peft = pytest.importorskip("peft")
     blocks = {id(module) for block in family_of(typical).parts(typical).blocks for module in block.module.modules()}
@@ -236,7 +237,7 @@ def test_nothing_fused_equals_stock(typical: Any) -> None:
     assert_fast(typical)
 
 
-def test_replays_equal_stock(references: list[str], on_cpu: Any, typical: Any) -> None:
+def test_replays_equal_stock(references: list[str], on_cpu: type[Recorder], typical: Any) -> None:
     """Replay fused graphs of several images, and of cut calls, with buffers poisoned before every use."""
     grids = [*GRIDS, [(1, 2, 4)], [(1, 8, 12)] * 8]
     expected = [run(typical, grid) for grid in grids]
@@ -273,7 +274,7 @@ def test_rounding_is_that_of_stock(references: list[str], typical: Any) -> None:
         *(pytest.param(name, True, marks=pytest.mark.matrix) for name in ("GlmOcr", "Dots3", "PaddleOCR")),
     ],
 )
-def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: Any) -> None:
+def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels in fp16, a layer as one node: outputs and gradients are as near to fp32 as stock's.
 
     Frozen parameters have no gradient, and the others keep theirs.
@@ -321,7 +322,7 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: Any) -> Non
         assert again is None or relative_error(again, gradients[1 + index]) < 1e-3
 
 
-def one_node_a_layer(monkeypatch: Any) -> list[int]:
+def one_node_a_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Attend by the kernel for windows, which runs anywhere; return the layers that were one node."""
     nodes: list[int] = []
     stock = Route._attends
@@ -419,7 +420,7 @@ def test_whatever_module_is_replaced_runs_itself(references: list[str], typical:
     assert_close(run(typical, GRIDS[1]), before)
 
 
-def test_blocks_of_stock_are_given_plans(typical: Any, monkeypatch: Any) -> None:
+def test_blocks_of_stock_are_given_plans(typical: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Call layers one by one: segments are not read back from the device."""
     expected = run(typical, GRIDS[1])
     hf_vit_accel.patch(typical)
@@ -475,7 +476,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("what", [*WRONG, *GEOMETRY])
-def test_a_family_that_states_something_wrong_is_caught(typical: Any, what: str, monkeypatch: Any) -> None:
+def test_a_family_that_states_something_wrong_is_caught(
+    typical: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prove a family with one false statement: the proof fails. (With true statements every tower is fast.)"""
     family = family_of(typical)
     assert family is not None
@@ -487,7 +490,7 @@ def test_a_family_that_states_something_wrong_is_caught(typical: Any, what: str,
     assert prove(typical, replace(family, **{name: lambda tower: change(stated(tower))})).fast is not None
 
 
-def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: Any) -> None:
+def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     family, *tower = entry_of("Glm5NextVisionModel")
     monkeypatch.setattr(upstream, "_PROOFS", {})
     function = mlp.swiglu_mlp_reference
@@ -497,7 +500,7 @@ def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: Any) -> None
     assert "something else" in (prove(build(family, *tower), family).fast or "")
 
 
-def test_an_operation_that_mixes_up_groups_of_heads_is_caught(monkeypatch: Any) -> None:
+def test_an_operation_that_mixes_up_groups_of_heads_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give EXAONE's key heads to the wrong query heads: the proof fails."""
     family, *tower = entry_of("Exaone4_5_VisionModel")
     monkeypatch.setattr(upstream, "_PROOFS", {})
@@ -519,7 +522,9 @@ def test_every_module_of_a_family_is_importable_by_its_name() -> None:
         assert hasattr(home, name)
 
 
-def test_a_last_layer_norm_keeps_the_dtype_that_autocast_gives_it(references: list[str], monkeypatch: Any) -> None:
+def test_a_last_layer_norm_keeps_the_dtype_that_autocast_gives_it(
+    references: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Expect fp32 from the last norm, as autocast on CUDA computes it for any weights."""
     tower = build(*entry_of("PaddleOCR")).bfloat16()
     plain = torch.nn.functional.layer_norm

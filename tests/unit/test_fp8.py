@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cpu_graphs import SMALL, status_of
+from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import draw_grid, patch
 from support.towers import both_towers
 from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
@@ -195,7 +195,9 @@ def test_rows_that_no_sample_tells_of(fp8_on_cpu: None) -> None:
     assert relative_error(actual, expected) < 0.12 and relative_error(actual[1025], expected[1025]) < 0.06
 
 
-def test_padding_never_reaches_a_scale(fp8_on_cpu: None, on_cpu: Any, model: Any, monkeypatch: Any) -> None:
+def test_padding_never_reaches_a_scale(
+    fp8_on_cpu: None, on_cpu: type[Recorder], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replay padded graphs with poisoned spare rows: amax equals that of an eager call."""
 
     def poisoned(
@@ -222,7 +224,9 @@ def test_padding_never_reaches_a_scale(fp8_on_cpu: None, on_cpu: Any, model: Any
     assert status_of(model).replays == 3 and status_of(model).padding > 1
 
 
-def test_a_stream_of_layouts_through_graphs(fp8_on_cpu: None, on_cpu: Any, model: Any, monkeypatch: Any) -> None:
+def test_a_stream_of_layouts_through_graphs(
+    fp8_on_cpu: None, on_cpu: type[Recorder], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replay in FP8, except where a layout fills its budget and leaves an empty segment."""
     sizes = []
 
@@ -267,12 +271,14 @@ def check_replays(model: Any, kind: str, bound: float) -> None:
 
 
 @pytest.mark.parametrize("kind", REPLAYED)
-def test_replays_do_not_depend_on_earlier_calls(fp8_on_cpu: None, on_cpu: Any, model: Any, kind: str) -> None:
+def test_replays_do_not_depend_on_earlier_calls(
+    fp8_on_cpu: None, on_cpu: type[Recorder], model: Any, kind: str
+) -> None:
     patch(model, REPLAYED[kind][1], fp8=ALWAYS)
     check_replays(model, kind, 2e-3)
 
 
-def test_warmup_captures_what_calls_replay(fp8_on_cpu: None, on_cpu: Any) -> None:
+def test_warmup_captures_what_calls_replay(fp8_on_cpu: None, on_cpu: type[Recorder]) -> None:
     """Capture other graphs for a call that fills a budget, whose empty segment rules out FP8."""
     model = TINY["qwen2_5_vl"].build()
     patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=ALWAYS)
@@ -294,7 +300,7 @@ def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
     assert status.fp8 is not None and "not used by the last call: rows attend to" in status.fp8
 
 
-def test_status_tells_of_the_last_call_replayed(fp8_on_cpu: None, on_cpu: Any, model: Any) -> None:
+def test_status_tells_of_the_last_call_replayed(fp8_on_cpu: None, on_cpu: type[Recorder], model: Any) -> None:
     """Report the last call, not the call whose graph was captured."""
     patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=Fp8Config(min_seqlen=5000))
     fractions = []
@@ -419,7 +425,7 @@ def test_settling_waits_but_for_a_capture(monkeypatch: pytest.MonkeyPatch, captu
     assert stream.synchronize.called != capturing
 
 
-def test_graphs_go_with_the_memory_that_they_write_to(fp8_on_cpu: None, on_cpu: Any, model: Any) -> None:
+def test_graphs_go_with_the_memory_that_they_write_to(fp8_on_cpu: None, on_cpu: type[Recorder], model: Any) -> None:
     """Move a model away and back to its former memory: its history of scales is new."""
     patch(model, fp8=ALWAYS)
     tower = tower_of(model)

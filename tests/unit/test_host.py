@@ -24,8 +24,8 @@ ONE = torch.zeros(1)
 MOST_PER_LAYER = {False: 30, True: 100}
 """The most functions of ours that a layer may enter, and the most operators that it may run; by whether it trains.
 
-A layer runs 10 kernels forward and 25 with its backward: at most 3 or 4 calls for a kernel. Host work that grows with
-heads, tensors or hooks exceeds the bound: one more check for every tensor of a layer does.
+Layers of Qwen3-VL take 23 functions and 21 operators in inference, 82 and 77 in training. The bound leaves room to
+change a part. A further call for every tensor, hook or head of a layer exceeds it.
 """
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.interpreter import INTERPRETED
-from support.kernels import compile_for_hopper, draw, tables
+from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 
 from hf_vit_accel.ops import launch
@@ -74,7 +74,7 @@ def check(actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> 
 
 @where
 @pytest.mark.parametrize("dim", [64, 72, 80])
-def test_rope(target: dict[str, Any], dim: int) -> None:
+def test_rope(target: Target, dim: int) -> None:
     qkv = draw(target["rows"], 3, target["heads"], dim, target=target)
     cos, sin = tables(target["rows"], dim, target)
     expected = rope_reference(qkv, cos, sin)
@@ -90,7 +90,7 @@ def test_rope(target: dict[str, Any], dim: int) -> None:
 @pytest.mark.parametrize(
     ("width", "wide"), [(1280, False), (1152, False), (1024, False), (144, False), (100, False), (144, True)]
 )
-def test_add_norm(target: dict[str, Any], width: int, wide: bool, rms: bool, with_delta: bool) -> None:
+def test_add_norm(target: Target, width: int, wide: bool, rms: bool, with_delta: bool) -> None:
     """Add and normalise; `wide` keeps the residual stream and the weights in fp32, as under autocast."""
     of = torch.float32 if wide else None
     x = 3 + draw(target["rows"], width, target=target, dtype=of)
@@ -117,7 +117,7 @@ def test_add_norm(target: dict[str, Any], width: int, wide: bool, rms: bool, wit
 @pytest.mark.parametrize("limit", [None, 2.0])
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("width", [3424, 200, 1024])
-def test_swiglu(target: dict[str, Any], width: int, halves: bool, limit: float | None) -> None:
+def test_swiglu(target: Target, width: int, halves: bool, limit: float | None) -> None:
     gate, up = (3 * draw(target["rows"], 2 * width, target=target)).chunk(2, dim=-1)
     if not halves:
         gate = gate.contiguous()
@@ -132,7 +132,7 @@ def test_swiglu(target: dict[str, Any], width: int, halves: bool, limit: float |
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dim", [64, 72, 80, 128])
-def test_shape_heads(target: dict[str, Any], dim: int, groups: int, normed: bool) -> None:
+def test_shape_heads(target: Target, dim: int, groups: int, normed: bool) -> None:
     """Poison the rows beyond the input: in place, no kernel writes to them."""
     heads = target["heads"]
     key_heads = target["heads"] // groups
@@ -155,20 +155,18 @@ def test_shape_heads(target: dict[str, Any], dim: int, groups: int, normed: bool
 @where
 @pytest.mark.parametrize("rows", [1, 130, None])
 @pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3456, 1280), (100, 96), (72, 56), (7, 8)])
-def test_linear_swiglu(target: dict[str, Any], width: int, inner: int, rows: int | None) -> None:
+def test_linear_swiglu(target: Target, width: int, inner: int, rows: int | None) -> None:
     check_linear_swiglu(target, width, inner, rows)
 
 
 @where
 @pytest.mark.parametrize(("biased", "limit"), [(False, None), (True, 0.5), (False, 0.5)])
-def test_linear_swiglu_without_biases_or_with_a_limit(
-    target: dict[str, Any], biased: bool, limit: float | None
-) -> None:
+def test_linear_swiglu_without_biases_or_with_a_limit(target: Target, biased: bool, limit: float | None) -> None:
     check_linear_swiglu(target, 100, 96, 130, biased=biased, limit=limit)
 
 
 def check_linear_swiglu(
-    target: dict[str, Any], width: int, inner: int, rows: int | None, *, biased: bool = True, limit: float | None = None
+    target: Target, width: int, inner: int, rows: int | None, *, biased: bool = True, limit: float | None = None
 ) -> None:
     if target["device"] == "cpu":
         rows = rows or target["rows"]
@@ -195,7 +193,7 @@ def check_linear_swiglu(
 @where
 @pytest.mark.parametrize("rows", [1, 130, None, 2053])
 @pytest.mark.parametrize(("width", "inner"), [(5120, 1280), (136, 96), (72, 56), (8, 8)])
-def test_linear_quick_gelu(target: dict[str, Any], width: int, inner: int, rows: int | None) -> None:
+def test_linear_quick_gelu(target: Target, width: int, inner: int, rows: int | None) -> None:
     if target["device"] == "cpu":
         width = min(width, 136)
         inner = min(inner, 136 if rows != 2053 else 16)
@@ -226,7 +224,7 @@ SWIGLUS = pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280
 
 @where
 @SWIGLUS
-def test_pad_swiglu(target: dict[str, Any], width: int, inner: int) -> None:
+def test_pad_swiglu(target: Target, width: int, inner: int) -> None:
     outer = inner
     if target["device"] == "cpu":  # some programs
         width, inner, outer = {3420: (420, 16, 24), 3424: (424, 16, 16)}.get(width, (width, min(inner, 16), inner))
@@ -242,7 +240,7 @@ def test_pad_swiglu(target: dict[str, Any], width: int, inner: int) -> None:
 
 @where
 @pytest.mark.parametrize("width", [5120, 4097, 320])
-def test_quick_gelu(target: dict[str, Any], width: int) -> None:
+def test_quick_gelu(target: Target, width: int) -> None:
     x = 3 * draw(target["rows"], width, target=target)
     expected = quick_gelu_reference(x)
     exact = quick_gelu_reference(x.double())
@@ -253,7 +251,7 @@ def test_quick_gelu(target: dict[str, Any], width: int) -> None:
 
 @where
 @pytest.mark.parametrize(("width", "taps"), [(1152, 4), (1024, 4), (144, 4), (144, 16)])
-def test_add_positions(target: dict[str, Any], width: int, taps: int) -> None:
+def test_add_positions(target: Target, width: int, taps: int) -> None:
     x = draw(target["rows"], width, target=target)
     table = draw(36, width, target=target, seed=3)
     generator = torch.Generator().manual_seed(0)
@@ -269,7 +267,7 @@ def test_add_positions(target: dict[str, Any], width: int, taps: int) -> None:
 @where
 @pytest.mark.parametrize("dim", [64, 72, 80])
 @pytest.mark.parametrize("lengths", [[64, 64], [64, 16, 1, 37, 48], [3]], ids=str)
-def test_window_attention(target: dict[str, Any], lengths: list[int], dim: int) -> None:
+def test_window_attention(target: Target, lengths: list[int], dim: int) -> None:
     lengths = lengths * (20 if target["device"] == "cuda" else 1)
     rows = sum(lengths)
     scale = dim**-0.5
@@ -293,7 +291,7 @@ def test_heads_of_a_program(windows: int, expected: int) -> None:
 
 
 @where
-def test_gelu_epilogue(target: dict[str, Any]) -> None:
+def test_gelu_epilogue(target: Target) -> None:
     x = draw(target["rows"], 1152, target=target)
     weight = draw(4304, 1152, target=target) / 34
     bias = draw(4304, target=target)
@@ -382,7 +380,7 @@ def test_scales_of_extremes_are_normal_numbers() -> None:
 
 
 @where
-def test_kernels_scale_by_the_same(exact_e4m3: None, target: dict[str, Any]) -> None:
+def test_kernels_scale_by_the_same(exact_e4m3: None, target: Target) -> None:
     """Quantise by the amax of a file, of any size."""
     qkv = torch.zeros(1, 3, 6, 16, dtype=target["dtype"], device=target["device"])
     zeros_TD = torch.zeros(1, 16)
@@ -401,19 +399,19 @@ def test_kernels_scale_by_the_same(exact_e4m3: None, target: dict[str, Any]) -> 
     ("dim", "padded", "turned"),
     [(72, 128, 1.0), (72, 128, 100.0), (72, 128, 0.001), (64, 64, 1.0), (80, 128, 1.0), (16, 64, 100.0), (24, 32, 1.0)],
 )
-def test_quantize(exact_e4m3: None, target: dict[str, Any], dim: int, padded: int, turned: float) -> None:
+def test_quantize(exact_e4m3: None, target: Target, dim: int, padded: int, turned: float) -> None:
     """Compare bit for bit, scales and amax too; poisoned padding rows reach neither."""
     check_quantize(target, dim, padded, turned)
 
 
 @where
 @pytest.mark.parametrize(("heads", "turned"), [(1, 1.0), (7, 100.0)])
-def test_quantize_any_number_of_heads(exact_e4m3: None, target: dict[str, Any], heads: int, turned: float) -> None:
+def test_quantize_any_number_of_heads(exact_e4m3: None, target: Target, heads: int, turned: float) -> None:
     """Quantise fewer and more than one program's 4 heads and 64 rows."""
     check_quantize(target | {"heads": heads, "rows": target["rows"] + 60}, 72, 128, turned)
 
 
-def check_quantize(target: dict[str, Any], dim: int, padded: int, turned: float) -> None:
+def check_quantize(target: Target, dim: int, padded: int, turned: float) -> None:
     """turned: what a rotation multiplies numbers by, which no sample of rows tells."""
     rows = target["rows"]
     heads = target["heads"]
@@ -453,7 +451,7 @@ def check_quantize(target: dict[str, Any], dim: int, padded: int, turned: float)
 
 
 @where
-def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, target: dict[str, Any]) -> None:
+def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, target: Target) -> None:
     rows = target["rows"]
     heads = target["heads"]
     dim = 72

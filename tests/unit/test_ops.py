@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.cpu_graphs import Recorder
 from support.kernel_table import KERNELS
 from support.references import put
 from tiny import (
@@ -143,7 +145,9 @@ WAYS = ["instance forward", "class forward", "decorated", "wraps", "class", "mod
         for turn, name in enumerate([*REPLACED, "blocks.1", "blocks.1.attn"])
     ],
 )
-def test_what_was_replaced_runs_itself(references: Any, turn: int, name: str, how: str, monkeypatch: Any) -> None:
+def test_what_was_replaced_runs_itself(
+    references: list[str], turn: int, name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Patch first and change a module afterwards: the next call runs the change. (Families take turns.)"""
     model = TINY[FAMILIES[(turn + WAYS.index(how)) % len(FAMILIES)]].build()
     tower = tower_of(model)
@@ -198,7 +202,9 @@ def attributes_of(tower: Any) -> list[tuple[nn.Module, str, Any]]:
     ],
     indirect=["model"],
 )
-def test_any_attribute_may_change(on_cpu: Any, request: Any, model: Any, kernels: bool) -> None:
+def test_any_attribute_may_change(
+    on_cpu: type[Recorder], request: pytest.FixtureRequest, model: Any, kernels: bool
+) -> None:
     """Change any attribute that an operation reads: the operation and every CUDA graph are built again."""
     if kernels:
         request.getfixturevalue("references")
@@ -316,7 +322,7 @@ def test_fused_optimizers_step_as_on_stock(references: list[str]) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0.0)
 
 
-def test_checkpoints_of_others_are_complete(references: list[str], model: Any, tmp_path: Any) -> None:
+def test_checkpoints_of_others_are_complete(references: list[str], model: Any, tmp_path: Path) -> None:
     """Save by accelerate and safetensors, which drop or refuse shared and strided parameters."""
     from accelerate import Accelerator
     from safetensors.torch import load_file, save_file
@@ -385,7 +391,7 @@ def test_what_modules_are_given_is_not_written_to(references: list[str], model: 
     assert torch.equal(module_input, input_before)
 
 
-def test_embeddings_of_any_strides(references: list[str], monkeypatch: Any) -> None:
+def test_embeddings_of_any_strides(references: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def contiguous_only(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert x.is_contiguous()
         return KERNELS["add_norm_"].reference(x, *args, **kwargs)

@@ -8,13 +8,14 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from matrix import flat
-from support.cpu_graphs import SMALL
+from support.cpu_graphs import SMALL, Recorder
 from support.graphs import patch as patch_with_graphs
 from support.towers import ONE_TOWER, TOWERS
 from test_families import CLASSES, GRIDS, build, run, trained
@@ -396,7 +397,7 @@ def hold(tower: Any, grid: Grid) -> list[torch.Tensor]:
     return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
 
 
-def test_fused_and_replayed_passes(references: Any, on_cpu: Any) -> None:
+def test_fused_and_replayed_passes(references: list[str], on_cpu: type[Recorder]) -> None:
     """Share one graph among passes of one size; references stand for kernels, and buffers are poisoned."""
     for family in ("qwen2_5_vl", "qwen3_vl"):
         model = TINY[family].build()
@@ -480,7 +481,9 @@ def nbytes(output: Any) -> int:
 
 
 @pytest.mark.parametrize("family", ONE_TOWER)
-def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(family: str, references: Any, on_cpu: Any) -> None:
+def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(
+    family: str, references: list[str], on_cpu: type[Recorder]
+) -> None:
     """Hold the bound from the first call on, which creates all cached values."""
     beyond = []
     for frames in (12, 48):
@@ -499,7 +502,7 @@ def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(family: str, re
 
 @pytest.mark.parametrize("family", ONE_TOWER)
 def test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held(
-    family: str, references: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, references: list[str], on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Limit the memory beside the MLP, the widest part of a layer: it decides how many rows fit."""
     tower = tower_of(TINY[family].build())
@@ -691,7 +694,7 @@ def test_copies_and_pickles_keep_the_setting() -> None:
         assert status_of(twin).passes == f"1 calls in {len(cut(tuple(VIDEO), 40, clips=False))} passes"
 
 
-def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Any) -> None:
+def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Path) -> None:
     """Refuse passes, since each rank has other pictures and all must gather a layer equally often."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
     try:
@@ -723,7 +726,7 @@ class Mix(torch.nn.Module):
 @pytest.mark.parametrize("kind", ["own", "batch norm", "of peft"])
 @pytest.mark.parametrize("settings", [dict(max_rows=40), dict(reuse=True), dict(cuda_graphs=True)], ids=str)
 def test_a_module_that_may_mix_rows_gets_all_of_a_call(
-    kind: str, settings: dict[str, Any], references: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, settings: dict[str, Any], references: list[str], on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Allow passes for a package whose modules treat rows one by one."""
     grid = [(1, 4, 6), (4, 6, 4), (1, 4, 6)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks, share_small_calls
-from support.cpu_graphs import SMALL
+from support.cpu_graphs import SMALL, Recorder
 from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 from transformers import activations
@@ -179,7 +179,7 @@ def mixing_tower(family: str, mixer: str) -> Any:
     "settings", [dict(max_rows=40), dict(reuse=True), dict(cuda_graphs=SMALL)], ids=lambda s: min(s)
 )
 def test_a_module_of_torch_that_mixes_rows_gets_all_of_a_call(
-    settings: dict[str, Any], family: str, mixer: str, references: Any, on_cpu: Any
+    settings: dict[str, Any], family: str, mixer: str, references: list[str], on_cpu: type[Recorder]
 ) -> None:
     tower = mixing_tower(family, mixer)
     pixels = pixels_for(tower, GRID)
