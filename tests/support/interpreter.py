@@ -15,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def speed_up_interpreter() -> None:
     """Skip work that Triton's interpreter repeats in every call of a kernel or helper.
 
-    The interpreted tests take 98 s of CPU time without this function, which is a fifth of the suite.
+    The interpreted tests of `make test` take 98 s of CPU time without this function, and 52 s with it.
     It changes two things, for a process that compiles no kernel:
 
     - The interpreter replaces the functions of `triton.language` once per process, and does not put them back.

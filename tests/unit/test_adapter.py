@@ -94,7 +94,7 @@ def pair(family: str, **kwargs: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_peft(family: str, called: list[str]) -> None:
+def test_adapters_equal_peft(family: str, called: list[str]) -> None:
     """Train, and run without gradients: no PEFT module is called, and the parts around them are fused."""
     model, other = pair(family)
     expected = step(other)
@@ -110,7 +110,7 @@ def test_as_peft(family: str, called: list[str]) -> None:
     assert status.stock_calls == 0 and status.calls == 4
 
 
-def test_those_of_single_linears(called: list[str]) -> None:
+def test_adapters_on_single_linears(called: list[str]) -> None:
     """Put an adapter on one Linear of one layer, beside plain Linears."""
     for target in (r".*blocks\.1\.mlp\.up_proj", r".*blocks\.2\.mlp\.down_proj", r".*blocks\.0\.attn\.proj"):
         check(*pair("qwen2_5_vl", target=target))
@@ -158,7 +158,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_calls_is_seen(change: str, called: list[str]) -> None:
+def test_changes_between_calls_take_effect(change: str, called: list[str]) -> None:
     model, other = pair("qwen2_5_vl")
     before = step(model, grad=False)
     for lora_model in (model, other):
@@ -173,7 +173,7 @@ def test_what_changes_between_calls_is_seen(change: str, called: list[str]) -> N
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
-def test_dropout_is_peft_s(family: str, called: list[str]) -> None:
+def test_dropout_equals_peft(family: str, called: list[str]) -> None:
     """Drop the same numbers as PEFT, in training only. (Padded rows draw more numbers.)"""
     model, other = pair(family, dropout=0.4)
     for lora_model in (model, other):
@@ -206,7 +206,7 @@ def test_dropout_of_padded_rows(called: list[str]) -> None:
 @pytest.mark.parametrize(
     "kwargs", [{"use_dora": True}, {"lora_bias": True}, {"use_rslora": True}], ids=["DoRA", "bias", "rsLoRA"]
 )
-def test_other_kinds_are_their_modules(kwargs: dict[str, Any], called: list[str]) -> None:
+def test_other_kinds_of_lora_run_their_modules(kwargs: dict[str, Any], called: list[str]) -> None:
     """Call PEFT's modules for other kinds of LoRA, except rsLoRA, which differs in its scaling only."""
     model, other = pair("qwen3_vl", **kwargs)
     check(model, other)
@@ -260,7 +260,7 @@ def test_scalings_that_are_tensors(trained: bool, called: list[str], monkeypatch
     assert bool(called) == trained
 
 
-def test_what_adapters_hold_is_read_once(called: list[str]) -> None:
+def test_adapters_are_read_once(called: list[str]) -> None:
     """Read adapters once, and again when their dtype changes."""
     model, _ = pair("qwen3_vl")
     state = state_of(tower_of(model))
@@ -471,7 +471,7 @@ def all_trained(model: Any) -> bool:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.matrix  # `test_dropout_is_peft_s` by the references every time
+@pytest.mark.matrix  # `test_dropout_equals_peft` by the references every time
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
 def test_training_with_dropout_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train with dropout, which runs a layer in parts: they drop the numbers that PEFT drops."""
@@ -541,7 +541,7 @@ def together(tower: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("module_name", ["merger.mlp", "merger", "mlp", "norm1"])
-def test_modules_that_are_trained_whole(module_name: str, called: list[str]) -> None:
+def test_modules_to_save_are_trained(module_name: str, called: list[str]) -> None:
     """Train a PEFT copy of a module (`modules_to_save`) beside the adapters of other modules."""
     model, other = pair("qwen2_5_vl", target=r".*blocks\.\d+\.attn\.qkv", modules_to_save=[module_name])
     check(model, other)

@@ -117,7 +117,7 @@ def assert_fast(tower: Any, calls: int = 1) -> None:
     assert (status.calls, status.stock_calls, status.against_fast, status.fallbacks) == (calls, 0, (), {})
 
 
-def test_gradients_of_the_outputs_see_all_that_is_made_of_them(typical: Any) -> None:
+def test_gradients_of_the_outputs_include_the_merger(typical: Any) -> None:
     """Hook the last rows, and take gradients with respect to them: they include the merger's share."""
     family = family_of(typical)
     stock = copy.deepcopy(typical)
@@ -420,7 +420,7 @@ def test_whatever_module_is_replaced_runs_itself(references: list[str], typical:
     assert_close(run(typical, GRIDS[1]), before)
 
 
-def test_blocks_of_stock_are_given_plans(typical: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_blocks_receive_plans(typical: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Call layers one by one: segments are not read back from the device."""
     expected = run(typical, GRIDS[1])
     hf_vit_accel.patch(typical)

@@ -184,7 +184,7 @@ def run_tower_on(tower: Any, pixels: torch.Tensor, grid: list[tuple[int, int, in
         return outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))[1]
 
 
-def test_rows_that_no_sample_tells_of(fp8_on_cpu: None) -> None:
+def test_outliers_outside_the_sample_of_rows(fp8_on_cpu: None) -> None:
     """Make one of thousands of rows thirty times larger: it is quantised again, and nothing is cut off."""
     requested = request("cpu", torch.float32, 72)
     q, k, v = draw(2048, 72, torch.float32, "cpu", 0, False)
@@ -645,7 +645,7 @@ def test_calibrate_refuses_images_whose_features_are_not_finite(fp8_on_cpu: None
     assert not list(tmp_path.iterdir())
 
 
-def test_maxima_stand_for_the_layers_that_were_there(fp8_on_cpu: None, tmp_path: Path) -> None:
+def test_maxima_are_refused_after_a_layer_is_removed(fp8_on_cpu: None, tmp_path: Path) -> None:
     """Refuse a file after a layer was removed: later layers would get the scales of others."""
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
@@ -678,9 +678,7 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()) and state_of(tower_of(model)) is None
 
 
-def test_calibrate_refuses_what_fp8_did_not_attend_to(
-    fp8_on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_calibrate_refuses_calls_without_fp8(fp8_on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Refuse calls without FP8, whose amax would be zeros or those of the call before."""
     model = TINY["qwen3_vl"].build()
     images = [
@@ -797,7 +795,8 @@ def test_padded_layouts_declare_their_rows() -> None:
 
 @pytest.fixture
 def on_gpu() -> None:
-    if reasons := FP8.reasons_against_machine():
+    reasons = FP8.reasons_against_machine()
+    if reasons:
         pytest.skip("; ".join(reasons))
 
 

@@ -599,7 +599,7 @@ ARGUMENTS = (
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
-def test_launches_know_of_arguments_what_decides_how_a_kernel_is_compiled() -> None:
+def test_launches_tell_apart_the_arguments_that_triton_does() -> None:
     """Tell apart any two arguments that Triton tells apart."""
     jit = importlib.import_module("triton.runtime.jit")
     if not hasattr(jit, "native_specialize_impl"):
@@ -618,7 +618,7 @@ def test_launches_know_of_arguments_what_decides_how_a_kernel_is_compiled() -> N
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
-def test_a_kernel_is_looked_up_again_where_it_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_asked_again_for_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask Triton again for another device, dtype, alignment, size or constant; else launch with all arguments."""
     events: list[Any] = []
 

@@ -96,7 +96,7 @@ def test_unknown_parts_are_listed(model: Any, bad: Any) -> None:
     assert state_of(tower_of(model)) is None
 
 
-def test_strict_wants_named_parts_fused(references: list[str], model: Any) -> None:
+def test_strict_requires_named_parts_to_be_fused(references: list[str], model: Any) -> None:
     hf_vit_accel.patch(model, fuse=applies(model), strict=True)
     tower_of(model).blocks[0].norm1 = nn.Identity()
     with pytest.raises(FallbackError, match=r"norms is not fused: .*Identity"):
@@ -145,7 +145,7 @@ WAYS = ["instance forward", "class forward", "decorated", "wraps", "class", "mod
         for turn, name in enumerate([*REPLACED, "blocks.1", "blocks.1.attn"])
     ],
 )
-def test_what_was_replaced_runs_itself(
+def test_a_replaced_module_runs_itself(
     references: list[str], turn: int, name: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Patch first and change a module afterwards: the next call runs the change. (Families take turns.)"""
@@ -360,7 +360,7 @@ def test_without_descriptors_widths_are_padded_only_where_they_need_it(
 
 
 @pytest.mark.parametrize("name", ["patch_embed", "deepstack_merger_list.0"])
-def test_what_modules_keep_or_hand_on_is_not_written_to(references: list[str], name: str) -> None:
+def test_outputs_that_modules_store_are_not_written_to(references: list[str], name: str) -> None:
     """Let a module store its output or return its input: no later addition changes it."""
     model = TINY["qwen3_vl"].build()
     stored = {}
@@ -376,7 +376,7 @@ def test_what_modules_keep_or_hand_on_is_not_written_to(references: list[str], n
 @pytest.mark.parametrize(
     "name", ["blocks.3.norm2", "blocks.0.norm2", "blocks.2.norm1", "merger", "deepstack_merger_list.0"]
 )
-def test_what_modules_are_given_is_not_written_to(references: list[str], model: Any, name: str) -> None:
+def test_inputs_that_modules_store_are_not_written_to(references: list[str], model: Any, name: str) -> None:
     """Let a module store its input and return another tensor: the stored input stays unchanged."""
     tower = tower_of(model)
     stored = []
@@ -406,7 +406,7 @@ def test_embeddings_of_any_strides(references: list[str], monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("how", [norm.fused, norm.plain])
-def test_normed_rows_are_in_the_dtype_of_rows_under_autocast(references: list[str], how: Any) -> None:
+def test_norms_return_the_dtype_of_rows_under_autocast(references: list[str], how: Any) -> None:
     """Return the rows' dtype from norms with fp32 weights, since products with own gradients do not cast."""
     for module in (nn.LayerNorm(8), tower_of(TINY["qwen2_5_vl"].build()).blocks[0].norm1):
         context = Context(device=torch.device("cpu"), dtype=torch.bfloat16, weights=torch.float32, grad=True)

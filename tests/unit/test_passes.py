@@ -75,7 +75,8 @@ def test_passes_hold_all_frames_in_order_within_bounds_and_are_as_few_as_can_be(
         units = frames_of(grid, clips=clips)
         assert [unit for piece in pieces for unit in frames_of(piece, clips=clips)] == units
         assert all(rows_of(piece) <= limit or len(frames_of(piece, clips=clips)) == 1 for piece in pieces)
-        fewest, room = 0, -1  # whatever is cut in order needs as many as one that fills each pass
+        fewest = 0  # filling every pass in order needs the fewest passes
+        room = -1
         for unit in units:
             room -= rows_of((unit,))
             if room < 0:
@@ -115,7 +116,7 @@ CUDA = torch.device("cuda")
         (100, CUDA, False, True, None),
     ],
 )
-def test_from_how_many_rows_on(max_rows: Any, device: Any, grad: bool, is_complete: bool, limit: int | None) -> None:
+def test_the_limit_of_rows(max_rows: Any, device: Any, grad: bool, is_complete: bool, limit: int | None) -> None:
     assert Passes(max_rows).most(device, grad=grad, whole=is_complete) == limit
 
 
@@ -545,7 +546,7 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_what_is_kept_for_the_backward_pass_is_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_pass_saves_inputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save only inputs, since the backward runs the passes again one at a time."""
     tower = tower_of(TINY["qwen2_vl"].build())
     pixels = pixels_for(tower, VIDEO).requires_grad_()
@@ -663,7 +664,7 @@ def test_a_frame_that_does_not_fit_is_not_tried_again(monkeypatch: pytest.Monkey
     assert tried == [144] and status_of(tower).passes is None
 
 
-def test_what_a_failed_pass_made_is_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_a_failed_pass_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free the tensors of a failed pass, which the handled error's frames hold."""
     import sys
 
