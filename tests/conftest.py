@@ -26,8 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # tensors are tiny: more threads would only wait for each other
-    config.pluginmanager.import_plugin("standins")
-    config.pluginmanager.import_plugin("support.faults")
+    for fixtures in ("towers", "references", "cpu_graphs", "faults"):
+        config.pluginmanager.import_plugin(f"support.{fixtures}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from standins import SMALL, Recorder, put
+from support.cpu_graphs import SMALL, Recorder
 from support.faults import GRID, StockModels, fail_once, faults_of, raises
 from support.flashinfer import Flashinfer
 from support.patching import status_of
+from support.references import put
 from tiny import FAMILIES, TINY, assert_close, run_tower, tower_of
 from torch import nn
 

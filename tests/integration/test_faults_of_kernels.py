@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from standins import KERNELS, SMALL, Recorder, put
 from support.changes import through_pickle
+from support.cpu_graphs import SMALL, Recorder
 from support.faults import GRID, LAUNCH_ERRORS, Launches, StockModels, faults_of, raises
 from support.flashinfer import Flashinfer
+from support.kernel_table import KERNELS
 from support.patching import status_of
+from support.references import put
 from tiny import FAMILIES, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from standins import ONE_TOWER, SMALL, Recorder
 from support.bad_inputs import Inputs, outcome, spoil
+from support.cpu_graphs import SMALL, Recorder
 from support.graphs import draw_grid
+from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, pixels_for, run_tower, tower_of
 from torch import nn
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from standins import Recorder, alike
 from support.bad_inputs import outcome, spoil
+from support.cpu_graphs import Recorder
+from support.towers import alike
 from tiny import TINY, pixels_for, tower_of
 from torch import nn
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER
 from support.patching import AUTO, check_calls, check_stock, patch_by, run, status_of
 from support.tensors import flat
+from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, left_padded, pixels_for, relative_error, tower_of
 from torch import nn
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER, TOWERS
+from support.towers import ONE_TOWER, TOWERS
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch.autograd import forward_ad

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from standins import ONE_TOWER, TOWERS
 from support.patching import WAYS, Grid, check_calls, check_stock, gradients, patch_by, run, status_of
 from support.tensors import Output, flat
+from support.towers import ONE_TOWER, TOWERS
 from tiny import (
     GRIDS,
     TINY,

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from standins import KERNELS, put
 from tiny import GRIDS, TINY, run_tower, tower_of
 from torch import nn
 from torch._C import DispatchKey, DispatchKeySet
@@ -24,6 +23,8 @@ from hf_vit_accel.backends import flex as flex_backend
 from hf_vit_accel.ops import linear_activation, mlp
 from hf_vit_accel.tower.state import state_of
 from support.flashinfer import Flashinfer, install_flashinfer
+from support.kernel_table import KERNELS
+from support.references import put
 
 GRID = GRIDS["mixed"]
 StockModels = dict[str, tuple[nn.Module, list[torch.Tensor]]]

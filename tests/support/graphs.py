@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from standins import SMALL
 from tiny import tower_of
 from torch import nn
 
@@ -14,6 +13,7 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig
 from hf_vit_accel.graphs import store
 from hf_vit_accel.tower.state import state_of
+from support.cpu_graphs import SMALL
 
 Grid = list[tuple[int, int, int]]
 

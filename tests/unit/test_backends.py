@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from standins import alike
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.towers import alike
 from tiny import relative_error
 from torch import nn
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER
 from support.calls import PACKAGE, entered
+from support.towers import ONE_TOWER
 from tiny import (
     FAMILIES,
     GRIDS,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from standins import SMALL
+from support.cpu_graphs import SMALL
 from support.families import CLASSES, build, run, trained
 from support.graphs import patch as patch_with_graphs
 from support.grids import drawn

@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, alike, both_towers, status_of
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.cpu_graphs import SMALL, status_of
 from support.graphs import draw_grid, patch
+from support.towers import alike, both_towers
 from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -15,8 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from standins import SMALL, Recorder, both_towers, status_of
+from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
+from support.towers import both_towers
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 

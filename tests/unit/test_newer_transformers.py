@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from standins import ONE_TOWER
+from support.towers import ONE_TOWER
 from tiny import FAMILIES, GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel

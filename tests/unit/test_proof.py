@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER
+from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, run_tower, tower_of
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel

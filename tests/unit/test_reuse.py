@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from standins import INTERPRETED, SMALL, alike
+from support.cpu_graphs import SMALL
+from support.interpreter import INTERPRETED
+from support.towers import alike
 from tiny import TINY, assert_close, outputs_of, pixels_for, tower_of
 from torch import nn
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER
+from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, relative_error, run_tower, tower_of
 from transformers import AttentionInterface, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -15,8 +15,8 @@ from typing import Literal
 
 import pytest
 import torch
-from standins import ONE_TOWER
 from support.exactness import check_error_bound
+from support.towers import ONE_TOWER
 from tiny import (
     FAMILIES,
     GRIDS,
