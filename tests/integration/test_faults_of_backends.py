@@ -25,7 +25,7 @@ from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, Fp8Config, machine
-from hf_vit_accel.backends import FP8, backend_named, cudnn_fp8, flashinfer_cudnn
+from hf_vit_accel.backends import FP8, backend_named, cudnn_fp8
 from hf_vit_accel.backends import flash_attention_3 as fa3_backend
 from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
 from hf_vit_accel.backends import flex as flex_backend
@@ -260,15 +260,14 @@ def _break_flex(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def _break_fp8(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     run_fp8_on_cpu(monkeypatch)
-    monkeypatch.setattr(cudnn_fp8, "_attend", raises(error))
+    monkeypatch.setattr(cudnn_fp8, "graph_for", lambda *args: SimpleNamespace(run=raises(error)))
 
 
 def _break_fp8_plan(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Fail in the code that FP8 shares with FlashInfer's backend, which may work all the same."""
-    attend = cudnn_fp8._attend
     run_fp8_on_cpu(monkeypatch)
-    monkeypatch.setattr(cudnn_fp8, "_attend", attend)
-    monkeypatch.setattr(flashinfer_cudnn, "_prefill_module", raises(error))
+    monkeypatch.setattr(cudnn_fp8, "graph_for", cudnn_backend.graph_for)
+    monkeypatch.setattr(cudnn_backend, "Graph", raises(error))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 

@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import Tensor
 
-from hf_vit_accel.backends import Needs, Plan, cudnn_fp8
+from hf_vit_accel.backends import Needs, cudnn_fp8
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8
 from hf_vit_accel.ops.fp8.e4m3 import E4M3
 from hf_vit_accel.ops.fp8.quantize import dequantize_reference, quantize_reference, sample_reference
+
+Tensors = tuple[Tensor, ...]
 
 
 def quantize_on_cpu(
@@ -38,18 +43,37 @@ def quantize_on_cpu(
     return out, center_HD
 
 
-def attend_on_cpu(plan: Plan, qkv_3THP: torch.Tensor, descale_1: torch.Tensor) -> torch.Tensor:
-    """Attend within segments by offsets and lengths, as cuDNN does; rows of no segment stay NaN."""
-    out_THP = torch.full(qkv_3THP.shape[1:], float("nan"))
-    _, _, heads, padded = qkv_3THP.shape
-    starts = (plan.tensors["offsets"].flatten() // (heads * padded)).tolist()
-    for start, length in zip(starts, plan.tensors["lengths"].flatten().tolist(), strict=False):
-        assert length <= plan.host["max_seqlen"]
-        rows = slice(start, start + length)
-        q, k, v = qkv_3THP[:, rows].float()
-        scores = torch.einsum("qhd,khd->hqk", q, k) * descale_1 * plan.request.scale
-        out_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    return out_THP.to(E4M3)
+class GraphOnCpu:
+    """A plan of cuDNN: attend within segments by offsets and lengths; rows of no segment become NaN.
+
+    Args:
+        max_seqlen: The declared longest segment.
+        scale: The factor of q k^T.
+    """
+
+    def __init__(self, max_seqlen: int, scale: float) -> None:
+        self.max_seqlen = max_seqlen
+        self.scale = scale
+
+    def run(self, qkv: Tensors, sequences: Tensors, out_THP: Tensor, scales: Tensors) -> None:
+        """Write the attended rows. The first scale is the product of those of q and k."""
+        q_THP, k_THP, v_THP = (x_THP.float() for x_THP in qkv)
+        lengths, offsets, *_ = sequences
+        _, heads, padded = q_THP.shape
+        starts = (offsets.flatten() // (heads * padded)).tolist()
+        result_THP = torch.full(out_THP.shape, float("nan"))
+        for start, length in zip(starts, lengths.flatten().tolist(), strict=False):
+            assert length <= self.max_seqlen
+            rows = slice(start, start + length)
+            scores = torch.einsum("qhd,khd->hqk", q_THP[rows], k_THP[rows]) * scales[0] * self.scale
+            result_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_THP[rows])
+        out_THP.copy_(result_THP)
+
+
+def graph_on_cpu(qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype) -> GraphOnCpu:
+    """Return a plan that runs on any machine; like Hopper's, it writes e4m3."""
+    assert out_dtype == E4M3
+    return GraphOnCpu(max_seqlen, scale)
 
 
 def run_fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,5 +84,5 @@ def run_fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_fp8, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
     monkeypatch.setattr(cudnn_fp8, "dequantize", dequantize_reference)
-    monkeypatch.setattr(cudnn_fp8, "_attend", attend_on_cpu)
-    monkeypatch.setattr(cudnn_fp8, "_written", lambda request: E4M3)
+    monkeypatch.setattr(cudnn_fp8, "graph_for", graph_on_cpu)
+    monkeypatch.setattr(cudnn_fp8, "machine", SimpleNamespace(cuda_capability=lambda index: (9, 0)))

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
 from support.cpu_graphs import SMALL, Recorder, status_of
-from support.fp8 import attend_on_cpu, quantize_on_cpu, run_fp8_on_cpu
+from support.fp8 import GraphOnCpu, graph_on_cpu, quantize_on_cpu, run_fp8_on_cpu
 from support.graphs import draw_grid, patch
 from support.towers import both_towers
 from tiny import TINY, all_equal, largest_error, outputs_of, pixels_for, relative_error, run_tower, tower_of
@@ -180,16 +180,16 @@ def test_a_stream_of_layouts_through_graphs(
     """Replay in FP8, except where a layout fills its budget and leaves an empty segment."""
     sizes = []
 
-    def counted(plan: Any, qkv_3THP: torch.Tensor, descale_1: torch.Tensor) -> torch.Tensor:
-        sizes.append(qkv_3THP.shape[1])
-        return attend_on_cpu(plan, qkv_3THP, descale_1)
+    def counted(qkv: tuple[torch.Tensor, ...], *args: Any) -> GraphOnCpu:
+        sizes.append(len(qkv[0]))
+        return graph_on_cpu(qkv, *args)
 
     rng = np.random.default_rng(0)
     grids = [draw_grid(rng) for _ in range(15)]
     hf_vit_accel.patch(model, fp8=ALWAYS)
     expected = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
     patch(model, SMALL, fp8=ALWAYS)
-    monkeypatch.setattr(cudnn_fp8, "_attend", counted)
+    monkeypatch.setattr(cudnn_fp8, "graph_for", counted)
     for seed, grid in enumerate(grids):
         actual = run_tower(tower_of(model), grid, seed)
         assert largest_error(actual, expected[seed]) < 0.04, grid
