@@ -11,7 +11,7 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("few", deadline=None, max_examples=30)
-settings.register_profile("all", deadline=None)  # --hypothesis-profile=all, as noxfile.py gives it
+settings.register_profile("all", deadline=None)  # noxfile.py passes --hypothesis-profile=all
 settings.load_profile("few")
 
 
@@ -20,26 +20,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """torch and the shared fixtures, which take seconds to import: not in the process that only hands out tests."""
+    """Import torch and the shared fixtures, which takes seconds, unless this process only distributes tests."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     import torch
 
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
-    config.pluginmanager.import_plugin("standins")
+    torch.set_num_threads(1)  # tensors are tiny: more threads would only wait for each other
+    for fixtures in ("towers", "references", "cpu_graphs", "faults"):
+        config.pluginmanager.import_plugin(f"support.{fixtures}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    left_out = {"matrix": not config.getoption("--matrix"), "gpu": not torch.cuda.is_available()}
-    marks = [mark for mark, is_left_out in left_out.items() if is_left_out]
-    kept = [item for item in items if not any(map(item.get_closest_marker, marks))]
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = kept
+    deselected_markers = []
+    if not config.getoption("--matrix"):
+        deselected_markers.append("matrix")
+    if not torch.cuda.is_available():
+        deselected_markers.append("gpu")
+
+    selected = []
+    deselected = []
+    for item in items:
+        is_deselected = any(item.get_closest_marker(marker) for marker in deselected_markers)
+        (deselected if is_deselected else selected).append(item)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = selected
 
 
 def pytest_collection_finish() -> None:
-    """Whatever is there now stays: no collection of garbage, of which one took 0.3 s, need look at it again."""
+    """Exempt all present objects from garbage collection, one of which took 0.3 s."""
     gc.collect()
     gc.freeze()

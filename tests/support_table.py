@@ -16,7 +16,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from matrix import ELSEWHERE, FAMILIES, ORDERS, ROWS, Row  # noqa: E402
+from support.matrix import ELSEWHERE, ORDERS, ROWS, Row  # noqa: E402
+from tiny import FAMILIES  # noqa: E402
 
 from hf_vit_accel import backends, families  # noqa: E402
 from hf_vit_accel.ops import PARTS, rows  # noqa: E402

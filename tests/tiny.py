@@ -1,7 +1,7 @@
-"""Tiny models of every family, and inputs for them: real architecture, random weights, no download.
+"""Build tiny models of every family, and draw inputs for them: real architecture, random weights, no download.
 
-A new family is one entry in TINY. Head dims are the real ones (80, 80, 72, 72), norms and biases are drawn so that no
-term of the tower is trivial.
+A new family is one entry in TINY. Head dims are the real ones (80, 80, 72, 72). Norms and biases are random, so that
+no term of the tower is trivial.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import torch
 import transformers
 from torch import nn
 
-IMAGE, VIDEO, START, END = 60, 61, 62, 63
+IMAGE = 60
+VIDEO = 61
+START = 62
+END = 63
 VOCAB = 64
 
 _TEXT = dict(
@@ -53,7 +56,7 @@ _BUILT: dict[tuple[str, int], Any] = {}
 
 @dataclass(frozen=True)
 class Tiny:
-    """How to make one tiny model: its class and config in transformers, and the config's arguments."""
+    """Describe a tiny model: its class and config in transformers, and the config's arguments."""
 
     model: str
     config: str
@@ -61,9 +64,11 @@ class Tiny:
     text: dict[str, Any]
 
     def build(self, seed: int = 0, *, fresh: bool = False, **kwargs: Any) -> Any:
-        """The model in eval mode, with every parameter drawn at random; a copy, which is quicker to make, where it may.
+        """Build the model in eval mode with random parameters, or copy an earlier one, which is faster.
 
-        fresh: for tests that change how transformers builds it, or build it of tensors that hold nothing.
+        Args:
+            seed: Seed of the parameters.
+            fresh: Build in any case, for tests that change how transformers builds, or that build on the meta device.
         """
         if fresh or kwargs or torch.get_default_device().type != "cpu":
             return self._build(seed, **kwargs)
@@ -120,8 +125,8 @@ TINY = {
     "qwen3_vl_moe": Tiny("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", _QWEN3_VISION, _QWEN3_TEXT | _MOE),
 }
 FAMILIES = tuple(name for name in TINY if name != "qwen3_vl_moe")
-"""One model of each family. (The tower of the other is that of `qwen3_vl` by another name: what looks at no more than a
-tower's ways is tested once; exactness, gradients and whole models in all of TINY.)"""
+"""One model of each family, for tests of how a tower runs. `qwen3_vl_moe` has the tower of `qwen3_vl` under another
+name, so that only tests of exactness, gradients and complete models use all of TINY."""
 
 
 def randomise(model: nn.Module, seed: int = 0) -> Any:
@@ -149,58 +154,70 @@ GRIDS: dict[str, list[tuple[int, int, int]]] = {
 
 
 def tower_of(model: nn.Module) -> Any:
-    """The vision tower of a tiny model."""
+    """Return the vision tower of a tiny model."""
     from hf_vit_accel.families import find_towers
 
     return next(tower for _, tower, _ in find_towers(model))
 
 
 def checkpoint_layers(model: Any, *, reentrant: bool) -> None:
-    """Turn on checkpointing of layers, by the name that this transformers has for it (another before 5.23 or so)."""
+    """Turn on checkpointing of layers, whose name changed in transformers 5.23."""
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     getattr(model, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": reentrant}})
 
 
 def pixels_for(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> torch.Tensor:
-    """Random flattened patches (T, P) for a grid."""
+    """Draw flattened patches (T, P) for a grid."""
     width = tower.config.in_channels * tower.config.temporal_patch_size * tower.config.patch_size**2
     rows = sum(t * h * w for t, h, w in grid)
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(**kwargs)
 
 
 def outputs_of(output: Any) -> list[torch.Tensor]:
-    """Every tensor of a tower's output, in order."""
+    """Return every tensor of a tower's output, in order."""
     return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or [])]
 
 
 def run_tower(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
-    """One forward without gradients on random pixels; every output tensor."""
+    """Run one forward without gradients on random pixels; return every output tensor."""
     weight = tower.patch_embed.proj.weight
     pixels = pixels_for(tower, grid, seed, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         return outputs_of(tower(pixels, grid_thw=torch.tensor(grid, device=weight.device), **kwargs))
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """|found - expected| / |expected| in float64 (L2); infinite where shapes differ or a value is not finite."""
-    if found.shape != expected.shape or not torch.isfinite(found).all():
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return |actual - expected| / |expected| in float64 (L2); infinity for other shapes or non-finite values."""
+    if actual.shape != expected.shape or not torch.isfinite(actual).all():
         return float("inf")
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    return float((found - expected).norm() / expected.norm())
+    actual = actual.detach().double().cpu()
+    expected = expected.detach().double().cpu()
+    return float((actual - expected).norm() / expected.norm())
 
 
-def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float = 1e-5) -> None:
-    """Same number, dtypes and shapes, and every relative error below the bound."""
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
-    errors = [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
+def largest_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the largest relative error of any tensor; both lists have the same length."""
+    return max(relative_error(tensor, exact) for tensor, exact in zip(actual, expected, strict=True))
+
+
+def all_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Return whether two lists of tensors have the same length and are equal bit for bit."""
+    return len(actual) == len(expected) and all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor], bound: float = 1e-5) -> None:
+    """Expect the same number of tensors, dtypes and shapes, and relative errors below the bound."""
+    assert [(x.shape, x.dtype) for x in actual] == [(x.shape, x.dtype) for x in expected]
+    errors = [relative_error(tensor, exact) for tensor, exact in zip(actual, expected, strict=True)]
     assert max(errors) <= bound, errors
 
 
 def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> dict[str, torch.Tensor]:
-    """One prompt holding every image of a grid (t = 1) and every video (t > 1), ready for `generate`."""
+    """Build one prompt with every image of a grid (t = 1) and every video (t > 1), ready for `generate`."""
     tower = tower_of(model)
     generator = torch.Generator().manual_seed(seed)
-    ids, kinds = [], []
+    ids = []
+    kinds = []
 
     def say(tokens: list[int], kind: int = 0) -> None:
         ids.extend(tokens)
@@ -224,7 +241,8 @@ def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> 
         "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
         "mm_token_type_ids": torch.tensor([kinds]),
     }
-    images, videos = [g for g in grid if g[0] == 1], [g for g in grid if g[0] > 1]
+    images = [g for g in grid if g[0] == 1]
+    videos = [g for g in grid if g[0] > 1]
     if images:
         inputs |= {"pixel_values": pixels_for(tower, images, seed), "image_grid_thw": torch.tensor(images)}
     if videos:
@@ -233,8 +251,9 @@ def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> 
 
 
 def left_padded(model: Any) -> dict[str, torch.Tensor]:
-    """Two prompts, one image each of another size, the shorter prompt padded on the left."""
-    one, two = chat_inputs(model, [(1, 4, 6)], 0), chat_inputs(model, [(1, 8, 8)], 1)
+    """Build two prompts with one image each, the shorter one padded on the left."""
+    one = chat_inputs(model, [(1, 4, 6)], 0)
+    two = chat_inputs(model, [(1, 8, 8)], 1)
     pad = two["input_ids"].shape[1] - one["input_ids"].shape[1]
     assert pad > 0
     batch = {}

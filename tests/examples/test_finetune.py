@@ -16,7 +16,7 @@ import pytest
 import torch
 from programs import EXAMPLES, RUNNER, WAYS, launched, words
 from safetensors.torch import load_file
-from standins import alike
+from support.towers import alike
 from tiny import FAMILIES
 
 assert str(EXAMPLES) in sys.path

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from standins import alike
 from support.ranks import run_on_ranks, share_small_calls
+from support.towers import alike
 from tiny import TINY, relative_error, tower_of
 from torch.distributed.tensor import DTensor
 

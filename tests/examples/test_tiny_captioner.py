@@ -19,7 +19,7 @@ import torch
 import transformers
 import typer
 from accelerate.state import AcceleratorState
-from standins import TOWERS, alike
+from support.towers import TOWERS, alike
 from tiny import assert_close
 from torch import nn
 from transformers import PreTrainedModel

@@ -1,14 +1,13 @@
-"""Whole tiny models of every family: loaded by name in every spelling, and patched; their text part is untouched."""
+"""Tiny composite models of every family, loaded by name in every spelling and patched: their text part is untouched."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from composites import COMPOSITES, left_padded
+from support.composites import COMPOSITES, left_padded
 from tiny import TINY, assert_close
+from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.families import FAMILIES, find_towers
@@ -17,16 +16,16 @@ from hf_vit_accel.tower.state import state_of
 AUTO = "flash_vit_auto"
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(**left_padded()).logits
 
 
-def names(model: Any) -> dict[str, str]:
+def names(model: nn.Module) -> dict[str, str]:
     return {name: getattr(model.config, name)._attn_implementation for name in model.config.sub_configs}
 
 
-def assert_patched(model: Any, text: dict[str, str]) -> None:
+def assert_patched(model: nn.Module, text: dict[str, str]) -> None:
     [(_, tower, _)] = find_towers(model)
     assert state_of(tower) is not None
     assert names(model) == text | {"vision_config": AUTO}
@@ -37,9 +36,11 @@ def test_loading_by_name_leaves_text_alone(name: str) -> None:
     composite = COMPOSITES[name]
     stock = composite.make()
     [(_, tower, _)] = find_towers(stock)
-    if own := getattr(tower, "_compatible_flash_implementations", None):
-        pytest.skip(f"this transformers puts {own} in the place of a name, for the tower too (MiniMax-M3 before 5.23)")
-    expected, before = logits(stock), names(stock)
+    kernel = getattr(tower, "_compatible_flash_implementations", None)
+    if kernel:
+        pytest.skip(f"this transformers replaces a name by {kernel}, for the tower too (MiniMax-M3 before 5.23)")
+    expected = logits(stock)
+    before = names(stock)
     for spelling in [{"vision_config": AUTO}, *([AUTO] if composite.by_name else [])]:
         model = composite.make(attn_implementation=spelling)
         assert_patched(model, before)
@@ -57,25 +58,26 @@ def test_loading_by_name_leaves_text_alone(name: str) -> None:
 
 
 def test_a_tower_two_levels_down_by_name() -> None:
-    """Of a whole Qwen2.5-Omni: what speaks keeps its attentions. The dict that names the tower is docs/index.md's."""
+    """Load Qwen2.5-Omni by name: its talker keeps its attention. docs/index.md shows the dict that names the tower."""
     for spelling in AUTO, {"thinker_config": {"vision_config": AUTO}}:
         config = transformers.Qwen2_5OmniConfig(enable_audio_output=True)
         config.thinker_config.vision_config.depth = config.thinker_config.audio_config.encoder_layers = 1
         with torch.device("meta"):
             model = transformers.Qwen2_5OmniForConditionalGeneration._from_config(config, attn_implementation=spelling)
         parts = {path: part for path, part in model.named_modules() if isinstance(part, transformers.PreTrainedModel)}
-        [(at, tower, _)] = find_towers(model)
-        found = {path for path, part in parts.items() if part.config._attn_implementation == AUTO}
-        assert found == {path for path in parts if path == at or (spelling == AUTO and at.startswith(path))}
+        [(tower_path, tower, _)] = find_towers(model)
+        renamed = {path for path, part in parts.items() if part.config._attn_implementation == AUTO}
+        holders = {path for path in parts if tower_path.startswith(path)} if spelling == AUTO else set()
+        assert renamed == {tower_path} | holders
         assert state_of(tower) is not None
         hf_vit_accel.unpatch(model)
         assert {part.config._attn_implementation for part in parts.values()} == {"sdpa"}
 
 
-def test_every_family_is_there() -> None:
-    homes = {type(COMPOSITES[name].build()[1].vision_config).__module__ for name in COMPOSITES}
-    known = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
-    assert {each for each in known if each.split(".")[2] not in TINY} <= homes
+def test_every_family_has_a_composite() -> None:
+    modules = {type(COMPOSITES[name].build()[1].vision_config).__module__ for name in COMPOSITES}
+    supported = {module.replace(".modeling_", ".configuration_") for family in FAMILIES for module, _ in family.towers}
+    assert {module for module in supported if module.split(".")[2] not in TINY} <= modules
 
 
 FAST = ["glm_ocr", "glm4v", "glm4v_moe", "glm46v", "glm5_next", "paddleocr_vl", "qwen2_5_omni", "exaone4_5"]
@@ -85,7 +87,7 @@ FAST += ["ernie4_5_vl_moe", "dots3_note"]
 @pytest.mark.parametrize("kind", ["image", "video"])
 @pytest.mark.parametrize("name", FAST)
 def test_features_of_images_and_videos_equal_stock(name: str, kind: str) -> None:
-    """As the model asks its tower for them: arguments by name, a video frame by frame where the family wants it."""
+    """Models pass arguments by name, and some pass a video frame by frame."""
     model = COMPOSITES[name].make()
     [(_, tower, family)] = find_towers(model)
     holder = next((module for module in model.modules() if hasattr(module, f"get_{kind}_features")), None)
@@ -96,14 +98,14 @@ def test_features_of_images_and_videos_equal_stock(name: str, kind: str) -> None
     rows = torch.randn(int(grid.prod(1).sum()), weight[0].numel(), generator=torch.Generator().manual_seed(0))
     pixels = rows if family.pixel_dims == 2 else rows.view(-1, *weight.shape[1:])
 
-    def features() -> list[torch.Tensor]:
+    def run() -> list[torch.Tensor]:
         with torch.no_grad():
-            found = getattr(holder, f"get_{kind}_features")(pixels, grid)
-        found = getattr(found, "pooler_output", found)
-        return list(found) if isinstance(found, tuple | list) else [found]
+            output = getattr(holder, f"get_{kind}_features")(pixels, grid)
+        features = getattr(output, "pooler_output", output)
+        return list(features) if isinstance(features, tuple | list) else [features]
 
-    expected = features()
+    expected = run()
     hf_vit_accel.patch(model, strict=True)
-    assert_close(features(), expected)
+    assert_close(run(), expected)
     [status] = hf_vit_accel.status(model).towers
     assert (status.calls, status.stock_calls) == (1, 0)

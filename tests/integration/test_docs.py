@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ import chart  # noqa: E402
 import tables  # noqa: E402
 from media.processors import load_processor  # noqa: E402
 
-README, START = ROOT / "README.md", ROOT / "docs" / "index.md"
+README = ROOT / "README.md"
+START = ROOT / "docs" / "index.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WRITTEN = [README, *PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md", *sorted((ROOT / "examples").rglob("*.md"))]
 FENCE = re.compile(
@@ -48,7 +48,13 @@ def name(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """needs: "" for nothing, "gpu", or the parameter of `patch` that it shows."""
+    """One block of code on a page.
+
+    Args:
+        needs: "" for nothing, "gpu", or the parameter of `patch` that it shows.
+        language: Its language.
+        code: Its text.
+    """
 
     needs: str
     language: str
@@ -56,24 +62,22 @@ class Block:
 
 
 def blocks(path: Path, *languages: str) -> list[Block]:
-    found = (
-        Block(needs=found["needs"] or "", language=found["language"], code=found["code"])
-        for found in FENCE.finditer(path.read_text())
-    )
-    return [block for block in found if block.language in languages]
+    fences = FENCE.finditer(path.read_text())
+    all_blocks = [Block(needs=fence["needs"] or "", language=fence["language"], code=fence["code"]) for fence in fences]
+    return [block for block in all_blocks if block.language in languages]
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The checkpoints that the pages name, as tiny ones of their families; a picture in the working folder."""
+    """Load tiny checkpoints in place of those that the pages name; put a picture into the working folder."""
     folder = ROOT / "examples" / "tiny_captioner"
-    known = {"Qwen/Qwen3-VL-8B-Instruct": folder / "qwen3_vl", "Qwen/Qwen2.5-VL-7B-Instruct": folder / "qwen2_5_vl"}
-    processors = {name: load_processor(str(path)) for name, path in known.items()}
+    folders = {"Qwen/Qwen3-VL-8B-Instruct": folder / "qwen3_vl", "Qwen/Qwen2.5-VL-7B-Instruct": folder / "qwen2_5_vl"}
+    processors = {name: load_processor(str(path)) for name, path in folders.items()}
     load: Callable[..., Any] = transformers.AutoModelForImageTextToText.from_pretrained
     monkeypatch.setattr(
         transformers.AutoModelForImageTextToText,
         "from_pretrained",
-        lambda name, **options: load(known[name], **options),
+        lambda name, **options: load(folders[name], **options),
     )
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", processors.__getitem__)
     monkeypatch.chdir(tmp_path)
@@ -87,14 +91,14 @@ def group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def run(path: Path, wanted: list[Block], names: dict[str, Any]) -> dict[str, Any]:
-    for block in wanted:
+def run(path: Path, code_blocks: list[Block], names: dict[str, Any]) -> dict[str, Any]:
+    for block in code_blocks:
         exec(compile(block.code, name(path), "exec"), names)
     return names
 
 
 def started() -> dict[str, Any]:
-    """What the pages take for granted: the model and the picture of Getting started."""
+    """Run Getting started; return the names that all pages assume, such as the model and the picture."""
     names = run(START, blocks(START, "python")[:2], {"torch": torch})
     assert {"model", "processor", "inputs", "tokens"} <= names.keys()
     return names | {"images": [Image.open("photo.jpg")] * 2}
@@ -102,24 +106,25 @@ def started() -> dict[str, Any]:
 
 def test_the_readme_is_short_and_its_script_runs_as_it_stands(hub: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(README.read_text().splitlines()) <= 120
-    script, *_ = wanted = blocks(README, "python")
-    assert not any(block.needs for block in wanted) and script.code.count("\n") <= 20
-    names = run(README, wanted, {})
-    told = capsys.readouterr().out
-    assert "1 fast, 0 stock" in told
-    caption = told.splitlines()[0]
+    code_blocks = blocks(README, "python")
+    script = code_blocks[0]
+    assert not any(block.needs for block in code_blocks) and script.code.count("\n") <= 20
+    names = run(README, code_blocks, {})
+    printed = capsys.readouterr().out
+    assert "1 fast, 0 stock" in printed
+    caption = printed.splitlines()[0]
     model, inputs, tokens = (names[key] for key in ("model", "inputs", "tokens"))
     assert caption and torch.equal(hf_vit_accel.unpatch(model).generate(**inputs, max_new_tokens=64), tokens)
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "python")], ids=name)
 def test_python_of_the_docs_runs(path: Path, hub: None, group: None) -> None:
-    wanted = blocks(path, "python")
-    for block in wanted:
+    code_blocks = blocks(path, "python")
+    for block in code_blocks:
         compile(block.code, name(path), "exec")
         assert block.needs in ("", "gpu") or re.search(rf"\b{block.needs}=", block.code)
-    here = [block for block in wanted if not block.needs or block.needs in PARAMETERS]
-    run(path, here, started() if here else {})
+    runnable = [block for block in code_blocks if not block.needs or block.needs in PARAMETERS]
+    run(path, runnable, started() if runnable else {})
 
 
 @pytest.mark.gpu
@@ -134,7 +139,7 @@ def test_python_of_the_docs_runs_on_a_gpu(path: Path, hub: None, group: None) ->
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
-def test_what_is_planned_is_said_to_be(path: Path) -> None:
+def test_pages_say_which_parameters_are_planned(path: Path) -> None:
     shown = {block.needs for block in blocks(path, "python")} - {"", "gpu"}
     if shown:
         assert ("Planned for" in path.read_text()) == bool(shown - PARAMETERS.keys())
@@ -142,7 +147,7 @@ def test_what_is_planned_is_said_to_be(path: Path) -> None:
 
 def test_commands_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    command: Any = typer.main.get_command(app)
+    command = typer.main.get_command(app)
     seen = set()
     for path in WRITTEN:
         text = "".join(block.code for block in blocks(path, "sh", "bash")).replace("\\\n", " ")
@@ -153,8 +158,8 @@ def test_commands_exist() -> None:
             if program == "make":
                 assert words[1] in targets, f"{name(path)}: {line}"
             elif program == "hf-vit-accel":
-                of = command.commands[words[1]]
-                of.make_context(words[1], words[2:])  # raises for an option that there is none of
+                subcommand = command.commands[words[1]]
+                subcommand.make_context(words[1], words[2:])  # raises for an unknown option
             elif program in ("python", "accelerate"):
                 files = [word for word in words if word.startswith("examples/") and word.endswith(".py")]
                 assert all((ROOT / file).is_file() for file in files), f"{name(path)}: {line}"
@@ -169,13 +174,14 @@ def test_tables_are_those_of_the_json_files(path: Path) -> None:
 
 
 def test_the_chart_is_that_of_the_json_files(tmp_path: Path) -> None:
-    """Its file holds what it shows. Every bar is beside the faster run of stock sdpa."""
+    """The image describes its bars, each of which is relative to the faster run of stock sdpa."""
     shown = chart.bars()
     with Image.open(chart.CHART) as image:
         assert image.info["Description"] == chart.shown(shown), "stale: run examples/benchmark/chart.py"
-    cell, files = ("qwen3-vl-8b", "one page"), ("plain.json", "towers.json")
+    cell = ("qwen3-vl-8b", "one page")
+    files = ("plain.json", "towers.json")
     plain, every = (tables.times(tables.load(file))[cell] for file in files)
-    stock = min(found["stock sdpa"]["ms"] for found in (plain, every))
+    stock = min(times["stock sdpa"]["ms"] for times in (plain, every))
     best = min(every[name]["ms"] for name in ("auto", "auto+graph"))
     drawn = every["stock flash_attention_3"]["ms"], plain["auto"]["ms"], best
     assert shown[cell[0]][cell[1]] == [(ms, stock / ms) for ms in drawn]
@@ -197,15 +203,15 @@ def test_the_balance_of_ranks_stands_beside_what_the_split_expects(monkeypatch: 
 
 
 def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = {found["name"] for path in tables.PAGES for found in tables.PLACE.finditer(path.read_text())}
+    shown = {place["name"] for path in tables.PAGES for place in tables.PLACE.finditer(path.read_text())}
     assert shown == set(tables.TABLES)
     load = tables.load
 
     def slower(file: str) -> dict[str, Any]:
-        """Whatever is not stock takes twice as long."""
+        """Load a file in which all but stock takes twice as long."""
         document = load(file)
-        for found in tables.steps(document).values():
-            found["patched"] = {key: 2 * seconds for key, seconds in found["patched"].items()}
+        for step in tables.steps(document).values():
+            step["patched"] = {key: 2 * seconds for key, seconds in step["patched"].items()}
         for row in [*document.get("rows", []), *(row for run in document.get("runs", []) for row in run["towers"])]:
             for key in ("ms", "error", "patched", "graphs", "shared_ms", "per_second", "encode", "median"):
                 if key in row and not str(row.get("contender")).startswith("stock"):
@@ -218,19 +224,22 @@ def test_every_table_is_shown_and_numbers_follow_their_file(monkeypatch: pytest.
     assert not [table for table, write in tables.TABLES.items() if write() == before[table]]
 
 
-def test_what_is_not_whole_makes_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range over fewer sizes, or beside another contender than the heading names; a pair that is none."""
+def test_incomplete_measurements_make_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out sizes or contenders that a heading names, or swap the rows of a pair."""
     load = tables.load
 
-    def without(gone: str, file: str) -> dict[str, Any]:
-        document = load(file)
-        rows = document.get("rows", [])
-        document["rows"] = [row for row in rows if row.get("contender") != gone or row["size"] == "16 x 512²"]
-        return document
+    def load_without(contender: str) -> Callable[[str], dict[str, Any]]:
+        def load_others(file: str) -> dict[str, Any]:
+            document = load(file)
+            rows = document.get("rows", [])
+            document["rows"] = [row for row in rows if row.get("contender") != contender or row["size"] == "16 x 512²"]
+            return document
 
-    for gone in ("auto", "stock flash_attention_3", "stock compile_blocks", "stock compile+graph"):
-        monkeypatch.setattr(tables, "load", partial(without, gone))
-        with pytest.raises(KeyError, match=re.escape(gone)):
+        return load_others
+
+    for contender in ("auto", "stock flash_attention_3", "stock compile_blocks", "stock compile+graph"):
+        monkeypatch.setattr(tables, "load", load_without(contender))
+        with pytest.raises(KeyError, match=re.escape(contender)):
             tables.headline()
     document = load("ways.json")
     rows = document["rows"]
@@ -243,10 +252,11 @@ def test_what_is_not_whole_makes_no_table(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell for what was timed; none for what was skipped or wrong, also where that is ours."""
+    """Timed rows fill cells; skipped and wrong rows leave them empty, ours included."""
 
     def row(size: str, contender: str, ms: float | None, gb: float | None = None) -> Row:
-        model, status = "qwen3-vl-8b", "skipped" if ms is None else "timed"
+        model = "qwen3-vl-8b"
+        status = "skipped" if ms is None else "timed"
         return Row(
             model=model,
             size=size,
@@ -264,21 +274,21 @@ def test_tables_take_what_bench_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows += [row("large", "auto+graph", 10, 1)]
     written = document(rows, dtype=torch.bfloat16, rounds=5, peak=None, train=True) | {"commit": "abc1234"}
     monkeypatch.setattr(tables, "load", lambda file: json.loads(json.dumps(written)))
-    head, _, *cells, _, told = tables.TABLES["training"]().splitlines()
+    head, _, *cells, _, caption = tables.TABLES["training"]().splitlines()
     assert cells == [
         "| Qwen3-VL-8B | small | 9 | 123 (4.2) |  |  | 100 (2.0) |  |",
         "| Qwen3-VL-8B | large | 9 | 30.0 (1.0) |  | 20.0 |  | 10.0 |",
     ]
-    assert head.count("|") == cells[0].count("|") and "commit abc1234" in told and torch.__version__ in told
+    assert head.count("|") == cells[0].count("|") and "commit abc1234" in caption and torch.__version__ in caption
     with pytest.raises(KeyError, match="auto"):  # no range over some of the sizes
         list(tables.gains("training.json", "auto", ("sdpa",)))
-    written["rows"] = [found for found in written["rows"] if found["size"] == "small"]
+    written["rows"] = [row for row in written["rows"] if row["size"] == "small"]
     assert list(tables.gains("training.json", "auto", ("sdpa",))) == ["", "1.2x", ""]
 
 
 @pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent != ROOT / "docs"], ids=name)
 def test_links_lead_somewhere(path: Path) -> None:
-    """Those of docs/ are checked by the build."""
+    """The build of the site checks the links of docs/."""
     for target in re.findall(r"\]\((?![a-z]+:)([^)]+)\)", path.read_text()):
         file, _, anchor = target.partition("#")
         there = path.parent / file if file else path
@@ -292,12 +302,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for module in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(module, reason="the documentation needs the extra `docs`")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     )
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    assert process.returncode == 0 and "WARNING" not in process.stderr, process.stdout + process.stderr
     api = (tmp_path / "site" / "api" / "index.html").read_text()
-    missing = [each for each in hf_vit_accel.__all__ if f'id="hf_vit_accel.{each}"' not in api]
+    missing = [public for public in hf_vit_accel.__all__ if f'id="hf_vit_accel.{public}"' not in api]
     assert not missing
     for path in PAGES:
         page = tmp_path / "site" / ("" if path == START else path.stem) / "index.html"

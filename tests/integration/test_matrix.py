@@ -1,146 +1,183 @@
 """The matrix of ways to wrap a model: each is patched before and after, used, and unpatched, in every family.
 
-By default one cell of each row runs, another family from row to row, and none of a few slow rows; `--matrix` runs all.
+By default one cell of each row runs, another family from row to row, and no slow row; `--matrix` runs all cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from matrix import ELSEWHERE, FAMILIES, ORDERS, ROWS, Row, answers_and_features, flat, missing
-from tiny import GRIDS, TINY, assert_close, checkpoint_layers, pixels_for
+from support.matrix import BEFORE, ELSEWHERE, ORDERS, ROWS, Row, why_not_here
+from support.tensors import Output, flat
+from tiny import FAMILIES, GRIDS, TINY, assert_close, checkpoint_layers, pixels_for, tower_of
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_vit_accel
-from hf_vit_accel.families import find_towers
 from hf_vit_accel.tower.forward import AcceleratedForward
 from hf_vit_accel.tower.state import state_of
 
 
 def cells() -> Iterator[Any]:
-    """Every row in every order and family; all but one of each row that is not slow are marked."""
+    """Yield every row in every order and family; all cells but one of each row that is not slow are marked."""
     for index, row in enumerate(ROWS):
-        kept = row.orders[index // len(FAMILIES) % len(row.orders)], FAMILIES[index % len(FAMILIES)]
+        default_order = row.orders[index // len(FAMILIES) % len(row.orders)]
+        default_family = FAMILIES[index % len(FAMILIES)]
         for order in row.orders:
             for family in FAMILIES:
-                marks = [] if (order, family) == kept and not row.slow else [pytest.mark.matrix]
-                yield pytest.param(row, order, family, id=f"{row.name}, {order}, {family}", marks=marks)
+                is_default = (order, family) == (default_order, default_family) and not row.slow
+                name = f"{row.name}, {order}, {family}"
+                if is_default:
+                    yield pytest.param(row, order, family, id=name)
+                else:
+                    yield pytest.param(row, order, family, id=name, marks=pytest.mark.matrix)
+
+
+def build(row: Row, family: str) -> nn.Module:
+    return row.build(family) if row.build else TINY[family].build()
 
 
 @pytest.mark.parametrize(("row", "order", "family"), list(cells()))
 def test_cell(row: Row, order: str, family: str) -> None:
-    if why := missing(row):
-        pytest.skip(why)
-    use = row.use or answers_and_features
-    stock, model = (row.build(family) if row.build else TINY[family].build() for _ in range(2))
+    reason = why_not_here(row)
+    if reason:
+        pytest.skip(reason)
+    model = build(row, family)
     with ExitStack() as stack:
-        wrapped = row.wrap(stock, stack)
-        expected = use(wrapped)
-        name = tower_of(wrapped).config._attn_implementation
+        stock = row.wrap(build(row, family), stack)
+        expected = row.use(stock)
+        attention = tower_of(stock).config._attn_implementation
     with ExitStack() as stack:
-        if order == ORDERS[0]:
+        if order == BEFORE:
             model = row.wrap(model, stack)
             assert hf_vit_accel.patch(model) is model
         else:
             model = row.wrap(hf_vit_accel.patch(model), stack)
         for _ in range(2):
-            assert_close(use(model), expected, row.bound)
+            assert_close(row.use(model), expected, row.bound)
         check_status(model, row)
         assert hf_vit_accel.unpatch(model) is model
-        tower = tower_of(model)
-        assert state_of(tower) is None and tower.config._attn_implementation == name
-        assert not any(isinstance(value, AcceleratedForward) for value in vars(tower).values())
-        assert_close(use(model), expected, 0.0 if row.exact else row.bound)
+        check_unpatched(model, attention)
+        assert_close(row.use(model), expected, 0.0 if row.exact else row.bound)
 
 
-def tower_of(model: Any) -> Any:
-    """The one tower, whatever is wrapped around it."""
-    [(_, tower, _)] = find_towers(model)
-    return tower
-
-
-def check_status(model: Any, row: Row) -> None:
-    """What status says of the model's calls is what the row declares, no less and no more."""
+def check_status(model: nn.Module, row: Row) -> None:
+    """Compare what `status` says of the model's calls with the row: no reason is missing, none is added."""
     [status] = hf_vit_accel.status(model).towers
-    ways = {"fast": status.calls > 0, "stock": status.stock_calls > 0, "unpatched": not status.patched}
-    assert [way for way, gone in ways.items() if gone] == [row.outcome], str(status)
-    assert all(any(reason in found for reason in row.reasons) for found in status.fallbacks), str(status)
-    assert all(any(reason in found for found in status.fallbacks) for reason in row.reasons), str(status)
-    if status.calls:
-        assert row.unfused in status.unfused["patch_embed"] if row.unfused else "patch_embed" in status.fused
+    outcomes = {"fast": status.calls > 0, "stock": status.stock_calls > 0, "unpatched": not status.patched}
+    assert [name for name, happened in outcomes.items() if happened] == [row.outcome], str(status)
+    for fallback in status.fallbacks:
+        assert any(reason in fallback for reason in row.reasons), str(status)
+    for reason in row.reasons:
+        assert any(reason in fallback for fallback in status.fallbacks), str(status)
+    if not status.calls:
+        return
+    if row.unfused:
+        assert row.unfused in status.unfused["patch_embed"]
+    else:
+        assert "patch_embed" in status.fused
 
 
-def test_rows_are_told_apart() -> None:
-    assert len({(row.name, order) for row in ROWS for order in row.orders}) == sum(len(row.orders) for row in ROWS)
+def check_unpatched(model: nn.Module, attention: str) -> None:
+    """Check that nothing of ours is left on the tower, and that its attention has its former name."""
+    tower = tower_of(model)
+    assert state_of(tower) is None
+    assert tower.config._attn_implementation == attention
+    assert not any(isinstance(value, AcceleratedForward) for value in vars(tower).values())
+
+
+def test_the_table_is_consistent() -> None:
+    names = [(row.name, order) for row in ROWS for order in row.orders]
+    assert len(names) == len(set(names))
     for row in ROWS:
+        assert set(row.orders) <= set(ORDERS)
         assert row.outcome in ("fast", "stock", "unpatched")
         assert bool(row.reasons) == (row.outcome == "stock"), row.name
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_ways_tested_elsewhere_are(name: str) -> None:
-    file, _, test = ELSEWHERE[name][1].partition("::")
+    _, place = ELSEWHERE[name]
+    file, _, test = place.partition("::")
     assert f"\ndef {test}(" in (Path(__file__).parents[1] / file).read_text()
+
+
+# --- checkpointing and frozen parts -------------------------------------------------------------------------------
+
+
+def train_head(model: nn.Module, *, reentrant: bool) -> list[torch.Tensor] | None:
+    """Train a checkpointed head on a frozen tower's features, which require gradients by a hook on its inputs.
+
+    Returns:
+        Features and the head's gradients; None where the features require no gradients.
+    """
+    model.enable_input_require_grads()  # `gradient_checkpointing_enable` calls it for PEFT and where it is reentrant
+    tower = tower_of(model).requires_grad_(False)
+    grid = GRIDS["mixed"]
+    torch.manual_seed(0)
+    head = nn.Linear(32, 4)
+    features = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output
+    if not features.requires_grad:
+        return None
+    features.mul_(1.0)  # programs may write to what stock returns
+    checkpoint(head, features, use_reentrant=reentrant).square().sum().backward()
+    return [features.detach(), head.weight.grad, head.bias.grad]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_follows_a_frozen_tower_is_trained_under_checkpointing(family: str, reentrant: bool) -> None:
-    """Where stock's features require gradients although the tower is frozen, those of the fast path do, too.
+def test_a_checkpointed_head_on_a_frozen_tower_is_trained(family: str, reentrant: bool) -> None:
+    """The features require gradients where stock's do: not in Qwen3-VL, whose patch embedding gets no hook."""
+    expected = train_head(TINY[family].build(), reentrant=reentrant)
+    model = hf_vit_accel.patch(TINY[family].build())
+    results = train_head(model, reentrant=reentrant)
+    tower = tower_of(model)
+    assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
+    if family == "qwen3_vl":
+        assert results is expected is None
+        return
+    assert_close(results, expected)
+    model.disable_input_require_grads()
+    grid = GRIDS["mixed"]
+    assert not tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output.requires_grad
 
-    (A hook on its patch embedding makes them so, which Qwen3-VL's tower does not get.)
-    """
-    found = []
-    for patched in (False, True):
-        model = TINY[family].build()
-        tower, grid = tower_of(model).requires_grad_(False), GRIDS["mixed"]
-        model.enable_input_require_grads()  # as `gradient_checkpointing_enable` does for PEFT and where it is reentrant
-        if patched:
-            hf_vit_accel.patch(model)
-        torch.manual_seed(0)
-        head = torch.nn.Linear(32, 4)
-        features = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output
-        assert features.requires_grad == (family != "qwen3_vl")
-        features.mul_(1.0)  # as one may write to what stock returns
-        if not features.requires_grad:
-            continue
-        checkpoint(head, features, use_reentrant=reentrant).square().sum().backward()
-        found.append([features.detach(), head.weight.grad, head.bias.grad])
-        if patched:
-            assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
-            model.disable_input_require_grads()
-            assert not tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output.requires_grad
-    if found:
-        assert_close(found[1], found[0])
+
+def train_layers(model: nn.Module, *, patched: bool, checkpoints: bool) -> list[torch.Tensor | None]:
+    """Train a tower whose embeddings are frozen; return the gradients of its blocks."""
+    model.train()
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    if patched:
+        hf_vit_accel.patch(model)
+    if checkpoints:
+        checkpoint_layers(model, reentrant=True)
+    for name in ("patch_embed", "pos_embed"):
+        if hasattr(tower, name):
+            getattr(tower, name).requires_grad_(False)
+    features = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output
+    features.square().sum().backward()
+    if patched:
+        assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
+    return [parameter.grad for parameter in tower.blocks.parameters()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_behind_frozen_embeddings_are_trained_under_reentrant_checkpoints(family: str) -> None:
     """Stock Qwen3-VL gives them no gradients, which trains nothing; ours are those without checkpoints."""
-    gradients: dict[str, list[torch.Tensor | None]] = {}
-    for how in ("exact", "stock", "patched"):
-        model = TINY[family].build().train()
-        tower, grid = tower_of(model), GRIDS["mixed"]
-        if how == "patched":
-            hf_vit_accel.patch(model)
-        if how != "exact":
-            checkpoint_layers(model, reentrant=True)
-        for name in ("patch_embed", "pos_embed"):
-            if hasattr(tower, name):
-                getattr(tower, name).requires_grad_(False)
-        features = tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output
-        features.square().sum().backward()
-        gradients[how] = [parameter.grad for parameter in tower.blocks.parameters()]
-        if how == "patched":
-            assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
-    has_gradients = [gradient is not None for gradient in gradients["stock"]]
-    assert has_gradients == [family != "qwen3_vl"] * len(has_gradients)
-    assert_close(gradients["patched"], gradients["exact"], 1e-4)
+    exact = train_layers(TINY[family].build(), patched=False, checkpoints=False)
+    stock = train_layers(TINY[family].build(), patched=False, checkpoints=True)
+    has_gradients = [gradient is not None for gradient in stock]
+    assert has_gradients == [family != "qwen3_vl"] * len(stock)
+    results = train_layers(TINY[family].build(), patched=True, checkpoints=True)
+    assert_close(results, exact, 1e-4)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,13 +195,14 @@ def test_compiled_towers_are_one_call_for_every_layout(family: str, backend: str
     model = TINY[family].build()
     tower = tower_of(model)
     # Several rows each: torch compiles anew for the size of 1.
-    grids = [GRIDS["images"], GRIDS["mixed"], [(2, 4, 4)] * 3, *([(1, 4, 2 * n), (1, 8, 8)] for n in range(3, 9))]
+    grids = [GRIDS["images"], GRIDS["mixed"], [(2, 4, 4)] * 3]
+    grids += [[(1, 4, 2 * width), (1, 8, 8)] for width in range(3, 9)]
 
-    def run(call: Any) -> list[list[torch.Tensor]]:
+    def run(call: Callable[..., Output]) -> list[list[torch.Tensor]]:
         with torch.no_grad():
             return [flat(call(pixels_for(tower, grid), grid_thw=torch.tensor(grid))) for grid in grids]
 
-    def features(pixels: torch.Tensor, grid_thw: torch.Tensor) -> Any:
+    def features(pixels: torch.Tensor, grid_thw: torch.Tensor) -> Output:
         output = tower(pixels * 1.0, grid_thw=grid_thw)
         output.pooler_output = output.pooler_output * 1.0
         return output
@@ -176,8 +214,8 @@ def test_compiled_towers_are_one_call_for_every_layout(family: str, backend: str
             torch._dynamo.reset()
             counters.clear()
             compiled = torch.compile(call, backend=backend, dynamic=True)
-            for found, wanted in zip(run(compiled), expected, strict=True):
-                assert_close(found, wanted)
+            for outputs, stock_outputs in zip(run(compiled), expected, strict=True):
+                assert_close(outputs, stock_outputs)
             assert counters["stats"].get("unique_graphs", 0) == graphs, counters
             assert sum(counters["graph_break"].values()) == bool(graphs), counters
         with pytest.raises(torch._dynamo.exc.Unsupported, match="the layout is decided on the host"):

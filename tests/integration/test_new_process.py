@@ -1,4 +1,4 @@
-"""What only a process shows that has not imported the package yet. One does all: to start it takes seconds."""
+"""Importing the package in a new process. One process checks everything, since a start takes seconds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ for family in ("qwen2_5_vl", "qwen3_vl"):
         else:
             raise AssertionError("loaded by name")
 """
-"""Functions of transformers deleted or renamed: importing and `patch` work; loading by name says what is missing."""
+"""Delete and rename functions of transformers: importing and `patch` work; loading by name says what is missing."""
 
 QUIET = """
 import socket, sys
@@ -90,11 +90,13 @@ for event, act in {"socket": socket.socket, "open": lambda: open(sys.executable,
     phase = "use"
     act()
     phase = "before"
-    assert any(found.startswith(event) for _, found, _ in seen), f"the hook did not hear of {event}"
+    assert any(name.startswith(event) for _, name, _ in seen), f"the hook missed {event}"
     seen.clear()
 """
-"""Importing and patching read and ask for nothing, as an audit hook sees from inside, which is shown to work by what it
-is to find. CUDA stays untouched, by the command line, too."""
+"""Importing and patching open no file, no socket and no process: an audit hook watches, and is tested at the end.
+
+CUDA stays untouched, by the command line, too.
+"""
 
 LAST = """
 import runpy
@@ -103,10 +105,9 @@ class Leaky:
 sys.leaky = Leaky()
 sys.argv = ["hf-vit-accel", "--version"]
 try: runpy.run_module("hf_vit_accel", run_name="__main__")
-finally: print("told", file=sys.stderr)
+finally: print("version printed", file=sys.stderr)
 """
-"""The command's line is the terminal's last: bindings write to standard error when their modules are torn down, after
-all that Python runs at exit."""
+"""The command hides what C++ bindings write to standard error when Python tears their modules down."""
 
 FORKED = """
 if not (child := os.fork()):
@@ -130,4 +131,4 @@ def test_what_a_new_process_does() -> None:
     code = START + FORKED.replace("GONE", repr(GONE)) + QUIET + LAST
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.startswith("hf-vit-accel "), done.stderr[-3000:]
-    assert done.stderr == "told\n"
+    assert done.stderr == "version printed\n"

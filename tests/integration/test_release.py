@@ -1,4 +1,4 @@
-"""What is released: wheel and sdist as built, versions and dates that agree, workflows that name what exists."""
+"""Releases: the wheel and sdist as built, versions and dates that agree, workflows that name existing commands."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ MIB = 1 << 20
 def build(source: Path, target: Path, *kinds: str) -> list[Path]:
     pytest.importorskip("hatchling", reason="building needs hatchling, which the extra `test` installs")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(target), *kinds]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     return sorted(target.iterdir())
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the sdist."""
+    """Build the wheel and the sdist."""
     wheel, sdist = build(ROOT, tmp_path_factory.mktemp("dist"))
     return wheel, sdist
 
@@ -58,8 +58,10 @@ def test_the_wheel_holds_the_package_and_no_more(built: tuple[Path, Path]) -> No
         assert all(archive.read(name) == (ROOT / name).read_bytes() for name in SOURCES)
         (scripts,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     info = f"hf_vit_accel-{hf_vit_accel.__version__}.dist-info"
-    more = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-    assert names == SOURCES | more
+    metadata_files = {
+        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    }
+    assert names == SOURCES | metadata_files
     assert all(f"{name} = {place}" in scripts for name, place in PROJECT["scripts"].items())
     assert wheel.stat().st_size < MIB
 
@@ -71,8 +73,16 @@ def test_the_sdist_is_small_and_builds_the_same_wheel(built: tuple[Path, Path], 
         archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # 3.11.4 has it
     (source,) = tmp_path.iterdir()
     names = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
-    more = {"pyproject.toml", "build_readme.py", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", ".gitignore"}
-    assert names == SOURCES | more
+    metadata_files = {
+        "pyproject.toml",
+        "build_readme.py",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "PKG-INFO",
+        ".gitignore",
+    }
+    assert names == SOURCES | metadata_files
     (again,) = build(source, tmp_path / "dist", "-t", "wheel")
     with zipfile.ZipFile(again) as ours, zipfile.ZipFile(wheel) as theirs:
         assert {name: ours.read(name) for name in ours.namelist()} == {
@@ -81,15 +91,16 @@ def test_the_sdist_is_small_and_builds_the_same_wheel(built: tuple[Path, Path], 
 
 
 def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None:
-    found = metadata(built[0])
-    assert (found["Name"], found["Version"]) == ("hf-vit-accel", hf_vit_accel.__version__)
-    assert found["License-Expression"] == "Apache-2.0" and found["Requires-Python"] == PROJECT["requires-python"]
-    urls = dict(url.split(", ", 1) for url in found.get_all("Project-URL", []))
+    fields = metadata(built[0])
+    assert (fields["Name"], fields["Version"]) == ("hf-vit-accel", hf_vit_accel.__version__)
+    assert fields["License-Expression"] == "Apache-2.0" and fields["Requires-Python"] == PROJECT["requires-python"]
+    urls = dict(url.split(", ", 1) for url in fields.get_all("Project-URL", []))
     assert urls == PROJECT["urls"] and all(url.startswith(urls["Repository"]) for url in urls.values())
-    assert found["Description-Content-Type"] == "text/markdown"
+    assert fields["Description-Content-Type"] == "text/markdown"
     readme = (ROOT / "README.md").read_text()
-    shown = str(found.get_payload())
-    home, version = urls["Repository"], hf_vit_accel.__version__
+    shown = str(fields.get_payload())
+    home = urls["Repository"]
+    version = hf_vit_accel.__version__
     assert not re.search(r"^\[[^\]]+\]: |<(img|a)\b", readme, re.MULTILINE), (
         "the build makes inline links absolute only"
     )
@@ -105,19 +116,21 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
 def test_links_are_made_absolute_and_others_left_alone() -> None:
     pytest.importorskip("hatchling")
     absolute = runpy.run_path(str(ROOT / "build_readme.py"))["absolute"]
-    kept = "[a](https://b.c) [d](#e) [f](mailto:g@h) `x[0](1)`"
+    unchanged = "[a](https://b.c) [d](#e) [f](mailto:g@h)"
     assert absolute("[a](b.md#c) ![d](e/f.png)", "https://x/y", "1.2") == (
         "[a](https://x/y/blob/v1.2/b.md#c) ![d](https://x/y/raw/v1.2/e/f.png)"
     )
-    assert absolute(kept.split(" `")[0], "https://x/y", "1.2") == kept.split(" `")[0]
+    assert absolute(unchanged, "https://x/y", "1.2") == unchanged
 
 
 def test_twine_accepts_both(built: tuple[Path, Path]) -> None:
     pytest.importorskip("twine", reason="twine is not installed; the workflow `release` runs it")
-    done = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", *map(str, built)], capture_output=True, text=True
+    process = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", str(built[0]), str(built[1])],
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0, done.stdout
+    assert process.returncode == 0, process.stdout
 
 
 def test_classifiers_are_the_pythons_that_are_tested() -> None:
@@ -129,18 +142,18 @@ def test_classifiers_are_the_pythons_that_are_tested() -> None:
 
 
 def test_version_changelog_and_citation_agree() -> None:
-    """A version that is being worked on has no date; one without .dev has."""
-    version, _, working = hf_vit_accel.__version__.partition(".dev")
+    """A released version has a date; a .dev version has none."""
+    version, _, development = hf_vit_accel.__version__.partition(".dev")
     newest = re.search(r"^## \[(.+?)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest[1] == version
-    assert newest[2] == "unreleased" if working else re.fullmatch(r"\d{4}-\d\d-\d\d", newest[2])
+    assert newest[2] == "unreleased" if development else re.fullmatch(r"\d{4}-\d\d-\d\d", newest[2])
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == hf_vit_accel.__version__ and ("date-released" in citation) == (not working)
+    assert citation["version"] == hf_vit_accel.__version__ and ("date-released" in citation) == (not development)
     assert citation["license"] == PROJECT["license"] and {"cff-version", "message", "title", "authors"} <= set(citation)
 
 
 def commands(workflow: Path) -> list[str]:
-    """What its jobs run, line by line."""
+    """Return the lines that a workflow's jobs run."""
     jobs: dict[str, Any] = yaml.safe_load(workflow.read_text())["jobs"]
     return [line for job in jobs.values() for step in job["steps"] for line in step.get("run", "").splitlines()]
 
@@ -152,14 +165,14 @@ def test_workflows_are_bounded_and_may_do_little(workflow: Path) -> None:
     for name, job in content["jobs"].items():
         assert "timeout-minutes" in job, name
         assert all(re.search(r"@(v\d+|release/v\d+)$", step["uses"]) for step in job["steps"] if "uses" in step)
-        more = {"publish": {"id-token": "write"}, "report": {"issues": "write"}}.get(name)
-        assert job.get("permissions") == more, name
+        permissions = {"publish": {"id-token": "write"}, "report": {"issues": "write"}}.get(name)
+        assert job.get("permissions") == permissions, name
 
 
 def test_workflows_run_what_exists() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    made = [line.split()[1] for path in WORKFLOWS for line in commands(path) if line.startswith("make ")]
-    assert set(made) <= targets and {"lint", "docs", "dist", "gpu-test"} <= set(made)
+    used_targets = [line.split()[1] for path in WORKFLOWS for line in commands(path) if line.startswith("make ")]
+    assert set(used_targets) <= targets and {"lint", "docs", "dist", "gpu-test"} <= set(used_targets)
 
 
 def test_sessions_that_workflows_run_are_in_the_noxfile() -> None:
@@ -167,8 +180,8 @@ def test_sessions_that_workflows_run_are_in_the_noxfile() -> None:
 
     def sessions(tag: str) -> set[str]:
         command = [sys.executable, "-m", "nox", "--list", "--json", "--tags", tag]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return {each["session"] for each in json.loads(done.stdout)}
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return {session["session"] for session in json.loads(process.stdout)}
 
     assert any("nox --list --json --tags ci" in line for line in commands(ROOT / ".github/workflows/tests.yml"))
     nightly = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["coming"]
@@ -181,5 +194,5 @@ def test_actionlint_finds_nothing() -> None:
     actionlint = shutil.which("actionlint")
     if actionlint is None:
         pytest.skip("actionlint is not installed; the workflow `tests` runs it")
-    done = subprocess.run([actionlint], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run([actionlint], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout

@@ -1,4 +1,4 @@
-"""What others put in the place of a tower's parts, or around them: served as stock serves it, or left to stock."""
+"""Parts of a tower that others replace or wrap: the fast path uses the replacement, or the call goes the stock way."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER, TOWERS
+from support.towers import ONE_TOWER, TOWERS
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from torch.autograd import forward_ad
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import ModelOutput
 
 import hf_vit_accel
 from hf_vit_accel.tower.state import state_of
@@ -23,21 +24,21 @@ GRID = GRIDS["mixed"]
 
 
 @pytest.fixture(params=ONE_TOWER)
-def tower(request: Any) -> Any:
+def tower(request: pytest.FixtureRequest) -> nn.Module:
     return tower_of(TINY[request.param].build())
 
 
-def check_reason(tower: Any, reason: str) -> None:
-    """Every call since patching went the stock way, for this reason alone."""
+def check_reason(tower: nn.Module, reason: str) -> None:
+    """Check that every call since patching went the stock way, for this reason alone."""
     [status] = hf_vit_accel.status(tower).towers
     assert status.calls == 0 and status.stock_calls > 0, str(status)
-    assert all(reason in found for found in status.fallbacks), str(status)
+    assert all(reason in fallback for fallback in status.fallbacks), str(status)
 
 
-# --- code that the fast path stands in for --------------------------------------------------------------------------
+# --- code that the fast path replaces --------------------------------------------------------------------------
 
 
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "apply_rotary_pos_emb_vision": lambda result: tuple(part * 0.5 for part in result),
     "rotate_half": lambda result: result * 0.5,
     "get_vision_position_ids": lambda result: result * 2,
@@ -45,19 +46,25 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "get_vision_window_index": lambda result: (result[0].flip(0), *result[1:]),
     "get_vision_interpolation_indices_and_weights": lambda result: (result[0], result[1] * 2),
 }
-"""In the module of a tower, and something else of the same kind than each returns."""
+"""Functions in the modules of towers, and how a test changes their results."""
 
 
 @pytest.mark.filterwarnings("ignore:transformers .* stays stock")
-@pytest.mark.parametrize(("name", "when"), [(name, ["before", "after"][at % 2]) for at, name in enumerate(FUNCTIONS)])
+@pytest.mark.parametrize(
+    ("name", "when"), [(name, ["before", "after"][index % 2]) for index, name in enumerate(FUNCTIONS)]
+)
 @pytest.mark.parametrize("tower", TOWERS, indirect=True)
-def test_functions_replaced_in_transformers_module_are_used(tower: Any, name: str, when: str, monkeypatch: Any) -> None:
+def test_functions_replaced_in_transformers_module_are_used(
+    tower: nn.Module, name: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = sys.modules[type(tower).forward.__module__]
-    stock, before, calls = getattr(owner, name, None), run_tower(tower, GRID), []
+    stock = getattr(owner, name, None)
+    before = run_tower(tower, GRID)
+    calls = []
     if stock is None:
         return
 
-    def other(*args: Any, **kwargs: Any) -> Any:
+    def other(*args: object, **kwargs: object) -> object:
         calls.append(name)
         return FUNCTIONS[name](stock(*args, **kwargs))
 
@@ -75,11 +82,12 @@ def test_functions_replaced_in_transformers_module_are_used(tower: Any, name: st
     check_reason(tower, "computes something else")
 
 
-def test_a_wrapper_of_the_forward_outlives_patching_again(tower: Any) -> None:
+def test_a_wrapper_of_the_forward_outlives_patching_again(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower)
-    inner, before = tower.forward, run_tower(tower, GRID)
+    inner = tower.forward
+    before = run_tower(tower, GRID)
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> ModelOutput:
         output = inner(*args, **kwargs)
         output.pooler_output = output.pooler_output * 2
         return output
@@ -97,18 +105,18 @@ def test_a_wrapper_of_the_forward_outlives_patching_again(tower: Any) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: Any, named: bool) -> None:
+def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: nn.Module, named: bool) -> None:
     class Anything(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: object, **kwargs: object) -> object:
             return self.inner(*args, **kwargs)
 
     class Named(Anything):
-        def forward(self, rows: Any, *more: Any) -> Any:
-            return self.inner(rows, *more)
+        def forward(self, rows: object, *others: object) -> object:
+            return self.inner(rows, *others)
 
     tower.rotary_pos_emb = (Named if named else Anything)(tower.rotary_pos_emb)
     expected = run_tower(tower, GRID)
@@ -117,21 +125,22 @@ def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: Any, named: boo
     assert state_of(tower).calls == 1
 
 
-# --- gradients that are not the parameters' -------------------------------------------------------------------------
+# --- gradients of other tensors than the parameters -------------------------------------------------------------------
 
 
-def features(tower: Any, pixels: torch.Tensor) -> torch.Tensor:
+def features(tower: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     return tower(pixels, grid_thw=torch.tensor(GRID)).pooler_output
 
 
-def test_what_is_trained_outside_a_frozen_tower_gets_its_gradients(tower: Any) -> None:
+def test_a_module_trained_inside_a_frozen_tower_gets_its_gradients(tower: nn.Module) -> None:
     linear = tower.requires_grad_(False).blocks[0].attn.qkv
-    outside, inner = nn.Linear(linear.in_features, linear.out_features), linear.forward
-    linear.forward = lambda x: inner(x) + outside(x)
+    trained = nn.Linear(linear.in_features, linear.out_features)
+    inner = linear.forward
+    linear.forward = lambda x: inner(x) + trained(x)
 
     def gradients() -> list[torch.Tensor]:
         loss = features(tower, pixels_for(tower, GRID)).square().mean()
-        return list(torch.autograd.grad(loss, list(outside.parameters())))
+        return list(torch.autograd.grad(loss, list(trained.parameters())))
 
     expected = gradients()
     hf_vit_accel.patch(tower)
@@ -140,41 +149,41 @@ def test_what_is_trained_outside_a_frozen_tower_gets_its_gradients(tower: Any) -
     assert state_of(tower).calls == 2
 
 
-def test_weights_that_are_no_parameters(tower: Any) -> None:
-    """As a hypernetwork sets them: of any dtype, anywhere, new at every step, with gradients of their own."""
+def test_weights_that_are_no_parameters(tower: nn.Module) -> None:
+    """A hypernetwork sets new tensors at every step, which have gradients of their own."""
     linear = tower.requires_grad_(False).blocks[0].attn.qkv
     hf_vit_accel.patch(tower)
     run_tower(tower, GRID)
     hf_vit_accel.patch(tower)
     weight = linear.weight.detach().clone()
     del linear.weight
-    found = []
+    results = []
     for _ in range(2):
         for scale in (1.0, 1.5):
             linear.weight = (weight * scale).requires_grad_()
             loss = features(tower, pixels_for(tower, GRID)).square().mean()
-            found += [loss.detach(), *torch.autograd.grad(loss, [linear.weight])]
+            results += [loss.detach(), *torch.autograd.grad(loss, [linear.weight])]
         if state_of(tower) is not None:
             check_reason(tower, "a weight of blocks.0.attn.qkv is not a parameter")
             hf_vit_accel.unpatch(tower)
-    assert_close(found[:4], found[4:])
+    assert_close(results[:4], results[4:])
 
 
-TRANSFORMS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], list[torch.Tensor]]] = {
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], list[torch.Tensor]]] = {
     "vmap": lambda tower, x, y: [torch.vmap(lambda pixels: features(tower, pixels))(torch.stack([x, y]))],
     "jvp": lambda tower, x, y: list(torch.func.jvp(lambda pixels: features(tower, pixels), (x,), (y,))),
     "dual numbers": lambda tower, x, y: _dual(tower, x, y),
 }
 
 
-def _dual(tower: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+def _dual(tower: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     with forward_ad.dual_level():
         return list(forward_ad.unpack_dual(features(tower, forward_ad.make_dual(x, y))))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_torch_func_go_the_stock_way(tower: Any, name: str) -> None:
+def test_transforms_of_torch_func_go_the_stock_way(tower: nn.Module, name: str) -> None:
     tower.requires_grad_(False)
     x, y = (pixels_for(tower, GRID, seed) for seed in range(2))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -185,17 +194,19 @@ def test_transforms_of_torch_func_go_the_stock_way(tower: Any, name: str) -> Non
     assert_close(run_tower(tower, GRID), outputs_of(tower(x, grid_thw=torch.tensor(GRID))))
 
 
-# --- forwards that are not transformers' ----------------------------------------------------------------------------
+# --- forwards of the user ----------------------------------------------------------------------------
 
 
-def _of_other_names(self: Any, pixel_values: torch.Tensor, sizes: Any, scale: float = 1.0) -> Any:
+def _of_other_names(
+    self: nn.Module, pixel_values: list[torch.Tensor], sizes: list[tuple[int, int, int]], scale: float = 1.0
+) -> ModelOutput:
     return type(self).__mro__[1].forward(self, torch.cat(pixel_values) * scale, torch.tensor(sizes))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["class", "instance"])
-def test_a_forward_of_your_own_takes_what_it_takes(tower: Any, how: str, when: str) -> None:
-    """Other names, more arguments, lists: all that transformers' own forward does not take."""
+def test_a_forward_of_your_own_keeps_its_arguments(tower: nn.Module, how: str, when: str) -> None:
+    """Its arguments have other names and types than those of transformers' forward."""
     pixels = [pixels_for(tower, GRID)]
 
     def change() -> None:
@@ -215,33 +226,34 @@ def test_a_forward_of_your_own_takes_what_it_takes(tower: Any, how: str, when: s
     if when == "after":
         hf_vit_accel.patch(tower)
     change()
-    takes = inspect.signature(tower.forward).parameters if when == "before" else None
+    parameters = list(inspect.signature(tower.forward).parameters)
     hf_vit_accel.patch(tower)
-    assert takes is None or list(inspect.signature(tower.forward).parameters) == list(takes)
-    found = run()
-    assert_close(found[len(found) // 2 :], expected)
+    if when == "before":
+        assert list(inspect.signature(tower.forward).parameters) == parameters
+    outputs = run()
+    assert_close(outputs[len(outputs) // 2 :], expected)
     [status] = hf_vit_accel.status(tower).towers
-    assert status.calls in (0, 2) and sum((status.calls, status.stock_calls)) >= 2, str(status)
+    assert status.calls in (0, 2) and status.calls + status.stock_calls >= 2, str(status)
     hf_vit_accel.unpatch(tower)
-    assert_close(found, run())
+    assert_close(outputs, run())
 
 
-def test_a_forward_whose_signature_nobody_can_read(tower: Any) -> None:
-    tower.forward = type  # of C, as compiled modules' are
+def test_a_forward_without_a_readable_signature(tower: nn.Module) -> None:
+    tower.forward = type  # written in C, like the forwards of compiled modules
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(tower.forward)
     assert "grid_thw" in inspect.signature(hf_vit_accel.patch(tower).forward).parameters
     assert hf_vit_accel.unpatch(tower).forward is type
 
 
-def test_nothing_is_captured_for_a_tower_that_is_not_served(tower: Any) -> None:
+def test_nothing_is_captured_for_a_tower_that_stays_stock(tower: nn.Module) -> None:
     tower.patch_embed = nn.Sequential(tower.patch_embed)
     hf_vit_accel.patch(tower, cuda_graphs=True)
     [status] = hf_vit_accel.warmup(tower, progress=False).towers
     assert "the tower is not built as" in status.against_fast[0]
 
 
-def test_stocks_own_complaint_about_missing_arguments(tower: Any) -> None:
+def test_a_missing_argument_raises_the_error_of_stock(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower)
     assert list(inspect.signature(tower.forward).parameters) == ["hidden_states", "grid_thw", "kwargs"]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'grid_thw'"):
@@ -249,7 +261,7 @@ def test_stocks_own_complaint_about_missing_arguments(tower: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_jit_trace_goes_the_stock_way(tower: Any) -> None:
+def test_jit_trace_goes_the_stock_way(tower: nn.Module) -> None:
     class Features(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -268,8 +280,8 @@ def test_jit_trace_goes_the_stock_way(tower: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["forward", "positions"])
-def test_status_and_strict_tell_what_no_call_gets_past(how: str) -> None:
-    """Before any call: what stands around the tower, and positions that are made otherwise."""
+def test_status_and_strict_report_obstacles_before_a_call(how: str) -> None:
+    """A wrapped forward, and another interpolation of positions."""
     tower = tower_of(TINY["qwen3_vl"].build())
     if how == "forward":
         tower.forward = lambda *args, **kwargs: type(tower).forward(tower, *args, **kwargs)
@@ -285,8 +297,10 @@ def test_status_and_strict_tell_what_no_call_gets_past(how: str) -> None:
     assert not status.fused and after.stock_calls == 1
 
 
-def half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """An attention of someone's own."""
+def half(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object
+) -> tuple[torch.Tensor, None]:
+    """Halve the result of attention: a function that a user registers."""
     out, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
     return out * 0.5, weights
 
@@ -295,22 +309,22 @@ def half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     ("name", "strict"), [("half", False), ("half", True), ("anonymous", False), ("sdpa", True), ("eager", False)]
 )
 def test_an_attention_function_of_your_own(
-    tower: Any, monkeypatch: pytest.MonkeyPatch, name: str, strict: bool
+    tower: nn.Module, monkeypatch: pytest.MonkeyPatch, name: str, strict: bool
 ) -> None:
-    """Kept under `auto`, under a new name or transformers' own; replaced where a backend is named."""
+    """`auto` keeps the function, under a new name or transformers' own; a named backend replaces it."""
     expected = run_tower(tower, GRID)
     if name == "eager":
         monkeypatch.setattr(sys.modules[type(tower).__module__], "eager_attention_forward", half)
     else:
-        function: Any = half
-        if name == "anonymous":  # of no module, as `exec` makes them in a namespace without a name
-            scope: dict[str, Any] = {"half": half}
+        function = half
+        if name == "anonymous":  # `exec` in a namespace without a name makes functions without a module
+            scope: dict[str, Callable[..., object]] = {"half": half}
             exec("def anonymous(*args, **kwargs):\n    return half(*args, **kwargs)", scope)
             function = scope[name]
         monkeypatch.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, name, function)
     tower.set_attn_implementation(name)
-    own = run_tower(tower, GRID)
-    assert relative_error(own[0], expected[0]) > 0.01
+    halved = run_tower(tower, GRID)
+    assert relative_error(halved[0], expected[0]) > 0.01
     if strict:
         hf_vit_accel.patch(tower, attention="flex", strict=True)
         with pytest.raises(hf_vit_accel.FallbackError, match="function of your own"):
@@ -319,17 +333,17 @@ def test_an_attention_function_of_your_own(
         return
     hf_vit_accel.patch(tower)
     assert f"the attention '{name}' is a function of your own" in str(hf_vit_accel.status(tower))
-    assert_close(run_tower(tower, GRID), own, 0.0)
+    assert_close(run_tower(tower, GRID), halved, 0.0)
     status = hf_vit_accel.status(tower).towers[0]
     assert (status.calls, status.stock_calls) == (0, 1)
     with hf_vit_accel.patched(tower, attention="flex"):
         assert_close(run_tower(tower, GRID), expected)
         assert state_of(tower).calls == 1
-    assert_close(run_tower(tower, GRID), own, 0.0)
+    assert_close(run_tower(tower, GRID), halved, 0.0)
     hf_vit_accel.patch(tower, attention="flex", strict=True)
     assert_close(run_tower(tower, GRID), expected)
     hf_vit_accel.patch(tower)
-    assert_close(run_tower(tower, GRID), own, 0.0)
+    assert_close(run_tower(tower, GRID), halved, 0.0)
     hf_vit_accel.unpatch(tower)
     assert tower.config._attn_implementation == name
-    assert_close(run_tower(tower, GRID), own, 0.0)
+    assert_close(run_tower(tower, GRID), halved, 0.0)

@@ -1,4 +1,4 @@
-"""What is built on the towers and needs no family of its own: page retrievers, embedding models, other composites."""
+"""Models built on the families' towers: page retrievers, embedding models, other composites."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def config_of(family: str) -> Any:
     return TINY[family].build().config
 
 
-def col_qwen2(family: str, **kwargs: Any) -> Any:
-    """transformers' own class, around any of the three."""
+def col_qwen2(family: str, **kwargs: object) -> Any:
+    """Build transformers' own class around a family's model."""
     config = transformers.ColQwen2Config(vlm_config=config_of(family).to_dict(), embedding_dim=16)
     return randomise(transformers.ColQwen2ForRetrieval._from_config(config, **kwargs).eval())
 
 
-def colpali(family: str, **kwargs: Any) -> Any:
-    """A class as colpali-engine writes them: a subclass of the model, with a projection, and padded pixels."""
+def colpali(family: str, **kwargs: object) -> Any:
+    """Build a class as colpali-engine writes them: a subclass of the model, with a projection and padded pixels."""
     config = config_of(family)
     base: Any = type(AutoModel.from_config(config))
 
@@ -40,8 +40,9 @@ def colpali(family: str, **kwargs: Any) -> Any:
             self.custom_text_proj = nn.Linear(config.get_text_config().hidden_size, 16)
             self.post_init()
 
-        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            pixels, grid = kwargs.pop("pixel_values"), kwargs["image_grid_thw"]
+        def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+            pixels = kwargs.pop("pixel_values")
+            grid = kwargs["image_grid_thw"]
             rows = [page[:count] for page, count in zip(pixels, grid.prod(1).tolist(), strict=True)]
             output = super().forward(*args, **kwargs, pixel_values=torch.cat(rows), use_cache=False, return_dict=True)
             projected = self.custom_text_proj(output.last_hidden_state)
@@ -51,36 +52,38 @@ def colpali(family: str, **kwargs: Any) -> Any:
     return randomise(ColQwen._from_config(config, **kwargs).eval())
 
 
-def embedder(family: str, **kwargs: Any) -> Any:
-    """The plain model, of which the last token's state is taken: Qwen3-VL-Embedding and -Reranker, GME, DSE."""
+def embedder(family: str, **kwargs: object) -> Any:
+    """Build the plain model, whose last state is the embedding: Qwen3-VL-Embedding and -Reranker, GME, DSE."""
     return randomise(AutoModel.from_config(config_of(family), **kwargs).eval())
 
 
-def pages(model: Any, family: str, *, padded: bool) -> dict[str, torch.Tensor]:
-    """Three pages of other sizes in a batch, prompts padded on the left; pixels padded per page, or packed."""
-    made = [chat_inputs(TINY[family].build(), grid, seed) for seed, grid in enumerate(PAGES)]
-    longest = max(one["input_ids"].shape[1] for one in made)
+def pages(model: nn.Module, family: str, *, padded: bool) -> dict[str, torch.Tensor]:
+    """Make a batch of three pages of different sizes: prompts padded on the left, pixels padded per page or packed."""
+    prompts = [chat_inputs(TINY[family].build(), grid, seed) for seed, grid in enumerate(PAGES)]
+    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
     batch = {}
     for name, value in {"input_ids": 2, "attention_mask": 0, "mm_token_type_ids": 0}.items():
-        rows = [nn.functional.pad(one[name], (longest - one[name].shape[1], 0), value=value) for one in made]
+        rows = [
+            nn.functional.pad(prompt[name], (longest - prompt[name].shape[1], 0), value=value) for prompt in prompts
+        ]
         batch[name] = torch.cat(rows)
-    pixels = [one["pixel_values"] for one in made]
-    batch["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in made])
+    pixels = [prompt["pixel_values"] for prompt in prompts]
+    batch["image_grid_thw"] = torch.cat([prompt["image_grid_thw"] for prompt in prompts])
     batch["pixel_values"] = nn.utils.rnn.pad_sequence(pixels, batch_first=True) if padded else torch.cat(pixels)
     assert int((batch["input_ids"] == IMAGE).sum()) == int(batch["image_grid_thw"].prod(1).sum()) // 4
     return batch
 
 
-def embeddings(model: Any, family: str, *, padded: bool) -> torch.Tensor:
-    given = pages(model, family, padded=padded)
+def embed(model: nn.Module, family: str, *, padded: bool) -> torch.Tensor:
+    inputs = pages(model, family, padded=padded)
     if type(model).__name__ == "ColQwen2ForRetrieval":
-        del given["mm_token_type_ids"]
+        del inputs["mm_token_type_ids"]
     with torch.no_grad():
-        output = model(**given)
+        output = model(**inputs)
     if isinstance(output, torch.Tensor):
         return output
-    found = output.get("embeddings")
-    return output.last_hidden_state[:, -1] if found is None else found
+    embeddings = output.get("embeddings")
+    return output.last_hidden_state[:, -1] if embeddings is None else embeddings
 
 
 MAKERS = {"ColQwen2ForRetrieval": col_qwen2, "as colpali-engine's": colpali, "AutoModel": embedder}
@@ -88,25 +91,27 @@ MAKERS = {"ColQwen2ForRetrieval": col_qwen2, "as colpali-engine's": colpali, "Au
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_pages_are_embedded_as_by_stock(kind: str, family: str) -> None:
-    make, padded = MAKERS[kind], kind != "AutoModel"
+def test_embeddings_of_pages_equal_stock(kind: str, family: str) -> None:
+    make = MAKERS[kind]
+    padded = kind != "AutoModel"
     model = make(family)
-    expected = embeddings(model, family, padded=padded)
+    expected = embed(model, family, padded=padded)
     hf_vit_accel.patch(model, strict=True)
-    assert_close([embeddings(model, family, padded=padded)], [expected])
+    assert_close([embed(model, family, padded=padded)], [expected])
     [status] = hf_vit_accel.status(model).towers
     assert (status.calls, status.stock_calls, status.family) == (1, 0, family)
     hf_vit_accel.unpatch(model)
-    assert_close([embeddings(model, family, padded=padded)], [expected], 0.0)
+    assert_close([embed(model, family, padded=padded)], [expected], 0.0)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_retrievers_load_by_name(kind: str) -> None:
-    make, padded = MAKERS[kind], kind != "AutoModel"
-    expected = embeddings(make("qwen2_5_vl"), "qwen2_5_vl", padded=padded)
+    make = MAKERS[kind]
+    padded = kind != "AutoModel"
+    expected = embed(make("qwen2_5_vl"), "qwen2_5_vl", padded=padded)
     model = make("qwen2_5_vl", attn_implementation=AUTO)
     [(_, tower, _)] = find_towers(model)
-    assert_close([embeddings(model, "qwen2_5_vl", padded=padded)], [expected])
+    assert_close([embed(model, "qwen2_5_vl", padded=padded)], [expected])
     assert state_of(tower).calls == 1
     assert model.config.get_text_config()._attn_implementation == "sdpa"
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.ranks import run_on_ranks, share_small_calls
 from tiny import TINY, assert_close, outputs_of, pixels_for, relative_error, tower_of
+from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel.layout import rows_of
@@ -53,7 +54,7 @@ class Structure:
         """Layers whose outputs are merged, also those without a block."""
         return list(self.vision.get("deepstack_visual_indexes", []))
 
-    def tower(self) -> Any:
+    def tower(self) -> nn.Module:
         """Build the stock tower."""
         tiny = replace(TINY[self.family], vision=TINY[self.family].vision | self.vision)
         tower = tower_of(tiny.build())
@@ -62,7 +63,7 @@ class Structure:
             getattr(tower, name).requires_grad_(False)
         return tower
 
-    def pixels(self, tower: Any) -> torch.Tensor:
+    def pixels(self, tower: nn.Module) -> torch.Tensor:
         """Draw the pixels of the call."""
         pixels = pixels_for(tower, self.grid)
         parts = list(pixels.split([t * h * w for t, h, w in self.grid]))
@@ -138,14 +139,14 @@ class Step:
     gradients: dict[str, torch.Tensor | None]
 
 
-def run_step(tower: Any, structure: Structure) -> Step:
+def run_step(tower: nn.Module, structure: Structure) -> Step:
     """Run forward and backward for a random weighting of the outputs."""
     tower.zero_grad()
     pixels = structure.pixels(tower)
     outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(structure.grid)))
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(output.shape, generator=generator) for output in outputs]
-    loss: Any = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+    loss = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
     if loss.requires_grad:
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in tower.named_parameters()} | {"pixels": pixels.grad}
@@ -162,7 +163,7 @@ def assert_same_step(step: Step, expected: Step) -> None:
             assert torch.equal(ours, gradient) or relative_error(ours, gradient) < 1e-4, name
 
 
-def check(tower: Any, structure: Structure, expected: Step, **settings: Any) -> Any:
+def check(tower: nn.Module, structure: Structure, expected: Step, **settings: Any) -> Any:
     """Patch a tower and compare it with stock, without and with gradients; return its status."""
     hf_vit_accel.patch(tower, strict=True, **structure.settings, **settings)
     with torch.no_grad():
@@ -174,7 +175,7 @@ def check(tower: Any, structure: Structure, expected: Step, **settings: Any) -> 
     return status
 
 
-def check_on_rank(rank: int, tower: Any, structure: Structure, expected: Step) -> None:
+def check_on_rank(rank: int, tower: nn.Module, structure: Structure, expected: Step) -> None:
     """Share the calls of a tower with another rank."""
     status = check(tower, structure, expected, data_parallel=True)
     assert status.ranks == f"rank {rank} of 2, 2 calls shared", status.ranks

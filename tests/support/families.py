@@ -1,14 +1,24 @@
-"""Build tiny towers of any class that a family supports."""
+"""Build and run tiny towers of any class that a family supports."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import pytest
+import torch
 from tiny import randomise
 from torch import nn
 
-from hf_vit_accel.families import Family
+from hf_vit_accel.families import FAMILIES, Family, family_of
+
+Grid = list[tuple[int, int, int]]
+
+GRIDS: list[Grid] = [[(1, 4, 6)], [(1, 4, 6), (2, 6, 2), (1, 2, 12), (1, 8, 4)]]
+
+CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only for tower in family.towers]
+"""Family, module and name of every class that has a fast path."""
 
 
 def tiny_tower(family: Family, module: str, name: str) -> nn.Module:
@@ -19,3 +29,55 @@ def tiny_tower(family: Family, module: str, name: str) -> nn.Module:
         setattr(config, field, value)
     config._attn_implementation_internal = "sdpa"
     return randomise(kind(config).eval())
+
+
+shared_tower = functools.cache(tiny_tower)
+"""As `tiny_tower`, built once; for tests that do not change it."""
+
+
+def build(family: Family, module: str, name: str) -> nn.Module:
+    """Copy the shared tower, which is quicker than to build another."""
+    return copy.deepcopy(shared_tower(family, module, name))
+
+
+def inputs(tower: nn.Module, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw pixels for a grid, whose videos become images for families without clips.
+
+    Returns:
+        Flattened patches (T, P), the leaf of gradients; the same in the tower's shape; and the grid.
+    """
+    family = family_of(tower)
+    assert family is not None
+    if not family.videos:
+        grid = [(1, h, w) for t, h, w in grid for _ in range(t)]
+    weight = family.parts(tower).projection.weight
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(sum(t * h * w for t, h, w in grid), weight[0].numel(), generator=generator).to(weight.dtype)
+    return rows.requires_grad_(), family.pixels(tower, rows), torch.tensor(grid)
+
+
+def run(tower: nn.Module, grid: Grid) -> list[torch.Tensor]:
+    """Run a tower without gradients; return every output."""
+    family = family_of(tower)
+    assert family is not None
+    _, pixels, grid_thw = inputs(tower, grid)
+    with torch.no_grad():
+        return family.tensors_of(tower(pixels, grid_thw=grid_thw))
+
+
+def trained(tower: nn.Module, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Run a tower forward and backward for a random weighting of its outputs.
+
+    Returns:
+        The outputs; and the gradients of pixels and of every parameter, None for frozen ones.
+    """
+    family = family_of(tower)
+    assert family is not None
+    rows, pixels, grid_thw = inputs(tower, grid)
+    outputs = family.tensors_of(tower(pixels, grid_thw=grid_thw))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
+    leaves = [rows, *tower.parameters()]
+    with torch.autocast("cpu", enabled=False):  # programs leave autocast before the backward pass
+        gradients = iter(torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], weights))
+    return outputs, [next(gradients) if leaf.requires_grad else None for leaf in leaves]

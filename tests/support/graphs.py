@@ -6,24 +6,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from standins import SMALL
 from tiny import tower_of
+from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import GraphConfig
 from hf_vit_accel.graphs import store
 from hf_vit_accel.tower.state import state_of
+from support.cpu_graphs import SMALL
 
 Grid = list[tuple[int, int, int]]
 
 
-def patch(model: Any, config: GraphConfig | bool = SMALL, **kwargs: Any) -> Any:
+def patch(model: nn.Module, config: GraphConfig | bool = SMALL, **kwargs: object) -> Any:
     """Patch with graphs and poison their buffers before every use; return the tower's runner of inference graphs."""
     hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
     return poison_before_use(state_of(tower_of(model)).runner)
 
 
-def patch_training(tower: Any, config: GraphConfig, **kwargs: Any) -> Any:
+def patch_training(tower: nn.Module, config: GraphConfig, **kwargs: object) -> Any:
     """Patch with graphs and poison their buffers before every use; return the tower's runner of training graphs."""
     hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
     return poison_before_use(state_of(tower).training)
@@ -56,7 +57,9 @@ def draw_grid(rng: np.random.Generator, most_tokens: int = 128) -> Grid:
         if t * h * w > room:
             if grid:
                 break
-            t, h, w = 1, 1, room
+            t = 1
+            h = 1
+            w = room
         grid.append((t, 2 * h, 2 * w))
         room -= t * h * w
     return grid

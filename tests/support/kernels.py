@@ -9,16 +9,19 @@ import torch
 
 from hf_vit_accel.ops.launch import triton
 
+Target = dict[str, Any]
+"""Where a kernel runs: the `device`, the `dtype`, and sizes such as `rows` and `heads`."""
 
-def draw(*shape: int, at: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Draw normal values of a shape; `at` gives the device, and the dtype if none is passed."""
+
+def draw(*shape: int, target: Target, seed: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Draw normal values of a shape; `target` gives the device, and the dtype if none is passed."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype or at["dtype"]).to(at["device"])
+    return torch.randn(*shape, generator=generator).to(dtype or target["dtype"]).to(target["device"])
 
 
-def tables(rows: int, dim: int, at: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(rows: int, dim: int, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw cosines and sines (T, D) of rotary angles, in fp32."""
-    half = 50 * draw(rows, dim // 2, at=at, dtype=torch.float32)
+    half = 50 * draw(rows, dim // 2, target=target, dtype=torch.float32)
     angles = torch.cat([half, half], dim=-1)
     return angles.cos(), angles.sin()
 

@@ -1,4 +1,4 @@
-"""PEFT's LoRA computed by our products: everything that PEFT's modules do, and every state that they can be in."""
+"""Compare our products with PEFT's LoRA modules, in every state that these modules can be in."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import flat
-from standins import INTERPRETED, alike
-from test_families import one_node_a_layer
-from tiny import GRIDS, TINY, checkpoint_layers, pixels_for, relative_error, tower_of
+from support.interpreter import INTERPRETED
+from support.kernels import Target
+from support.layers import one_node_a_layer
+from support.tensors import flat
+from support.towers import alike
+from tiny import GRIDS, TINY, checkpoint_layers, largest_error, pixels_for, relative_error, tower_of
 from torch import nn
 
 import hf_vit_accel
@@ -36,15 +38,15 @@ GPU = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 def lora_on(family: str, *, rank: int = 3, dropout: float = 0.0, target: str = LINEARS, **kwargs: Any) -> Any:
-    """A model with drawn adapters on its tower."""
+    """Build a model with random adapters on its tower."""
     model = TINY[family].build()
-    more = {"init_lora_weights": False, "lora_alpha": 2 * rank, "lora_dropout": dropout} | kwargs
+    settings = {"init_lora_weights": False, "lora_alpha": 2 * rank, "lora_dropout": dropout} | kwargs
     torch.manual_seed(0)
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=target, **more))
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=target, **settings))
 
 
 def step(model: Any, *, grad: bool = True) -> dict[str, torch.Tensor]:
-    """Outputs and every gradient, by name; the same random numbers each time."""
+    """Return the outputs and every gradient by name, with the same random numbers in every call."""
     tower = tower_of(model)
     tower.zero_grad(set_to_none=True)
     torch.manual_seed(1)
@@ -52,8 +54,8 @@ def step(model: Any, *, grad: bool = True) -> dict[str, torch.Tensor]:
         outputs = flat(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))
     if grad:
         torch.stack([output.square().mean() for output in outputs]).sum().backward()
-    found = {name: parameter.grad for name, parameter in tower.named_parameters() if parameter.grad is not None}
-    return found | {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+    gradients = {name: parameter.grad for name, parameter in tower.named_parameters() if parameter.grad is not None}
+    return gradients | {f"output {index}": output.detach() for index, output in enumerate(outputs)}
 
 
 def fused(model: Any) -> frozenset[str]:
@@ -61,26 +63,27 @@ def fused(model: Any) -> frozenset[str]:
 
 
 def check(model: Any, other: Any, bound: float = 1e-4, **kwargs: Any) -> None:
-    """A patched model computes what PEFT computes in its equal."""
-    found, expected = step(model, **kwargs), step(other, **kwargs)
-    assert found.keys() == expected.keys()
-    assert max(relative_error(found[name], expected[name]) for name in expected) < bound
+    """Compare a patched model with its equal, which PEFT computes."""
+    actual = step(model, **kwargs)
+    expected = step(other, **kwargs)
+    assert actual.keys() == expected.keys()
+    assert max(relative_error(actual[name], expected[name]) for name in expected) < bound
 
 
 @pytest.fixture
-def called(references: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """PEFT's modules that were called: what its forward does first."""
-    found: list[str] = []
+def called(references: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the PEFT modules that were called, recorded by the first function of their forward."""
+    names: list[str] = []
     kind = peft.tuners.lora.layer.Linear
     before = kind._check_forward_args
 
     def check(self: Any, *args: Any, **kwargs: Any) -> None:
-        found.append(type(self).__name__)
+        names.append(type(self).__name__)
         before(self, *args, **kwargs)
 
     assert lora._is_proven(kind.forward)
     monkeypatch.setattr(kind, "_check_forward_args", check)
-    return found
+    return names
 
 
 def pair(family: str, **kwargs: Any) -> tuple[Any, Any]:
@@ -91,8 +94,8 @@ def pair(family: str, **kwargs: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_peft(family: str, called: list[str]) -> None:
-    """Trained, and without gradients; none of PEFT's modules is called, and all is fused around them."""
+def test_adapters_equal_peft(family: str, called: list[str]) -> None:
+    """Train, and run without gradients: no PEFT module is called, and the parts around them are fused."""
     model, other = pair(family)
     expected = step(other)
     assert called and any("lora_A" in name for name in expected) and any("lora_B" in name for name in expected)
@@ -107,19 +110,19 @@ def test_as_peft(family: str, called: list[str]) -> None:
     assert status.stock_calls == 0 and status.calls == 4
 
 
-def test_those_of_single_linears(called: list[str]) -> None:
-    """Of an MLP's only one, of one layer; the others are plain beside it."""
+def test_adapters_on_single_linears(called: list[str]) -> None:
+    """Put an adapter on one Linear of one layer, beside plain Linears."""
     for target in (r".*blocks\.1\.mlp\.up_proj", r".*blocks\.2\.mlp\.down_proj", r".*blocks\.0\.attn\.proj"):
         check(*pair("qwen2_5_vl", target=target))
         called.clear()
 
 
 def test_base_weights_are_trained_as_well(called: list[str]) -> None:
-    """With biases of their own (`bias="lora_only"`), or all of them."""
+    """Train the biases of adapted Linears (`bias="lora_only"`), or all base weights."""
     check(*pair("qwen2_5_vl", bias="lora_only"))
     model, other = pair("qwen2_5_vl")
-    for each in (model, other):
-        tower_of(each).requires_grad_(True)
+    for lora_model in (model, other):
+        tower_of(lora_model).requires_grad_(True)
     check(model, other)
 
 
@@ -155,12 +158,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_calls_is_seen(change: str, called: list[str]) -> None:
+def test_changes_between_calls_take_effect(change: str, called: list[str]) -> None:
     model, other = pair("qwen2_5_vl")
     before = step(model, grad=False)
-    for each in (model, other):
+    for lora_model in (model, other):
         torch.manual_seed(3)
-        CHANGES[change](each)
+        CHANGES[change](lora_model)
     check(model, other, grad=False)
     after = step(model, grad=False)
     moved = max(relative_error(after[name], before[name]) for name in before) > 1e-3
@@ -170,15 +173,15 @@ def test_what_changes_between_calls_is_seen(change: str, called: list[str]) -> N
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
-def test_dropout_is_peft_s(family: str, called: list[str]) -> None:
-    """The same numbers are dropped, in training only. (Padded rows draw more of them.)"""
+def test_dropout_equals_peft(family: str, called: list[str]) -> None:
+    """Drop the same numbers as PEFT, in training only. (Padded rows draw more numbers.)"""
     model, other = pair(family, dropout=0.4)
-    for each in (model, other):
-        each.train()
+    for lora_model in (model, other):
+        lora_model.train()
     check(model, other)
     trained = step(model)
-    for each in (model, other):
-        each.eval()
+    for lora_model in (model, other):
+        lora_model.eval()
     check(model, other)
     assert relative_error(step(model)["output 0"], trained["output 0"]) > 1e-2
     called.clear()
@@ -187,7 +190,7 @@ def test_dropout_is_peft_s(family: str, called: list[str]) -> None:
 
 
 def test_dropout_of_padded_rows(called: list[str]) -> None:
-    """Of a SwiGLU's: nothing changes on average, and without it all is as in `eval`."""
+    """Drop inputs of a SwiGLU's last product: its mean is unchanged, and `eval` drops none."""
     model, _ = pair("qwen2_5_vl", dropout=0.3, target=r".*blocks\.\d+\.mlp\.down_proj")
     expected = step(model.eval(), grad=False)["output 0"]
     draws = []
@@ -203,8 +206,8 @@ def test_dropout_of_padded_rows(called: list[str]) -> None:
 @pytest.mark.parametrize(
     "kwargs", [{"use_dora": True}, {"lora_bias": True}, {"use_rslora": True}], ids=["DoRA", "bias", "rsLoRA"]
 )
-def test_other_kinds_are_their_modules(kwargs: dict[str, Any], called: list[str]) -> None:
-    """rsLoRA scales otherwise, and no more."""
+def test_other_kinds_of_lora_run_their_modules(kwargs: dict[str, Any], called: list[str]) -> None:
+    """Call PEFT's modules for other kinds of LoRA, except rsLoRA, which differs in its scaling only."""
     model, other = pair("qwen3_vl", **kwargs)
     check(model, other)
     called.clear()
@@ -213,8 +216,9 @@ def test_other_kinds_are_their_modules(kwargs: dict[str, Any], called: list[str]
 
 
 def test_another_forward_is_called(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the class, as libraries put one there, or of an instance: it might act otherwise at every call."""
-    kind, gain = peft.tuners.lora.layer.Linear, [1.0]
+    """Replace the forward of the class, as libraries do, or of an instance: it runs in every call."""
+    kind = peft.tuners.lora.layer.Linear
+    gain = [1.0]
     before = kind.forward
 
     @functools.wraps(before)
@@ -231,16 +235,17 @@ def test_another_forward_is_called(called: list[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(kind, "forward", before)
     check(model, other)
     assert "mlp" in fused(model)
-    for each in (model, other):
-        proj = tower_of(each).blocks[1].attn.proj
+    for lora_model in (model, other):
+        proj = tower_of(lora_model).blocks[1].attn.proj
         proj.forward = lambda x, proj=proj: 3 * kind.forward(proj, x)
     check(model, other)
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_scalings_that_are_tensors(trained: bool, called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for PEFT's hot swapping, which must not wait for the device; a scaling that is trained is PEFT's."""
-    model, other = lora_on("qwen2_5_vl"), None
+    """Read tensor scalings (PEFT's hot swapping) without waiting for the device; leave trained ones to PEFT."""
+    model = lora_on("qwen2_5_vl")
+    other = None
     for module in tower_of(model).modules():
         if hasattr(module, "lora_A"):
             module.scaling["default"] = torch.tensor(1.5, requires_grad=trained)
@@ -255,8 +260,8 @@ def test_scalings_that_are_tensors(trained: bool, called: list[str], monkeypatch
     assert bool(called) == trained
 
 
-def test_what_adapters_hold_is_read_once(called: list[str]) -> None:
-    """Not anew at every call; and again where an adapter is of another dtype."""
+def test_adapters_are_read_once(called: list[str]) -> None:
+    """Read adapters once, and again when their dtype changes."""
     model, _ = pair("qwen3_vl")
     state = state_of(tower_of(model))
     assert state is not None
@@ -274,7 +279,7 @@ def test_what_adapters_hold_is_read_once(called: list[str]) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_adapters_of_another_dtype_are_left_to_peft_but_under_autocast(autocast: bool, called: list[str]) -> None:
-    """PEFT multiplies those in fp32 in fp32; under autocast in the dtype of the rows, as we do."""
+    """PEFT multiplies fp32 adapters in fp32; under autocast in the dtype of the rows, as we do."""
     model = TINY["qwen2_5_vl"].build().bfloat16()
     config = peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False)
     model = hf_vit_accel.patch(peft.get_peft_model(model, config))
@@ -304,8 +309,9 @@ def test_status_says_why_adapters_are_left_to_peft(called: list[str], kwargs: di
 
 
 def test_the_proof_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward that computes something else is told from PEFT's, and no random number is drawn."""
-    kind, state = peft.tuners.lora.layer.Linear, torch.get_rng_state()
+    """Recognise a forward that differs from PEFT's, without drawing a random number."""
+    kind = peft.tuners.lora.layer.Linear
+    state = torch.get_rng_state()
     before = kind.forward
     assert lora._try(before) and not lora._try(nn.Linear.forward)
     monkeypatch.setattr(kind, "forward", lambda self, x: before(self, x) + 1e-3)
@@ -322,20 +328,20 @@ if INTERPRETED:
     DTYPES.append(pytest.param({"device": "cpu", "dtype": torch.float16}, id="interpreted"))
 
 
-@pytest.mark.parametrize("at", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("kind", ["gelu_tanh", "quick_gelu", "silu"])
-def test_activations_against_their_references(at: dict[str, Any], kind: str) -> None:
-    z = torch.randn(70, 2 * 104, **at).requires_grad_()
-    dh = torch.randn(70, 104 if kind == "silu" else 208, **at)
-    kept = dh.clone()
-    found = Activated.apply(z, kind)
-    (dz,) = torch.autograd.grad(found, z, dh)
-    assert torch.equal(dh, kept)  # it may be somebody else's
+def test_activations_against_their_references(target: Target, kind: str) -> None:
+    z = torch.randn(70, 2 * 104, **target).requires_grad_()
+    dh = torch.randn(70, 104 if kind == "silu" else 208, **target)
+    dh_before = dh.clone()
+    actual = Activated.apply(z, kind)
+    (dz,) = torch.autograd.grad(actual, z, dh)
+    assert torch.equal(dh, dh_before)  # the caller may still use it
     exact = z.detach().double().requires_grad_()
     expected = activated_reference(exact, kind)
     (dexact,) = torch.autograd.grad(expected, exact, dh.double())
-    bound = 2e-3 if at["dtype"] == torch.float16 else 8e-3
-    assert relative_error(found, expected) < bound and relative_error(dz, dexact) < bound
+    bound = 2e-3 if target["dtype"] == torch.float16 else 8e-3
+    assert relative_error(actual, expected) < bound and relative_error(dz, dexact) < bound
 
 
 SIDES = {
@@ -351,37 +357,41 @@ SIDES = {
 PLACES = {"none": (), "one": ((0, 1.0),), "two of the last": ((-1, 0.5), (-1, 2.0))}
 
 
-def product_of(sides: JoinedLinears, places: Any, at: dict[str, Any], rows: int) -> list[Any]:
-    """Arguments of `AdaptedFunction`: rows, whose last columns are zeros where there are more; ranks 3 and 8."""
+def product_of(sides: JoinedLinears, places: Any, target: Target, rows: int) -> list[Any]:
+    """Draw arguments of `AdaptedFunction`, with ranks 3 and 8; padding columns of the rows are zero."""
     places = tuple(Adapter(index % len(sides.widths), scaling) for index, scaling in places)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, **at) / shape[-1] ** 0.5
+        return torch.randn(*shape, **target) / shape[-1] ** 0.5
 
     x = torch.nn.functional.pad(draw(rows, sides.in_features), (0, sides.extra_features))
     matrices = [draw(rank, sides.in_features) for (_, _), rank in zip(places, (3, 8), strict=False)]
     matrices += [draw(sides.widths[index], rank) for (index, _), rank in zip(places, (3, 8), strict=False)]
-    each = [draw(width, sides.in_features) for width in sides.widths], [draw(width) for width in sides.widths]
-    return [x, *each[0], *each[1], places, *matrices, replace(sides, dtype=at["dtype"]), None]
+    lora_weights = [draw(width, sides.in_features) for width in sides.widths], [draw(width) for width in sides.widths]
+    return [x, *lora_weights[0], *lora_weights[1], places, *matrices, replace(sides, dtype=target["dtype"]), None]
 
 
-def compare(function: Any, reference: Any, given: list[Any], wanted: Any, bound: float) -> None:
-    """Gradients of the tensors that `wanted` takes by their place, in fp64 beside; of nothing else."""
-    found: list[list[torch.Tensor]] = []
+def compare(function: Any, reference: Any, arguments: list[Any], required: Any, bound: float) -> None:
+    """Compare the gradients of the tensors whose places `required` accepts with those in fp64."""
+    results: list[list[torch.Tensor]] = []
     dy = None
     for run, wide in ((function, False), (reference, True)):
-        each = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in given]
-        each = [one.double() if wide and isinstance(one, torch.Tensor) else one for one in each]
-        each = [replace(one, dtype=torch.float64) if wide and isinstance(one, JoinedLinears) else one for one in each]
-        places = [place for place, one in enumerate(each) if isinstance(one, torch.Tensor) and wanted(place)]
+        values = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in arguments]
+        values = [value.double() if wide and isinstance(value, torch.Tensor) else value for value in values]
+        values = [
+            replace(value, dtype=torch.float64) if wide and isinstance(value, JoinedLinears) else value
+            for value in values
+        ]
+        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and required(place)]
         for place in places:
-            each[place].requires_grad_()
-        made = run(*each)
-        dy = torch.randn_like(made) if dy is None else dy
-        found.append([made, *torch.autograd.grad(made, [each[place] for place in places], dy.to(made.dtype))])
-        assert len(found[-1]) > 1
-    assert all(map(torch.is_tensor, found[0])) and [a.shape for a in found[0]] == [a.shape for a in found[1]]
-    assert max(map(relative_error, *found)) < bound
+            values[place].requires_grad_()
+        out = run(*values)
+        dy = torch.randn_like(out) if dy is None else dy
+        results.append([out, *torch.autograd.grad(out, [values[place] for place in places], dy.to(out.dtype))])
+        assert len(results[-1]) > 1
+    assert all(torch.is_tensor(result) for result in results[0])
+    assert [a.shape for a in results[0]] == [a.shape for a in results[1]]
+    assert largest_error(*results) < bound
 
 
 AT = [pytest.param({"device": "cpu", "dtype": torch.float64}, id="cpu"), *DTYPES[:1]]
@@ -394,15 +404,15 @@ WANTED: dict[str, Callable[[int], bool]] = {
 }
 
 
-@pytest.mark.parametrize("at", AT)
-@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("target", AT)
+@pytest.mark.parametrize("required", WANTED)
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("sides", SIDES)
-def test_products_against_their_reference(at: dict[str, Any], sides: str, places: str, wanted: str) -> None:
-    """Gradients of what requires one, and of nothing else."""
-    given = product_of(SIDES[sides], PLACES[places], at, 9000 if at["device"] == "cuda" else 12)
-    bound = 1e-12 if at["dtype"] == torch.float64 else 1.5e-2
-    compare(AdaptedFunction.apply, adapted_reference, given, WANTED[wanted], bound)
+def test_products_against_their_reference(target: Target, sides: str, places: str, required: str) -> None:
+    """Compute gradients of the tensors that require one, and of no others."""
+    arguments = product_of(SIDES[sides], PLACES[places], target, 9000 if target["device"] == "cuda" else 12)
+    bound = 1e-12 if target["dtype"] == torch.float64 else 1.5e-2
+    compare(AdaptedFunction.apply, adapted_reference, arguments, WANTED[required], bound)
 
 
 AT_KERNELS = [pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
@@ -410,27 +420,29 @@ if INTERPRETED:
     AT_KERNELS.append(pytest.param({"device": "cpu", "dtype": torch.float32}, id="interpreted"))
 
 
-@pytest.mark.parametrize("at", AT_KERNELS)
-@pytest.mark.parametrize("wanted", [*WANTED, "last"])
+@pytest.mark.parametrize("target", AT_KERNELS)
+@pytest.mark.parametrize("required", [*WANTED, "last"])
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("kind", ["gelu_tanh", "silu"])
-def test_mlps_against_their_reference(at: dict[str, Any], kind: str, places: str, wanted: str) -> None:
-    rows = 9000 if at["device"] == "cuda" else 12
-    first = product_of(SIDES["gate and up" if kind == "silu" else "one"], PLACES[places], at, rows)
-    inner, more = (21, 3) if kind == "silu" else (24, 0)
-    sides = JoinedLinears(widths=(16,), padding=(0,), in_features=inner, extra_features=more, dtype=at["dtype"])
-    last = product_of(sides, PLACES["one"], at, rows)
-    given = [first[0], len(first) - 3, *first[1:-2], *last[1:-2], first[-2], last[-2], kind, None, None]
-    bound = 1e-5 if at["dtype"] == torch.float32 else 2e-2
-    takes = WANTED.get(wanted, lambda place: place >= len(first) - 1)
-    compare(AdaptedMlp.apply, adapted_mlp_reference, given, takes, bound)
+def test_mlps_against_their_reference(target: Target, kind: str, places: str, required: str) -> None:
+    rows = 9000 if target["device"] == "cuda" else 12
+    first = product_of(SIDES["gate and up" if kind == "silu" else "one"], PLACES[places], target, rows)
+    inner, extra_features = (21, 3) if kind == "silu" else (24, 0)
+    sides = JoinedLinears(
+        widths=(16,), padding=(0,), in_features=inner, extra_features=extra_features, dtype=target["dtype"]
+    )
+    last = product_of(sides, PLACES["one"], target, rows)
+    arguments = [first[0], len(first) - 3, *first[1:-2], *last[1:-2], first[-2], last[-2], kind, None, None]
+    bound = 1e-5 if target["dtype"] == torch.float32 else 2e-2
+    takes = WANTED.get(required, lambda place: place >= len(first) - 1)
+    compare(AdaptedMlp.apply, adapted_mlp_reference, arguments, takes, bound)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpu_towers_are_as_exact_as_peft(family: str, autocast: bool) -> None:
-    """Errors against fp32, of outputs and of all gradients together, beside PEFT's own."""
+    """Compare errors against fp32 with PEFT's, of outputs and of all gradients together."""
     model = TINY[family].build().cuda()
     torch.manual_seed(0)
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=LINEARS, init_lora_weights=False)
@@ -457,46 +469,46 @@ def test_gpu_towers_are_as_exact_as_peft(family: str, autocast: bool) -> None:
     expected = gradients(exact, False)
     stock = gradients(adapted, autocast)
     hf_vit_accel.patch(adapted, strict=True)
-    found = gradients(adapted, autocast)
-    for one, other, reference in zip(found, stock, expected, strict=True):
+    actual = gradients(adapted, autocast)
+    for one, other, reference in zip(actual, stock, expected, strict=True):
         assert relative_error(one, reference) <= 1.1 * relative_error(other, reference) + 2**-9
     assert all_trained(adapted)
 
 
 def all_trained(model: Any) -> bool:
-    """Whether all parts of all layers can be one node of autograd's graph, attention aside."""
+    """Return whether each layer can be one node of autograd's graph, attention aside."""
     state = state_of(tower_of(model))
     assert state is not None
     [(route, _)] = state.routes.cache._values.values()
     layers = route.spec.ops.layers
-    parts = [part for each in layers for part in (each.norm1, each.qkv, each.proj, each.norm2, each.mlp)]
+    parts = [part for layer in layers for part in (layer.norm1, layer.qkv, layer.proj, layer.norm2, layer.mlp)]
     return all(isinstance(getattr(part, "__wrapped__", part), Trained) for part in parts)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
-@pytest.mark.matrix  # `test_dropout_is_peft_s` by the references every time
+@pytest.mark.matrix  # `test_dropout_equals_peft` by the references every time
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
 def test_training_with_dropout_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, as each drops out numbers of its own: those that PEFT does."""
+    """Train with dropout, which runs a layer in parts: they drop the numbers that PEFT drops."""
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     model = lora_on(family, rank=3, dropout=0.4)
     tower = tower_of(model).train()
     del tower.blocks[2 if family == "qwen2_vl" else 3 :]
-    found = []
+    actual = []
     for dtype, patched in ((torch.float32, False), (torch.float16, False), (torch.float16, True)):
         tower.to(dtype)
         if patched:
             hf_vit_accel.patch(model, strict=True)
         torch.manual_seed(4)
-        found.append(together(tower))
-    exact, stock, ours = found
+        actual.append(together(tower))
+    exact, stock, ours = actual
     assert relative_error(ours[0], exact[0]) <= 1.2 * relative_error(stock[0], exact[0])
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
 @pytest.mark.parametrize("family", alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl"))
 def test_training_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels themselves, in fp16, a layer being one node; checkpointed, by halves frozen, with plain parts."""
+    """Train by the kernels in fp16: a layer as one node, checkpointed, half frozen, with plain parts."""
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     nodes = one_node_a_layer(monkeypatch)
     model = lora_on(family, rank=3)
@@ -507,44 +519,45 @@ def test_training_interpreted(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     tower.half()
     stock = together(tower)
     hf_vit_accel.patch(model, strict=True)
-    found = together(tower)
+    actual = together(tower)
     assert len(nodes) == len(tower.blocks)
-    for one, other, reference in zip(found, stock, exact, strict=True):
+    for one, other, reference in zip(actual, stock, exact, strict=True):
         bound = max(1.1 * relative_error(other, reference), torch.finfo(torch.float16).eps)
         assert relative_error(one, reference) <= bound
     checkpoint_layers(tower.train(), reentrant=False)
     again = together(tower)
-    assert max(map(relative_error, again, found)) < 1e-3
+    assert largest_error(again, actual) < 1e-3
     tower.eval()
     for index, parameter in enumerate(tower.parameters()):  # of the weights themselves, too
         parameter.requires_grad_(index % 3 == 1)
-    frozen = {name: gradient.float() for name, gradient in some(tower).items()}
+    frozen = {name: gradient.float() for name, gradient in gradients_of(tower).items()}
     hf_vit_accel.unpatch(model)
-    expected = some(tower.float())
+    expected = gradients_of(tower.float())
     assert frozen.keys() == expected.keys() == {name for name, p in tower.named_parameters() if p.requires_grad}
-    joined = (torch.cat([each[name].flatten() for name in expected]) for each in (frozen, expected))
+    joined = (torch.cat([values[name].flatten() for name in expected]) for values in (frozen, expected))
     assert relative_error(*joined) < 1e-2
 
 
-def some(tower: Any) -> dict[str, torch.Tensor]:
-    """The gradient of each parameter that requires one."""
+def gradients_of(tower: Any) -> dict[str, torch.Tensor]:
+    """Return the gradient of every parameter that requires one."""
     tower.zero_grad(set_to_none=True)
-    grid, dtype = [(1, 4, 4), (1, 2, 2)], next(tower.parameters()).dtype
-    made = flat(tower(pixels_for(tower, grid, dtype=dtype), grid_thw=torch.tensor(grid)))
+    grid = [(1, 4, 4), (1, 2, 2)]
+    dtype = next(tower.parameters()).dtype
+    outputs = flat(tower(pixels_for(tower, grid, dtype=dtype), grid_thw=torch.tensor(grid)))
     generator = torch.Generator().manual_seed(1)
-    kept = [(x, torch.randn(x.shape, generator=generator).to(x.dtype)) for x in made if x.requires_grad]
-    torch.autograd.backward(*map(list, zip(*kept, strict=True)))
+    pairs = [(x, torch.randn(x.shape, generator=generator).to(x.dtype)) for x in outputs if x.requires_grad]
+    torch.autograd.backward([x for x, _ in pairs], [dx for _, dx in pairs])
     return {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
 
 
 def together(tower: Any) -> list[torch.Tensor]:
-    """All gradients as one."""
-    return [torch.cat([gradient.double().flatten() for gradient in some(tower).values()])]
+    """Return all gradients as one tensor."""
+    return [torch.cat([gradient.double().flatten() for gradient in gradients_of(tower).values()])]
 
 
-@pytest.mark.parametrize("whole", ["merger.mlp", "merger", "mlp", "norm1"])
-def test_modules_that_are_trained_whole(whole: str, called: list[str]) -> None:
-    """PEFT wraps them, `modules_to_save`, and trains a copy beside the adapters of others."""
-    model, other = pair("qwen2_5_vl", target=r".*blocks\.\d+\.attn\.qkv", modules_to_save=[whole])
+@pytest.mark.parametrize("module_name", ["merger.mlp", "merger", "mlp", "norm1"])
+def test_modules_to_save_are_trained(module_name: str, called: list[str]) -> None:
+    """Train a PEFT copy of a module (`modules_to_save`) beside the adapters of other modules."""
+    model, other = pair("qwen2_5_vl", target=r".*blocks\.\d+\.attn\.qkv", modules_to_save=[module_name])
     check(model, other)
     assert any("modules_to_save" in name for name in step(model))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import pickle
 import warnings
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny import assert_close, randomise, relative_error
+from support.attention_only import CLASSES, TINY, build, inputs, takes_segments
+from tiny import assert_close, relative_error
 from torch import nn
 from transformers import modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -27,82 +26,11 @@ from hf_vit_accel.layout import Geometry
 from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower.state import state_of
 
-GRID = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (2, 8, 8)]
-_SIGLIP = dict(num_hidden_layers=4, hidden_size=32, num_attention_heads=2, intermediate_size=40, patch_size=2)
-
-
-@dataclass(frozen=True)
-class Tiny:
-    """How to build and call a tiny tower.
-
-    Args:
-        config: Fields of the vision config.
-        frames: Frames of a patch.
-        square: Whether pixels come as (T, 3, side, side).
-        clips: Whether stock takes clips of several frames.
-        alike: Whether all clips must be equally long. (Kimi fails to concatenate others.)
-        merge_sizes: Whether the forward takes a merge size per image.
-    """
-
-    config: dict[str, Any]
-    frames: int = 1
-    square: bool = False
-    clips: bool = True
-    alike: bool = False
-    merge_sizes: bool = False
-
-
-_MUSE = _SIGLIP | dict(pos_emb_height=4, pos_emb_width=4, max_position_embeddings=16)
-_MUSE |= dict(layer_types=["window_attention", "full_attention"] * 2)
-TINY = {
-    "VideoLlama3VisionModel": Tiny(_SIGLIP, merge_sizes=True),
-    "Kimi_K25VisionModel": Tiny(_SIGLIP | dict(pos_emb_height=6, pos_emb_width=6), square=True, alike=True),
-    "GlmImageVisionModel": Tiny(
-        dict(depth=4, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=2, image_size=10), clips=False
-    ),
-    "MiniMaxM3VLVisionModel": Tiny(_SIGLIP, frames=2),
-    "MuseGlimmerVisionModel": Tiny(_MUSE, frames=2),
-    "MuseSparkVisionModel": Tiny(_MUSE, frames=2),
-    "HunYuanVLVisionTransformer": Tiny(_SIGLIP | dict(max_image_size=12, out_hidden_size=16), clips=False),
-    "Cosmos3EdgeVisionModel": Tiny(_SIGLIP | dict(num_patches=36)),
-}
-CLASSES = [(family, *tower) for family in FAMILIES if family.attention_only for tower in family.towers]
-
-
-NO_SEGMENTS = "before transformers 5.23 the layers of MiniMax-M3 know no segments: its pictures attend to each other"
-
-
-def build(module: str, name: str) -> nn.Module:
-    kind: Any = getattr(pytest.importorskip(module), name)
-    config = kind.config_class()
-    for field, value in TINY[name].config.items():
-        setattr(config, field, copy.deepcopy(value))
-    config._attn_implementation_internal = "sdpa"
-    return randomise(kind(config).eval())
-
 
 @pytest.fixture(params=CLASSES, ids=lambda family_module_class: family_module_class[2])
 def tower(request: pytest.FixtureRequest) -> nn.Module:
     _, module, name = request.param
-    tower = build(module, name)
-    if name.startswith("MiniMax") and not takes_segments(tower.layers[0]):
-        pytest.skip(NO_SEGMENTS)
-    return tower
-
-
-def takes_segments(layer: nn.Module) -> bool:
-    return "cu_seqlens" in inspect.signature(layer.self_attn.forward).parameters
-
-
-def inputs(tower: nn.Module, seed: int = 0) -> dict[str, Any]:
-    tiny = TINY[type(tower).__name__]
-    grid = GRID if tiny.clips else [(1, h, w) for t, h, w in GRID for _ in range(t)]
-    grid = [(2, h, w) for _, h, w in GRID] if tiny.alike else grid
-    rows = sum(t * h * w for t, h, w in grid)
-    shape = (rows, 3, 2, 2) if tiny.square else (rows, 3 * 4 * tiny.frames)
-    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    merge_sizes = {"merge_sizes": torch.tensor([2, 1, 2, 2])} if tiny.merge_sizes else {}
-    return {"pixel_values": pixels, "grid_thw": torch.tensor(grid), **merge_sizes}
+    return build(module, name)
 
 
 def run(tower: nn.Module, *, trained: bool = False) -> list[torch.Tensor]:
@@ -202,7 +130,7 @@ def test_layers_that_take_no_segments_count_as_stock(
 ) -> None:
     """MiniMax-M3 has such layers before transformers 5.23, where its other tests are skipped."""
     module = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
-    tower = build(module, "MiniMaxM3VLVisionModel")
+    tower = build(module, "MiniMaxM3VLVisionModel", without_segments=True)
     for layer in tower.layers:
         if takes_segments(layer):
             monkeypatch.setattr(layer.self_attn, "forward", lambda hidden_states, **_: (hidden_states * 0.5, None))
@@ -243,14 +171,6 @@ def test_segments_of_the_caller_are_used(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower, attention=FlexConfig(score_mod=lambda score, *_: score * 0.5))
     with pytest.raises(FallbackError, match=r"a score_mod was given .* the caller supplies sequence metadata"):
         tower(**inputs(tower), cu_seqlens=offsets)
-
-
-def test_copies_and_pickles_stay_patched(tower: nn.Module) -> None:
-    hf_vit_accel.patch(tower)
-    expected = run(tower)
-    for other in (copy.deepcopy(tower), pickle.loads(pickle.dumps(tower))):
-        assert_close(run(other), expected)
-        assert state_of(other).calls == 1
 
 
 def test_every_class_is_tested() -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
-from standins import ONE_TOWER
+from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from standins import alike
+from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.towers import alike
 from tiny import relative_error
 from torch import nn
 
@@ -34,47 +35,6 @@ from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.flashinfer_cudnn import FlashinferCudnn, round_max_seqlen, round_segments
 from hf_vit_accel.backends.sdpa import Sdpa
 from hf_vit_accel.backends.torch_cudnn import TorchCudnn
-from hf_vit_accel.layout import Segments
-
-LAYOUTS = {
-    "one segment": [784],
-    "one row": [1],
-    "many": [256] * 9,
-    "windows of 64": [64] * 37,
-    "ragged": [64, 1, 300, 37, 64, 1, 129, 128, 64, 500, 2],
-    "one-row segments": [1] * 17,
-}
-HEADS = 4
-
-
-def segments_of(lengths: list[int]) -> Segments:
-    return Segments(np.array(lengths, dtype=np.int32))
-
-
-def request(device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 80, **kwargs) -> Request:
-    return Request(
-        device=torch.device(device), dtype=dtype, heads=HEADS, head_dim=head_dim, scale=head_dim**-0.5, **kwargs
-    )
-
-
-def draw(rows: int, head_dim: int, dtype: torch.dtype, device: str, seed: int, packed: bool) -> list[torch.Tensor]:
-    """Draw q, k and v (T, H, D).
-
-    They are views of one packed projection, or q and k are tensors of their own, as after stock's rotation.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    qkv_T3HD = torch.randn(rows, 3, HEADS, head_dim, generator=generator).to(dtype).to(device)
-    q, k, v = qkv_T3HD.unbind(1)
-    return [q, k, v] if packed else [q.contiguous(), k.transpose(0, 1).contiguous().transpose(0, 1), v]
-
-
-def exact(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Tensor:
-    """Compute attention within segments in float64."""
-    outs = []
-    for q, k, v in zip(*(x.double().split(lengths) for x in qkv), strict=True):
-        weights_HTT = torch.einsum("thd,shd->hts", q, k).mul(scale).softmax(-1)
-        outs.append(torch.einsum("hts,shd->thd", weights_HTT, v))
-    return torch.cat(outs)
 
 
 def stock(qkv: list[torch.Tensor], lengths: list[int], scale: float) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Every operation that can be trained against autograd of its reference: outputs, every gradient, what is frozen.
+"""Compare every trained operation with autograd of its reference: outputs, every gradient, frozen tensors.
 
-One table of cases; on CPU by Triton's interpreter at small sizes, on a GPU compiled, at real ones. Exact is the
-reference in fp64; the bound is stock's own error, that is the reference's under autograd in the same dtype.
+One table of cases. On a CPU Triton's interpreter runs them at small sizes; on a GPU they are compiled, at real sizes.
+Exact is the reference in fp64. The bound is stock's own error: the reference's error under autograd in the same dtype.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED
-from support.kernels import compile_for_hopper, draw, tables
+from support.interpreter import INTERPRETED
+from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 from torch.utils.checkpoint import checkpoint
 
@@ -41,19 +41,28 @@ from hf_vit_accel.ops.training.trained import Trained, layer_of
 from hf_vit_accel.ops.window_attention import WindowAttention, window_attention_reference
 
 GELUS = [kind for kind in ACTIVATIONS if kind != "silu"]
-linear, project, add_norm = LinearFunction.apply, ProjectFunction.apply, AddNormFunction.apply
-gelu_mlp, swiglu_mlp = GeluMlp.apply, SwigluMlp.apply
+linear = LinearFunction.apply
+project = ProjectFunction.apply
+add_norm = AddNormFunction.apply
+gelu_mlp = GeluMlp.apply
+swiglu_mlp = SwigluMlp.apply
 
 Tensors = dict[str, torch.Tensor]
-At = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors to be trained, by name, and the two functions of them; roundings, in units of eps, allowed anyhow."""
+    """Describe an operation and the tensors that it trains.
+
+    Args:
+        leaves: The tensors by name.
+        operation: The function of them under test.
+        reference: The same in plain torch.
+        roundings: The error, in units of eps, that is allowed in any case.
+    """
 
     leaves: Tensors
-    found: Callable[[Tensors], Any]
+    operation: Callable[[Tensors], Any]
     reference: Callable[[Tensors], Any]
     roundings: float = 0.3
 
@@ -62,34 +71,34 @@ class Case:
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def leaves(at: At, **shapes: tuple[int, ...]) -> Tensors:
-    """Rows as they are drawn, weights so that a product keeps their size, norms' weights around one."""
-    drawn = {name: draw(*shape, at=at, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+def leaves(target: Target, **shapes: tuple[int, ...]) -> Tensors:
+    """Draw tensors: rows of normal values, weights that keep the size of a product, norms' weights around one."""
+    drawn = {name: draw(*shape, target=target, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
     return {
         name: value * value.shape[-1] ** -0.5 if name.startswith("w") and value.ndim == 2 else value
         for name, value in drawn.items()
     }
 
 
-def sized(at: At, small: int, large: int) -> int:
-    return min(small, at.get("most", small)) if at["device"] == "cpu" else large
+def sized(target: Target, small: int, large: int) -> int:
+    return min(small, target.get("most_rows", small)) if target["device"] == "cpu" else large
 
 
-def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Callable[[At], Case]:
-    """wide: all but delta and the result in fp32."""
+def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Callable[[Target], Case]:
+    """Add and normalise; `wide` keeps all tensors but delta and the result in fp32."""
 
-    def make(at: At) -> Case:
-        used = sized(at, width, width)
-        rows = sized(at, 7, at["rows"]), used
-        drawn = leaves(at, x=rows, scale=(used,)) | (leaves(at, delta=rows) if delta else {})
-        drawn |= {} if rms else leaves(at, bias=(used,))
+    def make(target: Target) -> Case:
+        used = sized(target, width, width)
+        rows = sized(target, 7, target["rows"]), used
+        drawn = leaves(target, x=rows, scale=(used,)) | (leaves(target, delta=rows) if delta else {})
+        drawn |= {} if rms else leaves(target, bias=(used,))
         drawn["x"] = drawn["x"] + 0.5
         if wide:
             drawn |= {name: value.float() for name, value in drawn.items() if name != "delta"}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
             def run(p: Tensors) -> Any:
-                dtype = p["x"].dtype if p["x"].dtype == torch.float64 else at["dtype"]
+                dtype = p["x"].dtype if p["x"].dtype == torch.float64 else target["dtype"]
                 return function(p["x"], p.get("delta"), p["scale"], p.get("bias"), 1e-6, rms, dtype)
 
             return run
@@ -99,11 +108,11 @@ def norm_case(width: int, *, rms: bool, delta: bool, wide: bool = False) -> Call
     return make
 
 
-def rope_case(dim: int) -> Callable[[At], Case]:
-    def make(at: At) -> Case:
-        cos, sin = tables(at["rows"], dim, at)
+def rope_case(dim: int) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
+        cos, sin = tables(target["rows"], dim, target)
         return Case(
-            leaves(at, qkv=(at["rows"], 3, at["heads"], dim)),
+            leaves(target, qkv=(target["rows"], 3, target["heads"], dim)),
             lambda p: Rope.apply(p["qkv"], cos, sin),
             lambda p: rope_reference(p["qkv"], cos, sin),
         )
@@ -111,25 +120,26 @@ def rope_case(dim: int) -> Callable[[At], Case]:
     return make
 
 
-def window_case(dim: int, lengths: list[int]) -> Callable[[At], Case]:
-    def make(at: At) -> Case:
-        repeated = lengths * sized(at, 1, 20)
-        cos, sin = tables(sum(repeated), dim, at)
-        offsets = torch.tensor([0, *repeated]).cumsum(0).to(torch.int32).to(at["device"])
-        rest = cos, sin, offsets, dim**-0.5
+def window_case(dim: int, lengths: list[int]) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
+        repeated = lengths * sized(target, 1, 20)
+        cos, sin = tables(sum(repeated), dim, target)
+        offsets = torch.tensor([0, *repeated]).cumsum(0).to(torch.int32).to(target["device"])
+        settings = cos, sin, offsets, dim**-0.5
         return Case(
-            leaves(at, qkv=(sum(repeated), 3, at["heads"], dim)),
-            lambda p: WindowAttention.apply(p["qkv"], *rest),
-            lambda p: window_attention_reference(p["qkv"], *rest),
+            leaves(target, qkv=(sum(repeated), 3, target["heads"], dim)),
+            lambda p: WindowAttention.apply(p["qkv"], *settings),
+            lambda p: window_attention_reference(p["qkv"], *settings),
             roundings=1.0,  # a softmax's weights are rounded before the product, in stock's kernels too
         )
 
     return make
 
 
-def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[At], Case]:
-    def make(at: At) -> Case:
-        drawn = leaves(at, x=(at["rows"], inner), w=(width, inner)) | (leaves(at, b=(width,)) if bias else {})
+def linear_case(inner: int, width: int, *, bias: bool = True) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
+        drawn = leaves(target, x=(target["rows"], inner), w=(width, inner))
+        drawn |= leaves(target, b=(width,)) if bias else {}
         return Case(
             drawn,
             lambda p: linear(p["x"], p["w"], p.get("b")),
@@ -146,14 +156,14 @@ def gelu_case(
     *,
     bias: bool = True,
     shift: float = 0.0,
-) -> Callable[[At], Case]:
-    """shift: of the first product's results; where most are far below zero, formulas of the activation cancel."""
+) -> Callable[[Target], Case]:
+    """Run a GELU MLP; `shift` moves its inner values far below zero, where formulas of the activation cancel."""
 
-    def make(at: At) -> Case:
-        inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
-        drawn = leaves(at, x=(at["rows"], inner), w1=(width, inner), w2=(inner, width))
+    def make(target: Target) -> Case:
+        inner, width = (sized(target, *pair) for pair in zip(sizes, real, strict=True))
+        drawn = leaves(target, x=(target["rows"], inner), w1=(width, inner), w2=(inner, width))
         drawn["w1"] = 2 * drawn["w1"]
-        drawn |= leaves(at, b1=(width,), b2=(inner,)) if bias else {}
+        drawn |= leaves(target, b1=(width,), b2=(inner,)) if bias else {}
         drawn |= {"b1": drawn["b1"] + shift} if shift else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
@@ -173,11 +183,11 @@ def swiglu_case(
     *,
     biases: str = "bg bu bd",
     limit: float | None = None,
-) -> Callable[[At], Case]:
-    def make(at: At) -> Case:
-        inner, width = (sized(at, *pair) for pair in zip(sizes, real, strict=True))
-        drawn = leaves(at, x=(at["rows"], inner), wg=(width, inner), wu=(width, inner), wd=(inner, width))
-        drawn |= leaves(at, **{name: (inner if name == "bd" else width,) for name in biases.split()})
+) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
+        inner, width = (sized(target, *pair) for pair in zip(sizes, real, strict=True))
+        drawn = leaves(target, x=(target["rows"], inner), wg=(width, inner), wu=(width, inner), wd=(inner, width))
+        drawn |= leaves(target, **{name: (inner if name == "bd" else width,) for name in biases.split()})
 
         def call(function: Any) -> Callable[[Tensors], Any]:
             return lambda p: function(*(p.get(name) for name in SWIGLU), limit)
@@ -187,20 +197,23 @@ def swiglu_case(
     return make
 
 
-def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], Case]:
-    """A norm and the product after it, which keeps what the norm kept."""
+def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[Target], Case]:
+    """Run a norm and the next product, which reads what the norm saved."""
 
-    def make(at: At) -> Case:
-        rows, width, inner = at["rows"] // 4 * 4, sized(at, 80, 1280), sized(at, 36, 3420)
-        drawn = leaves(at, x=(rows, width), delta=(rows, width), scale=(width,), b=(inner,))
-        drawn |= leaves(at, w=(inner, width * merge), w2=(width, inner), wg=(inner, width * merge))
-        drawn |= {} if rms else leaves(at, bias=(width,))
+    def make(target: Target) -> Case:
+        rows = target["rows"] // 4 * 4
+        width = sized(target, 80, 1280)
+        inner = sized(target, 36, 3420)
+        drawn = leaves(target, x=(rows, width), delta=(rows, width), scale=(width,), b=(inner,))
+        drawn |= leaves(target, w=(inner, width * merge), w2=(width, inner), wg=(inner, width * merge))
+        drawn |= {} if rms else leaves(target, bias=(width,))
 
         def call(norm_function: Any, functions: dict[str, Any], recipe: Any) -> Callable[[Tensors], Any]:
             def run(p: Tensors) -> Any:
                 settings = p["scale"], p.get("bias"), 1e-6
                 total, x = norm_function(p["x"], p["delta"], *settings, rms)
-                norm, x = recipe(total, *settings, rms), x.view(-1, width * merge)
+                norm = recipe(total, *settings, rms)
+                x = x.view(-1, width * merge)
                 if kind == "linear":
                     return total, functions[kind](x, p["w"], p["b"], norm)
                 if kind == "swiglu":
@@ -218,24 +231,28 @@ def half_layer_case(kind: str, *, rms: bool, merge: int = 1) -> Callable[[At], C
     return make
 
 
-def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Callable[[At], Case]:
-    """A whole layer as one node, with the attention that runs anywhere; twice: two of them, with the same weights."""
+def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Callable[[Target], Case]:
+    """Run a layer as one node, with the attention that runs anywhere; `twice` runs two with the same weights."""
 
-    def make(at: At) -> Case:
-        heads, dim, lengths = at["heads"], 40, [8, 1, 0, 12][: at.get("segments")] * sized(at, 1, 90)
-        rows, width, inner = sum(lengths), heads * dim, sized(at, 36, 3420)
-        cos, sin = tables(rows, dim, at)
-        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
+    def make(target: Target) -> Case:
+        heads = target["heads"]
+        dim = 40
+        lengths = [8, 1, 0, 12][: target.get("segments")] * sized(target, 1, 90)
+        rows = sum(lengths)
+        width = heads * dim
+        inner = sized(target, 36, 3420)
+        cos, sin = tables(rows, dim, target)
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(target["device"])
         shapes = dict(x=(rows, width), delta=(rows, width), scale1=(width,), bias1=(width,), wq=(3 * width, width))
         shapes |= dict(bq=(3 * width,), wp=(width, width), bp=(width,), scale2=(width,), bias2=(width,))
         shapes |= dict(w1=(inner, width), b1=(inner,), w2=(width, inner), b2=(width,))
         shapes |= dict(wu=(inner, width), bu=(inner,)) if kind == "swiglu" else {}
         without = (set() if delta else {"delta"}) | ({"bias1", "bias2"} if rms else set())
-        drawn = leaves(at, **{name: shape for name, shape in shapes.items() if name not in without})
+        drawn = leaves(target, **{name: shape for name, shape in shapes.items() if name not in without})
         mlp = ("w1", "wu", "b1", "bu", "w2", "b2") if kind == "swiglu" else ("w1", "b1", "w2", "b2")
         settings = (None if kind == "swiglu" else kind,)
 
-        def found(p: Tensors) -> Any:
+        def operation(p: Tensors) -> Any:
             def part(function: Any, *names: str, **options: Any) -> Any:
                 return Trained(function=function, weights=lambda: [p.get(name) for name in names], **options)
 
@@ -250,9 +267,9 @@ def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Cal
             attend = Trained(function=WindowAttention, settings=(offsets, dim**-0.5))
             trained = layer_of(layer, attend)
             assert trained is not None
-            rest = (3, heads, dim), cos, sin
-            rows = trained(*rest, p["x"], p.get("delta"))
-            return trained(*rest, *rows) if twice else rows
+            rotation = (3, heads, dim), cos, sin
+            rows = trained(*rotation, p["x"], p.get("delta"))
+            return trained(*rotation, *rows) if twice else rows
 
         def reference(p: Tensors) -> Any:
             rows = once(p, p["x"], p.get("delta"))
@@ -262,24 +279,24 @@ def layer_case(kind: str, *, rms: bool, delta: bool, twice: bool = False) -> Cal
             total, normed = add_norm_reference(x, delta, p["scale1"], p.get("bias1"), 1e-6, rms=rms)
             qkv = linear_reference(normed, p["wq"], p["bq"]).unflatten(-1, (3, heads, dim))
             attended = window_attention_reference(qkv, cos, sin, offsets, dim**-0.5).flatten(1)
-            made = linear_reference(attended, p["wp"], p["bp"])
-            total, normed = add_norm_reference(total, made, p["scale2"], p.get("bias2"), 1e-6, rms=rms)
+            delta = linear_reference(attended, p["wp"], p["bp"])
+            total, normed = add_norm_reference(total, delta, p["scale2"], p.get("bias2"), 1e-6, rms=rms)
             run = swiglu_mlp_reference if kind == "swiglu" else gelu_mlp_reference
             return total, run(normed, *(p[name] for name in mlp), *settings)
 
-        return Case(drawn, found, reference, roundings=1.5)
+        return Case(drawn, operation, reference, roundings=1.5)
 
     return make
 
 
-def positions_case(taps: int, width: int) -> Callable[[At], Case]:
-    def make(at: At) -> Case:
+def positions_case(taps: int, width: int) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
         generator = torch.Generator().manual_seed(0)
-        rows = sized(at, 9, at["rows"])
-        indices = torch.randint(0, 36, (rows, taps), generator=generator, dtype=torch.int32).to(at["device"])
-        weights = torch.rand(rows, taps, generator=generator).to(at["device"])
+        rows = sized(target, 9, target["rows"])
+        indices = torch.randint(0, 36, (rows, taps), generator=generator, dtype=torch.int32).to(target["device"])
+        weights = torch.rand(rows, taps, generator=generator).to(target["device"])
         return Case(
-            leaves(at, x=(rows, width), table=(36, width)),
+            leaves(target, x=(rows, width), table=(36, width)),
             lambda p: AddPositions.apply(p["x"], p["table"], indices, weights),
             lambda p: add_positions_reference(p["x"], p["table"], indices, weights),
         )
@@ -287,11 +304,12 @@ def positions_case(taps: int, width: int) -> Callable[[At], Case]:
     return make
 
 
-def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[At], Case]:
-    def make(at: At) -> Case:
-        heads, key_heads = at["heads"], at["heads"] // groups
-        drawn = leaves(at, qkv=(at["rows"], (heads + 2 * key_heads) * dim))
-        drawn |= leaves(at, q=(dim,), k=(dim,)) if normed else {}
+def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[Target], Case]:
+    def make(target: Target) -> Case:
+        heads = target["heads"]
+        key_heads = target["heads"] // groups
+        drawn = leaves(target, qkv=(target["rows"], (heads + 2 * key_heads) * dim))
+        drawn |= leaves(target, q=(dim,), k=(dim,)) if normed else {}
 
         def call(function: Any) -> Callable[[Tensors], Any]:
             return lambda p: function(p["qkv"], heads, key_heads, 1e-5, *((p["q"], p["k"]) if normed else ()))
@@ -303,22 +321,26 @@ def heads_case(dim: int, groups: int, *, normed: bool) -> Callable[[At], Case]:
 
 def project_case(
     products: int, groups: int, *, biases: str = "012", normed: bool = True, layer: bool = False
-) -> Callable[[At], Case]:
-    """All products at once, and their heads; of a norm's rows that are made again, where it is said."""
+) -> Callable[[Target], Case]:
+    """Run all products of a projection and their heads, optionally from normed rows that are recomputed."""
 
-    def make(at: At) -> Case:
-        heads, dim, inner, rows = at["heads"], 72, sized(at, 24, 1152), at["rows"]
-        sizes, each = (heads, heads // groups, heads // groups), range(products)
+    def make(target: Target) -> Case:
+        heads = target["heads"]
+        dim = 72
+        inner = sized(target, 24, 1152)
+        rows = target["rows"]
+        sizes = (heads, heads // groups, heads // groups)
+        indices = range(products)
         widths = [size * dim for size in sizes] if products == 3 else [sum(sizes) * dim]
-        drawn = leaves(at, x=(rows, inner)) | leaves(at, **{f"w{i}": (widths[i], inner) for i in each})
-        drawn |= leaves(at, **{f"b{i}": (widths[i],) for i in each if str(i) in biases})
-        drawn |= leaves(at, q=(dim,), k=(dim,)) if normed else {}
-        drawn |= leaves(at, scale=(inner,)) if layer else {}
+        drawn = leaves(target, x=(rows, inner)) | leaves(target, **{f"w{i}": (widths[i], inner) for i in indices})
+        drawn |= leaves(target, **{f"b{i}": (widths[i],) for i in indices if str(i) in biases})
+        drawn |= leaves(target, q=(dim,), k=(dim,)) if normed else {}
+        drawn |= leaves(target, scale=(inner,)) if layer else {}
         shaped = (heads, heads // groups, 1e-5) if normed or groups > 1 else None
 
         def call(norm_function: Any, function: Any, recipe: Any) -> Callable[[Tensors], Any]:
             def run(p: Tensors) -> Any:
-                weights = [p.get(f"{kind}{i}") for kind in "wb" for i in each]
+                weights = [p.get(f"{kind}{i}") for kind in "wb" for i in indices]
                 weights += [p["q"], p["k"]] if normed else []
                 if not layer:
                     return function(p["x"], *weights, products, shaped, None)
@@ -328,13 +350,14 @@ def project_case(
 
             return run
 
-        ours, theirs = call(add_norm, project, NormRecipe), call(add_norm_reference, project_reference, lambda *_: None)
+        ours = call(add_norm, project, NormRecipe)
+        theirs = call(add_norm_reference, project_reference, lambda *_: None)
         return Case(drawn, ours, theirs, roundings=1.5)
 
     return make
 
 
-CASES: dict[str, Callable[[At], Case]] = {
+CASES: dict[str, Callable[[Target], Case]] = {
     **{
         f"norm {width} {'rms' if rms else 'layer'}{' delta' * delta}": norm_case(width, rms=rms, delta=delta)
         for width, rms, delta in [
@@ -412,27 +435,27 @@ DTYPES = [
 ]
 
 
-def cells(dtypes: list[Any], alike: Callable[[At], bool]) -> list[Any]:
-    """Every case in all dtypes; where they are alike, what the interpreter runs is left to the matrix."""
+def cells(dtypes: list[Any], alike: Callable[[Target], bool]) -> list[Any]:
+    """Return every case in all dtypes; the matrix alone interprets those that differ little."""
 
-    def left_out(name: str, at: At) -> bool:
-        return (name in ALIKE and alike(at)) or (name in LONG and at["device"] == "cpu")
+    def left_out(name: str, target: Target) -> bool:
+        return (name in ALIKE and alike(target)) or (name in LONG and target["device"] == "cpu")
 
     return [
         pytest.param(
             name,
-            *at.values,
-            id=f"{name}-{at.id}",
-            marks=[*at.marks, *[pytest.mark.matrix] * left_out(name, *at.values)],
+            *target.values,
+            id=f"{name}-{target.id}",
+            marks=[*target.marks, *[pytest.mark.matrix] * left_out(name, *target.values)],
         )
         for name in CASES
-        for at in dtypes
+        for target in dtypes
     ]
 
 
 @pytest.fixture(autouse=True)
 def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is left to aten, or kept, for few rows is done by kernels here."""
+    """Run kernels for few rows too, where operations otherwise use aten or save tensors."""
     for module in (column_sum_module, norm_recipe, rope_module, window_attention_module):
         monkeypatch.setattr(module, "FEW_ROWS", 0)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
@@ -445,12 +468,14 @@ def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory that nobody has written yet holds NaN."""
+    """Fill fresh memory with NaN."""
 
     def poisoned(make: Any) -> Any:
         def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-            made = make(*args, **kwargs)
-            return made.fill_(float("nan")) if made.is_floating_point() and not made.requires_grad else made
+            fresh_tensor = make(*args, **kwargs)
+            if fresh_tensor.is_floating_point() and not fresh_tensor.requires_grad:
+                fresh_tensor.fill_(float("nan"))
+            return fresh_tensor
 
         return empty
 
@@ -467,15 +492,18 @@ def fresh(drawn: Tensors, dtype: torch.dtype | None = None, only: set[str] | Non
 
 
 def gradients(outputs: tuple[torch.Tensor, ...], wide: Tensors, incoming: list[torch.Tensor | None]) -> Tensors:
-    """By name, of those that are trained."""
-    given = [(out, each) for out, each in zip(outputs, incoming, strict=True) if each is not None and out.requires_grad]
-    torch.autograd.backward([out for out, _ in given], [each.to(out.dtype) for out, each in given])
+    """Return the gradients of the trained tensors by name."""
+    pairs = []
+    for out, gradient in zip(outputs, incoming, strict=True):
+        if gradient is not None and out.requires_grad:
+            pairs.append((out, gradient.to(out.dtype)))
+    torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
     return {name: value.grad for name, value in wide.items() if value.grad is not None}
 
 
-def check(found: Tensors, stock: Tensors, exact: Tensors, roundings: float = 0.3) -> None:
-    assert found.keys() == exact.keys()
-    for name, value in found.items():
+def check(actual: Tensors, stock: Tensors, exact: Tensors, roundings: float = 0.3) -> None:
+    assert actual.keys() == exact.keys()
+    for name, value in actual.items():
         assert (value.shape, value.dtype) == (stock[name].shape, stock[name].dtype), name
         units = 4 * max(1.0, roundings) if value.dtype == torch.float32 else min(roundings, 1.0)
         bound = max(1.1 * relative_error(stock[name], exact[name]), units * torch.finfo(value.dtype).eps)
@@ -483,112 +511,120 @@ def check(found: Tensors, stock: Tensors, exact: Tensors, roundings: float = 0.3
 
 
 def incoming_for(outputs: tuple[torch.Tensor, ...], kind: str) -> list[torch.Tensor | None]:
-    made: list[torch.Tensor | None] = []
+    incoming: list[torch.Tensor | None] = []
     for seed, out in enumerate(outputs):
-        whole = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype).to(out.device)
+        gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype).to(out.device)
         if kind == "strided" and seed == 0:
-            whole = whole[:1].expand_as(out)
+            gradient = gradient[:1].expand_as(out)
         elif kind == "strided":
-            whole = whole.transpose(0, -1).contiguous().transpose(0, -1)
-        made.append(None if kind == f"without {seed}" and len(outputs) > 1 else whole)
-    return made
+            gradient = gradient.transpose(0, -1).contiguous().transpose(0, -1)
+        incoming.append(None if kind == f"without {seed}" and len(outputs) > 1 else gradient)
+    return incoming
 
 
 INCOMING = "plain", "strided", "without 0", "without 1"
 
 
 def compare(case: Case, kind: str) -> None:
-    """Outputs and every gradient, of a kind of incoming ones, as near to exact as those of the reference."""
+    """Compare outputs and gradients of one kind of incoming gradients with exact ones and the reference's."""
     runs = {}
     for key, function, dtype in (
         ("exact", case.reference, torch.float64),
         ("stock", case.reference, None),
-        ("found", case.found, None),
+        ("operation", case.operation, None),
     ):
         mine = fresh(case.leaves, dtype)
         outputs = case.outputs(function, mine)
         if kind.startswith("without") and len(outputs) == 1:
             return
-        made = gradients(outputs, mine, incoming_for(outputs, kind))
-        runs[key] = made | {f"output {at}": out.detach() for at, out in enumerate(outputs)}
-    check(runs["found"], runs["stock"], runs["exact"], case.roundings)
+        results = gradients(outputs, mine, incoming_for(outputs, kind))
+        runs[key] = results | {f"output {index}": out.detach() for index, out in enumerate(outputs)}
+    check(runs["operation"], runs["stock"], runs["exact"], case.roundings)
 
 
-@pytest.mark.parametrize(("name", "at"), cells(DTYPES, lambda at: at["dtype"] == torch.float32))
-def test_outputs_and_gradients(name: str, at: At) -> None:
-    case = CASES[name](at)
-    for kind in ("plain",) if at["dtype"] == torch.float32 else INCOMING:
+@pytest.mark.parametrize(("name", "target"), cells(DTYPES, lambda target: target["dtype"] == torch.float32))
+def test_outputs_and_gradients(name: str, target: Target) -> None:
+    case = CASES[name](target)
+    for kind in ("plain",) if target["dtype"] == torch.float32 else INCOMING:
         compare(case, kind)
 
 
 def run(case: Case, mine: Tensors, way: str = "") -> Tensors:
-    """Gradients of the operation, under checkpointing if asked, bit for bit the same every time."""
+    """Return the operation's gradients, checkpointed or not, which are bit for bit the same every time."""
     values = [value.to(case.leaves[name].dtype) for name, value in mine.items()]  # not leaves, if they are fp32
 
     def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return case.outputs(case.found, dict(zip(mine, values, strict=True)))
+        return case.outputs(case.operation, dict(zip(mine, values, strict=True)))
 
     outputs = checkpoint(function, *values, use_reentrant=way == "reentrant") if way else function(*values)
     return gradients(outputs, mine, incoming_for(outputs, "plain"))
 
 
-@pytest.mark.parametrize(("name", "at"), cells([DTYPES[0], *DTYPES[2:]], lambda at: at["device"] == "cpu"))
-def test_frozen_and_checkpointed(name: str, at: At) -> None:
-    """Any two tensors, one trained and the other frozen; checkpointed; weights that are cast copies of fp32 ones."""
-    atomic = "positions" in name and at["device"] == "cuda"  # they add in any order
-    case = CASES[name](at | ({"rows": 9, "most": 18, "segments": 3} if at["device"] == "cpu" else {}))
+@pytest.mark.parametrize(("name", "target"), cells([DTYPES[0], *DTYPES[2:]], lambda target: target["device"] == "cpu"))
+def test_frozen_and_checkpointed(name: str, target: Target) -> None:
+    """Train one of any two tensors and freeze the other; checkpoint; cast weights from fp32."""
+    atomic = "positions" in name and target["device"] == "cuda"  # they add in any order
+    case = CASES[name](target | ({"rows": 9, "most_rows": 18, "segments": 3} if target["device"] == "cpu" else {}))
     all_names = set(case.leaves)
     expected = run(case, fresh(case.leaves))
     for only in separating(sorted(all_names)):
-        found = run(case, fresh(case.leaves, only=only))
-        assert found.keys() == only
-        assert all(relative_error(found[each], expected[each]) <= torch.finfo(at["dtype"]).eps for each in only), only
+        actual = run(case, fresh(case.leaves, only=only))
+        assert actual.keys() == only
+        assert all(relative_error(actual[key], expected[key]) <= torch.finfo(target["dtype"]).eps for key in only), only
     for way in ("reentrant", "not"):
-        found = run(case, fresh(case.leaves), way)
-        assert found.keys() == all_names, way
-        assert all(same(found[each], expected[each], atomic) for each in all_names), way
+        actual = run(case, fresh(case.leaves), way)
+        assert actual.keys() == all_names, way
+        assert all(same(actual[key], expected[key], atomic) for key in all_names), way
     masters = run(case, fresh(case.leaves, torch.float32))
-    assert all(same(masters[each], expected[each].float(), atomic) for each in all_names)
+    assert all(same(masters[key], expected[key].float(), atomic) for key in all_names)
 
 
 def separating(names: list[str]) -> list[set[str]]:
-    """Sets such that of any two names some set holds the first and not the second: each alone, or the fewest.
+    """Return sets of which some contains the first and not the second of any two names.
 
-    Then each name is in half of the sets, and no two are in the same half (Sperner 1928).
+    Each set holds one name, or there are as few as possible: each name is in half of the sets, and no two names are in
+    the same sets (Sperner 1928).
     """
     if len(names) <= 4:
         return [{name} for name in names] if len(names) > 1 else []
     count = next(count for count in itertools.count(4) if math.comb(count, count // 2) >= len(names))
     halves = dict(zip(names, itertools.combinations(range(count), count // 2), strict=False))
-    return [{name for name in names if at in halves[name]} for at in range(count)]
+    return [{name for name in names if index in halves[name]} for index in range(count)]
 
 
 def test_any_two_names_are_told_apart() -> None:
     for count in range(2, 17):
-        names = [chr(97 + each) for each in range(count)]
+        names = [chr(97 + index) for index in range(count)]
         sets = separating(names)
-        assert all(any(a in each and b not in each for each in sets) for a in names for b in names if a != b)
+        assert all(any(a in group and b not in group for group in sets) for a in names for b in names if a != b)
         assert set() not in sets
 
 
-def same(found: torch.Tensor, expected: torch.Tensor, atomic: bool) -> bool:
-    return torch.equal(found, expected) or (atomic and relative_error(found, expected) <= 1e-3)
+def same(actual: torch.Tensor, expected: torch.Tensor, atomic: bool) -> bool:
+    return torch.equal(actual, expected) or (atomic and relative_error(actual, expected) <= 1e-3)
 
 
-@pytest.mark.parametrize("at", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (37, 212), (270, 300)])
-def test_column_sum(at: At, rows: int, width: int) -> None:
-    if at["device"] == "cuda":
-        rows, width = 31 * rows, 4 * width
-    x = draw(rows, width, at=at)
-    for each in (x, draw(width, rows, at=at).t(), x[:1].expand(rows, width), draw(rows, 2 * width, at=at)[:, width:]):
-        exact, expected = each.double().sum(0), column_sum_reference(each)
-        check({"sum": column_sum(each)}, {"sum": expected}, {"sum": exact})
-        assert torch.equal(column_sum(each), column_sum(each))
+def test_column_sum(target: Target, rows: int, width: int) -> None:
+    if target["device"] == "cuda":
+        rows = 31 * rows
+        width = 4 * width
+    x = draw(rows, width, target=target)
+    for dy in (
+        x,
+        draw(width, rows, target=target).t(),
+        x[:1].expand(rows, width),
+        draw(rows, 2 * width, target=target)[:, width:],
+    ):
+        exact = dy.double().sum(0)
+        expected = column_sum_reference(dy)
+        check({"sum": column_sum(dy)}, {"sum": expected}, {"sum": exact})
+        assert torch.equal(column_sum(dy), column_sum(dy))
 
 
 def check_remembered(dy: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of all rows is known, without reading them, until somebody writes to them."""
+    """Expect the sum of all rows without reading them, until somebody writes to them."""
 
     def check_sum() -> None:
         dy_TF = flattened(dy)
@@ -601,38 +637,40 @@ def check_remembered(dy: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     check_sum()
 
 
-@pytest.mark.parametrize("at", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("dim", [64, 72, 80])
-def test_rope_back_in_place_and_its_sum(at: At, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference's gradient, bit for bit; of few rows without the sum."""
-    cos, sin = tables(at["rows"], dim, at)
-    given = draw(at["rows"], 3, at["heads"], dim, at=at)
-    qkv = draw(at["rows"], 3, at["heads"], dim, at=at, seed=1).requires_grad_()
-    (expected,) = torch.autograd.grad(rope_reference(qkv, cos, sin), qkv, given)
-    found = rope_back_(given.clone(), cos, sin)
-    assert torch.equal(found, expected)
-    check_remembered(found, monkeypatch)
-    monkeypatch.setattr(rope_module, "FEW_ROWS", at["rows"] + 1)
-    assert torch.equal(rope_back_(given.clone(), cos, sin), expected)
+def test_rope_back_in_place_and_its_sum(target: Target, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal the reference's gradient bit for bit; few rows have no sum."""
+    cos, sin = tables(target["rows"], dim, target)
+    dout = draw(target["rows"], 3, target["heads"], dim, target=target)
+    qkv = draw(target["rows"], 3, target["heads"], dim, target=target, seed=1).requires_grad_()
+    (expected,) = torch.autograd.grad(rope_reference(qkv, cos, sin), qkv, dout)
+    actual = rope_back_(dout.clone(), cos, sin)
+    assert torch.equal(actual, expected)
+    check_remembered(actual, monkeypatch)
+    monkeypatch.setattr(rope_module, "FEW_ROWS", target["rows"] + 1)
+    assert torch.equal(rope_back_(dout.clone(), cos, sin), expected)
 
 
-@pytest.mark.parametrize("at", DTYPES)
-def test_windows_remember_their_sum(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of any length, and empty ones: before others and after."""
+@pytest.mark.parametrize("target", DTYPES)
+def test_windows_remember_their_sum(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attach the sum for windows of any length, and for empty ones before and after others."""
     lengths = [0, 64, 16, 0, 1, 37, 0]
-    cos, sin = tables(sum(lengths), 80, at)
-    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
-    qkv, given = draw(sum(lengths), 3, at["heads"], 80, at=at), draw(sum(lengths), at["heads"], 80, at=at, seed=1)
+    cos, sin = tables(sum(lengths), 80, target)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(target["device"])
+    qkv = draw(sum(lengths), 3, target["heads"], 80, target=target)
+    dout = draw(sum(lengths), target["heads"], 80, target=target, seed=1)
     frame = InnerContext((True, False, False, False, False))
     WindowAttention.forward(frame, qkv, cos, sin, offsets, 80**-0.5)
-    found, *_ = WindowAttention.backward.__wrapped__(frame, given)
-    check_remembered(found, monkeypatch)
+    actual, *_ = WindowAttention.backward.__wrapped__(frame, dout)
+    check_remembered(actual, monkeypatch)
 
 
-@pytest.mark.parametrize("at", DTYPES[:1])
-def test_second_derivatives_raise(at: At) -> None:
-    """Also where the gradient that is given is a constant: else a penalty on a gradient would be dropped."""
-    x, weight = draw(at["rows"], 80, at=at).requires_grad_(), draw(30, 80, at=at, seed=1).requires_grad_()
+@pytest.mark.parametrize("target", DTYPES[:1])
+def test_second_derivatives_raise(target: Target) -> None:
+    """Raise also for constant incoming gradients, else a gradient penalty would be dropped silently."""
+    x = draw(target["rows"], 80, target=target).requires_grad_()
+    weight = draw(30, 80, target=target, seed=1).requires_grad_()
     (dx,) = torch.autograd.grad(linear(x, weight, None).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dx.square().sum().backward()
@@ -640,9 +678,9 @@ def test_second_derivatives_raise(at: At) -> None:
     assert not dx.requires_grad
 
 
-@pytest.mark.parametrize("at", DTYPES[:1])
-def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(at: At) -> None:
-    drawn = leaves(at, x=(at["rows"], 80), delta=(at["rows"], 80), scale=(80,))
+@pytest.mark.parametrize("target", DTYPES[:1])
+def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(target: Target) -> None:
+    drawn = leaves(target, x=(target["rows"], 80), delta=(target["rows"], 80), scale=(80,))
     for only in ({"scale"}, {"x", "scale"}, {"delta"}):
         p = fresh(drawn, only=only)
         for delta in (p["delta"], None):
@@ -651,40 +689,44 @@ def test_where_only_a_norm_is_trained_the_stream_needs_no_gradient(at: At) -> No
             assert (total.requires_grad, normed.requires_grad) == (flows, flows or "scale" in only)
 
 
-@pytest.mark.parametrize("at", DTYPES)
-def test_gradient_of_the_table_in_order(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target", DTYPES)
+def test_gradient_of_the_table_in_order(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    test_outputs_and_gradients("positions 4", at)
+    test_outputs_and_gradients("positions 4", target)
 
 
-@pytest.mark.parametrize("at", DTYPES[:1])
-def test_biases_take_the_sums_that_norms_and_attention_make(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two layers: all but that of the last one's MLP."""
-    summed, runs = [], column_sum_module.runs
-    monkeypatch.setattr(column_sum_module, "runs", lambda *args, **more: summed.append(args) or runs(*args, **more))
-    case = CASES["layer gelu, twice"](at)
+@pytest.mark.parametrize("target", DTYPES[:1])
+def test_biases_take_the_sums_that_norms_and_attention_make(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the sums of two layers, except of the last MLP's output."""
+    summed = []
+    runs = column_sum_module.runs
+    monkeypatch.setattr(column_sum_module, "runs", lambda *args, **kwargs: summed.append(args) or runs(*args, **kwargs))
+    case = CASES["layer gelu, twice"](target)
     run(case, fresh(case.leaves))
     assert len(summed) == 1
 
 
-@pytest.mark.parametrize("at", DTYPES)
-def test_a_product_after_a_norm_keeps_no_normed_rows(at: At) -> None:
-    """What autograd holds between forward and backward, counted once: a frozen operation nothing that it could need."""
-    rows, width, inner = at["rows"], 80, 36
-    p = leaves(at, x=(rows, width), delta=(rows, width), scale=(width,), wg=(inner, width), w2=(width, inner))
+@pytest.mark.parametrize("target", DTYPES)
+def test_a_product_after_a_norm_keeps_no_normed_rows(target: Target) -> None:
+    """Count what autograd saves between forward and backward: no tensor that only a frozen part needs."""
+    rows = target["rows"]
+    width = 80
+    inner = 36
+    p = leaves(target, x=(rows, width), delta=(rows, width), scale=(width,), wg=(inner, width), w2=(width, inner))
 
     def saved(function: Callable[[Tensors], Any], only: set[str]) -> int:
-        mine, held = fresh(p, only=only), {}
-        given = {each.data_ptr() for each in mine.values()}
+        mine = fresh(p, only=only)
+        saved = {}
+        pointers = {tensor.data_ptr() for tensor in mine.values()}
 
         def pack(x: torch.Tensor) -> torch.Tensor:
-            if x.data_ptr() not in given:
-                held[x.data_ptr()] = x.numel()
+            if x.data_ptr() not in pointers:
+                saved[x.data_ptr()] = x.numel()
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             function(mine)
-        return sum(held.values())
+        return sum(saved.values())
 
     def layer(p: Tensors) -> Any:
         total, x = add_norm(p["x"], p["delta"], p["scale"], None, 1e-6, True)
@@ -785,5 +827,5 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_gradients_compile_for_hopper(name: str) -> None:
-    """The interpreter takes Python that the compiler refuses; compiling needs no GPU."""
+    """Compile without a GPU, since the interpreter takes Python that the compiler refuses."""
     compile_for_hopper(*COMPILED[name])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from standins import alike
 from support.backends import hide_gpu
 from support.families import tiny_tower
+from support.towers import alike
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

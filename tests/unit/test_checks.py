@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER
+from support.towers import ONE_TOWER
 from tiny import (
     FAMILIES,
     GRIDS,

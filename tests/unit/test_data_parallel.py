@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from standins import SMALL
+from support.cpu_graphs import SMALL
+from support.families import CLASSES, build, run, trained
 from support.graphs import patch as patch_with_graphs
 from support.grids import drawn
 from support.ranks import MIXED, RANKED, Grid, OnRanks, loss_of, runner, sharing_of
-from test_families import CLASSES, build, run, trained
 from tiny import (
     GRIDS,
     TINY,
@@ -292,8 +292,6 @@ def check_groups(rank: int) -> None:
     with pytest.warns(UserWarning, match="a process group cannot be pickled"):
         unpickled = pickle.loads(pickle.dumps(model))
     check(unpickled, None)
-    hf_vit_accel.patch(model, data_parallel=True)
-    check(pickle.loads(pickle.dumps(model)), shared)
     hf_vit_accel.patch(model, data_parallel=mesh["dp"])
     check(model, None)  # the only rank of its group
     for wrong, shown in ((mesh, "a mesh of 2"), ("all", "'all'"), (None, "got None"), (1, "got 1")):

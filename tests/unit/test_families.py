@@ -1,4 +1,4 @@
-"""Every tower class that a family names, in its smallest shape: proven, fast, and equal to stock with its gradients."""
+"""Prove every tower class of every family in its smallest shape, and compare it with stock and its gradients."""
 
 from __future__ import annotations
 
@@ -11,55 +11,39 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED
+from support.cpu_graphs import Recorder
+from support.families import CLASSES, GRIDS, Grid, build, inputs, run, shared_tower, trained
 from support.graphs import patch
-from tiny import assert_close, checkpoint_layers, randomise, relative_error
+from support.interpreter import INTERPRETED
+from support.layers import one_node_a_layer
+from tiny import assert_close, checkpoint_layers, largest_error, randomise, relative_error
 from torch.nn import Linear, Module, ModuleList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
 from hf_vit_accel import ops
-from hf_vit_accel.engine import route as route_module
-from hf_vit_accel.engine.route import Route
-from hf_vit_accel.families import FAMILIES, Block, Family, Parts, family_of
+from hf_vit_accel.families import Block, Parts, family_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.ops import TABLE, Context, heads, mlp
 from hf_vit_accel.ops.training.trained import Trained, layer_of
-from hf_vit_accel.ops.window_attention import WindowAttention
 from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower import proof as upstream
 from hf_vit_accel.tower.proof import prove
 
-Grid = list[tuple[int, int, int]]
-GRIDS: list[Grid] = [[(1, 4, 6)], [(1, 4, 6), (2, 6, 2), (1, 2, 12), (1, 8, 4)]]
+
+def entry_of(name: str) -> Any:
+    """Return the entry of `CLASSES` whose class name starts with a name."""
+    return next(entry for entry in CLASSES if entry[2].startswith(name))
 
 
-def build(family: Family, module: str, name: str) -> Any:
-    """A tower of one's own, with its real config's switches; skipped where transformers is older than the family."""
-    return copy.deepcopy(_built(family, module, name))
-
-
-@functools.cache
-def _built(family: Family, module: str, name: str) -> Any:
-    kind: Any = getattr(pytest.importorskip(module), name)
-    config = kind.config_class()
-    for field, value in family.tiny.items():
-        setattr(config, field, value)
-    config._attn_implementation_internal = "sdpa"
-    return randomise(kind(config).eval())
-
-
-CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only for tower in family.towers]
-
-
-@pytest.fixture(params=CLASSES, ids=lambda each: each[2])
-def tower(request: Any) -> Any:
+@pytest.fixture(params=CLASSES, ids=lambda entry: entry[2])
+def tower(request: pytest.FixtureRequest) -> Any:
     return build(*request.param)
 
 
-@pytest.fixture(params=CLASSES, ids=lambda each: each[2])
-def typical(request: Any) -> Any:
-    """For what does not look at a class: none whose parameters are those of an earlier class of its family."""
+@pytest.fixture(params=CLASSES, ids=lambda entry: entry[2])
+def typical(request: pytest.FixtureRequest) -> Any:
+    """Build one tower for every set of parameters of a family, for tests that do not depend on the class."""
     family, *named = request.param
     for earlier in family.towers[: family.towers.index(tuple(named))]:
         if _shapes(family, *earlier) == _shapes(family, *named):
@@ -69,39 +53,7 @@ def typical(request: Any) -> Any:
 
 @functools.cache
 def _shapes(*built: Any) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in _built(*built).named_parameters()}
-
-
-def inputs(tower: Any, grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Flattened patches, the same in the tower's shape, and the grid; frame by frame where the family has no clips."""
-    family, generator = family_of(tower), torch.Generator().manual_seed(seed)
-    assert family is not None
-    if not family.videos:
-        grid = [(1, h, w) for t, h, w in grid for _ in range(t)]
-    weight = family.parts(tower).projection.weight
-    rows = torch.randn(sum(t * h * w for t, h, w in grid), weight[0].numel(), generator=generator).to(weight.dtype)
-    return rows.requires_grad_(), family.pixels(tower, rows), torch.tensor(grid)
-
-
-def run(tower: Any, grid: Grid) -> list[torch.Tensor]:
-    family = family_of(tower)
-    assert family is not None
-    _, pixels, grid_thw = inputs(tower, grid)
-    with torch.no_grad():
-        return family.tensors_of(tower(pixels, grid_thw=grid_thw))
-
-
-def trained(tower: Any, grid: Grid) -> tuple[list[torch.Tensor], list[Any]]:
-    """Outputs, and the gradients of pixels and every parameter for a random weighting of them; None of frozen ones."""
-    family, generator = family_of(tower), torch.Generator().manual_seed(1)
-    assert family is not None
-    rows, pixels, grid_thw = inputs(tower, grid)
-    outputs = family.tensors_of(tower(pixels, grid_thw=grid_thw))
-    wanted = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
-    leaves = [rows, *tower.parameters()]
-    with torch.autocast("cpu", enabled=False):  # as the backward pass of a program that has the forward in it
-        found = iter(torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], wanted))
-    return outputs, [next(found) if leaf.requires_grad else None for leaf in leaves]
+    return {name: parameter.shape for name, parameter in shared_tower(*built).named_parameters()}
 
 
 def assert_fast(tower: Any, calls: int = 1) -> None:
@@ -109,25 +61,27 @@ def assert_fast(tower: Any, calls: int = 1) -> None:
     assert (status.calls, status.stock_calls, status.against_fast, status.fallbacks) == (calls, 0, (), {})
 
 
-def test_gradients_of_the_outputs_see_all_that_is_made_of_them(typical: Any) -> None:
-    """Hooks on the last rows, and gradients with respect to them: by way of the merger, too."""
-    family, stock = family_of(typical), copy.deepcopy(typical)
+def test_gradients_of_the_outputs_include_the_merger(typical: Any) -> None:
+    """Hook the last rows, and take gradients with respect to them: they include the merger's share."""
+    family = family_of(typical)
+    stock = copy.deepcopy(typical)
     hf_vit_accel.patch(typical, strict=True)
     _, pixels, grid = inputs(typical, GRIDS[1])
-    found = []
-    for each in (stock, typical):
-        last, *others = family.tensors_of(each(pixels, grid_thw=grid))
+    actual = []
+    for tower in (stock, typical):
+        last, *others = family.tensors_of(tower(pixels, grid_thw=grid))
         last.retain_grad()
         sum(output.square().sum() for output in (last, *others)).backward()
-        found.append(last.grad)
+        actual.append(last.grad)
         assert [output.requires_grad for output in (last, *others)] == [True] * (1 + len(others))
-    assert_close([found[1]], [found[0]])
+    assert_close([actual[1]], [actual[0]])
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_frozen_layers_cost_no_backward(typical: Any, reentrant: bool | None) -> None:
-    """Where the merger alone is trained, as when a projector is: no products of theirs, and nothing kept."""
-    family, stock = family_of(typical), copy.deepcopy(typical)
+    """Train the merger alone, as a projector is trained: layers compute no gradient and save nothing."""
+    family = family_of(typical)
+    stock = copy.deepcopy(typical)
     merger = family.parts(typical).merger
     if merger is None:
         pytest.skip("no merger")
@@ -139,18 +93,20 @@ def test_frozen_layers_cost_no_backward(typical: Any, reentrant: bool | None) ->
         family.parts(tower).merger.requires_grad_(True)
         if reentrant is not None:
             checkpoint_layers(tower.train(), reentrant=reentrant)
-        kept: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: (kept.append(x.nbytes), x)[1], lambda x: x):
+        saved_sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=saved_sizes: (sizes.append(x.nbytes), x)[1], lambda x: x
+        ):
             merged = family.tensors_of(tower(pixels.detach(), grid_thw=grid))[1]
         with Products() as products:
             merged.square().sum().backward()
-        costs.append((products.count, sum(kept)))
+        costs.append((products.count, sum(saved_sizes)))
     (of_stock, kept_by_stock), (ours, kept_by_us) = costs
     assert ours <= of_stock and kept_by_us <= 1.1 * kept_by_stock
 
 
 class Products(TorchDispatchMode):
-    """Counts the products that are computed."""
+    """Count the products that torch computes."""
 
     count = 0
 
@@ -159,19 +115,20 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_adapters_on_every_linear(typical: Any, references: Any) -> None:
-    """LoRA on all Linears of all layers, however a family names them: PEFT's modules are not called."""
+def test_adapters_on_every_linear(typical: Any, references: list[str]) -> None:
+    """Put LoRA on all Linears of all layers, under every family's names: no PEFT module is called."""
     peft = pytest.importorskip("peft")
     blocks = {id(module) for block in family_of(typical).parts(typical).blocks for module in block.module.modules()}
-    linears = [name for name, each in typical.named_modules() if type(each) is Linear and id(each) in blocks]
+    linears = [name for name, module in typical.named_modules() if type(module) is Linear and id(module) in blocks]
     config = peft.LoraConfig(r=2, target_modules=linears, init_lora_weights=False)
     peft.inject_adapter_in_model(config, typical)
     expected, gradients = trained(typical, GRIDS[1])
     hf_vit_accel.patch(typical, strict=True)
-    found, ours = trained(typical, GRIDS[1])
-    kept = [each is not None for each in gradients]
-    assert kept == [each is not None for each in ours] and sum(kept) == 1 + 2 * len(linears)
-    assert max(map(relative_error, found, expected)) < 1e-4
+    actual, ours = trained(typical, GRIDS[1])
+    has_gradient = [gradient is not None for gradient in gradients]
+    assert has_gradient == [gradient is not None for gradient in ours]
+    assert sum(has_gradient) == 1 + 2 * len(linears)
+    assert largest_error(actual, expected) < 1e-4
     pairs = [(one, other) for one, other in zip(ours, gradients, strict=True) if other is not None]
     assert max(relative_error(one, other) for one, other in pairs) < 1e-3
     assert_fast(typical)
@@ -183,23 +140,24 @@ def test_adapters_on_every_linear(typical: Any, references: Any) -> None:
 def test_a_tower_is_served_fast_and_equals_stock(tower: Any, grid: Grid) -> None:
     expected, gradients = trained(tower, grid)
     hf_vit_accel.patch(tower, strict=True)
-    found, ours = trained(tower, grid)
-    assert max(map(relative_error, found, expected)) < 1e-5 and max(map(relative_error, ours, gradients)) < 1e-4
+    actual, ours = trained(tower, grid)
+    assert largest_error(actual, expected) < 1e-5 and largest_error(ours, gradients) < 1e-4
     assert_fast(tower)
 
 
 def test_all_parts_are_fused_and_equal_stock(references: list[str], tower: Any) -> None:
-    """By the kernels' references, with gradients and without."""
+    """Run the kernels' references, with gradients and without."""
     parts = family_of(tower).parts(tower)
     applicable = {operation.name for operation in TABLE if operation.subjects(parts)}
-    expected, (outputs, gradients) = run(tower, GRIDS[1]), trained(tower, GRIDS[1])
+    expected = run(tower, GRIDS[1])
+    outputs, gradients = trained(tower, GRIDS[1])
     hf_vit_accel.patch(tower, strict=True, fuse=applicable)
     assert_close(run(tower, GRIDS[1]), expected)
     [status] = hf_vit_accel.status(tower).towers
     assert set(status.fused) == applicable
-    found, ours = trained(tower, GRIDS[1])
-    assert_close(found, outputs)
-    assert max(map(relative_error, ours, gradients)) < 1e-4
+    actual, ours = trained(tower, GRIDS[1])
+    assert_close(actual, outputs)
+    assert largest_error(ours, gradients) < 1e-4
     assert_fast(tower, 2)
     shaped = "heads" in applicable
     assert references.count("shape_heads_") == len(parts.blocks) * shaped
@@ -207,24 +165,24 @@ def test_all_parts_are_fused_and_equal_stock(references: list[str], tower: Any) 
 
 
 def test_nothing_fused_equals_stock(typical: Any) -> None:
-    """Every part by its module, with gradients and under checkpointing of layers."""
+    """Run every part by its module, with gradients and under checkpointing of layers."""
     expected, gradients = trained(typical, GRIDS[1])
     hf_vit_accel.patch(typical, fuse=False)
-    found, ours = trained(typical, GRIDS[1])
+    actual, ours = trained(typical, GRIDS[1])
     [status] = hf_vit_accel.status(typical).towers
-    assert status.fused == () and max(map(relative_error, ours, gradients)) < 1e-4
-    assert_close(found, expected)
+    assert status.fused == () and largest_error(ours, gradients) < 1e-4
+    assert_close(actual, expected)
     hf_vit_accel.patch(typical)
     typical.train()
     checkpoint_layers(typical, reentrant=False)
-    found, ours = trained(typical, GRIDS[1])
-    assert_close(found, expected)
-    assert max(map(relative_error, ours, gradients)) < 1e-4
+    actual, ours = trained(typical, GRIDS[1])
+    assert_close(actual, expected)
+    assert largest_error(ours, gradients) < 1e-4
     assert_fast(typical)
 
 
-def test_replays_equal_stock(references: list[str], on_cpu: Any, typical: Any) -> None:
-    """Fused, of several images at once, and cut between them; all buffers are poisoned before every use."""
+def test_replays_equal_stock(references: list[str], on_cpu: type[Recorder], typical: Any) -> None:
+    """Replay fused graphs of several images, and of cut calls, with buffers poisoned before every use."""
     grids = [*GRIDS, [(1, 2, 4)], [(1, 8, 12)] * 8]
     expected = [run(typical, grid) for grid in grids]
     graphs = patch(typical)
@@ -236,16 +194,16 @@ def test_replays_equal_stock(references: list[str], on_cpu: Any, typical: Any) -
 
 
 def test_rounding_is_that_of_stock(references: list[str], typical: Any) -> None:
-    """In bf16, fused, beside the tower in fp32: no further away than stock's."""
+    """Compare the error of the fused tower in bf16 with stock's, against the tower in fp32."""
     if "experts" in str(typical):
         pytest.skip("rounding chooses other experts")
     exact = [x.double() for x in run(typical, GRIDS[1])]
     typical.to(torch.bfloat16)
     stock = run(typical, GRIDS[1])
     hf_vit_accel.patch(typical, strict=True)
-    found = run(typical, GRIDS[1])
-    assert [(x.dtype, x.shape) for x in found] == [(x.dtype, x.shape) for x in stock]
-    for ours, theirs, true in zip(found, stock, exact, strict=True):
+    actual = run(typical, GRIDS[1])
+    assert [(x.dtype, x.shape) for x in actual] == [(x.dtype, x.shape) for x in stock]
+    for ours, theirs, true in zip(actual, stock, exact, strict=True):
         assert relative_error(ours, true) <= 1.1 * relative_error(theirs, true)
 
 
@@ -260,20 +218,22 @@ def test_rounding_is_that_of_stock(references: list[str], typical: Any) -> None:
         *(pytest.param(name, True, marks=pytest.mark.matrix) for name in ("GlmOcr", "Dots3", "PaddleOCR")),
     ],
 )
-def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: Any) -> None:
-    """The kernels themselves, in fp16: outputs and gradients are as near to fp32 as stock's, a layer being one node.
+def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernels in fp16, a layer as one node: outputs and gradients are as near to fp32 as stock's.
 
-    What is frozen has no gradient, and others keep theirs.
+    Frozen parameters have no gradient, and the others keep theirs.
     """
     amp = torch.autocast("cpu", torch.float16, enabled=autocast)
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     nodes = one_node_a_layer(monkeypatch)
-    tower, grid = build(*next(each for each in CLASSES if each[2].startswith(name))), [(1, 4, 4), (1, 2, 2)]
+    tower = build(*entry_of(name))
+    grid = [(1, 4, 4), (1, 2, 2)]
     layers = next(module for module in tower.modules() if isinstance(module, ModuleList))
     del layers[2:]  # the interpreter is slow
     parts = family_of(tower).parts(tower)
     assert [block.module for block in parts.blocks] == [*layers]
-    if limit := getattr(parts.blocks[0].mlp, "swiglu_limit", None):
+    limit = getattr(parts.blocks[0].mlp, "swiglu_limit", None)
+    if limit:
         with torch.no_grad():  # else nothing is cut off
             for block in parts.blocks:
                 block.mlp.up_proj.weight.mul_(limit)
@@ -283,15 +243,19 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: Any) -> Non
         stock, stock_gradients = trained(tower, grid)
     hf_vit_accel.patch(tower, strict=True)
     with amp:
-        found, (outputs, gradients) = run(tower, grid), trained(tower, grid)
+        actual = run(tower, grid)
+        outputs, gradients = trained(tower, grid)
     assert_fast(tower, 2)
-    assert [x.dtype for x in found] == [x.dtype for x in outputs] == [x.dtype for x in stock]
+    assert [x.dtype for x in actual] == [x.dtype for x in outputs] == [x.dtype for x in stock]
     assert len(nodes) == sum(not mlp.routed(block.mlp) for block in parts.blocks)
 
-    def error(tensors: list[torch.Tensor], true: list[torch.Tensor]) -> float:
-        return relative_error(*(torch.cat([x.flatten().double() for x in each]) for each in (tensors, true)))
+    def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.flatten().double() for tensor in tensors])
 
-    assert error(found, exact) <= max(1.1 * error(stock, exact), torch.finfo(torch.float16).eps * 1.5)
+    def error(tensors: list[torch.Tensor], true: list[torch.Tensor]) -> float:
+        return relative_error(joined(tensors), joined(true))
+
+    assert error(actual, exact) <= max(1.1 * error(stock, exact), torch.finfo(torch.float16).eps * 1.5)
     assert error(gradients, exact_gradients) <= 1.1 * error(stock_gradients, exact_gradients)
     if name not in ("Glm5Next", "Exaone4_5"):
         return
@@ -302,30 +266,8 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: Any) -> Non
         assert again is None or relative_error(again, gradients[1 + index]) < 1e-3
 
 
-def one_node_a_layer(monkeypatch: Any) -> list[int]:
-    """Calls with gradients attend by the kernel for windows, which runs anywhere; layers that were one node."""
-    found: list[int] = []
-    stock = Route._attends
-
-    def attends(route: Route, ops: Any) -> Any:
-        if not route.spec.request.grad:
-            return stock(route, ops)
-        names = ("cu_seqlens" if full else "cu_window_seqlens" for full in route.spec.full_layers)
-        settings = [(route.tensors[name], route.spec.request.scale) for name in names]
-        return [Trained(function=WindowAttention, settings=each) for each in settings]
-
-    def counted(layer: Any, attend: Any) -> Any:
-        made = layer_of(layer, attend)
-        found.extend([len(found)] * (made is not None))
-        return made
-
-    monkeypatch.setattr(Route, "_attends", attends)
-    monkeypatch.setattr(route_module, "layer_of", counted)
-    return found
-
-
 def test_a_layer_is_one_node(tower: Any) -> None:
-    """Wherever its parts are kernels of ours, which experts are not."""
+    """Expect one node for every layer whose parts are kernels of ours, which experts are not."""
     parts = family_of(tower).parts(tower)
     context = Context(device=torch.device("cpu"), dtype=torch.float32, grad=True)
     nodes = [layer_of(layer, Trained(function=None)) for layer in ops.build(parts, context).layers]
@@ -338,12 +280,15 @@ CAST = "Qwen2_5_Vision", "Qwen3VLVision", "Glm4vVision", "GlmOcr", "PaddleOCR", 
 
 @pytest.mark.parametrize(
     "typical",
-    [pytest.param(each, id=each[2], marks=[pytest.mark.matrix] * (not each[2].startswith(CAST))) for each in CLASSES],
+    [
+        pytest.param(entry, id=entry[2], marks=[pytest.mark.matrix] * (not entry[2].startswith(CAST)))
+        for entry in CLASSES
+    ],
     indirect=True,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.matrix)], ids=str)
 def test_under_autocast_a_tower_is_as_stock(references: list[str], typical: Any, dtype: torch.dtype) -> None:
-    """Dtypes, and the mean error over seeds of outputs and of all gradients: that of one is rounding's luck."""
+    """Compare dtypes, and errors averaged over seeds, since the error of one seed depends on luck."""
     if "experts" in str(typical):
         pytest.skip("rounding chooses other experts")
     ratios = []
@@ -354,49 +299,51 @@ def test_under_autocast_a_tower_is_as_stock(references: list[str], typical: Any,
             stock = pooled(*trained(typical, GRIDS[1]))
             hf_vit_accel.patch(typical)
             alone = run(typical, GRIDS[1])
-            found = pooled(*trained(typical, GRIDS[1]))
-        assert [(x.dtype, x.shape) for x in found] == [(x.dtype, x.shape) for x in stock]
+            actual = pooled(*trained(typical, GRIDS[1]))
+        assert [(x.dtype, x.shape) for x in actual] == [(x.dtype, x.shape) for x in stock]
         assert [x.dtype for x in alone] == [x.dtype for x in stock[:-1]]
-        errors = zip([*found, *alone], [*stock, *stock[:-1]], [*exact, *exact[:-1]], strict=True)
+        errors = zip([*actual, *alone], [*stock, *stock[:-1]], [*exact, *exact[:-1]], strict=True)
         ratios.append([relative_error(ours, true) / relative_error(theirs, true) for ours, theirs, true in errors])
-    assert max(sum(each) / len(each) for each in zip(*ratios, strict=True)) <= 1.1
+    assert max(sum(of_seeds) / len(of_seeds) for of_seeds in zip(*ratios, strict=True)) <= 1.1
     [status] = hf_vit_accel.status(typical).towers
     assert (status.calls, status.fallbacks) == (2, {})
 
 
 def pooled(outputs: list[torch.Tensor], gradients: list[Any]) -> list[torch.Tensor]:
-    """The outputs, and all gradients as one."""
+    """Return the outputs, and all gradients as one tensor."""
     return [*outputs, torch.cat([gradient.flatten() for gradient in gradients])]
 
 
 def test_whatever_module_is_replaced_runs_itself(references: list[str], typical: Any) -> None:
-    """Each module of layer 1 and around the layers, on the instance, after patching: the next call sees it."""
+    """Replace every module of layer 1 and around the layers after patching: the next call runs it."""
     plain = copy.deepcopy(typical)
     hf_vit_accel.patch(typical)
     before = run(typical, GRIDS[1])
     names = [name for name, module in typical.named_modules() if name and "forward" in dir(type(module))]
     for name in names:
-        module, other = (each.get_submodule(name) for each in (typical, plain))
+        module = typical.get_submodule(name)
+        other = plain.get_submodule(name)
         numbered = re.search(r"\.(\d+)\.", f"{name}.")
         if name == "embeddings.position_embedding" and "Glm4v" in type(typical).__name__:
             continue  # stock reads its weight and never calls it
         if (numbered and numbered[1] != "1") or type(module).forward in (ModuleList.forward, Module.forward):
             continue
 
-        def more(module: Any, *args: Any, **kwargs: Any) -> Any:
-            found = type(module).forward(module, *args, **kwargs)
-            if isinstance(found, torch.Tensor):
-                return found * 1.5
-            return (found[0] * 1.5, *found[1:]) if isinstance(found, tuple) else found
+        def scaled_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            result = type(module).forward(module, *args, **kwargs)
+            if isinstance(result, torch.Tensor):
+                return result * 1.5
+            return (result[0] * 1.5, *result[1:]) if isinstance(result, tuple) else result
 
-        module.forward, other.forward = (functools.partial(more, each) for each in (module, other))
-        assert max(map(relative_error, run(typical, GRIDS[1]), run(plain, GRIDS[1]))) < 1e-5, name
+        module.forward = functools.partial(scaled_forward, module)
+        other.forward = functools.partial(scaled_forward, other)
+        assert largest_error(run(typical, GRIDS[1]), run(plain, GRIDS[1])) < 1e-5, name
         del module.forward, other.forward
     assert_close(run(typical, GRIDS[1]), before)
 
 
-def test_blocks_of_stock_are_given_plans(typical: Any, monkeypatch: Any) -> None:
-    """Where layers are called one by one: segments are not read back from the device."""
+def test_stock_blocks_receive_plans(typical: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call layers one by one: segments are not read back from the device."""
     expected = run(typical, GRIDS[1])
     hf_vit_accel.patch(typical)
     seen: list[Any] = []
@@ -412,11 +359,11 @@ def test_blocks_of_stock_are_given_plans(typical: Any, monkeypatch: Any) -> None
 
 
 def _each_block(change: Any) -> Any:
-    return lambda parts: replace(parts, blocks=tuple(map(change, parts.blocks)))
+    return lambda parts: replace(parts, blocks=tuple(change(block) for block in parts.blocks))
 
 
 def _swapped(block: Any) -> Any:
-    """Queries and values swapped, where they are products of their own."""
+    """Swap queries and values, where each has its own product."""
     return replace(block, qkv=block.qkv[::-1])
 
 
@@ -442,17 +389,19 @@ GEOMETRY = {
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether parts, blocks or geometries hold the same."""
+    """Return whether two sets of parts, blocks or geometries are equal."""
     if isinstance(one, Parts | Block | Geometry):
         return all(same(value, getattr(other, name)) for name, value in vars(one).items())
     if isinstance(one, tuple) and len(one) == len(other):
-        return all(map(same, one, other))
+        return all(same(item, other_item) for item, other_item in zip(one, other, strict=True))
     return one is other or (not isinstance(one, torch.nn.Module) and one == other)
 
 
 @pytest.mark.parametrize("what", [*WRONG, *GEOMETRY])
-def test_a_family_that_states_something_wrong_is_caught(typical: Any, what: str, monkeypatch: Any) -> None:
-    """(That what it states is proven otherwise is seen above: every tower is served fast.)"""
+def test_a_family_that_states_something_wrong_is_caught(
+    typical: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prove a family with one false statement: the proof fails. (With true statements every tower is fast.)"""
     family = family_of(typical)
     assert family is not None
     monkeypatch.setattr(upstream, "_PROOFS", {})
@@ -463,17 +412,19 @@ def test_a_family_that_states_something_wrong_is_caught(typical: Any, what: str,
     assert prove(typical, replace(family, **{name: lambda tower: change(stated(tower))})).fast is not None
 
 
-def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: Any) -> None:
-    family, *tower = next(each for each in CLASSES if each[2] == "Glm5NextVisionModel")
+def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    family, *tower = entry_of("Glm5NextVisionModel")
     monkeypatch.setattr(upstream, "_PROOFS", {})
     function = mlp.swiglu_mlp_reference
-    monkeypatch.setattr(mlp, "swiglu_mlp_reference", lambda *given: function(*given[:-1]))  # the limit comes last
+    monkeypatch.setattr(
+        mlp, "swiglu_mlp_reference", lambda *arguments: function(*arguments[:-1])
+    )  # the limit comes last
     assert "something else" in (prove(build(family, *tower), family).fast or "")
 
 
-def test_an_operation_that_mixes_up_groups_of_heads_is_caught(monkeypatch: Any) -> None:
-    """EXAONE's heads of keys, each for the wrong heads of queries."""
-    family, *tower = next(each for each in CLASSES if each[2] == "Exaone4_5_VisionModel")
+def test_an_operation_that_mixes_up_groups_of_heads_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give EXAONE's key heads to the wrong query heads: the proof fails."""
+    family, *tower = entry_of("Exaone4_5_VisionModel")
     monkeypatch.setattr(upstream, "_PROOFS", {})
 
     def mixed(qkv: torch.Tensor, heads: int, key_heads: int, *rest: Any) -> torch.Tensor:
@@ -493,9 +444,11 @@ def test_every_module_of_a_family_is_importable_by_its_name() -> None:
         assert hasattr(home, name)
 
 
-def test_a_last_layer_norm_keeps_the_dtype_that_autocast_gives_it(references: list[str], monkeypatch: Any) -> None:
-    """On CUDA that is fp32, whatever the weights are: its module is asked."""
-    tower = build(*next(each for each in CLASSES if each[2].startswith("PaddleOCR"))).bfloat16()
+def test_a_last_layer_norm_keeps_the_dtype_that_autocast_gives_it(
+    references: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expect fp32 from the last norm, as autocast on CUDA computes it for any weights."""
+    tower = build(*entry_of("PaddleOCR")).bfloat16()
     plain = torch.nn.functional.layer_norm
 
     def as_on_cuda(x: torch.Tensor, shape: Any, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
@@ -506,14 +459,14 @@ def test_a_last_layer_norm_keeps_the_dtype_that_autocast_gives_it(references: li
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = run(tower, GRIDS[1])
         hf_vit_accel.patch(tower)
-        found = run(tower, GRIDS[1])
-    assert [x.dtype for x in found] == [x.dtype for x in expected] == [torch.float32]
+        actual = run(tower, GRIDS[1])
+    assert [x.dtype for x in actual] == [x.dtype for x in expected] == [torch.float32]
     assert_fast(tower)
     assert run(tower, GRIDS[1])[0].dtype == torch.bfloat16
 
 
 def test_warmup_takes_videos_of_any_family(typical: Any) -> None:
-    """Frame by frame where the model gives its tower single frames."""
+    """Warm up with videos, frame by frame where the model passes single frames to its tower."""
     hf_vit_accel.patch(typical)
-    (found,) = hf_vit_accel.warmup(typical, [[(3, 4, 4), (1, 4, 8)]], progress=False).towers
-    assert (found.calls, found.stock_calls) == (1, 0)
+    (status,) = hf_vit_accel.warmup(typical, [[(3, 4, 4), (1, 4, 8)]], progress=False).towers
+    assert (status.calls, status.stock_calls) == (1, 0)

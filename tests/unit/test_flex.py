@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,9 +15,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, alike, both_towers, status_of
+from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.cpu_graphs import SMALL, status_of
 from support.graphs import draw_grid, patch
-from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.towers import alike, both_towers
 from tiny import assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -33,7 +32,6 @@ from hf_vit_accel.backends.flex import Flex, block_mask
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops import PARTS
-from hf_vit_accel.tower.state import state_of
 
 KINDS = ("partial", "full")
 
@@ -550,14 +548,6 @@ def test_a_score_mod_that_cannot_be_served_shows_in_status(monkeypatch: pytest.M
     with pytest.raises(BackendUnavailableError, match="flex: it cannot"):
         run_tower(tower_of(model), GRID)
     assert "flex: it cannot" in str(hf_vit_accel.status(model))
-
-
-def test_copies_and_pickles_keep_the_score_mod(model: nn.Module) -> None:
-    hf_vit_accel.patch(model, attention=STEEP)
-    expected = run_tower(tower_of(model), GRID)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert state_of(tower_of(twin)).settings.score_mod.keywords == {"slope": 0.05}
-        assert_close(run_tower(tower_of(twin), GRID), expected)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

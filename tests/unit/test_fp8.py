@@ -1,12 +1,11 @@
-"""Attention in FP8: scales and their history, files of amax, what is refused; on a GPU the kernels and cuDNN.
+"""Test attention in FP8: scales and their history, files of amax, refusals; on a GPU the kernels and cuDNN.
 
-On CPU the plain-torch references stand in for the kernels and for cuDNN, so that whole towers run: in FP8's arithmetic,
-but with exact sums. Legend: T rows, H heads, D head dim, P padded head dim, L layers.
+On a CPU the plain-torch references stand in for the kernels and for cuDNN. They compute in FP8's arithmetic with
+exact sums, so that complete towers run. Legend: T rows, H heads, D head dim, P padded head dim, L layers.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import pickle
@@ -20,85 +19,41 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standins import SMALL, both_towers, status_of
+from support.attention import HEADS, LAYOUTS, draw, exact, request, segments_of
+from support.cpu_graphs import SMALL, Recorder, status_of
+from support.fp8 import GraphOnCpu, graph_on_cpu, quantize_on_cpu, run_fp8_on_cpu
 from support.graphs import draw_grid, patch
-from test_backends import HEADS, LAYOUTS, draw, exact, request, segments_of
-from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from support.towers import both_towers
+from tiny import TINY, all_equal, largest_error, outputs_of, pixels_for, relative_error, run_tower, tower_of
 
 import hf_vit_accel
 from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8Config, GraphConfig
-from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, flashinfer_cudnn, plan_alone, resolve
+from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
 from hf_vit_accel.engine import passes
 from hf_vit_accel.engine.passes import Passes
 from hf_vit_accel.graphs.buffers import pad_segments
-from hf_vit_accel.ops.fp8 import quantize as quantize_module
 from hf_vit_accel.ops.fp8 import scales as scales_module
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
-from hf_vit_accel.ops.fp8.quantize import dequantize_reference, quantize_reference, sample_reference
 from hf_vit_accel.ops.fp8.scales import Amax, Scales
 from hf_vit_accel.tower.state import state_of
 
 ALWAYS = Fp8Config(min_seqlen=0)
-REAL = {
-    "_sample_kernel": quantize_module.quantize,
-    "_quantize_kernel": quantize_module.quantize,
-    "_dequantize_kernel": quantize_module.dequantize,
-}
-ATTEND = cudnn_fp8._attend
 GRID = [(1, 12, 8), (2, 6, 10)]
 
 
-def cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The smallest cosine similarity of two rows."""
-    return float(torch.cosine_similarity(found.double().cpu(), expected.double().cpu(), dim=-1).min())
+def cosine(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the smallest cosine similarity of two rows."""
+    return float(torch.cosine_similarity(actual.double().cpu(), expected.double().cpu(), dim=-1).min())
 
 
 # --- on a CPU, by references ----------------------------------------------------------------------------------------
 
 
-def quantize_on_cpu(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    used_1: torch.Tensor,
-    call_43H: torch.Tensor,
-    padded: int,
-    *,
-    final: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    center_HD, expected_3H = sample_reference(qkv, int(used_1))
-    if not final:
-        call_43H[:] = float("nan")  # as empty memory may be
-        call_43H[0], call_43H[1] = expected_3H, 0
-    out, used, found = quantize_reference(qkv, cos, sin, int(used_1), center_HD, call_43H[0], padded, final=final)
-    call_43H[1], call_43H[2], call_43H[3, 0, 0] = call_43H[1].maximum(found), used, 1 / (used[0, 0] * used[1, 0])
-    return out, center_HD
-
-
-def attend_on_cpu(plan: Any, qkv_3THP: torch.Tensor, descale_1: torch.Tensor) -> torch.Tensor:
-    out_THP, heads = torch.full(qkv_3THP.shape[1:], float("nan")), qkv_3THP.shape[2]
-    starts = (plan.tensors["offsets"].flatten() // (heads * qkv_3THP.shape[3])).tolist()
-    for start, length in zip(starts, plan.tensors["lengths"].flatten().tolist(), strict=False):
-        assert length <= plan.host["max_seqlen"]
-        rows = slice(start, start + length)
-        q, k, v = qkv_3THP[:, rows].float()
-        scores = torch.einsum("qhd,khd->hqk", q, k) * descale_1 * plan.request.scale
-        out_THP[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    return out_THP.to(E4M3)
-
-
 @pytest.fixture
 def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8's own arithmetic in plain torch, wherever tensors are."""
-    monkeypatch.setattr(CudnnFp8, "needs", Needs(cuda=False, head_dim_multiple=8, head_dim_max=128))
-    monkeypatch.setattr(CudnnFp8, "probe", lambda self: [])
-    monkeypatch.setattr(CudnnFp8, "prepare", lambda self, plan: None)
-    monkeypatch.setattr(cudnn_fp8, "why_not_triton", lambda device, dtype: None)
-    monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
-    monkeypatch.setattr(cudnn_fp8, "dequantize", dequantize_reference)
-    monkeypatch.setattr(cudnn_fp8, "_attend", attend_on_cpu)
-    monkeypatch.setattr(cudnn_fp8, "_written", lambda request: E4M3)
+    """Compute FP8's arithmetic in plain torch, on any device."""
+    run_fp8_on_cpu(monkeypatch)
 
 
 def scales_of(model: Any) -> Scales:
@@ -115,20 +70,22 @@ def backends_of(model: Any) -> Any:
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 def test_attention_is_near(fp8_on_cpu: None, head_dim: int, layout: str) -> None:
     lengths = LAYOUTS[layout]
-    wanted = request("cpu", torch.float32, head_dim)
+    requested = request("cpu", torch.float32, head_dim)
     qkv = draw(sum(lengths), head_dim, torch.float32, "cpu", 0, False)
-    found = plan_alone(FP8, segments_of(lengths), wanted).attend(*qkv)
-    assert relative_error(found, exact(qkv, lengths, wanted.scale)) < 0.06
+    actual = plan_alone(FP8, segments_of(lengths), requested).attend(*qkv)
+    assert relative_error(actual, exact(qkv, lengths, requested.scale)) < 0.06
 
 
 @pytest.mark.parametrize("power", [6, 8])
 def test_a_head_of_large_scores_spares_the_others(fp8_on_cpu: None, power: int) -> None:
-    """All heads share the scale of their scores: what it costs those of small ones is halved between q and k."""
-    wanted = request("cpu", torch.float32, 72)
+    """Split the loss of small heads between q and k, since all heads share the scale of their scores."""
+    requested = request("cpu", torch.float32, 72)
     q, k, v = draw(512, 72, torch.float32, "cpu", 0, False)
-    q[:, 0], k[:, 0] = q[:, 0] * 2**power, k[:, 0] * 2**power
-    found, expected = plan_alone(FP8, segments_of([512]), wanted).attend(q, k, v), exact((q, k, v), [512], wanted.scale)
-    assert relative_error(found[:, 1:], expected[:, 1:]) < 0.06
+    q[:, 0] = q[:, 0] * 2**power
+    k[:, 0] = k[:, 0] * 2**power
+    actual = plan_alone(FP8, segments_of([512]), requested).attend(q, k, v)
+    expected = exact((q, k, v), [512], requested.scale)
+    assert relative_error(actual[:, 1:], expected[:, 1:]) < 0.06
 
 
 @both_towers
@@ -136,20 +93,20 @@ def test_towers_are_near_and_say_so(fp8_on_cpu: None, model: Any) -> None:
     expected = run_tower(tower_of(model), GRID)
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
     for _ in range(3):
-        found = run_tower(tower_of(model), GRID)
-        errors = [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
+        actual = run_tower(tower_of(model), GRID)
+        errors = [relative_error(f, e) for f, e in zip(actual, expected, strict=True)]
         assert 1e-4 < max(errors) < 0.05, errors
-        assert all(cosine(f, e) > 0.995 for f, e in zip(found, expected, strict=True))
+        assert all(cosine(f, e) > 0.995 for f, e in zip(actual, expected, strict=True))
     status = hf_vit_accel.status(model).towers[0]
     assert status.backends["full"] == "cudnn_fp8" and "cudnn_fp8" not in str(status.backends.get("window"))
     assert status.fp8 == "scaled by the amax of each call" and status.fp8 in str(status)
     assert status.calls == 3 and not status.fallbacks
     hf_vit_accel.unpatch(model)
-    assert all(map(torch.equal, run_tower(tower_of(model), GRID), expected))
+    assert all_equal(run_tower(tower_of(model), GRID), expected)
 
 
 def test_a_result_does_not_depend_on_earlier_calls(fp8_on_cpu: None, model: Any) -> None:
-    """Not even on one that was a thousand times larger, or smaller, or not finite."""
+    """Run first a call a thousand times larger, smaller, or not finite."""
     tower = tower_of(model)
     hf_vit_accel.patch(model, fp8=ALWAYS)
     first = run_tower(tower, GRID)
@@ -157,7 +114,7 @@ def test_a_result_does_not_depend_on_earlier_calls(fp8_on_cpu: None, model: Any)
         pixels = pixels_for(tower, GRID) * spoil
         with torch.no_grad():
             tower(pixels, grid_thw=torch.tensor(GRID))
-        assert all(map(torch.equal, run_tower(tower, GRID), first)), spoil
+        assert all_equal(run_tower(tower, GRID), first), spoil
 
 
 def test_an_image_that_is_not_finite_spoils_no_other(fp8_on_cpu: None, model: Any) -> None:
@@ -177,25 +134,28 @@ def run_tower_on(tower: Any, pixels: torch.Tensor, grid: list[tuple[int, int, in
         return outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))[1]
 
 
-def test_rows_that_no_sample_tells_of(fp8_on_cpu: None) -> None:
-    """Among thousands one that is thirty times larger: the work is done again, nothing is cut off."""
-    wanted = request("cpu", torch.float32, 72)
+def test_outliers_outside_the_sample_of_rows(fp8_on_cpu: None) -> None:
+    """Make one of thousands of rows thirty times larger: it is quantised again, and nothing is cut off."""
+    requested = request("cpu", torch.float32, 72)
     q, k, v = draw(2048, 72, torch.float32, "cpu", 0, False)
     for x in (q, k, v):
         x[1025] *= 30  # every eighth is looked at
-    found, expected = plan_alone(FP8, segments_of([2048]), wanted).attend(q, k, v), exact((q, k, v), [2048], 72**-0.5)
-    assert relative_error(found, expected) < 0.12 and relative_error(found[1025], expected[1025]) < 0.06
+    actual = plan_alone(FP8, segments_of([2048]), requested).attend(q, k, v)
+    expected = exact((q, k, v), [2048], 72**-0.5)
+    assert relative_error(actual, expected) < 0.12 and relative_error(actual[1025], expected[1025]) < 0.06
 
 
-def test_padding_never_reaches_a_scale(fp8_on_cpu: None, on_cpu: Any, model: Any, monkeypatch: Any) -> None:
-    """Through padded graphs, whose spare rows are not what the user gave and are poisoned here: amax as eagerly."""
+def test_padding_never_reaches_a_scale(
+    fp8_on_cpu: None, on_cpu: type[Recorder], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replay padded graphs with poisoned spare rows: amax equals that of an eager call."""
 
     def poisoned(
-        qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, used_1: torch.Tensor, *rest: Any, **kw: Any
+        qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, used_1: torch.Tensor, *others: Any, **kw: Any
     ) -> Any:
         qkv = qkv.clone()
         qkv[int(used_1) :] *= 1e4
-        return quantize_on_cpu(qkv, cos, sin, used_1, *rest, **kw)
+        return quantize_on_cpu(qkv, cos, sin, used_1, *others, **kw)
 
     monkeypatch.setattr(cudnn_fp8, "quantize", poisoned)
     grids = [[(1, 6, 10)], [(1, 4, 6), (2, 4, 4)], [(1, 10, 10)]]
@@ -208,29 +168,31 @@ def test_padding_never_reaches_a_scale(fp8_on_cpu: None, on_cpu: Any, model: Any
     patch(model, fp8=ALWAYS)
     scales_of(model).watch()
     for grid, (outputs, amax_L3H) in zip(grids, eager, strict=True):
-        found = run_tower(tower_of(model), grid)
+        actual = run_tower(tower_of(model), grid)
         assert torch.allclose(scales_of(model).seen(), amax_L3H, rtol=0.01), grid
-        assert max(relative_error(f, e) for f, e in zip(found, outputs, strict=True)) < 0.01
+        assert largest_error(actual, outputs) < 0.01
     assert status_of(model).replays == 3 and status_of(model).padding > 1
 
 
-def test_a_stream_of_layouts_through_graphs(fp8_on_cpu: None, on_cpu: Any, model: Any, monkeypatch: Any) -> None:
-    """In FP8 but where a layout fills its budget, and has a segment to spare that is empty."""
+def test_a_stream_of_layouts_through_graphs(
+    fp8_on_cpu: None, on_cpu: type[Recorder], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replay in FP8, except where a layout fills its budget and leaves an empty segment."""
     sizes = []
 
-    def counted(plan: Any, qkv_3THP: torch.Tensor, descale_1: torch.Tensor) -> torch.Tensor:
-        sizes.append(qkv_3THP.shape[1])
-        return attend_on_cpu(plan, qkv_3THP, descale_1)
+    def counted(qkv: tuple[torch.Tensor, ...], *args: Any) -> GraphOnCpu:
+        sizes.append(len(qkv[0]))
+        return graph_on_cpu(qkv, *args)
 
     rng = np.random.default_rng(0)
     grids = [draw_grid(rng) for _ in range(15)]
     hf_vit_accel.patch(model, fp8=ALWAYS)
     expected = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
     patch(model, SMALL, fp8=ALWAYS)
-    monkeypatch.setattr(cudnn_fp8, "_attend", counted)
+    monkeypatch.setattr(cudnn_fp8, "graph_for", counted)
     for seed, grid in enumerate(grids):
-        found = run_tower(tower_of(model), grid, seed)
-        assert max(relative_error(f, e) for f, e in zip(found, expected[seed], strict=True)) < 0.04, grid
+        actual = run_tower(tower_of(model), grid, seed)
+        assert largest_error(actual, expected[seed]) < 0.04, grid
     assert status_of(model).replays >= len(grids) and len(set(sizes)) > 3
 
 
@@ -242,29 +204,32 @@ REPLAYED = {
 
 
 def check_replays(model: Any, kind: str, bound: float) -> None:
-    """Graphs hold what a call is scaled by: nothing of outliers is there at the next."""
-    tower, (grid, _) = tower_of(model), REPLAYED[kind]
+    """Replay with outliers once: the next replay's scales do not contain them."""
+    tower = tower_of(model)
+    grid, _ = REPLAYED[kind]
     first = run_tower(tower, grid)
     weight = tower.patch_embed.proj.weight
     pixels = pixels_for(tower, grid, device=weight.device, dtype=weight.dtype)
     for spoil in (1e3, 1e-3, float("nan")):
         with torch.no_grad():
             tower(pixels * spoil, grid_thw=torch.tensor(grid))
-        found = run_tower(tower, grid)
-        assert max(relative_error(f, e) for f, e in zip(found, first, strict=True)) < bound, spoil
+        actual = run_tower(tower, grid)
+        assert largest_error(actual, first) < bound, spoil
         assert backends_of(model)["full"] == "cudnn_fp8"
     status = status_of(model)
     assert status.replays >= 7 and (status.padding > 1 or kind == "exact")
 
 
 @pytest.mark.parametrize("kind", REPLAYED)
-def test_replays_do_not_depend_on_earlier_calls(fp8_on_cpu: None, on_cpu: Any, model: Any, kind: str) -> None:
+def test_replays_do_not_depend_on_earlier_calls(
+    fp8_on_cpu: None, on_cpu: type[Recorder], model: Any, kind: str
+) -> None:
     patch(model, REPLAYED[kind][1], fp8=ALWAYS)
     check_replays(model, kind, 2e-3)
 
 
-def test_warmup_captures_what_calls_replay(fp8_on_cpu: None, on_cpu: Any) -> None:
-    """A call that fills a budget goes without FP8, for its empty segment: others need other graphs."""
+def test_warmup_captures_what_calls_replay(fp8_on_cpu: None, on_cpu: type[Recorder]) -> None:
+    """Capture other graphs for a call that fills a budget, whose empty segment rules out FP8."""
     model = TINY["qwen2_5_vl"].build()
     patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=ALWAYS)
     hf_vit_accel.warmup(model, progress=False)
@@ -278,22 +243,22 @@ def test_warmup_captures_what_calls_replay(fp8_on_cpu: None, on_cpu: Any) -> Non
 def test_short_segments_stay_in_the_dtype(fp8_on_cpu: None, model: Any) -> None:
     expected = run_tower(tower_of(model), GRID)
     hf_vit_accel.patch(model, fp8=True, strict=True)
-    found = run_tower(tower_of(model), GRID)
-    assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
+    actual = run_tower(tower_of(model), GRID)
+    assert largest_error(actual, expected) < 1e-5
     status = hf_vit_accel.status(model).towers[0]
     assert "cudnn_fp8" not in status.backends.values() and not status.fallbacks
     assert status.fp8 is not None and "not used by the last call: rows attend to" in status.fp8
 
 
-def test_status_tells_of_the_last_call_replayed(fp8_on_cpu: None, on_cpu: Any, model: Any) -> None:
-    """Not of the one that its graph was captured for."""
+def test_status_tells_of_the_last_call_replayed(fp8_on_cpu: None, on_cpu: type[Recorder], model: Any) -> None:
+    """Report the last call, not the call whose graph was captured."""
     patch(model, GraphConfig(max_tokens=256, exact_after=0), fp8=Fp8Config(min_seqlen=5000))
-    told = []
+    fractions = []
     for grid in ([(1, 30, 32)], [(2, 16, 30)]):
         run_tower(tower_of(model), grid)
-        told.append(str(hf_vit_accel.status(model).towers[0].fp8).split("rows attend to ")[1])
+        fractions.append(str(hf_vit_accel.status(model).towers[0].fp8).split("rows attend to ")[1])
     assert status_of(model).captures == 1 and status_of(model).replays == 2
-    assert int(told[0].split()[0]) > 800 and int(told[1].split()[0]) < 500, told
+    assert int(fractions[0].split()[0]) > 800 and int(fractions[1].split()[0]) < 500, fractions
 
 
 def test_what_it_cannot_serve_is_told_before_any_call(
@@ -316,77 +281,13 @@ def test_what_it_does_not_serve_goes_on_without_it(fp8_on_cpu: None, model: Any)
     expected = run_tower(tower, GRID)
     hf_vit_accel.patch(model, fp8=ALWAYS)
     pixels = pixels_for(tower, GRID)
-    found = outputs_of(tower(pixels, grid_thw=torch.tensor(GRID)))  # with gradients
-    assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
+    actual = outputs_of(tower(pixels, grid_thw=torch.tensor(GRID)))  # with gradients
+    assert largest_error(actual, expected) < 1e-5
     status = hf_vit_accel.status(model).towers[0]
     assert any(why.startswith("cudnn_fp8 cannot serve the call") for why in status.fallbacks)
     hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
     with pytest.raises(FallbackError, match="gradients"):
         tower(pixels, grid_thw=torch.tensor(GRID))
-
-
-class Unlaunchable:
-    """A kernel whose launch finds no compiler."""
-
-    def __getitem__(self, grid: Any) -> Any:
-        raise RuntimeError("Failed to find C compiler")
-
-
-@pytest.mark.parametrize("kernel", REAL)
-def test_a_kernel_that_cannot_be_launched(
-    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
-    """The call is right, without FP8, and counted."""
-    expected = run_tower(tower_of(model), GRID)
-    for name in REAL:
-        monkeypatch.setattr(quantize_module, name, Unlaunchable() if name == kernel else MagicMock())
-    monkeypatch.setattr(cudnn_fp8, REAL[kernel].__name__, REAL[kernel])
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    for _ in range(2):
-        found = run_tower(tower_of(model), GRID)
-        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
-    status = hf_vit_accel.status(model).towers[0]
-    assert "cudnn_fp8" not in status.backends.values() and status.calls == 2
-    assert state_of(tower_of(model)).faults.keys() == {FP8.name}
-    assert [count for why, count in status.fallbacks.items() if "cudnn_fp8 cannot serve" in why] == [2]
-    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
-    with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
-        run_tower(tower_of(model), GRID)
-
-
-@pytest.mark.parametrize("where", ["the call", "the library's plan"])
-def test_a_call_that_fails_goes_on_without(
-    fp8_on_cpu: None, model: Any, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Also where it fails in the code that FP8 shares with a backend in the dtype, which may work all the same."""
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("EXECUTION_FAILED")
-
-    expected = run_tower(tower_of(model), GRID)
-    monkeypatch.setattr(cudnn_fp8, "_attend", fail if where == "the call" else ATTEND)
-    monkeypatch.setattr(flashinfer_cudnn, "_prefill_module", fail)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    for _ in range(2):
-        found = run_tower(tower_of(model), GRID)
-        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-5
-    status = hf_vit_accel.status(model).towers[0]
-    assert [count for why, count in status.fallbacks.items() if "EXECUTION_FAILED" in why] == [2], status.fallbacks
-    assert state_of(tower_of(model)).faults.keys() == {FP8.name}
-    hf_vit_accel.patch(model, fp8=ALWAYS, strict=True)
-    with pytest.raises(FallbackError, match="cudnn_fp8 failed when it ran"):
-        run_tower(tower_of(model), GRID)
-
-
-def test_copies_keep_the_setting_alone(fp8_on_cpu: None) -> None:
-    model = TINY["qwen3_vl"].build()
-    hf_vit_accel.patch(model, fp8=ALWAYS)
-    expected = run_tower(tower_of(model), GRID)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        found = run_tower(tower_of(twin), GRID)
-        assert all(map(torch.equal, found, expected))
-        assert scales_of(twin) is not scales_of(model)
 
 
 def test_what_all_streams_share_is_there_before_another_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,10 +311,11 @@ def test_settling_waits_but_for_a_capture(monkeypatch: pytest.MonkeyPatch, captu
     assert stream.synchronize.called != capturing
 
 
-def test_graphs_go_with_the_memory_that_they_write_to(fp8_on_cpu: None, on_cpu: Any, model: Any) -> None:
-    """A model that was elsewhere in between may come back to where its weights lay; its history does not."""
+def test_graphs_go_with_the_memory_that_they_write_to(fp8_on_cpu: None, on_cpu: type[Recorder], model: Any) -> None:
+    """Move a model away and back to its former memory: its history of scales is new."""
     patch(model, fp8=ALWAYS)
-    tower, grid = tower_of(model), [(1, 10, 10)]
+    tower = tower_of(model)
+    grid = [(1, 10, 10)]
     run_tower(tower, grid)
     state: Any = state_of(tower)
     state.scales(state.snapshot(tower), torch.device("meta"))
@@ -428,10 +330,10 @@ def test_memory_is_given_back(fp8_on_cpu: None, tmp_path: Path) -> None:
     path = Amax(amax_L3H=torch.full((4, 3, 2), 8.0), margin=1.0).save(tmp_path / "amax.json")
     hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path, min_seqlen=0))
     run_tower(tower_of(model), GRID)
-    held = weakref.ref(scales_of(model))
+    scales_reference = weakref.ref(scales_of(model))
     hf_vit_accel.unpatch(model)
     gc.collect()
-    assert held() is None
+    assert scales_reference() is None
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -448,17 +350,17 @@ def test_calibrated_scales(fp8_on_cpu: None, model: Any, tmp_path: Path) -> None
     amax = Amax.load(path)
     assert amax.amax_L3H.shape == (len(tower.blocks), 3, tower.blocks[0].attn.num_heads) and amax.margin == 2
     hf_vit_accel.patch(model, fp8=Fp8Config(amax_file=path, min_seqlen=0), strict=True)
-    found = run_tower(tower, GRID)
-    assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) < 0.05
+    actual = run_tower(tower, GRID)
+    assert largest_error(actual, expected) < 0.05
     status = hf_vit_accel.status(model).towers[0]
     assert status.fp8 == f"scaled by the amax in {path}" and status.backends["full"] == "cudnn_fp8"
     path.unlink()  # it was read once
     twin = pickle.loads(pickle.dumps(model))
-    assert all(map(torch.equal, run_tower(tower_of(twin), GRID), found))
+    assert all_equal(run_tower(tower_of(twin), GRID), actual)
 
 
 def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: Path) -> None:
-    """Whatever their order, and whatever the model is patched with meanwhile, which goes on as it was."""
+    """Calibrate in any order and under any patch; the patch stays as it was."""
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
     hf_vit_accel.patch(model, fp8=ALWAYS)
@@ -469,29 +371,30 @@ def test_calibration_takes_the_largest_of_all_calls(fp8_on_cpu: None, tmp_path: 
     run_tower(tower, GRID)
     state = state_of(tower)
     images = [{"pixel_values": pixels_for(tower, GRID, seed), "image_grid_thw": torch.tensor(GRID)} for seed in (0, 1)]
-    found = []
+    actual = []
     for calls in ([images[0]], [images[1]], images, images[::-1]):
-        found.append(Amax.load(hf_vit_accel.calibrate(model, calls, tmp_path / "amax.json")).amax_L3H)
-    largest = torch.maximum(found[0], found[1])
-    assert torch.equal(found[0], alone), "of a call of its own with the same pixels"
-    assert not torch.equal(largest, found[0]) and not torch.equal(largest, found[1])
-    assert torch.equal(found[2], largest) and torch.equal(found[3], largest)
+        actual.append(Amax.load(hf_vit_accel.calibrate(model, calls, tmp_path / "amax.json")).amax_L3H)
+    largest = torch.maximum(actual[0], actual[1])
+    assert torch.equal(actual[0], alone), "of a call of its own with the same pixels"
+    assert not torch.equal(largest, actual[0]) and not torch.equal(largest, actual[1])
+    assert torch.equal(actual[2], largest) and torch.equal(actual[3], largest)
     assert state_of(tower) is state and scales_of(model).calls_L43H is None
 
 
 def test_calibration_sees_all_of_a_long_video(
     fp8_on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which on CUDA would run in passes, each of which finds what is largest in it."""
-    tower, grid = tower_of(TINY["qwen2_vl"].build()), [(4, 6, 10)]
+    """Find the largest values over all passes of a video that CUDA would cut."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    grid = [(4, 6, 10)]
     video = {"pixel_values_videos": pixels_for(tower, grid), "video_grid_thw": torch.tensor(grid)}
     video["pixel_values_videos"][:60] *= 20  # the first frames hold what is large
     expected = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
-    most = Passes.most
+    most_rows = Passes.most
     monkeypatch.setattr(passes, "FREE", 60)
-    monkeypatch.setattr(Passes, "most", lambda self, device, **kw: most(self, torch.device("cuda"), **kw))
-    found = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
-    assert torch.equal(found, expected)
+    monkeypatch.setattr(Passes, "most", lambda self, device, **kw: most_rows(self, torch.device("cuda"), **kw))
+    actual = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
+    assert torch.equal(actual, expected)
 
 
 def test_calibration_refuses_a_tower_that_does_not_run_in_fp8(fp8_on_cpu: None, tmp_path: Path) -> None:
@@ -515,12 +418,13 @@ def test_what_is_cut_off_is_told(fp8_on_cpu: None, tmp_path: Path) -> None:
 
 
 def test_scales_of_a_file() -> None:
-    """With the margin, room for a head that was silent, and something for a layer that never ran in FP8."""
+    """Add the margin, room for a silent head, and a value for a layer that never ran in FP8."""
     values = [[(1.0, 0.0), (2.0, 2.0), (4.0, 0.001)], [(0.0, 0.0)] * 3]
     with torch.inference_mode():
         amax = Amax(amax_L3H=torch.tensor(values), margin=4.0)
         scales = Scales(device=torch.device("cpu"), layers=2, heads=2, fixed=amax)
-        first, second = map(scales.call, range(2))
+        first = scales.call(0)
+        second = scales.call(1)
     assert scales.calls_L43H is not None and not scales.calls_L43H.is_inference(), "replays outside of it write there"
     assert fit(first[0]).tolist() == [[64.0, 1024.0], [32.0, 2.0], [16.0, 4096.0]]
     assert fit(second[0]).tolist() == [[256.0, 256.0]] * 3
@@ -568,7 +472,8 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_other_files_are_refused(fp8_on_cpu: None, bad: str, tmp_path: Path) -> None:
-    path, content = tmp_path / "bad.json", BAD[bad]
+    path = tmp_path / "bad.json"
+    content = BAD[bad]
     path.write_bytes(content) if isinstance(content, bytes) else path.write_text(
         content if isinstance(content, str) else json.dumps(content)
     )
@@ -589,7 +494,7 @@ def test_maxima_of_another_model_are_refused(fp8_on_cpu: None, tmp_path: Path) -
 
 
 def test_maxima_of_another_family_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
-    """Qwen2-VL and Qwen2.5-VL have towers of one shape, but in the latter most layers never had amax."""
+    """Refuse Qwen2-VL's file for Qwen2.5-VL: shapes agree, but most layers there never had amax."""
     model = TINY["qwen2_vl"].build()
     tower = tower_of(model)
     ones = torch.ones(len(tower.blocks), 3, tower.blocks[0].attn.num_heads)
@@ -603,7 +508,7 @@ def test_maxima_of_another_family_are_refused(fp8_on_cpu: None, tmp_path: Path) 
 
 
 def test_maxima_of_other_layers_are_refused(fp8_on_cpu: None, tmp_path: Path) -> None:
-    """Where only some layers attend per frame, the others of a file are zeros: anything would be cut off by those."""
+    """Refuse a file whose layers attend otherwise: its zeros would cut everything off."""
     model = TINY["qwen2_5_vl"].build()
     tower = tower_of(model)
     images = [{"pixel_values": pixels_for(tower, GRID), "image_grid_thw": torch.tensor(GRID)}]
@@ -626,8 +531,8 @@ def test_calibrate_refuses_images_whose_features_are_not_finite(fp8_on_cpu: None
     assert not list(tmp_path.iterdir())
 
 
-def test_maxima_stand_for_the_layers_that_were_there(fp8_on_cpu: None, tmp_path: Path) -> None:
-    """A layer that is taken out afterwards would give those behind it the scales of others."""
+def test_maxima_are_refused_after_a_layer_is_removed(fp8_on_cpu: None, tmp_path: Path) -> None:
+    """Refuse a file after a layer was removed: later layers would get the scales of others."""
     model = TINY["qwen3_vl"].build()
     tower = tower_of(model)
     path = Amax(amax_L3H=torch.full((4, 3, 2), 8.0), margin=1.0).save(tmp_path / "amax.json")
@@ -659,10 +564,8 @@ def test_calibrate_wants_images(fp8_on_cpu: None, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()) and state_of(tower_of(model)) is None
 
 
-def test_calibrate_refuses_what_fp8_did_not_attend_to(
-    fp8_on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its amax would be zeros, or those of the image before."""
+def test_calibrate_refuses_calls_without_fp8(fp8_on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Refuse calls without FP8, whose amax would be zeros or those of the call before."""
     model = TINY["qwen3_vl"].build()
     images = [
         {"pixel_values": pixels_for(tower_of(model), grid), "image_grid_thw": torch.tensor(grid)}
@@ -724,39 +627,40 @@ def test_it_is_never_used_unasked(fp8_on_cpu: None) -> None:
     assert choice.backend is not FP8 and not choice.rejected.get(FP8.name)
 
 
-def wanted(min_seqlen: int | None = None, **changes: Any) -> Request:
+def hopper_request(min_seqlen: int | None = None, **changes: Any) -> Request:
     scales = Scales(device=torch.device("cpu"), layers=1, heads=HEADS, min_seqlen=min_seqlen)
     return request("cpu", torch.float32, 80, packed=True, fp8=scales, **changes)
 
 
 def test_where_it_pays(fp8_on_cpu: None) -> None:
-    long, short = cudnn_fp8.MIN_SEQLEN, cudnn_fp8.MIN_SEQLEN // 4
-    assert resolve("auto", wanted(), segments_of([long])).backend is FP8
-    assert resolve("auto", wanted(), segments_of([long * 2, *[short] * 3])).backend is FP8
+    long = cudnn_fp8.MIN_SEQLEN
+    short = cudnn_fp8.MIN_SEQLEN // 4
+    assert resolve("auto", hopper_request(), segments_of([long])).backend is FP8
+    assert resolve("auto", hopper_request(), segments_of([long * 2, *[short] * 3])).backend is FP8
     for lengths in ([short] * 100, [long - 1], [long, *[64] * 200]):
-        choice = resolve("auto", wanted(), segments_of(lengths))
+        choice = resolve("auto", hopper_request(), segments_of(lengths))
         assert choice.backend is not FP8 and choice.not_worth is not None
-    assert resolve("auto", wanted(min_seqlen=short), segments_of([short] * 100)).backend is FP8
+    assert resolve("auto", hopper_request(min_seqlen=short), segments_of([short] * 100)).backend is FP8
     for changes in (dict(grad=True), dict(kind="window"), dict(packed=False)):
-        choice = resolve("auto", Request(**vars(wanted()) | changes), segments_of([long]))
+        choice = resolve("auto", Request(**vars(hopper_request()) | changes), segments_of([long]))
         assert choice.backend is not FP8, changes
 
 
 def test_offsets_that_do_not_fit_are_left_to_others(fp8_on_cpu: None) -> None:
     rows = 2**31 // (HEADS * 128)
-    assert "int32" in str(resolve("auto", wanted(), segments_of([rows // 2] * 2 + [64])).not_worth)
-    assert resolve("auto", wanted(), segments_of([rows // 2 - 64] * 2)).backend is FP8
+    assert "int32" in str(resolve("auto", hopper_request(), segments_of([rows // 2] * 2 + [64])).not_worth)
+    assert resolve("auto", hopper_request(), segments_of([rows // 2 - 64] * 2)).backend is FP8
 
 
 def test_empty_segments_are_left_to_others(fp8_on_cpu: None) -> None:
-    """cuDNN's FP8 kernels stop the process's device on them."""
+    """Leave empty segments to other backends: cuDNN's FP8 kernels stop the device on them."""
     long = cudnn_fp8.MIN_SEQLEN
     for layout in (pad_segments(segments_of([long]), long, 2, long), segments_of([long, 0])):
-        assert "empty" in str(resolve("auto", wanted(), layout).not_worth)
+        assert "empty" in str(resolve("auto", hopper_request(), layout).not_worth)
     full = pad_segments(segments_of([long + 64]), long + 96, 2, long + 64)
-    assert resolve("auto", wanted(), full).backend is FP8
+    assert resolve("auto", hopper_request(), full).backend is FP8
     for lengths in ([long] * 17, [long] * 37):
-        assert FP8.plan(segments_of(lengths), wanted()).arrays["lengths"].all()
+        assert FP8.plan(segments_of(lengths), hopper_request()).arrays["lengths"].all()
 
 
 @given(st.integers(1, 1 << 20))
@@ -766,10 +670,10 @@ def test_longest_is_rounded_finely(length: int) -> None:
 
 
 def test_padded_layouts_declare_their_rows() -> None:
-    plan = FP8.plan(pad_segments(segments_of([300, 200]), 640, 3, 512), wanted())
+    plan = FP8.plan(pad_segments(segments_of([300, 200]), 640, 3, 512), hopper_request())
     assert plan.arrays["used_1"].tolist() == [500] and plan.host["max_seqlen"] == 512
     assert plan.arrays["lengths"].flatten().tolist()[:2] == [300, 200]
-    assert FP8.plan(segments_of([300, 200]), wanted()).arrays["used_1"].tolist() == [500]
+    assert FP8.plan(segments_of([300, 200]), hopper_request()).arrays["used_1"].tolist() == [500]
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
@@ -777,7 +681,8 @@ def test_padded_layouts_declare_their_rows() -> None:
 
 @pytest.fixture
 def on_gpu() -> None:
-    if reasons := FP8.reasons_against_machine():
+    reasons = FP8.reasons_against_machine()
+    if reasons:
         pytest.skip("; ".join(reasons))
 
 
@@ -786,48 +691,50 @@ def on_gpu() -> None:
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 def test_gpu_attention_is_near(on_gpu: None, head_dim: int, dtype: torch.dtype) -> None:
     for lengths in (*LAYOUTS.values(), [1500, 2, 130], [4096]):
-        asked = request("cuda", dtype, head_dim)
+        requested = request("cuda", dtype, head_dim)
         qkv = draw(sum(lengths), head_dim, dtype, "cuda", 0, False)
-        found = plan_alone(FP8, segments_of(lengths), asked).attend(*qkv)
-        assert found.dtype == dtype and relative_error(found, exact(qkv, lengths, asked.scale)) < 0.1, lengths
+        actual = plan_alone(FP8, segments_of(lengths), requested).attend(*qkv)
+        assert actual.dtype == dtype and relative_error(actual, exact(qkv, lengths, requested.scale)) < 0.1, lengths
 
 
 @pytest.mark.gpu
 def test_gpu_flat_attention_over_many_rows_keeps_the_mean(on_gpu: None) -> None:
-    """Tensor cores lose small products in large sums: without centring this is off by more than a tenth."""
+    """Tensor cores lose small products in large sums: without centring the error exceeds a tenth."""
     rows = 16384
     q, k, v = (torch.randn(rows, HEADS, 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     v = v * 0.3 + 2
-    asked = request("cuda", torch.bfloat16, 80)
-    found = plan_alone(FP8, segments_of([rows]), asked).attend(q * 0.1, k * 0.1, v)
-    assert relative_error(found, exact([q * 0.1, k * 0.1, v], [rows], asked.scale)) < 0.005
+    requested = request("cuda", torch.bfloat16, 80)
+    actual = plan_alone(FP8, segments_of([rows]), requested).attend(q * 0.1, k * 0.1, v)
+    assert relative_error(actual, exact([q * 0.1, k * 0.1, v], [rows], requested.scale)) < 0.005
 
 
 @pytest.mark.gpu
 def test_gpu_a_flat_tail_outweighs_a_peak(on_gpu: None) -> None:
-    """One key 8 above the rest, which together weigh more: e4m3 would round each of their weights to nothing."""
+    """Put one key 8 above many whose sum weighs more: e4m3 would round each of their weights to zero."""
     rows = 8192
     q = torch.zeros(rows, HEADS, 64, device="cuda", dtype=torch.bfloat16)
     q[..., 0] = 8
-    k, v = torch.zeros_like(q), torch.randn_like(q) * 0.1 + 1
-    k[5, :, 0], v[5] = 8, -1
-    asked = request("cuda", torch.bfloat16, 64)
-    asked = Request(**vars(asked) | {"scale": 0.125})
-    found = plan_alone(FP8, segments_of([rows]), asked).attend(q, k, v)
-    assert relative_error(found, exact([q, k, v], [rows], 0.125)) < 0.1  # e4m3 rounds the output by up to a sixteenth
+    k = torch.zeros_like(q)
+    v = torch.randn_like(q) * 0.1 + 1
+    k[5, :, 0] = 8
+    v[5] = -1
+    requested = request("cuda", torch.bfloat16, 64)
+    requested = Request(**vars(requested) | {"scale": 0.125})
+    actual = plan_alone(FP8, segments_of([rows]), requested).attend(q, k, v)
+    assert relative_error(actual, exact([q, k, v], [rows], 0.125)) < 0.1  # e4m3 rounds the output by up to a sixteenth
 
 
 @pytest.mark.gpu
 def test_gpu_rows_of_others_that_are_not_finite(on_gpu: None) -> None:
     lengths = [300, 100, 777]
-    asked = request("cuda", torch.bfloat16, 72)
+    requested = request("cuda", torch.bfloat16, 72)
     qkv = draw(sum(lengths), 72, torch.bfloat16, "cuda", 0, False)
-    expected = exact(qkv, lengths, asked.scale)
+    expected = exact(qkv, lengths, requested.scale)
     for x in qkv:
         x[300:400] = float("nan")
-    found = plan_alone(FP8, segments_of(lengths), asked).attend(*qkv)
+    actual = plan_alone(FP8, segments_of(lengths), requested).attend(*qkv)
     for rows in (slice(0, 300), slice(400, None)):
-        assert relative_error(found[rows], expected[rows]) < 0.1
+        assert relative_error(actual[rows], expected[rows]) < 0.1
 
 
 @pytest.mark.gpu
@@ -844,10 +751,10 @@ def test_gpu_towers_are_near_eagerly_and_replayed(on_gpu: None, model: Any, dtyp
             hf_vit_accel.patch(model, fp8=fp8, cuda_graphs=graphs, strict=True)
             for _ in range(2):
                 for grid, outputs in zip(grids, expected, strict=True):
-                    found = run_tower(tower, grid)
-                    errors = [relative_error(f, e) for f, e in zip(found, outputs, strict=True)]
+                    actual = run_tower(tower, grid)
+                    errors = [relative_error(f, e) for f, e in zip(actual, outputs, strict=True)]
                     assert max(errors) < 0.06, (fp8, graphs, grid, errors)
-                    assert cosine(found[1], outputs[1]) > 0.995
+                    assert cosine(actual[1], outputs[1]) > 0.995
             status = hf_vit_accel.status(model).towers[0]
             assert status.backends["full"] == "cudnn_fp8" and status.calls == 6 and not status.fallbacks
             assert not graphs or status_of(model).replays >= 6
@@ -865,14 +772,15 @@ def test_gpu_replays_do_not_depend_on_earlier_calls(on_gpu: None, model: Any, ki
 
 @pytest.mark.gpu
 def test_gpu_what_streams_share_is_there(on_gpu: None) -> None:
-    amax, device = Amax(amax_L3H=torch.full((1, 3, HEADS), 8.0), margin=1.0), torch.device("cuda", 0)
+    amax = Amax(amax_L3H=torch.full((1, 3, HEADS), 8.0), margin=1.0)
+    device = torch.device("cuda", 0)
     torch.full((1 << 20,), 7, dtype=torch.int32, device=device)  # what is left in memory that is used again
     torch.cuda._sleep(1 << 28)
-    made = Scales(device=device, layers=1, heads=HEADS, fixed=amax).call(0)
+    call_43H = Scales(device=device, layers=1, heads=HEADS, fixed=amax).call(0)
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = made.clone()
+        actual = call_43H.clone()
     torch.cuda.synchronize()
-    assert torch.equal(found, made)
+    assert torch.equal(actual, call_43H)
 
 
 @pytest.mark.gpu
@@ -881,7 +789,8 @@ def test_gpu_no_sync(on_gpu: None) -> None:
     tower = tower_of(model)
     hf_vit_accel.patch(model, fp8=ALWAYS)
     run_tower(tower, GRID)
-    pixels, grid = pixels_for(tower, GRID, device="cuda", dtype=torch.bfloat16), torch.tensor(GRID)
+    pixels = pixels_for(tower, GRID, device="cuda", dtype=torch.bfloat16)
+    grid = torch.tensor(GRID)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.no_grad():

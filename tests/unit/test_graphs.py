@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from standins import SMALL, Recorder, both_towers, status_of
+from support.cpu_graphs import SMALL, Recorder, status_of
 from support.graphs import Grid, draw_grid, patch
+from support.towers import both_towers
 from tiny import GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 
@@ -447,20 +447,6 @@ def test_a_frequent_shape_without_room_uses_its_budget(on_cpu: type[Recorder], m
     for _ in range(4):
         run_tower(tower_of(model), IMAGE)
     assert status_of(model).replays == 4 and status_of(model).captures == 1 and not status_of(model).eager
-
-
-def test_copies_and_pickles_keep_the_settings_only(on_cpu: type[Recorder], model: nn.Module) -> None:
-    expected = run_tower(tower_of(model), IMAGE)
-    patch(model)
-    run_tower(tower_of(model), IMAGE)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        graphs = state_of(tower_of(twin)).runner
-        assert graphs.config == SMALL and not graphs._graphs
-        with torch.no_grad():
-            for parameter in tower_of(twin).parameters():
-                parameter.mul_(1.5)
-        run_tower(tower_of(twin), IMAGE)
-    assert_close(run_tower(tower_of(model), IMAGE), expected)
 
 
 def test_a_deleted_model_is_freed(on_cpu: type[Recorder]) -> None:

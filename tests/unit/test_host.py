@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from standins import _modules
 from support.calls import entered
+from support.kernel_table import KERNELS
 from tiny import TINY, outputs_of, pixels_for, tower_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,10 +74,9 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: object, scale: float) -> object:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-    for module in _modules():
-        for name in list(vars(module)):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, NotLaunched())
+    for kernel in KERNELS.values():
+        for module, name in kernel.launched:
+            monkeypatch.setattr(module, name, NotLaunched())
     monkeypatch.setattr(state_module, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     monkeypatch.setattr(torch_cudnn.TorchCudnn, "reasons_against", lambda backend, request: [])

@@ -1,4 +1,4 @@
-"""Kernels by Triton's interpreter: the tests named "interpreted" of all files here, in a process of their own."""
+"""Run the tests named "interpreted" of all files in this folder, in a process where Triton interprets kernels."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from standins import INTERPRETED
+from support.interpreter import INTERPRETED
 
 from hf_vit_accel.ops.launch import triton
 
-FILES = [path for path in Path(__file__).parent.glob("test_*.py") if "import INTERPRETED" in path.read_text()]
+IMPORT = "support.interpreter import"
+FILES = [path for path in Path(__file__).parent.glob("test_*.py") if IMPORT in path.read_text()]
+"""The files with interpreted tests, which import `INTERPRETED`."""
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and is what runs the others interpreted")
+@pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton, and a process that compiles")
 def test_by_the_interpreter(request: pytest.FixtureRequest) -> None:
     files = sorted(path for path in FILES if path != Path(__file__))
     assert files

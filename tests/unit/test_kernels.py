@@ -1,6 +1,6 @@
-"""Every kernel against its plain-torch reference: on CPU by Triton's interpreter, on a GPU compiled, at real shapes.
+"""Compare every kernel with its plain-torch reference: interpreted on a CPU, compiled at real shapes on a GPU.
 
-The interpreter truncates to bf16 where hardware rounds, and cannot multiply it: on CPU kernels run in fp16.
+The interpreter truncates to bf16 where hardware rounds, and cannot multiply it: on a CPU kernels run in fp16.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from standins import INTERPRETED
-from support.kernels import compile_for_hopper, draw, tables
+from support.interpreter import INTERPRETED
+from support.kernels import Target, compile_for_hopper, draw, tables
 from tiny import relative_error
 
 from hf_vit_accel.ops import launch
@@ -61,26 +61,27 @@ def where(test: Any) -> Any:
             for dtype in (torch.bfloat16, torch.float16)
         ),
     ]
-    return pytest.mark.parametrize("at", cases)(test)
+    return pytest.mark.parametrize("target", cases)(test)
 
 
-def check(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
-    """As near to exact arithmetic as the reference is (which rounds as stock does), element for element nearly all."""
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    bound = max(1.05 * relative_error(expected, exact), 0.02 * torch.finfo(found.dtype).eps)
-    assert relative_error(found, exact) <= bound
-    assert float((found != expected).float().mean()) < 0.01
+def check(actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
+    """Bound the error by the reference's error against exact arithmetic; nearly all elements are equal."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    bound = max(1.05 * relative_error(expected, exact), 0.02 * torch.finfo(actual.dtype).eps)
+    assert relative_error(actual, exact) <= bound
+    assert float((actual != expected).float().mean()) < 0.01
 
 
 @where
 @pytest.mark.parametrize("dim", [64, 72, 80])
-def test_rope(at: dict[str, Any], dim: int) -> None:
-    qkv = draw(at["rows"], 3, at["heads"], dim, at=at)
-    cos, sin = tables(at["rows"], dim, at)
-    expected, found = rope_reference(qkv, cos, sin), qkv.clone()
-    assert rope_(found, cos, sin) is found
-    assert torch.equal(found, expected), "bit for bit"
-    assert torch.equal(found[:, 2], qkv[:, 2])
+def test_rope(target: Target, dim: int) -> None:
+    qkv = draw(target["rows"], 3, target["heads"], dim, target=target)
+    cos, sin = tables(target["rows"], dim, target)
+    expected = rope_reference(qkv, cos, sin)
+    actual = qkv.clone()
+    assert rope_(actual, cos, sin) is actual
+    assert torch.equal(actual, expected), "bit for bit"
+    assert torch.equal(actual[:, 2], qkv[:, 2])
 
 
 @where
@@ -89,34 +90,38 @@ def test_rope(at: dict[str, Any], dim: int) -> None:
 @pytest.mark.parametrize(
     ("width", "wide"), [(1280, False), (1152, False), (1024, False), (144, False), (100, False), (144, True)]
 )
-def test_add_norm(at: dict[str, Any], width: int, wide: bool, rms: bool, with_delta: bool) -> None:
-    """wide: a residual stream and weights in fp32, and all else as without, as autocast may have it."""
+def test_add_norm(target: Target, width: int, wide: bool, rms: bool, with_delta: bool) -> None:
+    """Add and normalise; `wide` keeps the residual stream and the weights in fp32, as under autocast."""
     of = torch.float32 if wide else None
-    x, weight = 3 + draw(at["rows"], width, at=at, dtype=of), draw(width, at=at, dtype=of)
-    delta = draw(at["rows"], width, at=at, seed=1) if with_delta else None
-    bias = None if rms else draw(width, at=at, seed=2, dtype=of)
-    expected_x, found_x, exact_x = x.clone(), x.clone(), x.clone().double()
-    same_x, expected = add_norm_reference_(expected_x, delta, weight, bias, 1e-6, rms, at["dtype"])
-    written_x, found = add_norm_(found_x, delta, weight, bias, 1e-6, rms, at["dtype"])
-    assert same_x is expected_x and written_x is found_x
+    x = 3 + draw(target["rows"], width, target=target, dtype=of)
+    weight = draw(width, target=target, dtype=of)
+    delta = draw(target["rows"], width, target=target, seed=1) if with_delta else None
+    bias = None if rms else draw(width, target=target, seed=2, dtype=of)
+    expected_x = x.clone()
+    actual_x = x.clone()
+    exact_x = x.clone().double()
+    same_x, expected = add_norm_reference_(expected_x, delta, weight, bias, 1e-6, rms, target["dtype"])
+    written_x, actual = add_norm_(actual_x, delta, weight, bias, 1e-6, rms, target["dtype"])
+    assert same_x is expected_x and written_x is actual_x
     exact_x = expected_x.double()
     exact_bias = None if bias is None else bias.double()
     if rms:
         exact = exact_x * (exact_x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     else:
         exact = torch.nn.functional.layer_norm(exact_x, (width,), weight.double(), exact_bias, 1e-6)
-    assert torch.equal(found_x, expected_x)
-    check(found, expected, exact)
+    assert torch.equal(actual_x, expected_x)
+    check(actual, expected, exact)
 
 
 @where
 @pytest.mark.parametrize("limit", [None, 2.0])
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("width", [3424, 200, 1024])
-def test_swiglu(at: dict[str, Any], width: int, halves: bool, limit: float | None) -> None:
-    gate, up = (3 * draw(at["rows"], 2 * width, at=at)).chunk(2, dim=-1)
+def test_swiglu(target: Target, width: int, halves: bool, limit: float | None) -> None:
+    gate, up = (3 * draw(target["rows"], 2 * width, target=target)).chunk(2, dim=-1)
     if not halves:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
     exact = swiglu_reference(gate.double(), up.double(), limit=limit)
     check(swiglu(gate, up, limit=limit), swiglu_reference(gate, up, limit=limit), exact)
     gate[0, 0] = up[0, 1] = float("nan")
@@ -127,72 +132,80 @@ def test_swiglu(at: dict[str, Any], width: int, halves: bool, limit: float | Non
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dim", [64, 72, 80, 128])
-def test_shape_heads(at: dict[str, Any], dim: int, groups: int, normed: bool) -> None:
-    """Rows beyond those given are poisoned: in place nothing else is touched."""
-    heads, key_heads = at["heads"], at["heads"] // groups
-    memory = draw(at["rows"] + 1, (heads + 2 * key_heads) * dim, at=at)
+def test_shape_heads(target: Target, dim: int, groups: int, normed: bool) -> None:
+    """Poison the rows beyond the input: in place, no kernel writes to them."""
+    heads = target["heads"]
+    key_heads = target["heads"] // groups
+    memory = draw(target["rows"] + 1, (heads + 2 * key_heads) * dim, target=target)
     memory[-1] = float("nan")
-    qkv, weights = memory[:-1], tuple(draw(dim, at=at, seed=seed) for seed in range(2 * normed))
-    sizes, v = (heads, key_heads, 1e-5), qkv[:, (heads + key_heads) * dim :].clone()
+    qkv = memory[:-1]
+    weights = tuple(draw(dim, target=target, seed=seed) for seed in range(2 * normed))
+    sizes = (heads, key_heads, 1e-5)
+    v = qkv[:, (heads + key_heads) * dim :].clone()
     exact = shape_heads_reference(qkv.double(), *sizes, *(w.double() for w in weights))
     expected = shape_heads_reference(qkv, *sizes, *weights)
-    found = shape_heads_(qkv, *sizes, *weights)
-    assert (found.data_ptr() == qkv.data_ptr()) == (groups == 1) and memory[-1].isnan().all()
-    check(found, expected, exact)
+    actual = shape_heads_(qkv, *sizes, *weights)
+    assert (actual.data_ptr() == qkv.data_ptr()) == (groups == 1) and memory[-1].isnan().all()
+    check(actual, expected, exact)
     assert torch.equal(
-        found[:, 2 * heads * dim :], v.unflatten(-1, (key_heads, dim)).repeat_interleave(groups, 1).flatten(1)
+        actual[:, 2 * heads * dim :], v.unflatten(-1, (key_heads, dim)).repeat_interleave(groups, 1).flatten(1)
     )
 
 
 @where
 @pytest.mark.parametrize("rows", [1, 130, None])
 @pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3456, 1280), (100, 96), (72, 56), (7, 8)])
-def test_linear_swiglu(at: dict[str, Any], width: int, inner: int, rows: int | None) -> None:
-    check_linear_swiglu(at, width, inner, rows)
+def test_linear_swiglu(target: Target, width: int, inner: int, rows: int | None) -> None:
+    check_linear_swiglu(target, width, inner, rows)
 
 
 @where
 @pytest.mark.parametrize(("biased", "limit"), [(False, None), (True, 0.5), (False, 0.5)])
-def test_linear_swiglu_without_biases_or_with_a_limit(at: dict[str, Any], biased: bool, limit: float | None) -> None:
-    check_linear_swiglu(at, 100, 96, 130, biased=biased, limit=limit)
+def test_linear_swiglu_without_biases_or_with_a_limit(target: Target, biased: bool, limit: float | None) -> None:
+    check_linear_swiglu(target, 100, 96, 130, biased=biased, limit=limit)
 
 
 def check_linear_swiglu(
-    at: dict[str, Any], width: int, inner: int, rows: int | None, *, biased: bool = True, limit: float | None = None
+    target: Target, width: int, inner: int, rows: int | None, *, biased: bool = True, limit: float | None = None
 ) -> None:
-    if at["device"] == "cpu":
-        rows, width, inner = rows or at["rows"], min(width, 108), min(inner, 136)
-    x = draw(rows or at["rows"], inner, at=at)
-    gate, up = (draw(width, inner, at=at, seed=seed) * inner**-0.5 for seed in range(2))
-    biases = [draw(width, at=at, seed=seed) if biased else None for seed in range(2)]
-    down = draw(inner, width, at=at)
+    if target["device"] == "cpu":
+        rows = rows or target["rows"]
+        width = min(width, 108)
+        inner = min(inner, 136)
+    x = draw(rows or target["rows"], inner, target=target)
+    gate, up = (draw(width, inner, target=target, seed=seed) * inner**-0.5 for seed in range(2))
+    biases = [draw(width, target=target, seed=seed) if biased else None for seed in range(2)]
+    down = draw(inner, width, target=target)
     wide = (None if t is None else t.double() for t in (x, gate, up, *biases, down))
     exact, _ = linear_swiglu_reference(*wide, limit=limit)
     expected, expected_down = linear_swiglu_reference(x, gate, up, *biases, down, limit=limit)
     # Nothing may be read beyond a tensor, or left unwritten: what memory held before is poison.
     torch.full((4 * (expected.numel() + expected_down.numel()),), float("nan"), dtype=x.dtype, device=x.device)
-    found, found_down = linear_swiglu(x, gate, up, *biases, down, limit=limit)
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert relative_error(found, exact) <= 1.05 * relative_error(expected, exact)
-    assert torch.equal(found_down, expected_down)
-    assert (found_down is down) == (width % 8 == 0)
+    actual, actual_down = linear_swiglu(x, gate, up, *biases, down, limit=limit)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    assert relative_error(actual, exact) <= 1.05 * relative_error(expected, exact)
+    assert torch.equal(actual_down, expected_down)
+    assert (actual_down is down) == (width % 8 == 0)
     off = torch.cat([gate.flatten()[:1], gate.flatten()])[1:].view_as(gate)  # from two bytes off a multiple of 16
-    assert torch.equal(linear_swiglu(x, off, up.t().contiguous().t(), *biases, down, limit=limit)[0], found)
+    assert torch.equal(linear_swiglu(x, off, up.t().contiguous().t(), *biases, down, limit=limit)[0], actual)
 
 
 @where
 @pytest.mark.parametrize("rows", [1, 130, None, 2053])
 @pytest.mark.parametrize(("width", "inner"), [(5120, 1280), (136, 96), (72, 56), (8, 8)])
-def test_linear_quick_gelu(at: dict[str, Any], width: int, inner: int, rows: int | None) -> None:
-    if at["device"] == "cpu":
-        width, inner = min(width, 136), min(inner, 136 if rows != 2053 else 16)
-        rows = min(rows or at["rows"], 645)  # eleven tiles: groups of four, and a smaller one
-    x, bias = draw(rows or at["rows"], inner, at=at), draw(width, at=at)
-    weight = 2 * draw(width, inner, at=at, seed=1) * inner**-0.5
+def test_linear_quick_gelu(target: Target, width: int, inner: int, rows: int | None) -> None:
+    if target["device"] == "cpu":
+        width = min(width, 136)
+        inner = min(inner, 136 if rows != 2053 else 16)
+        rows = min(rows or target["rows"], 645)  # eleven tiles: groups of four, and a smaller one
+    x = draw(rows or target["rows"], inner, target=target)
+    bias = draw(width, target=target)
+    weight = 2 * draw(width, inner, target=target, seed=1) * inner**-0.5
     exact = linear_quick_gelu_reference(*(t.double() for t in (x, weight, bias)))
-    expected, found = linear_quick_gelu_reference(x, weight, bias), linear_quick_gelu(x, weight, bias)
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert relative_error(found, exact) <= 1.05 * relative_error(expected, exact)
+    expected = linear_quick_gelu_reference(x, weight, bias)
+    actual = linear_quick_gelu(x, weight, bias)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    assert relative_error(actual, exact) <= 1.05 * relative_error(expected, exact)
     extreme = torch.full_like(x, 300.0)
     assert torch.isfinite(linear_quick_gelu(extreme, weight, bias)).all()
 
@@ -202,7 +215,7 @@ def test_linear_quick_gelu(at: dict[str, Any], width: int, inner: int, rows: int
     [(784, 40, (64, 2)), (784, 54, (128, 2)), (4096, 54, (128, 3)), (16384, 54, (128, 3)), (16384, 40, (128, 3))],
 )
 def test_tiles_of_products(rows: int, columns: int, expected: tuple[int, int]) -> None:
-    """On 132 multiprocessors."""
+    """Plan tiles for 132 multiprocessors."""
     assert tile(rows, columns, 132) == expected
 
 
@@ -211,71 +224,77 @@ SWIGLUS = pytest.mark.parametrize(("width", "inner"), [(3420, 1280), (3424, 1280
 
 @where
 @SWIGLUS
-def test_pad_swiglu(at: dict[str, Any], width: int, inner: int) -> None:
+def test_pad_swiglu(target: Target, width: int, inner: int) -> None:
     outer = inner
-    if at["device"] == "cpu":  # some programs
+    if target["device"] == "cpu":  # some programs
         width, inner, outer = {3420: (420, 16, 24), 3424: (424, 16, 16)}.get(width, (width, min(inner, 16), inner))
-    weights = [draw(width, inner, at=at, seed=seed) for seed in range(2)]
-    biases = [draw(width, at=at, seed=seed) for seed in range(2)]
-    down = draw(outer, width, at=at)
-    strided = draw(outer, 2 * width, at=at)[:, ::2]
+    weights = [draw(width, inner, target=target, seed=seed) for seed in range(2)]
+    biases = [draw(width, target=target, seed=seed) for seed in range(2)]
+    down = draw(outer, width, target=target)
+    strided = draw(outer, 2 * width, target=target)[:, ::2]
     for last in (down, strided):
-        given = *weights, *biases, last
-        for found, expected in zip(pad_swiglu(*given), pad_swiglu_reference(*given), strict=True):
-            assert torch.equal(found, expected) and found.is_contiguous()
+        arguments = *weights, *biases, last
+        for actual, expected in zip(pad_swiglu(*arguments), pad_swiglu_reference(*arguments), strict=True):
+            assert torch.equal(actual, expected) and actual.is_contiguous()
 
 
 @where
 @pytest.mark.parametrize("width", [5120, 4097, 320])
-def test_quick_gelu(at: dict[str, Any], width: int) -> None:
-    x = 3 * draw(at["rows"], width, at=at)
-    expected, exact, found = quick_gelu_reference(x), quick_gelu_reference(x.double()), x.clone()
-    assert quick_gelu_(found) is found
-    check(found, expected, exact)
+def test_quick_gelu(target: Target, width: int) -> None:
+    x = 3 * draw(target["rows"], width, target=target)
+    expected = quick_gelu_reference(x)
+    exact = quick_gelu_reference(x.double())
+    actual = x.clone()
+    assert quick_gelu_(actual) is actual
+    check(actual, expected, exact)
 
 
 @where
 @pytest.mark.parametrize(("width", "taps"), [(1152, 4), (1024, 4), (144, 4), (144, 16)])
-def test_add_positions(at: dict[str, Any], width: int, taps: int) -> None:
-    x, table = draw(at["rows"], width, at=at), draw(36, width, at=at, seed=3)
+def test_add_positions(target: Target, width: int, taps: int) -> None:
+    x = draw(target["rows"], width, target=target)
+    table = draw(36, width, target=target, seed=3)
     generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(0, 36, (at["rows"], taps), generator=generator, dtype=torch.int32).to(at["device"])
-    weights = torch.rand(at["rows"], taps, generator=generator).to(at["device"])
+    indices = torch.randint(0, 36, (target["rows"], taps), generator=generator, dtype=torch.int32).to(target["device"])
+    weights = torch.rand(target["rows"], taps, generator=generator).to(target["device"])
     expected = add_positions_reference(x, table, indices, weights)
-    found = x.clone()
-    assert add_positions_(found, table, indices, weights) is found
+    actual = x.clone()
+    assert add_positions_(actual, table, indices, weights) is actual
     exact = x.double() + (table.double()[indices] * weights.double()[:, :, None]).sum(1)
-    check(found, expected, exact)
+    check(actual, expected, exact)
 
 
 @where
 @pytest.mark.parametrize("dim", [64, 72, 80])
 @pytest.mark.parametrize("lengths", [[64, 64], [64, 16, 1, 37, 48], [3]], ids=str)
-def test_window_attention(at: dict[str, Any], lengths: list[int], dim: int) -> None:
-    lengths = lengths * (20 if at["device"] == "cuda" else 1)
-    rows, scale = sum(lengths), dim**-0.5
-    qkv = draw(rows, 3, at["heads"], dim, at=at)
-    cos, sin = tables(rows, dim, at)
-    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(at["device"])
-    kept = qkv.clone()
+def test_window_attention(target: Target, lengths: list[int], dim: int) -> None:
+    lengths = lengths * (20 if target["device"] == "cuda" else 1)
+    rows = sum(lengths)
+    scale = dim**-0.5
+    qkv = draw(rows, 3, target["heads"], dim, target=target)
+    cos, sin = tables(rows, dim, target)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(target["device"])
+    before = qkv.clone()
     exact = window_attention_reference(qkv.double(), cos, sin, offsets, scale)
     expected = window_attention_reference(qkv, cos, sin, offsets, scale)
-    poison = torch.full((rows, at["heads"], dim), float("nan"), dtype=qkv.dtype, device=at["device"])
+    poison = torch.full((rows, target["heads"], dim), float("nan"), dtype=qkv.dtype, device=target["device"])
     del poison
-    found = window_attention(qkv, cos, sin, offsets, scale)
-    assert torch.equal(qkv, kept)
-    assert relative_error(found, exact) <= max(1.3 * relative_error(expected, exact), torch.finfo(found.dtype).eps)
+    actual = window_attention(qkv, cos, sin, offsets, scale)
+    assert torch.equal(qkv, before)
+    assert relative_error(actual, exact) <= max(1.3 * relative_error(expected, exact), torch.finfo(actual.dtype).eps)
 
 
 @pytest.mark.parametrize(("windows", "expected"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (288, 2), (2000, 16)])
 def test_heads_of_a_program(windows: int, expected: int) -> None:
-    """On 132 multiprocessors with two programs each."""
+    """Plan heads for 132 multiprocessors with two programs each."""
     assert heads_each(windows, 16, 264) == expected
 
 
 @where
-def test_gelu_epilogue(at: dict[str, Any]) -> None:
-    x, weight, bias = draw(at["rows"], 1152, at=at), draw(4304, 1152, at=at) / 34, draw(4304, at=at)
+def test_gelu_epilogue(target: Target) -> None:
+    x = draw(target["rows"], 1152, target=target)
+    weight = draw(4304, 1152, target=target) / 34
+    bias = draw(4304, target=target)
     steps = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias), approximate="tanh")
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     exact = torch.nn.functional.gelu(exact, approximate="tanh")
@@ -289,7 +308,8 @@ def test_next_power_of_2(value: int, expected: int) -> None:
 
 def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    cpu = torch.device("cpu")
+    cuda = torch.device("cuda", 0)
     assert "runs on cuda" in (why_not_triton(cpu, torch.bfloat16) or "")
     assert "float32" in (why_not_triton(cuda, torch.float32) or "")
     assert why_not_triton(cuda, torch.bfloat16) is None
@@ -303,13 +323,13 @@ def test_reasons_against_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert why_not_descriptors(torch.device("cpu"))
     for capability, fits in (((8, 0), False), ((9, 0), True), ((10, 0), False)):
-        monkeypatch.setattr("hf_vit_accel.machine.cuda_capability", lambda index, found=capability: found)
+        monkeypatch.setattr("hf_vit_accel.machine.cuda_capability", lambda index, capability=capability: capability)
         assert (why_not_descriptors(torch.device("cuda", 0)) is None) == fits
 
 
 @pytest.fixture
 def exact_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's own conversion to 8 bits forgets to carry into the exponent: here torch does it, saturating."""
+    """Convert by torch, which saturates: the interpreter's conversion to 8 bits does not carry into the exponent."""
     if not INTERPRETED:
         return
     import triton.language as tl
@@ -343,14 +363,14 @@ def test_scales_fit() -> None:
 
 
 def extremes() -> torch.Tensor:
-    """Amax (L, 3, H) of which one may be anything beside another."""
+    """Return amax (L, 3, H) in which any size stands beside any other."""
     sizes = torch.tensor([0.0, 1e-45, 1e-30, 1e-5, 1.0, 1e5, 1e16, 1e30, 3e38])
-    amax_L3H = torch.stack([each.view(-1, 1).expand(3, 2) for each in torch.cartesian_prod(sizes, sizes, sizes)])
+    amax_L3H = torch.stack([amax_3.view(-1, 1).expand(3, 2) for amax_3 in torch.cartesian_prod(sizes, sizes, sizes)])
     return torch.cat((amax_L3H, amax_L3H.roll(1, 1), amax_L3H.flip(0)), 2)
 
 
 def test_scales_of_extremes_are_normal_numbers() -> None:
-    """Beside a head of huge numbers one that is silent must not make the scale that all scores share infinite."""
+    """Put a silent head beside one of huge numbers: the scale that all scores share stays finite."""
     amax_L3H = extremes()
     scales_L3H = fit(amax_L3H)
     assert (scales_L3H >= torch.finfo(torch.float32).tiny).all() and scales_L3H.isfinite().all()
@@ -360,12 +380,14 @@ def test_scales_of_extremes_are_normal_numbers() -> None:
 
 
 @where
-def test_kernels_scale_by_the_same(exact_e4m3: None, at: dict[str, Any]) -> None:
-    """By amax of a file, whatever they are."""
-    qkv, zeros_TD = torch.zeros(1, 3, 6, 16, dtype=at["dtype"], device=at["device"]), torch.zeros(1, 16)
-    used_1, zeros_TD = torch.ones(1, dtype=torch.int32, device=at["device"]), zeros_TD.to(at["device"])
-    for amax_3H in extremes().to(at["device"])[:: 29 if at["device"] == "cpu" else 1]:
-        call_43H = torch.zeros(4, *amax_3H.shape, device=at["device"])
+def test_kernels_scale_by_the_same(exact_e4m3: None, target: Target) -> None:
+    """Quantise by the amax of a file, of any size."""
+    qkv = torch.zeros(1, 3, 6, 16, dtype=target["dtype"], device=target["device"])
+    zeros_TD = torch.zeros(1, 16)
+    used_1 = torch.ones(1, dtype=torch.int32, device=target["device"])
+    zeros_TD = zeros_TD.to(target["device"])
+    for amax_3H in extremes().to(target["device"])[:: 29 if target["device"] == "cpu" else 1]:
+        call_43H = torch.zeros(4, *amax_3H.shape, device=target["device"])
         call_43H[0] = amax_3H
         quantize(qkv, zeros_TD, zeros_TD, used_1, call_43H, 16, final=True)
         scales_3H = fit(amax_3H)
@@ -377,51 +399,51 @@ def test_kernels_scale_by_the_same(exact_e4m3: None, at: dict[str, Any]) -> None
     ("dim", "padded", "turned"),
     [(72, 128, 1.0), (72, 128, 100.0), (72, 128, 0.001), (64, 64, 1.0), (80, 128, 1.0), (16, 64, 100.0), (24, 32, 1.0)],
 )
-def test_quantize(exact_e4m3: None, at: dict[str, Any], dim: int, padded: int, turned: float) -> None:
-    """Bit for bit, scales and amax too; rows of padding are poisoned and reach neither."""
-    check_quantize(at, dim, padded, turned)
+def test_quantize(exact_e4m3: None, target: Target, dim: int, padded: int, turned: float) -> None:
+    """Compare bit for bit, scales and amax too; poisoned padding rows reach neither."""
+    check_quantize(target, dim, padded, turned)
 
 
 @where
 @pytest.mark.parametrize(("heads", "turned"), [(1, 1.0), (7, 100.0)])
-def test_quantize_any_number_of_heads(exact_e4m3: None, at: dict[str, Any], heads: int, turned: float) -> None:
-    """A program takes 4 of them and 64 rows: more than one has, and less."""
-    check_quantize(at | {"heads": heads, "rows": at["rows"] + 60}, 72, 128, turned)
+def test_quantize_any_number_of_heads(exact_e4m3: None, target: Target, heads: int, turned: float) -> None:
+    """Quantise fewer and more than one program's 4 heads and 64 rows."""
+    check_quantize(target | {"heads": heads, "rows": target["rows"] + 60}, 72, 128, turned)
 
 
-def check_quantize(at: dict[str, Any], dim: int, padded: int, turned: float) -> None:
+def check_quantize(target: Target, dim: int, padded: int, turned: float) -> None:
     """turned: what a rotation multiplies numbers by, which no sample of rows tells."""
-    rows, heads = at["rows"], at["heads"]
+    rows = target["rows"]
+    heads = target["heads"]
     used = rows - 2
-    qkv_T3HD, angles_TD = (
-        draw(rows, 3, heads, dim, at=at),
-        draw(rows, dim // 2, at=at, dtype=torch.float32).repeat(1, 2),
-    )
+    qkv_T3HD = draw(rows, 3, heads, dim, target=target)
+    angles_TD = draw(rows, dim // 2, target=target, dtype=torch.float32).repeat(1, 2)
     qkv_T3HD *= torch.tensor([2.0**-head for head in range(heads)]).view(-1, 1).to(qkv_T3HD)
     qkv_T3HD[:, 0, -1] *= 30
     qkv_T3HD[:, 2] = qkv_T3HD[:, 2] * 0.01 + torch.linspace(-3, 3, heads * dim).view(heads, dim).to(qkv_T3HD)
     qkv_T3HD[used:] = float("nan")
     qkv_T3HD[used, ..., [0, dim // 2]] = 1e4  # which a rotation pairs
     qkv_T3HD[0, :, 0, 1] = torch.tensor([float("inf"), float("nan"), float("-inf")])
-    cos_TD, sin_TD = angles_TD.cos() * turned, angles_TD.sin() * turned
-    used_1 = torch.tensor([used], dtype=torch.int32, device=at["device"])
-    call_43H = torch.full((4, 3, heads), float("nan"), device=at["device"])
+    cos_TD = angles_TD.cos() * turned
+    sin_TD = angles_TD.sin() * turned
+    used_1 = torch.tensor([used], dtype=torch.int32, device=target["device"])
+    call_43H = torch.full((4, 3, heads), float("nan"), device=target["device"])
     out, mean_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, padded)
 
     center_HD, expected_3H = sample_reference(qkv_T3HD, used)
     assert relative_error(mean_HD, center_HD) < 1e-6 and relative_error(call_43H[0], expected_3H) < 1e-6
-    expected, own, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, call_43H[0], padded)
-    assert torch.equal(own, fit(call_43H[0])) == (turned < 2), "what was expected serves, or what was found"
-    assert torch.equal(call_43H[1], amax) and torch.equal(call_43H[2], own)
-    assert call_43H[3, 0, 0].item() == 1 / (own[0, 0] * own[1, 0]).item()
+    expected, used_now, amax = quantize_reference(qkv_T3HD, cos_TD, sin_TD, used, mean_HD, call_43H[0], padded)
+    assert torch.equal(used_now, fit(call_43H[0])) == (turned < 2), "what was expected serves, or what was found"
+    assert torch.equal(call_43H[1], amax) and torch.equal(call_43H[2], used_now)
+    assert call_43H[3, 0, 0].item() == 1 / (used_now[0, 0] * used_now[1, 0]).item()
     assert torch.equal(out.float().nan_to_num(1e3), expected.float().nan_to_num(1e3))
     assert out[:, 0, 0].isnan().sum() == out[:, 0].isnan().sum() > 0
     assert not out[..., dim:].float().any()
     assert (out.float().abs().nan_to_num(0) <= LARGEST).all()
 
-    back = dequantize(out[2], own[2], mean_HD, at["dtype"])
+    back = dequantize(out[2], used_now[2], mean_HD, target["dtype"])
     assert torch.equal(
-        back.nan_to_num(7), dequantize_reference(expected[2], own[2], mean_HD, at["dtype"]).nan_to_num(7)
+        back.nan_to_num(7), dequantize_reference(expected[2], used_now[2], mean_HD, target["dtype"]).nan_to_num(7)
     )
     clean = slice(1, used)
     error = relative_error(back[clean], qkv_T3HD[clean, 2])
@@ -429,15 +451,15 @@ def check_quantize(at: dict[str, Any], dim: int, padded: int, turned: float) -> 
 
 
 @where
-def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, at: dict[str, Any]) -> None:
-    rows, heads, dim = at["rows"], at["heads"], 72
-    qkv_T3HD, angles_TD = (
-        draw(rows, 3, heads, dim, at=at),
-        draw(rows, dim // 2, at=at, dtype=torch.float32).repeat(1, 2),
-    )
-    call_43H = torch.full((4, 3, heads), 1.0, device=at["device"])
+def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, target: Target) -> None:
+    rows = target["rows"]
+    heads = target["heads"]
+    dim = 72
+    qkv_T3HD = draw(rows, 3, heads, dim, target=target)
+    angles_TD = draw(rows, dim // 2, target=target, dtype=torch.float32).repeat(1, 2)
+    call_43H = torch.full((4, 3, heads), 1.0, device=target["device"])
     call_43H[1] = 2.5
-    used_1 = torch.tensor([rows], dtype=torch.int32, device=at["device"])
+    used_1 = torch.tensor([rows], dtype=torch.int32, device=target["device"])
     tables = angles_TD.cos(), angles_TD.sin()
     out, mean_HD = quantize(qkv_T3HD, *tables, used_1, call_43H, 128, final=True)
     expected, scales, amax = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, call_43H[0], 128, final=True)
@@ -553,7 +575,7 @@ COMPILED = {
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_for_hopper(name: str) -> None:
-    """The interpreter takes Python that the compiler refuses; compiling needs no GPU."""
+    """Compile without a GPU, since the interpreter takes Python that the compiler refuses."""
     compile_for_hopper(*COMPILED[name])
 
 
@@ -565,7 +587,7 @@ def test_kernels_of_fp8_compile_for_blackwell(name: str, capability: int) -> Non
 
 
 def a_kernel(x, y, rows, eps, WIDTH, BLOCK):  # type: ignore[no-untyped-def]
-    """Never compiled."""
+    """Stand for a kernel; Triton never compiles it."""
 
 
 a_kernel.__annotations__ = dict.fromkeys(("WIDTH", "BLOCK"), "tl.constexpr")
@@ -577,8 +599,8 @@ ARGUMENTS = (
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
-def test_launches_know_of_arguments_what_decides_how_a_kernel_is_compiled() -> None:
-    """Of any two that Triton tells apart."""
+def test_launches_tell_apart_the_arguments_that_triton_does() -> None:
+    """Tell apart any two arguments that Triton tells apart."""
     jit = importlib.import_module("triton.runtime.jit")
     if not hasattr(jit, "native_specialize_impl"):
         pytest.skip("this Triton tells arguments apart in Python")
@@ -590,38 +612,41 @@ def test_launches_know_of_arguments_what_decides_how_a_kernel_is_compiled() -> N
     ]
     by_kind: dict[Any, Any] = {}
     for argument in (*ARGUMENTS, *wide):
-        told = jit.native_specialize_impl(backend, argument, False, True, True)
-        assert by_kind.setdefault(launch.kind_of(argument), told) == told, argument
+        specialisation = jit.native_specialize_impl(backend, argument, False, True, True)
+        assert by_kind.setdefault(launch.kind_of(argument), specialisation) == specialisation, argument
     assert len(by_kind) > 15
 
 
 @pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton's compiler")
-def test_a_kernel_is_looked_up_again_where_it_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another device, dtype, alignment, size or constant; else what was compiled is launched, with all arguments."""
-    asked: list[Any] = []
+def test_triton_is_asked_again_for_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask Triton again for another device, dtype, alignment, size or constant; else launch with all arguments."""
+    events: list[Any] = []
 
     class Compiled:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args: asked.append((grid, args))
+            return lambda *args: events.append((grid, args))
 
     def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
-        asked.append("compiled")
+        events.append("compiled")
         return Compiled()
 
     monkeypatch.setattr(triton.JITFunction, "run", compile_)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
-    device, x, y = 0, torch.zeros(64), torch.zeros(64)
+    device = 0
+    x = torch.zeros(64)
+    y = torch.zeros(64)
     kernel = launch.jit(a_kernel)
 
     def again(*args: Any, grid: tuple[int, ...] = (3,), **constants: Any) -> bool:
-        """Whether it is asked of Triton at first; and never twice."""
-        asked.clear()
+        """Return whether the first launch asks Triton; the second launch never does."""
+        events.clear()
         for _ in range(2):
             kernel[grid](*args, **constants)
-        assert len(asked) == 2
-        at, given = asked[1]
-        assert at == (*grid, 1, 1)[:3] and given[:4] == args and given[4:] == (constants["WIDTH"], constants["BLOCK"])
-        return asked[0] == "compiled"
+        assert len(events) == 2
+        launched_grid, arguments = events[1]
+        assert launched_grid == (*grid, 1, 1)[:3] and arguments[:4] == args
+        assert arguments[4:] == (constants["WIDTH"], constants["BLOCK"])
+        return events[0] == "compiled"
 
     constants = dict(BLOCK=32, WIDTH=80, num_warps=4)
     assert again(x, y, 5, 1e-6, **constants)

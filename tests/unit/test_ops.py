@@ -1,15 +1,28 @@
-"""The operations of a tower, generated from `ops.TABLE`: by kernels' references on a CPU, and all of it on a GPU."""
+"""Test every operation of `ops.TABLE` in towers: by the kernels' references on a CPU, and compiled on a GPU."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from standins import KERNELS, put
-from tiny import FAMILIES, GRIDS, TINY, assert_close, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from support.cpu_graphs import Recorder
+from support.kernel_table import KERNELS
+from support.references import put
+from tiny import (
+    FAMILIES,
+    GRIDS,
+    TINY,
+    assert_close,
+    largest_error,
+    outputs_of,
+    pixels_for,
+    run_tower,
+    tower_of,
+)
 from torch import nn
 
 import hf_vit_accel
@@ -27,7 +40,7 @@ def parts_of(model: Any) -> Any:
 
 
 def applies(model: Any) -> set[str]:
-    """The operations that a tower has something for."""
+    """Return the names of the operations that a tower has subjects for."""
     return {operation.name for operation in TABLE if operation.subjects(parts_of(model))}
 
 
@@ -38,13 +51,15 @@ def status_of(model: Any) -> Any:
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
 @pytest.mark.parametrize("operation", TABLE, ids=lambda operation: operation.name)
 def test_each_operation_equals_stock(references: list[str], model: Any, operation: Any) -> None:
-    """Alone; where a tower has something for it, that is fused, each subject by one call of its kernel."""
+    """Fuse one operation alone: each of its subjects runs by one call of the kernel."""
     expected = {grid: run_tower(tower_of(model), GRIDS[grid]) for grid in GRIDS}
-    subjects, parts = operation.subjects(parts_of(model)), parts_of(model)
+    subjects = operation.subjects(parts_of(model))
+    parts = parts_of(model)
     hf_vit_accel.patch(model, fuse={operation.name})
     for grid, outputs in expected.items():
         assert_close(run_tower(tower_of(model), GRIDS[grid]), outputs)
-    status, depth = status_of(model), len(parts.blocks)
+    status = status_of(model)
+    depth = len(parts.blocks)
     assert status.fused == ((operation.name,) if subjects else ()) and status.calls == len(GRIDS)
     assert set(status.unfused) == PARTS.keys() - set(status.fused)
     assert bool(status.fallbacks) == (not subjects) and all(operation.missing in why for why in status.fallbacks)
@@ -81,7 +96,7 @@ def test_unknown_parts_are_listed(model: Any, bad: Any) -> None:
     assert state_of(tower_of(model)) is None
 
 
-def test_strict_wants_named_parts_fused(references: list[str], model: Any) -> None:
+def test_strict_requires_named_parts_to_be_fused(references: list[str], model: Any) -> None:
     hf_vit_accel.patch(model, fuse=applies(model), strict=True)
     tower_of(model).blocks[0].norm1 = nn.Identity()
     with pytest.raises(FallbackError, match=r"norms is not fused: .*Identity"):
@@ -94,11 +109,12 @@ def test_strict_wants_named_parts_fused(references: list[str], model: Any) -> No
 
 
 class Around(nn.Module):
-    """A module of someone else's around one of the tower's."""
+    """Wrap one module of the tower in a module of another library."""
 
     def __init__(self, inner: nn.Module, change: Any) -> None:
         super().__init__()
-        self.inner, self.change = inner, change
+        self.inner = inner
+        self.change = change
 
     @property
     def proj(self) -> Any:
@@ -120,21 +136,26 @@ WAYS = ["instance forward", "class forward", "decorated", "wraps", "class", "mod
 
 
 @pytest.mark.parametrize(
-    ("how", "at", "name"),
+    ("how", "turn", "name"),
     [
-        pytest.param(how, at, name, marks=[pytest.mark.matrix] * (how != WAYS[0] and at % len(WAYS) != WAYS.index(how)))
+        pytest.param(
+            how, turn, name, marks=[pytest.mark.matrix] * (how != WAYS[0] and turn % len(WAYS) != WAYS.index(how))
+        )
         for how in WAYS
-        for at, name in enumerate([*REPLACED, "blocks.1", "blocks.1.attn"])
+        for turn, name in enumerate([*REPLACED, "blocks.1", "blocks.1.attn"])
     ],
 )
-def test_what_was_replaced_runs_itself(references: Any, at: int, name: str, how: str, monkeypatch: Any) -> None:
-    """Patched first, changed afterwards: the next call must see it. (Families take turns.)"""
-    model = TINY[FAMILIES[(at + WAYS.index(how)) % len(FAMILIES)]].build()
+def test_a_replaced_module_runs_itself(
+    references: list[str], turn: int, name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patch first and change a module afterwards: the next call runs the change. (Families take turns.)"""
+    model = TINY[FAMILIES[(turn + WAYS.index(how)) % len(FAMILIES)]].build()
     tower = tower_of(model)
     hf_vit_accel.patch(model)
     before = run_tower(tower, GRID)
     module = tower.get_submodule(name)
-    kind, stock = type(module), type(module).forward
+    kind = type(module)
+    stock = type(module).forward
 
     def more(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return stock(self, *args, **kwargs) * 1.5
@@ -150,10 +171,10 @@ def test_what_was_replaced_runs_itself(references: Any, at: int, name: str, how:
     else:
         wrapped = functools.wraps(stock)(more) if how == "wraps" else more
         monkeypatch.setattr(kind, "forward", wrapped if how == "class forward" else torch.no_grad()(wrapped))
-    found = run_tower(tower, GRID)
+    actual = run_tower(tower, GRID)
     hf_vit_accel.unpatch(model)
-    assert_close(found, run_tower(tower, GRID))
-    assert max(relative_error(f, b) for f, b in zip(found, before, strict=True)) > 1e-3
+    assert_close(actual, run_tower(tower, GRID))
+    assert largest_error(actual, before) > 1e-3
 
 
 ATTRIBUTES = "patch_embed", "pos_embed", "rotary_pos_emb", "blocks.1", "merger"
@@ -161,15 +182,15 @@ OTHER = {bool: lambda value: not value, int: lambda value: value + 1, float: lam
 
 
 def attributes_of(tower: Any) -> list[tuple[nn.Module, str, Any]]:
-    """(module, name, another value) of every number and switch that modules hold beside their weights."""
+    """Return (module, name, another value) of every number and switch that modules hold beside their weights."""
     modules = [module for path, module in tower.named_modules() if path.startswith(ATTRIBUTES) or not path]
-    found = [
+    actual = [
         (module, name, OTHER[type(value)](value))
         for module in modules
         for name, value in vars(module).items()
         if type(value) in OTHER and name != "training" and not name.startswith("_")
     ]
-    return found + [(module, "approximate", "tanh") for module in modules if isinstance(module, nn.GELU)]
+    return actual + [(module, "approximate", "tanh") for module in modules if isinstance(module, nn.GELU)]
 
 
 @pytest.mark.parametrize(
@@ -181,22 +202,26 @@ def attributes_of(tower: Any) -> list[tuple[nn.Module, str, Any]]:
     ],
     indirect=["model"],
 )
-def test_any_attribute_may_change(on_cpu: Any, request: Any, model: Any, kernels: bool) -> None:
-    """What an operation reads from modules makes it, and every CUDA graph, stale: no list says which that is."""
+def test_any_attribute_may_change(
+    on_cpu: type[Recorder], request: pytest.FixtureRequest, model: Any, kernels: bool
+) -> None:
+    """Change any attribute that an operation reads: the operation and every CUDA graph are built again."""
     if kernels:
         request.getfixturevalue("references")
-    tower, grid = tower_of(model), [(1, 4, 6), (1, 6, 10)]
+    tower = tower_of(model)
+    grid = [(1, 4, 6), (1, 6, 10)]
     del tower.blocks[2:]  # of Qwen2.5-VL one with windows, and one without
-    before, changed = run_tower(tower, grid), []
+    before = run_tower(tower, grid)
+    changed = []
     for module, name, value in attributes_of(tower):
         hf_vit_accel.patch(model, cuda_graphs=hf_vit_accel.GraphConfig(max_tokens=64, exact_after=0))
         assert_close(run_tower(tower, grid), before)
         former = getattr(module, name)
         setattr(module, name, value)
         try:
-            found: Any = run_tower(tower, grid)
+            actual: Any = run_tower(tower, grid)
         except Exception as error:
-            found = error
+            actual = error
         status = status_of(model)
         hf_vit_accel.unpatch(model)
         try:
@@ -206,9 +231,9 @@ def test_any_attribute_may_change(on_cpu: Any, request: Any, model: Any, kernels
         setattr(module, name, former)
         if expected is None or not all(torch.isfinite(x).all() for x in expected):
             continue
-        assert not isinstance(found, Exception), (type(module).__name__, name, found)
-        assert_close(found, expected)
-        if max(relative_error(e, b) for e, b in zip(expected, before, strict=True)) > 1e-5:
+        assert not isinstance(actual, Exception), (type(module).__name__, name, actual)
+        assert_close(actual, expected)
+        if largest_error(expected, before) > 1e-5:
             changed.append(name)
             assert status.graphs.captures == 2 or status.stock_calls, (name, status)
     assert {"eps", "variance_epsilon"} & set(changed) and len(changed) >= 5, changed
@@ -219,7 +244,7 @@ def test_layers_that_scale_or_drop_differently_go_the_stock_way(references: list
     hf_vit_accel.patch(model)
     run_tower(tower, GRID)
     tower.blocks[1].attn.scaling = 1.0
-    found = run_tower(tower, GRID)
+    actual = run_tower(tower, GRID)
     assert any("scale attention differently" in why for why in status_of(model).fallbacks)
     tower.blocks[2].attn.attention_dropout = 0.5
     tower.blocks[2].attn.train()
@@ -227,14 +252,14 @@ def test_layers_that_scale_or_drop_differently_go_the_stock_way(references: list
     assert "attention weights are dropped out" in status_of(model).fallbacks
     tower.blocks[2].attn.eval()
     hf_vit_accel.unpatch(model)
-    assert_close(found, run_tower(tower, GRID))
+    assert_close(actual, run_tower(tower, GRID))
 
 
 # --- weights stay what they are --------------------------------------------------------------------------------------
 
 
 def test_parameters_are_untouched(references: list[str], model: Any) -> None:
-    """Address, strides, storage: whatever holds or walks the parameters (optimizers, checkpoints) sees stock's."""
+    """Compare address, strides and storage, which optimizers and checkpoints read, with stock's."""
 
     def seen() -> list[Any]:
         return [
@@ -251,12 +276,13 @@ def test_parameters_are_untouched(references: list[str], model: Any) -> None:
 def _prune(tower: Any) -> None:
     mlp = tower.blocks[0].mlp
     for linear in (mlp.gate_proj, mlp.up_proj):
-        linear.weight.data, linear.bias.data = linear.weight.data[:101], linear.bias.data[:101]
+        linear.weight.data = linear.weight.data[:101]
+        linear.bias.data = linear.bias.data[:101]
     mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :101]
 
 
 def test_weights_are_read_at_every_call(references: list[str], model: Any) -> None:
-    """In place, by loading, by assignment, by pruning: nothing derived from a weight outlives the call."""
+    """Change weights in place, by loading, assignment or pruning: no derived value outlives a call."""
     twin = copy.deepcopy(model)
     hf_vit_accel.patch(model)
     fresh = {name: torch.randn_like(value) * 0.1 for name, value in tower_of(twin).state_dict().items()}
@@ -271,11 +297,10 @@ def test_weights_are_read_at_every_call(references: list[str], model: Any) -> No
         *([_prune] if hasattr(tower_of(model).blocks[0].mlp, "gate_proj") else []),
     ]
     for change in changes:
-        for each in (model, twin):
+        for changed_model in (model, twin):
             with torch.no_grad():
-                change(tower_of(each))
-        found, expected = (run_tower(tower_of(each), GRID) for each in (model, twin))
-        assert_close(found, expected)
+                change(tower_of(changed_model))
+        assert_close(run_tower(tower_of(model), GRID), run_tower(tower_of(twin), GRID))
 
 
 def test_fused_optimizers_step_as_on_stock(references: list[str]) -> None:
@@ -287,7 +312,8 @@ def test_fused_optimizers_step_as_on_stock(references: list[str]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         for _ in range(3):
             run_tower(tower_of(model), GRID)
-            pixels, grid = pixels_for(tower_of(model), GRIDS["image"]), torch.tensor(GRIDS["image"])
+            pixels = pixels_for(tower_of(model), GRIDS["image"])
+            grid = torch.tensor(GRIDS["image"])
             loss = tower_of(model)(pixels, grid_thw=grid).pooler_output.square().mean()
             loss.backward()
             optimizer.step()
@@ -296,8 +322,8 @@ def test_fused_optimizers_step_as_on_stock(references: list[str]) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0.0)
 
 
-def test_checkpoints_of_others_are_complete(references: list[str], model: Any, tmp_path: Any) -> None:
-    """accelerate and safetensors drop or refuse parameters that share storage or are strided."""
+def test_checkpoints_of_others_are_complete(references: list[str], model: Any, tmp_path: Path) -> None:
+    """Save by accelerate and safetensors, which drop or refuse shared and strided parameters."""
     from accelerate import Accelerator
     from safetensors.torch import load_file, save_file
 
@@ -334,13 +360,14 @@ def test_without_descriptors_widths_are_padded_only_where_they_need_it(
 
 
 @pytest.mark.parametrize("name", ["patch_embed", "deepstack_merger_list.0"])
-def test_what_modules_keep_or_hand_on_is_not_written_to(references: list[str], name: str) -> None:
-    """A module that keeps its output or returns its input must not see what is added to it."""
-    model, kept = TINY["qwen3_vl"].build(), {}
+def test_outputs_that_modules_store_are_not_written_to(references: list[str], name: str) -> None:
+    """Let a module store its output or return its input: no later addition changes it."""
+    model = TINY["qwen3_vl"].build()
+    stored = {}
     tower = tower_of(model)
-    surround(tower, name, lambda inner, x: kept.setdefault("it", inner(x) if name == "patch_embed" else x))
+    surround(tower, name, lambda inner, x: stored.setdefault("it", inner(x) if name == "patch_embed" else x))
     expected = [run_tower(tower, GRID) for _ in range(2)]
-    kept.clear()
+    stored.clear()
     hf_vit_accel.patch(model)
     for outputs in expected:
         assert_close(run_tower(tower, GRID), outputs)
@@ -349,21 +376,22 @@ def test_what_modules_keep_or_hand_on_is_not_written_to(references: list[str], n
 @pytest.mark.parametrize(
     "name", ["blocks.3.norm2", "blocks.0.norm2", "blocks.2.norm1", "merger", "deepstack_merger_list.0"]
 )
-def test_what_modules_are_given_is_not_written_to(references: list[str], model: Any, name: str) -> None:
-    """A module that keeps its input, and returns something else, must find it as it was."""
-    tower, kept = tower_of(model), []
-    if not any(known == name for known, _ in tower.named_modules()):
+def test_inputs_that_modules_store_are_not_written_to(references: list[str], model: Any, name: str) -> None:
+    """Let a module store its input and return another tensor: the stored input stays unchanged."""
+    tower = tower_of(model)
+    stored = []
+    if not any(module_name == name for module_name, _ in tower.named_modules()):
         pytest.skip("the family has no such module")
-    surround(tower, name, lambda inner, x: (kept.append((x, x.clone())), inner(x))[1])
+    surround(tower, name, lambda inner, x: (stored.append((x, x.clone())), inner(x))[1])
     hf_vit_accel.patch(model)
     outputs = run_tower(tower, GRID)
-    given, as_given = kept[0]
-    assert torch.equal(given, as_given) and status_of(model).calls == 1
+    module_input, input_before = stored[0]
+    assert torch.equal(module_input, input_before) and status_of(model).calls == 1
     outputs[0].zero_()
-    assert torch.equal(given, as_given)
+    assert torch.equal(module_input, input_before)
 
 
-def test_embeddings_of_any_strides(references: list[str], monkeypatch: Any) -> None:
+def test_embeddings_of_any_strides(references: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def contiguous_only(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert x.is_contiguous()
         return KERNELS["add_norm_"].reference(x, *args, **kwargs)
@@ -378,8 +406,8 @@ def test_embeddings_of_any_strides(references: list[str], monkeypatch: Any) -> N
 
 
 @pytest.mark.parametrize("how", [norm.fused, norm.plain])
-def test_normed_rows_are_in_the_dtype_of_rows_under_autocast(references: list[str], how: Any) -> None:
-    """Whatever a norm by weights in fp32 makes of them: products with gradients of their own cast nothing."""
+def test_norms_return_the_dtype_of_rows_under_autocast(references: list[str], how: Any) -> None:
+    """Return the rows' dtype from norms with fp32 weights, since products with own gradients do not cast."""
     for module in (nn.LayerNorm(8), tower_of(TINY["qwen2_5_vl"].build()).blocks[0].norm1):
         context = Context(device=torch.device("cpu"), dtype=torch.bfloat16, weights=torch.float32, grad=True)
         x = torch.randn(3, *module.weight.shape)
@@ -423,9 +451,9 @@ def test_gpu_each_part_is_as_exact_as_stock(model: Any, part: str) -> None:
             for seed in range(5):
                 pixels = pixels_for(tower_, grid, seed).bfloat16().cuda()
                 with torch.no_grad():
-                    found = outputs_of(tower_(pixels, grid_thw=torch.tensor(grid, device="cuda")))
+                    actual = outputs_of(tower_(pixels, grid_thw=torch.tensor(grid, device="cuda")))
                     expected = outputs_of(exact(pixels.float(), grid_thw=torch.tensor(grid, device="cuda")))
-                total += max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) / 5
+                total += largest_error(actual, expected) / 5
             errors.append(total)
         hf_vit_accel.unpatch(tower_)
         assert errors[1] <= max(1.1 * errors[0], torch.finfo(torch.bfloat16).eps), (grid, errors)
@@ -437,8 +465,7 @@ def test_gpu_weights_stay_live(model: Any) -> None:
     twin = copy.deepcopy(model)
     hf_vit_accel.patch(model)
     for _ in range(2):
-        found, expected = (run_tower(tower_of(m), GRID) for m in (model, twin))
-        assert_close(found, expected, 3e-2)
+        assert_close(run_tower(tower_of(model), GRID), run_tower(tower_of(twin), GRID), 3e-2)
         for m in (model, twin):
             with torch.no_grad():
                 for parameter in tower_of(m).parameters():
@@ -446,8 +473,7 @@ def test_gpu_weights_stay_live(model: Any) -> None:
     fresh = {name: torch.randn_like(value) * 0.1 for name, value in twin.state_dict().items()}
     for m in (model, twin):
         m.load_state_dict(fresh)
-    found, expected = (run_tower(tower_of(m), GRID) for m in (model, twin))
-    assert_close(found, expected, 3e-2)
+    assert_close(run_tower(tower_of(model), GRID), run_tower(tower_of(twin), GRID), 3e-2)
     assert state_of(tower_of(model)).calls == 3
 
 
@@ -461,10 +487,11 @@ WIDE = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WIDE)
 def test_gpu_at_most_nine_kernels_per_layer(name: str) -> None:
-    """At the real widths: narrow products are split, and their parts summed by kernels more."""
+    """Count kernels at the real widths, where narrow products are split and summed by further kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    if reasons := backend_named("flashinfer_cudnn").reasons_against_machine():
+    reasons = backend_named("flashinfer_cudnn").reasons_against_machine()
+    if reasons:
         pytest.skip("; ".join(reasons))  # other backends launch helper kernels of their own
     counts = []
     for depth in (2, 4):

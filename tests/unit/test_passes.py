@@ -1,23 +1,34 @@
-"""`max_rows`: what is cut between frames equals what is not, takes a pass's memory, and survives memory running out."""
+"""Test `max_rows`: passes equal one call, take the memory of a pass, and survive memory running out."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from matrix import flat
-from standins import ONE_TOWER, SMALL, TOWERS
+from support.cpu_graphs import SMALL, Recorder
+from support.families import CLASSES, GRIDS, build, run, trained
 from support.graphs import patch as patch_with_graphs
-from test_families import CLASSES, GRIDS, build, run, trained
-from tiny import TINY, assert_close, checkpoint_layers, pixels_for, relative_error, run_tower, tower_of
+from support.grids import drawn, frames_of
+from support.tensors import flat
+from support.towers import ONE_TOWER, TOWERS
+from tiny import (
+    TINY,
+    assert_close,
+    checkpoint_layers,
+    largest_error,
+    pixels_for,
+    relative_error,
+    run_tower,
+    tower_of,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,19 +50,7 @@ def status_of(model: Any) -> Any:
     return hf_vit_accel.status(model).towers[0]
 
 
-def drawn(generator: random.Random) -> Grid:
-    """Images and videos of a few sizes; at most 1,100 rows."""
-    sizes = [2 * generator.randint(1, 5) for _ in range(4)]
-    entries = range(generator.randint(1, 5))
-    return [(generator.choice((1, 1, 2, 5)), generator.choice(sizes), generator.choice(sizes)) for _ in entries]
-
-
 # --- where a call is cut ----------------------------------------------------------------------------------------------
-
-
-def frames_of(grid: Any, *, clips: bool = False) -> list[tuple[int, int, int]]:
-    """What is never cut, in order."""
-    return list(grid) if clips else [(1, h, w) for t, h, w in grid for _ in range(t)]
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -59,22 +58,24 @@ def test_passes_hold_all_frames_in_order_within_bounds_and_are_as_few_as_can_be(
     generator = random.Random(0)
     for _ in range(2000):
         grid = tuple(drawn(generator))
-        most = generator.randint(1, rows_of(grid) + 5)
-        found = cut(grid, most, clips=clips)
+        limit = generator.randint(1, rows_of(grid) + 5)
+        pieces = cut(grid, limit, clips=clips)
         units = frames_of(grid, clips=clips)
-        assert [unit for each in found for unit in frames_of(each, clips=clips)] == units
-        assert all(rows_of(each) <= most or len(frames_of(each, clips=clips)) == 1 for each in found)
-        fewest, room = 0, -1  # whatever is cut in order needs as many as one that fills each pass
+        assert [unit for piece in pieces for unit in frames_of(piece, clips=clips)] == units
+        assert all(rows_of(piece) <= limit or len(frames_of(piece, clips=clips)) == 1 for piece in pieces)
+        fewest = 0  # filling every pass in order needs the fewest passes
+        room = -1
         for unit in units:
             room -= rows_of((unit,))
             if room < 0:
-                fewest, room = fewest + 1, most - rows_of((unit,))
-        assert len(found) == fewest
+                fewest = fewest + 1
+                room = limit - rows_of((unit,))
+        assert len(pieces) == fewest
 
 
 def test_a_video_is_cut_into_passes_of_two_lengths_at_most() -> None:
     for frames in range(1, 90):
-        lengths = [rows_of(each) // 2304 for each in cut(((frames, 36, 64),), FREE, clips=False)]
+        lengths = [rows_of(piece) // 2304 for piece in cut(((frames, 36, 64),), FREE, clips=False)]
         assert max(lengths) - min(lengths) <= 1 and max(lengths) <= FREE // 2304 == 16 and sum(lengths) == frames
     assert [t for ((t, _, _),) in cut(((64, 36, 64),), FREE, clips=False)] == [16, 16, 16, 16]
     assert [t for ((t, _, _),) in cut(((64, 36, 64),), 28672, clips=False)] == [11, 11, 11, 11, 10, 10]
@@ -87,11 +88,12 @@ def test_a_frame_or_a_clip_is_never_cut() -> None:
     assert cut(((4, 4, 4), (2, 4, 4)), 40, clips=False) == (((2, 4, 4),), ((2, 4, 4),), ((2, 4, 4),))
 
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "device", "grad", "whole", "most"),
+    ("max_rows", "device", "grad", "is_complete", "limit"),
     [
         ("auto", CUDA, False, False, FREE),
         ("auto", CUDA, True, False, NEVER),
@@ -102,8 +104,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (100, CUDA, False, True, None),
     ],
 )
-def test_from_how_many_rows_on(max_rows: Any, device: Any, grad: bool, whole: bool, most: int | None) -> None:
-    assert Passes(max_rows).most(device, grad=grad, whole=whole) == most
+def test_the_limit_of_rows(max_rows: Any, device: Any, grad: bool, is_complete: bool, limit: int | None) -> None:
+    assert Passes(max_rows).most(device, grad=grad, whole=is_complete) == limit
 
 
 @pytest.mark.parametrize("max_rows", [0, -1, 1.5, True, "all"])
@@ -119,8 +121,9 @@ def test_what_is_no_number_of_rows(max_rows: Any) -> None:
 
 @pytest.mark.parametrize("family", TOWERS)
 def test_random_cuts_equal_one_pass(family: str) -> None:
-    """30 of each family; rounding is that of products over other numbers of rows."""
-    tower, generator = tower_of(TINY[family].build()), random.Random(0)
+    """Cut 30 calls of each family; products over other numbers of rows round otherwise."""
+    tower = tower_of(TINY[family].build())
+    generator = random.Random(0)
     grids = [drawn(generator) for _ in range(30)]
     hf_vit_accel.patch(tower, strict=True)
     expected = [run_tower(tower, grid) for grid in grids]
@@ -130,19 +133,21 @@ def test_random_cuts_equal_one_pass(family: str) -> None:
         assert status_of(tower).calls == 1 and not status_of(tower).fallbacks
 
 
-@pytest.mark.parametrize("each", CLASSES, ids=lambda each: each[2])
-def test_every_tower_in_passes_equals_one_pass_with_its_gradients(each: Any) -> None:
-    tower, grid = build(*each), GRIDS[1]
+@pytest.mark.parametrize("entry", CLASSES, ids=lambda entry: entry[2])
+def test_every_tower_in_passes_equals_one_pass_with_its_gradients(entry: Any) -> None:
+    tower = build(*entry)
+    grid = GRIDS[1]
     hf_vit_accel.patch(tower, strict=True)
-    expected, (outputs, gradients) = run(tower, grid), trained(tower, grid)
+    expected = run(tower, grid)
+    outputs, gradients = trained(tower, grid)
     hf_vit_accel.patch(tower, strict=True, max_rows=50)
     assert_close(run(tower, grid), expected)
-    found, ours = trained(tower, grid)
-    assert_close(found, outputs)
-    assert max(map(relative_error, ours, gradients)) < 1e-5
-    told = f"2 calls in {2 * len(cut(tuple(grid), 50, clips=False))} passes"
-    assert status_of(tower).passes == told and status_of(tower).calls == 2
-    assert f"  passes     {told}" in str(hf_vit_accel.status(tower))
+    actual, ours = trained(tower, grid)
+    assert_close(actual, outputs)
+    assert largest_error(ours, gradients) < 1e-5
+    summary = f"2 calls in {2 * len(cut(tuple(grid), 50, clips=False))} passes"
+    assert status_of(tower).passes == summary and status_of(tower).calls == 2
+    assert f"  passes     {summary}" in str(hf_vit_accel.status(tower))
 
 
 def shortened(depth: int, indexes: list[int]) -> Callable[[torch.nn.Module], None]:
@@ -218,24 +223,24 @@ def test_a_deepstack_layer_without_a_merger_raises_as_in_stock() -> None:
 
 
 def test_passes_over_checkpointed_layers() -> None:
-    tower = build(*next(each for each in CLASSES if each[0].name == "qwen3_vl"))
+    tower = build(*next(entry for entry in CLASSES if entry[0].name == "qwen3_vl"))
     expected, gradients = trained(tower, GRIDS[1])
     hf_vit_accel.patch(tower.train(), strict=True, max_rows=50)
     checkpoint_layers(tower, reentrant=False)
-    found, ours = trained(tower, GRIDS[1])
-    assert_close(found, expected)
-    assert max(map(relative_error, ours, gradients)) < 1e-4
+    actual, ours = trained(tower, GRIDS[1])
+    assert_close(actual, expected)
+    assert largest_error(ours, gradients) < 1e-4
 
 
 @pytest.mark.parametrize("runs_out", [False, True])
 def test_no_passes_over_reentrant_checkpoints(runs_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They bring gradients to weights at once, and hooks of weights would see those of each pass."""
-    tower = build(*next(each for each in CLASSES if each[0].name == "qwen3_vl")).train()
+    """Refuse passes: reentrant checkpoints add gradients at once, so hooks of weights would run in each pass."""
+    tower = build(*next(entry for entry in CLASSES if entry[0].name == "qwen3_vl")).train()
     checkpoint_layers(tower, reentrant=True)
 
     def step() -> list[torch.Tensor]:
         tower.zero_grad()
-        sum(each.square().sum() for each in hold(tower, GRIDS[1])).backward()
+        sum(output.square().sum() for output in hold(tower, GRIDS[1])).backward()
         return [parameter.grad for parameter in tower.parameters()]
 
     seen: list[torch.Tensor] = []
@@ -246,8 +251,8 @@ def test_no_passes_over_reentrant_checkpoints(runs_out: bool, monkeypatch: pytes
         with monkeypatch.context() as small, pytest.raises(torch.OutOfMemoryError):
             tight(small, 64)
             step()
-    found = step()
-    assert max(map(relative_error, found, expected)) < 1e-4 and len(seen) == 2, "a hook ran once in each step"
+    actual = step()
+    assert largest_error(actual, expected) < 1e-4 and len(seen) == 2, "a hook ran once in each step"
     status = status_of(tower)
     assert status.passes is None
     why = "not cut by max_rows: reentrant checkpoints bring gradients to weights at each pass"
@@ -259,37 +264,38 @@ def test_no_passes_over_reentrant_checkpoints(runs_out: bool, monkeypatch: pytes
 
 
 def other_parameters(tower: Any) -> list[torch.Tensor]:
-    """Gradients of weights that modules hold during the forward alone; of some there are none."""
+    """Return gradients of weights that modules hold during the forward alone; some have none."""
     new = {name: torch.nn.Parameter(p.detach() * 1.1, "norm" in name) for name, p in tower.named_parameters()}
-    given = pixels_for(tower, GRIDS[1]), torch.tensor(GRIDS[1])
-    torch.func.functional_call(tower, new, given).pooler_output.square().sum().backward()
-    return [each.grad for each in new.values() if each.requires_grad]
+    inputs = pixels_for(tower, GRIDS[1]), torch.tensor(GRIDS[1])
+    torch.func.functional_call(tower, new, inputs).pooler_output.square().sum().backward()
+    return [weight.grad for weight in new.values() if weight.requires_grad]
 
 
 def assigned(tower: Any) -> list[torch.Tensor]:
-    """Gradients of two sets of weights, one assigned after the other, by one backward."""
+    """Return gradients of two sets of weights, assigned one after the other, by one backward."""
     sets = [{name: torch.nn.Parameter(f * x) for name, x in tower.state_dict().items()} for f in (1.0, 1.2)]
     loss: Any = 0
-    for each in sets:
-        tower.load_state_dict(each, assign=True)
+    for weights in sets:
+        tower.load_state_dict(weights, assign=True)
         loss = loss + hold(tower, GRIDS[1])[1].square().sum()
     loss.backward()
-    return [x.grad for each in sets for x in each.values()]
+    return [weight.grad for weights in sets for weight in weights.values()]
 
 
 def data_swapped(tower: Any) -> list[torch.Tensor]:
-    """Gradients of weights whose memory is exchanged before the backward; stock keeps what Linears multiplied by."""
+    """Return gradients of weights whose memory is exchanged before the backward; stock saves Linears' operands."""
     loss = hold(tower, GRIDS[1])[1].square().sum()
-    for each in tower.modules():
-        if isinstance(each, torch.nn.Linear):
-            each.weight.data = each.weight.data * 1.5
+    for module in tower.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = module.weight.data * 1.5
     loss.backward()
     return [parameter.grad for parameter in tower.parameters()]
 
 
 def put_back(tower: Any) -> list[torch.Tensor]:
-    """Gradients by a backward that finds other weights, which stay."""
-    loss, first = hold(tower, GRIDS[1])[1].square().sum(), dict(tower.named_parameters())
+    """Return gradients by a backward that finds other weights, which stay."""
+    loss = hold(tower, GRIDS[1])[1].square().sum()
+    first = dict(tower.named_parameters())
     tower.load_state_dict({name: 2 * x for name, x in tower.state_dict().items()}, assign=True)
     now = dict(tower.named_parameters())
     loss.backward()
@@ -298,8 +304,9 @@ def put_back(tower: Any) -> list[torch.Tensor]:
 
 
 def removed(tower: Any) -> list[torch.Tensor]:
-    """Gradients by a backward after a weight was taken away."""
-    loss, first = hold(tower, GRIDS[1])[1].square().sum(), dict(tower.named_parameters())
+    """Return gradients by a backward after a weight was removed."""
+    loss = hold(tower, GRIDS[1])[1].square().sum()
+    first = dict(tower.named_parameters())
     del tower.blocks[0].attn.proj.weight
     loss.backward()
     assert "weight" not in tower.blocks[0].attn.proj._parameters
@@ -307,7 +314,7 @@ def removed(tower: Any) -> list[torch.Tensor]:
 
 
 def frozen_meanwhile(tower: Any) -> list[torch.Tensor]:
-    """Gradients by two backwards, the first while a part is frozen."""
+    """Return gradients by two backwards, the first while a part is frozen."""
     loss = hold(tower, GRIDS[1])[1].square().sum()
     tower.blocks[0].requires_grad_(False)
     loss.backward(retain_graph=True)
@@ -320,20 +327,20 @@ def frozen_meanwhile(tower: Any) -> list[torch.Tensor]:
 def test_a_pass_runs_again_with_the_weights_of_its_forward(way: Callable[[Any], list[torch.Tensor]]) -> None:
     stock = tower_of(TINY["qwen2_5_vl"].build())
     tower = hf_vit_accel.patch(copy.deepcopy(stock), max_rows=50, strict=True)
-    assert max(map(relative_error, way(tower), way(stock))) < 1e-4
+    assert largest_error(way(tower), way(stock)) < 1e-4
     assert status_of(tower).passes
 
 
 def test_two_threads_run_passes_again_at_once() -> None:
-    """Over one tower, whose modules hold the very parameters meanwhile and afterwards."""
+    """Run two threads over one tower: its modules hold the same parameters during and after the backward."""
     tower = hf_vit_accel.patch(tower_of(TINY["qwen2_5_vl"].build()), max_rows=50, strict=True)
-    held = dict(tower.named_parameters())
+    parameters = dict(tower.named_parameters())
 
     def step() -> None:
         hold(tower, GRIDS[1])[1].square().sum().backward()
 
     step()
-    expected = [2 * parameter.grad for parameter in held.values()]
+    expected = [2 * parameter.grad for parameter in parameters.values()]
     for _ in range(3):
         tower.zero_grad()
         threads = [threading.Thread(target=step) for _ in range(2)]
@@ -341,13 +348,13 @@ def test_two_threads_run_passes_again_at_once() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert all(parameter is held[name] for name, parameter in tower.named_parameters())
-        assert len(dict(tower.named_parameters())) == len(held)
-        assert max(relative_error(p.grad, e) for p, e in zip(held.values(), expected, strict=True)) < 1e-4
+        assert all(parameter is parameters[name] for name, parameter in tower.named_parameters())
+        assert len(dict(tower.named_parameters())) == len(parameters)
+        assert max(relative_error(p.grad, e) for p, e in zip(parameters.values(), expected, strict=True)) < 1e-4
 
 
 def test_an_adapter_that_is_switched_before_its_passes_run_again_raises() -> None:
-    """Its products would be made anew without what the forward added."""
+    """Raise, since the recomputed products would lack the adapter of the forward."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(TINY["qwen2_5_vl"].build(), peft.LoraConfig(target_modules=["qkv", "proj"], r=2))
     tower = tower_of(hf_vit_accel.patch(model, max_rows=50))
@@ -365,7 +372,7 @@ def test_an_adapter_that_is_switched_before_its_passes_run_again_raises() -> Non
 
 
 def test_a_weight_that_is_modified_before_its_passes_run_again_raises() -> None:
-    """As in stock, which keeps it for the gradient."""
+    """Raise like stock, which saves the weight for the gradient."""
     tower = hf_vit_accel.patch(tower_of(TINY["qwen2_5_vl"].build()), max_rows=50)
     loss = hold(tower, GRIDS[1])[1].square().sum()
     with torch.no_grad():
@@ -379,8 +386,8 @@ def hold(tower: Any, grid: Grid) -> list[torch.Tensor]:
     return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
 
 
-def test_fused_and_replayed_passes(references: Any, on_cpu: Any) -> None:
-    """Of a call that is cut, passes of one size share a graph; kernels are their references, buffers poisoned."""
+def test_fused_and_replayed_passes(references: list[str], on_cpu: type[Recorder]) -> None:
+    """Share one graph among passes of one size; references stand for kernels, and buffers are poisoned."""
     for family in ("qwen2_5_vl", "qwen3_vl"):
         model = TINY[family].build()
         grid = [(8, 8, 8), (1, 4, 6)]
@@ -395,56 +402,63 @@ def test_fused_and_replayed_passes(references: Any, on_cpu: Any) -> None:
 
 
 class Made(TorchDispatchMode):
-    """The largest number of rows that anything has which is made."""
+    """Record the largest number of rows of any tensor that torch creates."""
 
     rows = 0
     allocated: frozenset[int] = frozenset()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        view = isinstance(made, torch.Tensor) and any(
-            isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+        result = func(*args, **(kwargs or {}))
+        view = isinstance(result, torch.Tensor) and any(
+            isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
             for a in args
         )
-        if isinstance(made, torch.Tensor) and made.dim() and not view and "new_empty" not in func.name():
-            self.rows = max(self.rows, made.shape[0])
-        return made
+        if isinstance(result, torch.Tensor) and result.dim() and not view and "new_empty" not in func.name():
+            self.rows = max(self.rows, result.shape[0])
+        return result
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_nothing_but_the_outputs_is_larger_than_a_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anything laid out for the whole call, or kept for it."""
-    tower, grid, laid_out, lay_out = tower_of(TINY[family].build()), [(40, 4, 6)], [], route.build
+    """Plan and store nothing for the complete call, except its outputs."""
+    tower = tower_of(TINY[family].build())
+    grid = [(40, 4, 6)]
+    laid_out = []
+    lay_out = route.build
     run_tower(hf_vit_accel.patch(tower), [(1, 4, 6)])  # which proves the class, if no test has before
-    monkeypatch.setattr(route, "build", lambda grid, *rest: laid_out.append(rows_of(grid)) or lay_out(grid, *rest))
+    monkeypatch.setattr(route, "build", lambda grid, *others: laid_out.append(rows_of(grid)) or lay_out(grid, *others))
     hf_vit_accel.patch(tower, max_rows=96, strict=True)
-    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
-    with torch.no_grad(), Made() as made:
+    pixels = pixels_for(tower, grid)
+    grid_thw = torch.tensor(grid)
+    with torch.no_grad(), Made() as result:
         outputs = tower(pixels, grid_thw=grid_thw)
-    assert len(outputs.last_hidden_state) == 960 and 96 <= made.rows <= 3 * 96, "queries, keys and values of a pass"
+    assert len(outputs.last_hidden_state) == 960 and 96 <= result.rows <= 3 * 96, "queries, keys and values of a pass"
     assert laid_out == [96], "one route for all"
 
 
 class Held(TorchDispatchMode):
-    """Bytes of all that was made and is still held, and the most that ever was."""
+    """Count the bytes of new tensors that still exist, and their peak."""
 
-    def __init__(self, *given: torch.Tensor) -> None:
+    def __init__(self, *inputs: torch.Tensor) -> None:
         super().__init__()
-        self.given, self.storages, self.peak = {StorageWeakRef(each.untyped_storage()) for each in given}, {}, 0
+        self.given = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
+        self.storages = {}
+        self.peak = 0
 
     def now(self) -> int:
-        self.storages = {each: size for each, size in self.storages.items() if not each.expired()}
+        self.storages = {storage: size for storage, size in self.storages.items() if not storage.expired()}
         return sum(self.storages.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(each, torch.Tensor):
-                self.storages[StorageWeakRef(each.untyped_storage())] = each.untyped_storage().nbytes()
-        for known in self.given:
-            self.storages.pop(known, None)
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[StorageWeakRef(storage)] = storage.nbytes()
+        for storage in self.given:
+            self.storages.pop(storage, None)
         self.peak = max(self.peak, self.now())
-        return made
+        return result
 
 
 def held_by(tower: Any, pixels: torch.Tensor) -> Held:
@@ -452,48 +466,57 @@ def held_by(tower: Any, pixels: torch.Tensor) -> Held:
 
 
 def nbytes(output: Any) -> int:
-    return sum(each.nbytes for each in flat(output))
+    return sum(tensor.nbytes for tensor in flat(output))
 
 
 @pytest.mark.parametrize("family", ONE_TOWER)
-def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(family: str, references: Any, on_cpu: Any) -> None:
-    """Also in the first call, in which all is made that is kept."""
+def test_bytes_beyond_the_outputs_are_a_pass_whatever_the_length(
+    family: str, references: list[str], on_cpu: type[Recorder]
+) -> None:
+    """Hold the bound from the first call on, which creates all cached values."""
     beyond = []
     for frames in (12, 48):
-        tower, grid = tower_of(TINY[family].build()), [(frames, 4, 6)]
-        pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+        tower = tower_of(TINY[family].build())
+        grid = [(frames, 4, 6)]
+        pixels = pixels_for(tower, grid)
+        grid_thw = torch.tensor(grid)
         hf_vit_accel.patch(tower, max_rows=96, strict=True)
-        with torch.no_grad(), held_by(tower, pixels) as held:
+        with torch.no_grad(), held_by(tower, pixels) as memory:
             for _ in range(2):
-                held.peak = 0
-                beyond.append(-nbytes(tower(pixels, grid_thw=grid_thw)) + held.peak)
+                memory.peak = 0
+                beyond.append(-nbytes(tower(pixels, grid_thw=grid_thw)) + memory.peak)
     first, second, first_of_long, second_of_long = beyond
     assert 96 * 4 * 144 < second <= first and first_of_long <= first and second_of_long <= second, beyond
 
 
 @pytest.mark.parametrize("family", ONE_TOWER)
 def test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held(
-    family: str, references: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, references: list[str], on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the widest part of a layer: what is held beside it decides how many rows fit."""
-    tower, grid, seen = tower_of(TINY[family].build()), [(40, 4, 6)], []
-    pixels, grid_thw, real = pixels_for(tower, grid), torch.tensor(grid), tower_module.encode
+    """Limit the memory beside the MLP, the widest part of a layer: it decides how many rows fit."""
+    tower = tower_of(TINY[family].build())
+    grid = [(40, 4, 6)]
+    seen = []
+    pixels = pixels_for(tower, grid)
+    grid_thw = torch.tensor(grid)
+    real = tower_module.encode
     hf_vit_accel.patch(tower, max_rows=96, strict=True)
     tower(pixels, grid_thw=grid_thw)
 
-    def encode(taken: Any, *rest: Any) -> Any:
+    def encode(taken: Any, *others: Any) -> Any:
         layout = sum(array.nbytes for array in taken.arrays.values())
 
         def watched(layer: Any) -> Any:
-            return replace(layer, mlp=lambda rows: seen.append(held.now() - layout) or layer.mlp(rows))
+            return replace(layer, mlp=lambda rows: seen.append(memory.now() - layout) or layer.mlp(rows))
 
-        ops = replace(taken.spec.ops, layers=tuple(map(watched, taken.spec.ops.layers)))
-        return real(replace(taken, spec=replace(taken.spec, ops=ops)), *rest)
+        ops = replace(taken.spec.ops, layers=tuple(watched(layer) for layer in taken.spec.ops.layers))
+        return real(replace(taken, spec=replace(taken.spec, ops=ops)), *others)
 
     monkeypatch.setattr(tower_module, "encode", encode)
-    with torch.no_grad(), held_by(tower, pixels) as held:
+    with torch.no_grad(), held_by(tower, pixels) as memory:
         total = nbytes(tower(pixels, grid_thw=grid_thw))
-    width, head_dim = len(weight_of(tower)), state_of(tower).snapshot(tower).head_dim
+    width = len(weight_of(tower))
+    head_dim = state_of(tower).snapshot(tower).head_dim
     rows = 96 * 4 * (2 * width + 2 * head_dim)
     later = seen[len(seen) // 10 :]  # while the first of ten passes runs, there is no place for outputs yet
     assert len(seen) == 10 * len(tower.blocks) and abs(max(later) - total - rows) < 1024, max(later) - total - rows
@@ -511,32 +534,35 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_what_is_kept_for_the_backward_pass_is_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are made again one at a time: of a call that is cut, nothing of the layers is held meanwhile."""
+def test_the_backward_pass_saves_inputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save only inputs, since the backward runs the passes again one at a time."""
     tower = tower_of(TINY["qwen2_vl"].build())
-    pixels, grid, saved = pixels_for(tower, VIDEO).requires_grad_(), torch.tensor(VIDEO), []
+    pixels = pixels_for(tower, VIDEO).requires_grad_()
+    grid = torch.tensor(VIDEO)
+    saved = []
     for max_rows in (None, 40):
         hf_vit_accel.patch(tower, max_rows=max_rows)
-        held: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):  # noqa: B023
+        memory: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: memory.append(x) or x, lambda x: x):  # noqa: B023
             tower(pixels, grid_thw=grid)
-        found = {storage(x) for x in held if x.numel()}  # torch 2.11 keeps an empty one for each pass
-        saved.append(len(found - set(map(storage, (pixels, *tower.parameters())))))
+        actual = {storage(x) for x in memory if x.numel()}  # torch 2.11 keeps an empty one for each pass
+        saved.append(len(actual - {storage(tensor) for tensor in (pixels, *tower.parameters())}))
     assert saved[0] > 20 and saved[1] == 0
 
 
 # --- memory that runs out ---------------------------------------------------------------------------------------------
 
 
-def tight(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
-    """As on a device where more than so many rows do not fit; the rows of all that was tried."""
-    tried, encode = [], tower_module.encode
+def tight(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
+    """Raise out-of-memory for more rows than a limit; return the number of rows of every try."""
+    tried = []
+    encode = tower_module.encode
 
-    def encoded(route: Any, pixels_TP: torch.Tensor, *rest: Any) -> Any:
+    def encoded(route: Any, pixels_TP: torch.Tensor, *others: Any) -> Any:
         tried.append(len(pixels_TP))
-        if len(pixels_TP) > most:
+        if len(pixels_TP) > limit:
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
-        return encode(route, pixels_TP, *rest)
+        return encode(route, pixels_TP, *others)
 
     monkeypatch.setattr(tower_module, "encode", encoded)
     return tried
@@ -544,15 +570,17 @@ def tight(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_memory_that_runs_out_halves_passes_once(monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
-    tower, grid = tower_of(TINY["qwen2_vl"].build().requires_grad_(grad)), [(12, 4, 4)]
-    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    tower = tower_of(TINY["qwen2_vl"].build().requires_grad_(grad))
+    grid = [(12, 4, 4)]
+    pixels = pixels_for(tower, grid)
+    grid_thw = torch.tensor(grid)
     expected = tower(pixels, grid_thw=grid_thw)
     hf_vit_accel.patch(tower, max_rows=100, strict=True)
     with monkeypatch.context() as small:
         tried = tight(small, 64)
         for _ in range(2):
-            found = tower(pixels, grid_thw=grid_thw)
-            assert relative_error(found.pooler_output, expected.pooler_output) < 1e-5
+            actual = tower(pixels, grid_thw=grid_thw)
+            assert relative_error(actual.pooler_output, expected.pooler_output) < 1e-5
     assert tried == [96, 48, 48, 48, 48] + [48] * 4
     words = " with gradients" if grad else ""
     assert status_of(tower).passes == f"2 calls in 8 passes, at most 50 rows{words} since memory ran out"
@@ -564,9 +592,11 @@ def test_memory_that_runs_out_halves_passes_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_that_runs_out_in_a_backward_pass_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a pass is made again. Nothing is tried anew, for what came before it is gone; the next step is served."""
-    tower, grid = tower_of(TINY["qwen2_vl"].build()), [(6, 4, 4)]
-    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    """Raise during the recomputation, since no retry is possible there; the next step runs."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    grid = [(6, 4, 4)]
+    pixels = pixels_for(tower, grid)
+    grid_thw = torch.tensor(grid)
 
     def step() -> torch.Tensor:
         tower.zero_grad()
@@ -585,8 +615,9 @@ def test_memory_that_runs_out_in_a_backward_pass_is_raised(monkeypatch: pytest.M
 
 
 def test_memory_that_runs_out_later_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was made before stays; the rest is cut anew, images and the frames of a video."""
-    tower, grid = tower_of(TINY["qwen2_vl"].build()), [(1, 2, 4), (1, 2, 2), (5, 4, 4), (1, 2, 4)]
+    """Retry only the remaining rows, images and frames of a video alike, in smaller passes."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    grid = [(1, 2, 4), (1, 2, 2), (5, 4, 4), (1, 2, 4)]
     expected = run_tower(tower, grid)
     hf_vit_accel.patch(tower, max_rows=100)
     with monkeypatch.context() as small:
@@ -596,7 +627,8 @@ def test_memory_that_runs_out_later_in_a_call(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_that_runs_out_in_one_pass_of_a_call_that_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, grid = tower_of(TINY["qwen3_vl"].build()), [(1, 4, 4), (3, 4, 4)]
+    tower = tower_of(TINY["qwen3_vl"].build())
+    grid = [(1, 4, 4), (3, 4, 4)]
     expected = run_tower(tower, grid)
     for max_rows, fits in ((100, True), (40, False), (None, False), ("auto", False)):  # "auto" is not for the CPU
         hf_vit_accel.patch(tower, max_rows=max_rows)
@@ -620,11 +652,13 @@ def test_a_frame_that_does_not_fit_is_not_tried_again(monkeypatch: pytest.Monkey
     assert tried == [144] and status_of(tower).passes is None
 
 
-def test_what_a_failed_pass_made_is_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that is handled holds its frames, and they all that was made."""
+def test_tensors_of_a_failed_pass_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free the tensors of a failed pass, which the handled error's frames hold."""
     import sys
 
-    tower, grid, during = tower_of(TINY["qwen2_vl"].build()), [(12, 4, 4)], []
+    tower = tower_of(TINY["qwen2_vl"].build())
+    grid = [(12, 4, 4)]
+    during = []
     hf_vit_accel.patch(tower, max_rows=100)
     tight(monkeypatch, 64)
     encode = tower_module.encode
@@ -641,19 +675,12 @@ def test_what_a_failed_pass_made_is_gone_before_the_next(monkeypatch: pytest.Mon
 # --- beside other settings --------------------------------------------------------------------------------------------
 
 
-def test_copies_and_pickles_keep_the_setting() -> None:
-    model = hf_vit_accel.patch(TINY["qwen2_vl"].build(), max_rows=40)
-    expected = run_tower(tower_of(model), VIDEO)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_close(run_tower(tower_of(twin), VIDEO), expected, 0.0)
-        assert status_of(twin).passes == f"1 calls in {len(cut(tuple(VIDEO), 40, clips=False))} passes"
-
-
-def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Any) -> None:
-    """Each rank has pictures of its own, and all must bring a layer's weights equally often."""
+def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Path) -> None:
+    """Refuse passes, since each rank has other pictures and all must gather a layer equally often."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
     try:
-        mesh, tower = init_device_mesh("cpu", (1,)), tower_of(TINY["qwen2_vl"].build())
+        mesh = init_device_mesh("cpu", (1,))
+        tower = tower_of(TINY["qwen2_vl"].build())
         for block in tower.blocks:
             fully_shard(block, mesh=mesh)
         hf_vit_accel.patch(tower, max_rows=40)
@@ -666,7 +693,7 @@ def test_layers_that_fsdp_shards_are_not_run_in_passes(tmp_path: Any) -> None:
 
 
 class Mix(torch.nn.Module):
-    """An adapter that needs all rows of a call."""
+    """Stand for an adapter that needs all rows of a call."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -680,25 +707,28 @@ class Mix(torch.nn.Module):
 @pytest.mark.parametrize("kind", ["own", "batch norm", "of peft"])
 @pytest.mark.parametrize("settings", [dict(max_rows=40), dict(reuse=True), dict(cuda_graphs=True)], ids=str)
 def test_a_module_that_may_mix_rows_gets_all_of_a_call(
-    kind: str, settings: dict[str, Any], references: Any, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, settings: dict[str, Any], references: list[str], on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But one of a package whose modules are known to treat rows one by one."""
-    grid, tower = [(1, 4, 6), (4, 6, 4), (1, 4, 6)], tower_of(TINY["qwen2_5_vl"].build())
+    """Allow passes for a package whose modules treat rows one by one."""
+    grid = [(1, 4, 6), (4, 6, 4), (1, 4, 6)]
+    tower = tower_of(TINY["qwen2_5_vl"].build())
     for block in tower.blocks:
         norm = torch.nn.BatchNorm1d(tower.config.hidden_size, track_running_stats=False)
         block.mlp = torch.nn.Sequential(block.mlp, norm) if kind == "batch norm" else Mix(block.mlp)
     tower.requires_grad_(False).eval()
     if kind == "of peft":
         monkeypatch.setattr(Mix, "__module__", "peft.tuners.lora.layer")
-    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    pixels = pixels_for(tower, grid)
+    grid_thw = torch.tensor(grid)
     pixels[-24:] = pixels[:24]
     expected = flat(tower(pixels, grid_thw=grid_thw))
     hf_vit_accel.patch(tower, **settings)
-    found, status = flat(tower(pixels, grid_thw=grid_thw)), status_of(tower)
+    actual = flat(tower(pixels, grid_thw=grid_thw))
+    status = status_of(tower)
     if kind == "of peft" and "cuda_graphs" not in settings:
-        assert relative_error(found[0], expected[0]) > 1e-3, "what this one says of itself is not so"
+        assert relative_error(actual[0], expected[0]) > 1e-3, "what this one says of itself is not so"
         return
-    assert_close(found, expected)
+    assert_close(actual, expected)
     assert status.passes is None and (status.reuse is None or status.reuse.encoded == 0)
     assert "cuda_graphs" in settings or any("may mix rows" in why for why in status.fallbacks)
 

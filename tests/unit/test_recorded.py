@@ -1,4 +1,4 @@
-"""Programs that change a tower between forward and backward, with `max_rows`: gradients are those of the forward."""
+"""Change a tower between forward and backward, under `max_rows`: gradients are those of the forward."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def write(tower: Any) -> None:
 
 
 def write_data(tower: Any) -> None:
-    """Write to them past their version counter."""
+    """Write to the frequencies past their version counter."""
     tower.rotary_pos_emb.inv_freq.data.mul_(0.5)
 
 
 def assign(tower: Any) -> None:
-    """Put other frequencies in their place."""
+    """Assign other frequencies."""
     tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq * 0.5
 
 
 def remove(tower: Any) -> None:
-    """Take them away."""
+    """Remove the frequencies."""
     del tower.rotary_pos_emb.inv_freq
 
 
@@ -81,7 +81,7 @@ def test_frequencies_changed_before_the_backward(family: str, change: Callable[[
 
 
 def test_a_large_buffer_written_before_the_backward_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no copy of it."""
+    """Raise, since no copy of a large buffer exists."""
     monkeypatch.setattr(recorded, "_COPIED", 4)
     tower = patched(tower_of(TINY["qwen3_vl"].build()))
     loss = loss_of(tower)
@@ -95,7 +95,7 @@ def test_a_large_buffer_written_before_the_backward_raises(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_overwritten_before_the_backward_while_the_embedding_is_frozen(family: str) -> None:
-    """Stock keeps no pixels then."""
+    """Allow the write, since stock saves no pixels under a frozen embedding."""
     stock = tower_of(TINY[family].build())
     stock.patch_embed.requires_grad_(False)
     tower = patched(stock)
@@ -120,7 +120,7 @@ def test_pixels_that_a_gradient_needs_may_not_be_overwritten(needs: str) -> None
 
 
 def test_of_a_frozen_embedding_rows_are_kept_instead_of_pixels() -> None:
-    """Twice through the same graph, since layers must not write to the rows."""
+    """Run twice through one graph, since layers must not write to the saved rows."""
     stock = tower_of(TINY["qwen3_vl"].build())
     stock.patch_embed.requires_grad_(False)
     stock.blocks[0].requires_grad_(False)
@@ -138,7 +138,7 @@ def test_of_a_frozen_embedding_rows_are_kept_instead_of_pixels() -> None:
 @pytest.mark.parametrize("trains_first", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_of_adapters_acts_as_in_the_forward(family: str, trains_first: bool) -> None:
-    """The mode of the model changes before the backward. Masks are those of the forward; stock draws others."""
+    """Change the model's mode before the backward: our masks stay those of the forward, and stock draws others."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         r=4, lora_dropout=0.5, init_lora_weights=False, target_modules=r".*visual\.blocks.*(qkv|proj)$"

@@ -1,4 +1,4 @@
-"""Modules that treat each row by itself: the table is true, and a tower with any other module gets all rows at once."""
+"""Test modules that treat each row alone: the table of them is true, and other modules get all rows at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import SMALL
+from support.cpu_graphs import SMALL, Recorder
 from support.ranks import run_on_ranks, share_small_calls
 from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
 from torch import nn
@@ -97,11 +97,11 @@ def test_declared_methods_of_peft_treat_each_row_by_itself(method: str) -> None:
 
 
 class OwnLinear(nn.Linear):
-    """A subclass may compute anything."""
+    """Subclass Linear, as a library does to compute something else."""
 
 
 class Own(nn.Module):
-    """Runs a module of torch."""
+    """Run a module of torch."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_forward_of_torch_that_was_replaced_may_mix_rows(monkeypatch: pytest.M
 
 
 def test_dynamic_quantisation_may_mix_rows() -> None:
-    """Its scale is found over all rows of a call."""
+    """Refuse dynamic quantisation, whose scale depends on all rows of a call."""
     linear = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     with pytest.warns(DeprecationWarning):
         quantised = torch.ao.quantization.quantize_dynamic(linear, {nn.Linear}, dtype=torch.qint8)
@@ -167,7 +167,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def mixing_tower(family: str, mixer: str) -> Any:
-    """Return a stock tower with such a module behind its merger."""
+    """Return a stock tower with a module behind its merger that mixes rows."""
     tower = tower_of(TINY[family].build())
     tower.merger = nn.Sequential(tower.merger, MIXERS[mixer]())
     return tower.requires_grad_(False).eval()
@@ -179,7 +179,7 @@ def mixing_tower(family: str, mixer: str) -> Any:
     "settings", [dict(max_rows=40), dict(reuse=True), dict(cuda_graphs=SMALL)], ids=lambda s: min(s)
 )
 def test_a_module_of_torch_that_mixes_rows_gets_all_of_a_call(
-    settings: dict[str, Any], family: str, mixer: str, references: Any, on_cpu: Any
+    settings: dict[str, Any], family: str, mixer: str, references: list[str], on_cpu: type[Recorder]
 ) -> None:
     tower = mixing_tower(family, mixer)
     pixels = pixels_for(tower, GRID)
@@ -221,7 +221,7 @@ def test_ranks_do_not_share_a_tower_that_mixes_rows(
 def test_gpu_a_mixing_module_gets_all_of_a_call_at_default_settings(
     family: str, mixer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call of more rows than a pass has, and small calls that are replayed from CUDA graphs where they can be."""
+    """Run a call longer than a pass, and small calls that CUDA graphs replay where possible."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
     stock = mixing_tower(family, mixer).cuda()
     tower = hf_vit_accel.patch(copy.deepcopy(stock))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from standins import ONE_TOWER
+from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, modeling_utils

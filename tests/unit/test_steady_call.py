@@ -10,8 +10,8 @@ from types import FrameType
 
 import pytest
 import torch
-from standins import ONE_TOWER
 from support.calls import PACKAGE, entered
+from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, pixels_for, run_tower, tower_of
 from torch import nn
 

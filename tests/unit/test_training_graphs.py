@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from standins import TOWERS, Recorder
+from support.cpu_graphs import Recorder
 from support.graphs import Grid, patch_training
+from support.towers import TOWERS
 from tiny import TINY, checkpoint_layers, outputs_of, pixels_for, relative_error, tower_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint

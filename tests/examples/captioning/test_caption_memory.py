@@ -27,7 +27,7 @@ from media.pictures import Gate, read_image
 from media.processors import limit_pixels, load_processor, reduced
 from PIL import Image
 from programs import EXAMPLES, draw, encode
-from standins import alike
+from support.towers import alike
 from support_captioning import MODEL, batch_caption, caption, captions_in, load_once
 from torch.multiprocessing import start_processes
 from transformers import ProcessorMixin

@@ -21,7 +21,7 @@ from media.processors import load_processor
 from packaging.version import Version
 from PIL import Image
 from programs import EXAMPLES, draw
-from standins import alike
+from support.towers import alike
 from support_captioning import FAMILIES, PICTURE_PROMPT, batch_caption
 
 import hf_vit_accel

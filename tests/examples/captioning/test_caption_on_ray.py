@@ -25,7 +25,7 @@ from click.testing import Result
 from media.batches import Task
 from media.items import checksum
 from programs import EXAMPLES, RUNNER, encode, words
-from standins import alike
+from support.towers import alike
 from support_captioning import (
     FIRST,
     KINDS,

@@ -1,4 +1,4 @@
-"""Tiny composites of every family beside those in `tiny.py`: a text model of two layers around the tower's `tiny`."""
+"""Tiny composite models of the families that `tiny.py` lacks: a text model of two layers around the tower's `tiny`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_attention_only import TINY as ATTENTION_ONLY
 from tiny import randomise
 
 from hf_vit_accel.families import FAMILIES
+from support.attention_only import TINY as ATTENTION_ONLY
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _WHOLE = _ROPE | {"partial_rotary_factor": 1.0}
@@ -44,43 +44,51 @@ _AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_f
 
 @dataclass(frozen=True)
 class Composite:
-    """Class and config in transformers; fields of its text config; others of its own. by_name: whether a plain name
-    loads it (transformers puts a kernel of its own in the place of any that contains "flash" for one)."""
+    """How to build one tiny composite.
+
+    Args:
+        model: Its class in transformers.
+        config: Its config's class.
+        text: Fields of its text config.
+        fields: Other fields of its config.
+        by_name: Whether a plain name loads it. (For one, transformers replaces any that contains "flash".)
+    """
 
     model: str
     config: str
     text: dict[str, Any] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
     by_name: bool = True
 
     def build(self) -> tuple[Any, Any]:
-        """(class, config); skipped where this transformers has none."""
+        """Return its class and config; skip the test where this transformers lacks the class."""
         kind = getattr(transformers, self.config, None)
         if kind is None or not hasattr(transformers, self.model):
             pytest.skip(f"this transformers has no {self.model}")
         standard = kind()
         text = type(standard.text_config)
-        known = {name: value for name, value in _TEXT.items() if _has(text, name)}
+        common = {name: value for name, value in _TEXT.items() if _has(text, name)}
         config = kind(
             vision_config=_vision(standard.vision_config),
-            text_config=text(**known | self.text).to_dict(),
-            **copy.deepcopy(self.more),
+            text_config=text(**common | self.text).to_dict(),
+            **copy.deepcopy(self.fields),
         )
         return getattr(transformers, self.model), config
 
-    def make(self, **kwargs: Any) -> Any:
-        """A model with random weights, in eval mode; the same ones every time."""
+    def make(self, **kwargs: object) -> Any:
+        """Build it in eval mode with random weights, which are the same every time."""
         kind, config = self.build()
         return randomise(kind._from_config(config, **kwargs).eval())
 
 
-def _has(kind: Any, name: str) -> bool:
-    return any(name in getattr(each, "__annotations__", ()) for each in kind.__mro__)
+def _has(kind: type, name: str) -> bool:
+    return any(name in getattr(base, "__annotations__", ()) for base in kind.__mro__)
 
 
 def _vision(config: Any) -> dict[str, Any]:
     home = type(config).__module__.replace(".configuration_", ".modeling_")
-    family, name = next((f, name) for f in FAMILIES for module, name in f.towers if module == home)
+    towers = [(family, name) for family in FAMILIES for module, name in family.towers if module == home]
+    family, name = towers[0]
     return dict(copy.deepcopy(ATTENTION_ONLY[name].config if family.attention_only else family.tiny))
 
 
@@ -170,11 +178,11 @@ COMPOSITES = {
         dict(vq_config=dict(embed_dim=8, num_embeddings=8, latent_channels=8)),
     ),
     "minimax_m3_vl": Composite("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLConfig", by_name=False),
-    "muse_glimmer": Composite("MuseGlimmerForConditionalGeneration", "MuseGlimmerConfig", more=_ADAPTER),
+    "muse_glimmer": Composite("MuseGlimmerForConditionalGeneration", "MuseGlimmerConfig", fields=_ADAPTER),
     "muse_spark": Composite(
         "MuseSparkForConditionalGeneration",
         "MuseSparkConfig",
-        more=_ADAPTER | dict(audio_config=dict(hidden_sizes=[8] * 4, depths=[1] * 4, out_hidden_size=32)),
+        fields=_ADAPTER | dict(audio_config=dict(hidden_sizes=[8] * 4, depths=[1] * 4, out_hidden_size=32)),
     ),
     "hunyuan_vl": Composite(
         "HunYuanVLForConditionalGeneration",
@@ -186,7 +194,7 @@ COMPOSITES = {
 
 
 def left_padded() -> dict[str, torch.Tensor]:
-    """Two prompts of text, the shorter padded on the left."""
+    """Make two prompts of text, the shorter padded on the left."""
     ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
     ids[0, :4] = 2
     return {"input_ids": ids, "attention_mask": (ids != 2).long()}

@@ -1,0 +1,239 @@
+"""Hooks of accelerate on a tower and on its parts: added before or after patching, offloading, removed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from support.patching import WAYS, check_calls, check_stock, patch_by, run, status_of
+from tiny import GRIDS, TINY, assert_close, chat_inputs, relative_error, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel.tower.forward import AcceleratedForward
+from hf_vit_accel.tower.state import state_of
+
+Place = str | torch.device | None
+
+
+class Recorder(ModelHook):
+    """Count forwards, before and after."""
+
+    def __init__(self) -> None:
+        self.before = self.after = 0
+
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple, dict]:
+        self.before += 1
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: object) -> object:
+        self.after += 1
+        return output
+
+
+@pytest.mark.parametrize(
+    ("when", "undo", "way"),
+    [
+        ("hooked before", "hook first", "patch"),
+        ("hooked before", "patch first", "name"),
+        ("hooked after", "hook first", "name"),
+        ("hooked after", "patch first", "patch"),
+    ],
+)
+def test_accelerate_hooks_on_the_tower_keep_the_fast_path(model: nn.Module, when: str, undo: str, way: str) -> None:
+    tower = tower_of(model)
+    grid = GRIDS["images"]
+    recorder = Recorder()
+    expected = run(tower, grid)
+    class_forward = type(tower).forward
+    if when == "hooked after":
+        patch_by(way, model)
+    add_hook_to_module(tower, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    if when == "hooked before":
+        patch_by(way, model)
+    add_hook_to_module(tower, recorder, append=True)  # takes the first hook off and both on again
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 1, 0)
+    assert (recorder.before, recorder.after) == (1, 1) and not status_of(model).against_fast
+    if undo == "hook first":
+        remove_hook_from_module(tower)
+        assert isinstance(vars(tower)["forward"], AcceleratedForward) and "_old_forward" not in vars(tower)
+        assert_close(run(tower, grid), expected)
+        check_calls(model, 2, 0)
+        check_stock(model, grid, expected)
+        assert recorder.before == 1
+    else:
+        check_stock(model, grid, expected)
+        assert recorder.before == recorder.after == 2, "the hook outlives the patch"
+        assert tower._old_forward.__func__ is class_forward and tower._old_forward.__self__ is tower
+        remove_hook_from_module(tower)
+    assert getattr(vars(tower).get("forward", class_forward), "__func__", class_forward) is class_forward
+    assert_close(run(tower, grid), expected, 0.0)
+    hf_vit_accel.patch(model, strict=True)
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["blocks.1", "blocks.2.attn", "blocks.0.attn.qkv", "merger"])
+def test_accelerate_hooks_inside_run_as_in_stock(model: nn.Module, name: str) -> None:
+    tower = tower_of(model)
+    grid = GRIDS["images"]
+    recorder = Recorder()
+    expected = run(tower, grid)
+    hf_vit_accel.patch(model)
+    add_hook_to_module(tower.get_submodule(name), recorder)
+    assert_close(run(tower, grid), expected)
+    assert recorder.before == recorder.after == 1
+    reasons = [f"accelerate hooks on {name}"]
+    if name in ("blocks.1", "blocks.2.attn"):
+        reasons.append("has a forward of its own")
+    check_calls(model, 0, 1, *reasons)
+    assert f"accelerate hooks on {name}" in status_of(model).against_fast
+    check_stock(model, grid, expected)
+    assert recorder.before == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("when", ["offloaded before", "offloaded after"])
+def test_cpu_offload_goes_the_stock_way(model: nn.Module, when: str, way: str) -> None:
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    inputs = chat_inputs(model, GRIDS["images"])
+    arguments = dict(max_new_tokens=3, do_sample=False)
+    expected = run(tower, grid)
+    tokens = model.generate(**inputs, **arguments)
+    if when == "offloaded after":
+        patch_by(way, model)
+    cpu_offload(model, execution_device="cpu")
+    if when == "offloaded before":
+        patch_by(way, model)
+    assert tower.patch_embed.proj.weight.device.type == "meta"
+    assert_close(run(tower, grid), expected)
+    assert torch.equal(model.generate(**inputs, **arguments), tokens)
+    check_calls(model, 0, 2, "accelerate hooks on patch_embed")
+    check_stock(model, grid, expected)
+    remove_hook_from_submodules(model)
+    assert tower.patch_embed.proj.weight.device.type == "cpu"
+    assert_close(run(tower, grid), expected, 0.0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_device_map_through_the_tower_goes_the_stock_way(model: nn.Module, when: str, tmp_path: Path) -> None:
+    """Offload some layers, as where a tower does not fit; the requested passes need the fast path."""
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    expected = run(tower, grid)
+    places: dict[str, Place] = {name: "cpu" for name, _ in tower.named_children() if name != "blocks"}
+    places |= {f"blocks.{index}": "disk" if index > 1 else "cpu" for index in range(len(tower.blocks))}
+    if when == "before":
+        hf_vit_accel.patch(model, max_rows=100)
+    dispatch_model(tower, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    if when == "after":
+        hf_vit_accel.patch(model, max_rows=100)
+    assert tower.blocks[2].attn.qkv.weight.device.type == "meta"
+    assert_close(run(tower, grid), expected)
+    [status] = hf_vit_accel.status(model).towers
+    assert (status.calls, status.stock_calls, status.passes) == (0, 1, None)
+    assert any("accelerate hooks on blocks.2" in reason for reason in status.fallbacks)
+
+
+def align(tower: nn.Module, places: dict[str, Place]) -> None:
+    """Hook every module so that its inputs move to a place, as accelerate does for `device_map`."""
+    for name, module in tower.named_modules():
+        place = next((places[prefix] for prefix in places if prefix and name.startswith(prefix)), places[""])
+        add_hook_to_module(module, AlignDevicesHook(execution_device=place))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_that_only_align_devices_keep_the_fast_path_of_a_tower_on_one(model: nn.Module, when: str) -> None:
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    expected = run(tower, grid)
+    if when == "before":
+        hf_vit_accel.patch(model)
+    align(tower, {"": "cpu"})
+    if when == "after":
+        hf_vit_accel.patch(model)
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 1, 0)
+    assert "patch_embed" in status_of(model).fused, "a hook that does nothing is no forward of the module's own"
+    stock = tower.blocks[1].attn._old_forward
+    tower.blocks[1].attn._old_forward = lambda *args, **kwargs: stock(*args, **kwargs) * 2
+    changed = run(tower, grid)
+    assert relative_error(changed[0], expected[0]) > 1e-2, "what a hook wraps is seen"
+    check_calls(model, 1, 1, "has a forward of its own")
+
+
+@pytest.mark.parametrize("places", [{"": "cpu", "blocks.2": torch.device("cpu")}, {"": None, "merger": "cpu"}], ids=str)
+def test_hooks_that_align_to_several_places_go_the_stock_way(model: nn.Module, places: dict[str, Place]) -> None:
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    expected = run(tower, grid)
+    hf_vit_accel.patch(model)
+    align(tower, places)
+    assert_close(run(tower, grid), expected)
+    assert state_of(tower).calls == 0 and "accelerate hooks on " in status_of(model).against_fast[0]
+
+
+def test_parameters_on_several_devices_go_the_stock_way(model: nn.Module) -> None:
+    tower = tower_of(model)
+    align(tower, {"": "cpu"})
+    tower.blocks[1].attn.qkv.weight = nn.Parameter(tower.blocks[1].attn.qkv.weight.to("meta"))
+    hf_vit_accel.patch(model)
+    assert status_of(model).against_fast == ("parameters on several devices",)
+
+
+@pytest.mark.parametrize("patched_when", ["before", "meanwhile", "after"])
+def test_after_offloading_the_fast_path_is_used_again(model: nn.Module, patched_when: str) -> None:
+    tower = tower_of(model)
+    grid = GRIDS["mixed"]
+    expected = run(tower, grid)
+    if patched_when == "before":
+        hf_vit_accel.patch(model)
+        run(tower, grid)
+    cpu_offload(model, execution_device="cpu")
+    if patched_when == "meanwhile":
+        hf_vit_accel.patch(model)
+    assert_close(run(tower, grid), expected)
+    remove_hook_from_submodules(model)
+    if patched_when == "after":
+        hf_vit_accel.patch(model)
+    calls = state_of(tower).calls
+    stock_calls = state_of(tower).stock_calls
+    assert_close(run(tower, grid), expected)
+    assert not status_of(model).against_fast
+    assert (state_of(tower).calls, state_of(tower).stock_calls) == (calls + 1, stock_calls)
+    check_stock(model, grid, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks.1", "blocks.2.attn", "blocks.0.attn.qkv", "patch_embed", "patch_embed.proj", "merger"]
+)
+@pytest.mark.parametrize("patched_when", ["before", "after"])
+def test_removed_accelerate_hooks_leave_nothing_behind(patched_when: str, name: str) -> None:
+    """accelerate leaves the class's bound forward on the instance when it removes a hook: that changes nothing."""
+    model = TINY["qwen2_5_vl"].build()
+    tower = tower_of(model)
+    grid = GRIDS["images"]
+    expected = run(tower, grid)
+    with hf_vit_accel.patched(model):
+        fused = status_of(model).fused
+    if patched_when == "before":
+        hf_vit_accel.patch(model)
+    add_hook_to_module(tower.get_submodule(name), Recorder())
+    run(tower, grid)
+    remove_hook_from_module(tower.get_submodule(name))
+    hf_vit_accel.patch(model)
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 1, 0)
+    assert status_of(model).fused == fused and "patch_embed" in fused
+    check_stock(model, grid, expected)

@@ -1,0 +1,245 @@
+"""Contracts that every way of patching keeps: what copies and pickles keep, and what `strict` refuses.
+
+Each row of WAYS is a way of patching. Each test is a contract, and runs for every row:
+
+1. A copy (by `deepcopy`, `pickle`, `torch.save`) computes what the original does and is patched alike. It starts with
+   nothing cached or counted, shares no weights, and is unpatched by itself.
+2. Under `strict`, a call that the way cannot serve raises, and all others run; in pickled copies, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import attention_only
+from support.changes import through_pickle, through_torch_save
+from support.fp8 import run_fp8_on_cpu
+from support.ranks import run_on_ranks, share_small_calls
+from support.tensors import flat
+from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import FallbackError, FlexConfig, Fp8Config, GraphConfig, ReuseConfig
+from hf_vit_accel.tower.state import state_of
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+    "torch.save": through_torch_save,
+}
+
+
+def qwen3_tower() -> nn.Module:
+    return tower_of(TINY["qwen3_vl"].build())
+
+
+def tower_with_windows() -> nn.Module:
+    return tower_of(TINY["qwen2_5_vl"].build())
+
+
+def run_fast_tower(tower: nn.Module) -> list[torch.Tensor]:
+    return run_tower(tower, GRIDS["mixed"])
+
+
+def run_with_copies_of_pictures(tower: nn.Module) -> list[torch.Tensor]:
+    """Call a tower with each picture twice."""
+    grid = GRIDS["mixed"]
+    pixels = pixels_for(tower, grid)
+    with torch.no_grad():
+        return flat(tower(torch.cat([pixels, pixels]), grid_thw=torch.tensor(grid * 2)))
+
+
+def run_attention_only(tower: nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return flat(tower(**attention_only.inputs(tower)))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of patching.
+
+    Args:
+        options: Arguments of `patch`.
+        shown: What `status` says of a tower that is patched so, after one call.
+        exact: Whether outputs equal stock's.
+        fixtures: Names of fixtures that let the way run on a CPU.
+        build: Builds a stock tower.
+        run: Calls a tower without gradients; returns its outputs.
+        only_attention: Whether the tower's own forward runs, on our attention.
+    """
+
+    options: dict[str, Any]
+    shown: str
+    exact: bool = True
+    fixtures: tuple[str, ...] = ()
+    build: Callable[[], nn.Module] = qwen3_tower
+    run: Callable[[nn.Module], list[torch.Tensor]] = run_fast_tower
+    only_attention: bool = False
+
+
+def lower_far_scores(
+    score: torch.Tensor,
+    batch: torch.Tensor,
+    head: torch.Tensor,
+    q_idx: torch.Tensor,
+    kv_idx: torch.Tensor,
+    slope: float,
+) -> torch.Tensor:
+    """Lower scores with the distance in the sequence. (A function of a module pickles.)"""
+    return score - slope * (q_idx - kv_idx).abs()
+
+
+WAYS: dict[str, Way] = {
+    "plain": Way({}, "auto -> sdpa"),
+    "plain, with windows": Way({}, "auto -> sdpa", build=tower_with_windows),
+    "a named backend": Way({"attention": "flex"}, "flex -> flex"),
+    "a score_mod": Way(
+        {"attention": FlexConfig(score_mod=partial(lower_far_scores, slope=0.5))}, "flex with a score_mod", exact=False
+    ),
+    "one part fused": Way({"fuse": {"rope"}}, "fused      rope\n", fixtures=("references",)),
+    "graphs": Way(
+        {"cuda_graphs": GraphConfig(max_tokens=128, exact_after=0)},
+        "1 captured, 1 replays",
+        fixtures=("on_cpu", "references"),
+    ),
+    "fp8": Way({"fp8": Fp8Config(min_seqlen=0)}, "cudnn_fp8", exact=False, fixtures=("fp8_on_cpu",)),
+    "max_rows": Way({"max_rows": 40}, "1 calls in 5 passes"),
+    "reuse within calls": Way({"reuse": True}, "8 items: 4 encoded, 4 copies", run=run_with_copies_of_pictures),
+    "reuse across calls": Way(
+        {"reuse": ReuseConfig(across_calls=True)},
+        "8 items: 4 encoded, 4 copies, 0 from earlier calls; 4 held",
+        run=run_with_copies_of_pictures,
+    ),
+}
+WAYS |= {
+    f"attention only, {name}": Way(
+        {},
+        "attention only",
+        build=partial(attention_only.build, module, name),
+        run=run_attention_only,
+        only_attention=True,
+    )
+    for _, module, name in attention_only.CLASSES
+}
+
+
+@pytest.fixture
+def fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_fp8_on_cpu(monkeypatch)
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    for name in request.param.fixtures:
+        request.getfixturevalue(name)
+    return request.param
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def check_copy(way: Way, copied: Callable[[nn.Module], nn.Module]) -> None:
+    """Compare a copy of a used tower with what the tower itself did at first."""
+    stock = way.build()
+    tower = hf_vit_accel.patch(copy.deepcopy(stock), **way.options)
+    outputs = way.run(tower)
+    if way.exact:
+        assert_close(outputs, way.run(stock))
+    else:
+        assert relative_error(outputs[-1], way.run(stock)[-1]) > 1e-4
+    status_after_one_call = str(hf_vit_accel.status(tower))
+    assert way.shown in status_after_one_call
+    way.run(tower)
+
+    twin = copied(tower)
+    assert state_of(twin) is not state_of(tower)
+    assert hf_vit_accel.status(twin).towers[0].calls == 0
+    assert_close(way.run(twin), outputs)
+    assert str(hf_vit_accel.status(twin)) == status_after_one_call, "nothing was cached or counted before"
+
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    changed = way.run(twin)
+    assert relative_error(changed[0], outputs[0]) > 0.01
+    assert_close(way.run(tower), outputs)
+
+    hf_vit_accel.unpatch(twin)
+    assert state_of(twin) is None and state_of(tower) is not None
+    if way.exact:
+        assert_close(way.run(twin), changed)
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_is_patched_on_its_own(way: Way, copied: Callable[[nn.Module], nn.Module]) -> None:
+    check_copy(way, copied)
+
+
+def check_copies_on_rank(rank: int) -> None:
+    way = Way({"data_parallel": True}, f"rank {rank} of 2, 1 calls shared")
+    for copied in COPIES.values():
+        check_copy(way, copied)
+
+
+def test_a_copy_of_a_tower_that_shares_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the row of `data_parallel`, whose calls need another rank, with all copies at once."""
+    hf_vit_accel.patch(qwen3_tower())  # forked ranks inherit the proof
+    share_small_calls(monkeypatch)
+    run_on_ranks(check_copies_on_rank, 2, tmp_path)
+
+
+# --- strict -----------------------------------------------------------------------------------------------------------
+
+
+def call_with_states(way: Way, tower: nn.Module) -> object:
+    """Request hidden states."""
+    config = tower.config
+    config.output_hidden_states = True
+    try:
+        return way.run(tower)
+    finally:
+        config.output_hidden_states = False
+
+
+def call_with_hook(way: Way, tower: nn.Module) -> object:
+    """Call a tower with a hook on a block."""
+    handle = tower.blocks[0].register_forward_hook(lambda *_: None)
+    try:
+        return way.run(tower)
+    finally:
+        handle.remove()
+
+
+def call_with_empty_image(way: Way, tower: nn.Module) -> object:
+    """Call a tower with an image of no frames and no size."""
+    arguments = attention_only.inputs(tower)
+    arguments["grid_thw"] = torch.cat([arguments["grid_thw"], torch.zeros(1, 3, dtype=torch.int64)])
+    with torch.no_grad():
+        return flat(tower(**arguments))
+
+
+REFUSED = {
+    "output_hidden_states is requested": call_with_states,
+    r"hooks on blocks\.0": call_with_hook,
+}
+REFUSED_WITH_ATTENTION_ONLY = {"no frames, or no size": call_with_empty_image}
+
+
+@pytest.mark.parametrize("copied", [lambda tower: tower, through_pickle], ids=["itself", "pickle"])
+def test_strict_serves_or_raises(way: Way, copied: Callable[[nn.Module], nn.Module]) -> None:
+    tower = copied(hf_vit_accel.patch(way.build(), strict=True, **way.options))
+    outputs = way.run(tower)
+    for reason, call in (REFUSED_WITH_ATTENTION_ONLY if way.only_attention else REFUSED).items():
+        with pytest.raises(FallbackError, match=reason):
+            call(way, tower)
+        assert_close(way.run(tower), outputs)
+    [status] = hf_vit_accel.status(tower).towers
+    assert (status.stock_calls, status.fallbacks) == (0, {})

@@ -1,0 +1,390 @@
+"""Faults put into backends, from tables: each call falls back, is reported and counted, or raises under `strict`.
+
+A FlashInfer of plain torch stands in for cuDNN.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from support.changes import through_pickle
+from support.faults import GRID, Launches, StockModels, faults_of, raises
+from support.flashinfer import PREFILL, Flashinfer
+from support.fp8 import run_fp8_on_cpu
+from support.patching import status_of
+from tiny import FAMILIES, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import BackendUnavailableError, FallbackError, Fp8Config, machine
+from hf_vit_accel.backends import FP8, backend_named, cudnn_fp8
+from hf_vit_accel.backends import flash_attention_3 as fa3_backend
+from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
+from hf_vit_accel.backends import flex as flex_backend
+from hf_vit_accel.backends.base import Needs
+from hf_vit_accel.ops.fp8 import quantize as quantize_module
+from hf_vit_accel.tower.state import state_of
+
+pytestmark = pytest.mark.usefixtures("afresh")
+
+Arrange = Callable[[Flashinfer, pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of FlashInfer or cuDNN.
+
+    Args:
+        arrange: Puts the fault in.
+        reason: The part of it that `status` reports.
+        is_early: Whether it shows before a call, so that naming the backend raises at once.
+        is_harmless: Whether the backend has another way, and runs.
+    """
+
+    arrange: Arrange
+    reason: str = ""
+    is_early: bool = False
+    is_harmless: bool = False
+
+
+def _frontend(module: nn.Module) -> Arrange:
+    return lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, "cudnn", module)
+
+
+def _without(*names: str) -> Arrange:
+    """Remove pieces of FlashInfer."""
+
+    def arrange(fake: Flashinfer, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = ModuleType(PREFILL)
+        pieces = {name for name in dir(type(fake)) if not name.startswith("__")}
+        vars(module).update({name: getattr(fake, name) for name in pieces.difference(names)})
+        monkeypatch.setitem(sys.modules, PREFILL, module)
+
+    return arrange
+
+
+def _with(**pieces: Any) -> Arrange:
+    """Replace pieces of FlashInfer."""
+
+    def arrange(fake: Flashinfer, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, piece in pieces.items():
+            monkeypatch.setattr(fake, name, piece)
+
+    return arrange
+
+
+def _workspace(error: Exception) -> Arrange:
+    """Let the allocation of scratch memory fail, and nothing else."""
+
+    def arrange(fake: Flashinfer, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch_empty = torch.empty
+
+        def empty(*args: object, **kwargs: object) -> torch.Tensor:
+            if kwargs.get("dtype") is torch.uint8:
+                raise error
+            return torch_empty(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "empty", empty)
+
+    return arrange
+
+
+FAULTS = {
+    "flashinfer does not import": Fault(
+        lambda fake, monkeypatch: monkeypatch.setitem(sys.modules, PREFILL, None),
+        f"ModuleNotFoundError: import of {PREFILL} halted",
+        is_early=True,
+    ),
+    "the cudnn frontend does not import": Fault(_frontend(None), "ModuleNotFoundError", is_early=True),
+    "the cudnn frontend has no version": Fault(_frontend(SimpleNamespace()), "AttributeError", is_early=True),
+    "flashinfer is without cudnn": Fault(
+        _with(CUDNN_AVAILABLE=False), "cannot import the cuDNN frontend", is_early=True
+    ),
+    "cudnn is too old": Fault(
+        _frontend(SimpleNamespace(backend_version=lambda: 91800)), "cuDNN 91800 is older than 91900", is_early=True
+    ),
+    "the cudnn frontend takes tensors by name only": Fault(
+        _frontend(
+            SimpleNamespace(backend_version=lambda: 92000, pygraph=SimpleNamespace(execute=lambda tensors: None))
+        ),
+        "the cuDNN frontend is older than 1.31 (pip install",
+        is_early=True,
+    ),
+    "an untested version says nothing about cudnn": Fault(_without("CUDNN_AVAILABLE"), is_harmless=True),
+    "an untested version prepares no plans": Fault(
+        _without("prepare_cudnn_batch_prefill", "UIDs"),
+        "this FlashInfer has no prepare_cudnn_batch_prefill, UIDs (pip install",
+        is_early=True,
+    ),
+    "no plan can be built": Fault(
+        _with(prepare_cudnn_batch_prefill=raises(RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\nno engine"))),
+        "failed when it ran: RuntimeError: CUDNN_STATUS_NOT_SUPPORTED no engine",
+    ),
+    "the workspace's size is unknown": Fault(_with(workspace_bytes=raises(RuntimeError("no size"))), "no size"),
+    "the workspace cannot be allocated": Fault(_workspace(RuntimeError("CUDA driver error")), "CUDA driver error"),
+    "there is no memory for the workspace": Fault(
+        _workspace(torch.OutOfMemoryError("Tried to allocate")), "no memory for a workspace of"
+    ),
+    "there is no handle": Fault(_with(_create_cudnn_handle=raises(RuntimeError("NOT_INITIALIZED"))), "NOT_INITIALIZED"),
+    "the operator fails when it runs": Fault(_with(run=raises(RuntimeError("EXECUTION_FAILED"))), "EXECUTION_FAILED"),
+}
+
+
+@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_cudnn(
+    flashinfer: Flashinfer, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
+) -> None:
+    fault = FAULTS[name]
+    model, expected = stock_models["qwen2_5_vl"]
+    tower = tower_of(model)
+    with monkeypatch.context() as broken:
+        fault.arrange(flashinfer, broken)
+        machine.reset()
+        if fault.is_early and attention != "auto":
+            with pytest.raises(BackendUnavailableError) as unavailable:
+                hf_vit_accel.patch(model, attention=attention)
+            assert fault.reason in str(unavailable.value) and "attention='auto'" in str(unavailable.value)
+            assert state_of(tower) is None
+            return
+        hf_vit_accel.patch(model, attention=attention)
+        for _ in range(3):
+            assert_close(run_tower(tower, GRID), expected)
+        status = status_of(model)
+        assert (status.calls, status.stock_calls) == (3, 0)
+        if fault.is_harmless:
+            assert status.backends["full"] == "flashinfer_cudnn" and not status.fallbacks
+            return
+        assert status.backends == {"full": "sdpa", "window": "sdpa"}
+        (rejection,) = status.rejected["full"]["flashinfer_cudnn"]
+        assert fault.reason in rejection and "flashinfer_cudnn" in str(status)
+        counts = [count for reason, count in status.fallbacks.items() if rejection in reason]
+        assert counts == ([] if fault.is_early else [3]) and len(counts) == len(status.fallbacks)
+        hf_vit_accel.patch(model, attention=attention, strict=True)
+        if fault.is_early:  # "auto" never chose the backend, so that nothing falls back
+            assert_close(run_tower(tower, GRID), expected)
+        else:
+            for _ in range(2):
+                with pytest.raises(FallbackError, match="flashinfer_cudnn failed when it ran") as strict:
+                    run_tower(tower, GRID)
+                assert fault.reason in str(strict.value)
+            assert not faults_of(model) and status_of(model).calls == 0
+        hf_vit_accel.patch(model, attention=attention)
+        run_tower(tower, GRID)
+    # The tower remembers the fault until it is patched again.
+    machine.reset()
+    assert_close(run_tower(tower, GRID), expected)
+    assert status_of(model).backends["full"] == "sdpa"
+    hf_vit_accel.patch(model, attention=attention, strict=True)
+    assert_close(run_tower(tower, GRID), expected)
+    assert status_of(model).backends["full"] == "flashinfer_cudnn" and not status_of(model).fallbacks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_runs_on_flashinfer(flashinfer: Flashinfer, stock_models: StockModels, family: str) -> None:
+    model, expected = stock_models[family]
+    hf_vit_accel.patch(model, attention="flashinfer_cudnn", strict=True)
+    for _ in range(2):
+        assert_close(run_tower(tower_of(model), GRID), expected)
+    assert set(status_of(model).backends.values()) == {"flashinfer_cudnn"} and not status_of(model).fallbacks
+    assert flashinfer.runs == 2 * len(tower_of(model).blocks) and 0 < flashinfer.plans <= 2
+
+
+@pytest.mark.parametrize("attention", ["auto", "flashinfer_cudnn"])
+def test_a_call_that_is_too_long_for_a_backend_goes_to_the_next(
+    flashinfer: Flashinfer, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """The limit is known before the call, so that calls of other sizes keep the backend."""
+    model, _ = stock_models["qwen2_vl"]
+    tower = tower_of(model)
+    small = [(2, 4, 4), (1, 6, 8)]
+    large = [(2, 4, 4), (1, 10, 10)]
+    expected = [run_tower(tower, grid) for grid in (small, large)]
+    monkeypatch.setattr(cudnn_backend, "INT32_END", 3 * 160 * 99)
+    hf_vit_accel.patch(model, attention=attention)
+    for _ in range(2):
+        for grid, outputs, backend in zip((small, large), expected, ("flashinfer_cudnn", "sdpa"), strict=True):
+            assert_close(run_tower(tower, grid), outputs)
+            assert status_of(model).backends["full"] == backend
+    reason = "flashinfer_cudnn cannot serve the call: 132 rows, its int32 offsets reach 98"
+    assert status_of(model).fallbacks == ({reason: 2} if attention != "auto" else {}) and not faults_of(model)
+    offsets = torch.tensor([0, 32, 132], dtype=torch.int32)  # offsets of the caller come without a plan
+    tower.config._attn_implementation_internal = "flashinfer_cudnn"
+    outputs = run_tower(tower, large, cu_seqlens=offsets)
+    hf_vit_accel.unpatch(model)
+    assert_close(outputs, run_tower(tower, large, cu_seqlens=offsets))
+
+
+BreakBackend = Callable[[pytest.MonkeyPatch, Exception], None]
+
+
+# --- any backend ------------------------------------------------------------------------------------------------------
+
+
+def _run_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(backend_named("torch_varlen")), "needs", Needs(cuda=False, differentiable=True))
+
+
+def _break_fa3(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(fa3_backend.FlashAttention3, "needs", Needs(cuda=False))
+    monkeypatch.setattr(fa3_backend.FlashAttention3, "probe", lambda self: [])
+    monkeypatch.setattr(fa3_backend.FlashAttention3, "attend", raises(error))
+
+
+def _break_varlen(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    _run_anywhere(monkeypatch)
+    monkeypatch.setattr(varlen, "varlen_attn", raises(error))
+
+
+def _break_varlen_method(name: str) -> BreakBackend:
+    def break_(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        _run_anywhere(monkeypatch)
+        monkeypatch.setattr(type(backend_named("torch_varlen")), name, raises(error))
+
+    return break_
+
+
+def _break_flex(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(flex_backend, "compiles", lambda device: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: raises(error))
+
+
+def _break_fp8(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    run_fp8_on_cpu(monkeypatch)
+    monkeypatch.setattr(cudnn_fp8, "graph_for", lambda *args: SimpleNamespace(run=raises(error)))
+
+
+def _break_fp8_plan(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Fail in the code that FP8 shares with FlashInfer's backend, which may work all the same."""
+    run_fp8_on_cpu(monkeypatch)
+    monkeypatch.setattr(cudnn_fp8, "graph_for", cudnn_backend.graph_for)
+    monkeypatch.setattr(cudnn_backend, "Graph", raises(error))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def _break_fp8_kernel(name: str) -> BreakBackend:
+    """Let one kernel fail at its launch; the others do nothing."""
+    launcher = "dequantize" if name == "_dequantize_kernel" else "quantize"
+
+    def break_(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        run_fp8_on_cpu(monkeypatch)
+        for kernel in ("_sample_kernel", "_quantize_kernel", "_dequantize_kernel"):
+            monkeypatch.setattr(quantize_module, kernel, Launches(error) if kernel == name else MagicMock())
+        monkeypatch.setattr(cudnn_fp8, launcher, getattr(quantize_module, launcher))
+
+    return break_
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A backend that fails when it runs.
+
+    Args:
+        backend: Its name.
+        break_backend: Breaks it.
+        error: What it raises.
+        ways: The ways of calling that use the broken part.
+    """
+
+    backend: str
+    break_backend: BreakBackend
+    error: Exception
+    ways: tuple[str, ...] = ("fast", "hooked", "gradients")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `patch` that request the backend."""
+        return {"fp8": Fp8Config(min_seqlen=0)} if self.backend == FP8.name else {"attention": self.backend}
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether calls with gradients use the backend."""
+        return self.backend != FP8.name and backend_named(self.backend).needs.differentiable
+
+
+NO_COMPILER = RuntimeError("Failed to find C compiler")
+BROKEN: dict[str, Broken] = {
+    "flash_attention_3": Broken(
+        "flash_attention_3", _break_fa3, ImportError("undefined symbol: _ZN2at4_ops5zeros4callE")
+    ),
+    "flex": Broken("flex", _break_flex, NotImplementedError("no lowering for this graph")),
+    "varlen's attend": Broken(
+        "torch_varlen", _break_varlen, TypeError("varlen_attn() got an unexpected argument 'scale'")
+    ),
+    "varlen's plan": Broken("torch_varlen", _break_varlen_method("plan"), RuntimeError("no such layout")),
+    "varlen's prepare": Broken("torch_varlen", _break_varlen_method("prepare"), RuntimeError("no kernel image")),
+    "varlen's layers": Broken(
+        "torch_varlen", _break_varlen_method("attend_layers"), RuntimeError("CUDA error"), ("fast", "gradients")
+    ),
+    "FP8's attention": Broken(FP8.name, _break_fp8, RuntimeError("EXECUTION_FAILED"), ("fast",)),
+    "FP8's plan": Broken(FP8.name, _break_fp8_plan, RuntimeError("EXECUTION_FAILED"), ("fast",)),
+    "FP8's sampling kernel": Broken(FP8.name, _break_fp8_kernel("_sample_kernel"), NO_COMPILER, ("fast",)),
+    "FP8's quantizing kernel": Broken(FP8.name, _break_fp8_kernel("_quantize_kernel"), NO_COMPILER, ("fast",)),
+    "FP8's dequantizing kernel": Broken(FP8.name, _break_fp8_kernel("_dequantize_kernel"), NO_COMPILER, ("fast",)),
+}
+"""By the part that is broken."""
+
+
+@pytest.mark.parametrize(("case", "way"), [(case, way) for case, broken in BROKEN.items() for way in broken.ways])
+def test_a_backend_that_fails_when_it_runs(
+    stock_models: StockModels,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    way: str,
+) -> None:
+    """On the fast path, and where the stock forward calls the registered attention function with our plans."""
+    broken = BROKEN[case]
+    model, expected = stock_models["qwen2_vl"]
+    tower = tower_of(model)
+    broken.break_backend(monkeypatch, broken.error)
+    reason = f"failed when it ran: {type(broken.error).__name__}: {broken.error}"
+    is_used = way != "gradients" or broken.is_differentiable
+    if way == "hooked":
+        request.addfinalizer(tower.blocks[1].register_forward_hook(lambda *_: None).remove)
+
+    def run() -> list[torch.Tensor]:
+        with torch.set_grad_enabled(way == "gradients"):
+            return [output.detach() for output in outputs_of(tower(pixels_for(tower, GRID), torch.tensor(GRID)))]
+
+    hf_vit_accel.patch(model, **broken.options)
+    for _ in range(3):
+        assert_close(run(), expected)
+    status = status_of(model)
+    assert status.fallbacks.get(f"{broken.backend} cannot serve the call: {reason}", 0) == 3 * is_used
+    assert (status.calls, status.stock_calls) == ((0, 3) if way == "hooked" else (3, 0))
+    assert status.backends["full"] == "sdpa"
+    assert faults_of(model) == ({broken.backend} if is_used else set())
+    if way == "hooked":
+        return
+    for twin in (copy.deepcopy(model), through_pickle(model)):
+        assert not faults_of(twin), "a copy tries for itself"
+    hf_vit_accel.patch(model, strict=True, **broken.options)
+    for _ in range(2):
+        with pytest.raises(FallbackError, match="failed when it ran" if is_used else "gradients are required"):
+            run()
+        assert not faults_of(model)
+
+
+def test_a_gpu_that_cannot_be_asked_does_not_stop_a_cpu_tower(
+    stock_models: StockModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, expected = stock_models["qwen2_vl"]
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "why_missing", lambda package: None)
+    monkeypatch.setattr(machine, "cuda_capability", raises(RuntimeError("CUDA error: all devices are busy")))
+    hf_vit_accel.patch(model)
+    assert_close(run_tower(tower_of(model), GRID), expected)
+    (first, *_) = status_of(model).rejected["full"]["torch_varlen"]
+    assert first == "the GPU cannot be used: CUDA error: all devices are busy"
+    with pytest.raises(BackendUnavailableError, match="all devices are busy"):
+        hf_vit_accel.patch(model, attention="torch_varlen")

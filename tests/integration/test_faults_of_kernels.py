@@ -1,0 +1,263 @@
+"""Faults put into kernels, and into captures of CUDA graphs: kernels are disabled, the call is reported and counted.
+
+References stand in for all other kernels, and a recorder replays graphs by running again.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from support.changes import through_pickle
+from support.cpu_graphs import SMALL, Recorder
+from support.faults import GRID, LAUNCH_ERRORS, Launches, StockModels, faults_of, raises
+from support.flashinfer import Flashinfer
+from support.kernel_table import KERNELS
+from support.patching import status_of
+from support.references import put
+from tiny import FAMILIES, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import FallbackError, machine
+from hf_vit_accel.ops import add_norm, mlp
+
+pytestmark = pytest.mark.usefixtures("afresh")
+
+BreakKernel = Callable[[str, BaseException], Launches]
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One way in which a tower launches kernels.
+
+    Args:
+        family: The tower's family.
+        trains: Whether with gradients.
+        activates: Whether the kernel of a product applies the activation, too.
+    """
+
+    family: str
+    trains: bool
+    activates: bool
+
+
+CallsByKernel = dict[str, list[KernelCall]]
+
+
+def run(model: nn.Module, *, trains: bool) -> list[torch.Tensor]:
+    tower = tower_of(model)
+    with torch.set_grad_enabled(trains):
+        return [output.detach() for output in outputs_of(tower(pixels_for(tower, GRID), torch.tensor(GRID)))]
+
+
+@pytest.fixture(scope="module")
+def cache_of_calls() -> CallsByKernel:
+    return {}
+
+
+@pytest.fixture
+def calls_by_kernel(cache_of_calls: CallsByKernel, references: list[str], stock_models: StockModels) -> CallsByKernel:
+    """List the calls that launch each kernel: run every family with gradients and without, once a file."""
+    if cache_of_calls:
+        return cache_of_calls
+    for family, trains, activates in product(stock_models, (True, False), (True, False)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if not activates:
+                monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: "not this GPU")
+            model, _ = stock_models[family]
+            hf_vit_accel.patch(model)
+            references.clear()
+            run(model, trains=trains)
+            for name in sorted(set(references)):
+                cache_of_calls.setdefault(name, []).append(KernelCall(family, trains, activates))
+    return cache_of_calls
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [*((name, "no C compiler") for name in KERNELS), *(("add_norm_", error) for error in LAUNCH_ERRORS)],
+)
+def test_a_kernel_that_cannot_be_launched(
+    calls_by_kernel: CallsByKernel,
+    break_kernel: BreakKernel,
+    stock_models: StockModels,
+    name: str,
+    error: str,
+) -> None:
+    """With gradients and without: in the first family that launches it then."""
+    tested: set[bool] = set()
+    for call in calls_by_kernel.get(name, []):
+        if call.trains in tested or call.activates != name.startswith("linear"):
+            continue
+        model, expected = stock_models[call.family]
+        launches = break_kernel(name, LAUNCH_ERRORS[error])
+        hf_vit_accel.patch(model)
+        assert "norms" in status_of(model).fused
+        for _ in range(2):
+            assert_close(run(model, trains=call.trains), expected)
+        if not launches.tried:
+            assert not faults_of(model)
+            continue
+        tested.add(call.trains)
+        assert launches.tried == 1, "it is not tried again"
+        check_report(model, LAUNCH_ERRORS[error])
+        check_copies_and_strict(model, call, LAUNCH_ERRORS[error])
+    if not tested:
+        pytest.skip("it runs in the backward pass only")
+
+
+def check_report(model: nn.Module, error: BaseException) -> None:
+    """Check what `status` says after two calls, the first of which met the fault."""
+    message = " ".join(str(error).split())
+    reason = f"failed when it ran: {type(error).__name__}: {message}"
+    status = status_of(model)
+    assert (status.calls, status.stock_calls) == (2, 0)
+    assert status.fused == ("patch_embed",) and status.unfused["norms"] == status.unfused["rope"] == reason
+    assert status.fallbacks == {f"no fused kernel can serve the call: one {reason}": 2} and message in str(status)
+
+
+def check_copies_and_strict(model: nn.Module, call: KernelCall, error: BaseException) -> None:
+    """Check that copies try the kernel themselves, and that it fails anew under `strict`, which raises."""
+    hf_vit_accel.patch(model)
+    run(model, trains=call.trains)
+    assert status_of(copy.deepcopy(model)).fused != status_of(model).fused
+    assert not faults_of(through_pickle(model))
+    hf_vit_accel.patch(model, strict=True)
+    for _ in range(2):
+        with pytest.raises(FallbackError, match=r"strict=True .*: kernels failed when it ran") as strict:
+            run(model, trains=call.trains)
+        assert strict.value.__context__.__cause__ is error
+    hf_vit_accel.patch(model, fuse={"patch_embed"}, strict=True)
+    run_tower(tower_of(model), GRID)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_and_the_backend_may_both_fail(
+    break_kernel: BreakKernel,
+    flashinfer: Flashinfer,
+    stock_models: StockModels,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    """Two faults in one call."""
+    model, expected = stock_models[family]
+    break_kernel("add_norm_", LAUNCH_ERRORS["the GPU is not known"])
+    monkeypatch.setattr(flashinfer, "run", raises(RuntimeError("EXECUTION_FAILED")))
+    hf_vit_accel.patch(model)
+    for _ in range(2):
+        assert_close(run_tower(tower_of(model), GRID), expected)
+    assert faults_of(model) == {machine.KERNELS, "flashinfer_cudnn"}
+    assert sorted(status_of(model).fallbacks.values()) == [2, 2] and status_of(model).calls == 2
+
+
+def test_if_the_retry_fails_too_its_error_is_raised_and_nothing_remembered(
+    break_kernel: BreakKernel, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, expected = stock_models["qwen2_vl"]
+    tower = tower_of(model)
+    second_error = RuntimeError("and again")
+    hf_vit_accel.patch(model)
+    with monkeypatch.context() as broken:
+        put(broken, vars(add_norm)["add_norm_"], raises(RuntimeError("an illegal memory access was encountered")))
+        broken.setattr(nn.functional, "scaled_dot_product_attention", raises(second_error))
+        with pytest.raises(RuntimeError, match="and again") as raised:
+            run_tower(tower, GRID)
+        assert raised.value is second_error and "illegal memory access" in " ".join(second_error.__notes__)
+    assert not faults_of(model) and not status_of(model).fallbacks
+    assert_close(run_tower(tower, GRID), expected)
+    assert "norms" in status_of(model).fused
+
+
+def test_threads_that_meet_a_fault_at_once(
+    break_kernel: BreakKernel, stock_models: StockModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, expected = stock_models["qwen2_vl"]
+    tower = tower_of(model)
+    together = threading.Barrier(3)
+    failures: list[BaseException] = []
+    launches = break_kernel("add_norm_", LAUNCH_ERRORS["the GPU is not known"])
+    launch = KERNELS["add_norm_"].function
+
+    def slow(*args: object, **kwargs: object) -> Any:
+        together.wait(20)
+        return launch(*args, **kwargs)
+
+    put(monkeypatch, launch, slow)
+    hf_vit_accel.patch(model)
+
+    def work() -> None:
+        try:
+            for _ in range(3):
+                assert_close(run_tower(tower, GRID), expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and launches.tried == 3 and faults_of(model) == {machine.KERNELS}
+
+
+# --- faults with CUDA graphs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernel_that_fails_in_a_capture(
+    on_cpu: type[Recorder], break_kernel: BreakKernel, stock_models: StockModels, family: str
+) -> None:
+    """The graph is captured again without kernels, and replayed from then on."""
+    model, expected = stock_models[family]
+    launches = break_kernel("add_norm_", LAUNCH_ERRORS["no C compiler"])
+    hf_vit_accel.patch(model, cuda_graphs=SMALL)
+    for _ in range(3):
+        assert_close(run_tower(tower_of(model), GRID), expected)
+    status = status_of(model)
+    assert status.graphs.replays >= 3 and status.graphs.off is None and status.calls == 3
+    assert launches.tried == 2, "in the capture and in the eager run after it"
+    assert [count for reason, count in status.fallbacks.items() if "fused kernel" in reason] == [3]
+    hf_vit_accel.patch(model, cuda_graphs=SMALL, strict=True)
+    with pytest.raises(FallbackError, match=r"capture failed: .*Failed to find C compiler"):
+        run_tower(tower_of(model), GRID)
+
+
+def test_a_backend_that_fails_in_a_capture_or_later(
+    on_cpu: type[Recorder], flashinfer: Flashinfer, stock_models: StockModels
+) -> None:
+    model, expected = stock_models["qwen3_vl"]
+    tower = tower_of(model)
+    run = flashinfer.run
+    for captured in (False, True):
+        flashinfer.run = run if captured else raises(RuntimeError("EXECUTION_FAILED"))
+        hf_vit_accel.patch(model, cuda_graphs=SMALL)
+        if captured:  # the backend fails in a stock call, which drops the graphs that use it
+            assert_close(run_tower(tower, GRID), expected)
+            assert status_of(model).backends["full"] == "flashinfer_cudnn" and status_of(model).graphs.captures
+            flashinfer.run = raises(RuntimeError("EXECUTION_FAILED"))
+            handle = tower.blocks[0].register_forward_hook(lambda *_: None)
+            assert_close(run_tower(tower, GRID), expected)
+            handle.remove()
+        for _ in range(3):
+            assert_close(run_tower(tower, GRID), expected)
+        status = status_of(model)
+        assert status.graphs.replays >= 3 and status.backends["full"] == "sdpa"
+        assert [count for reason, count in status.fallbacks.items() if "EXECUTION_FAILED" in reason] == [3 + captured]
+
+
+def test_failed_captures_are_remembered_up_to_a_bound(on_cpu: type[Recorder], stock_models: StockModels) -> None:
+    """Let each failure have another message, as with memory that runs out; captures between them succeed."""
+    model, _ = stock_models["qwen2_vl"]
+    hf_vit_accel.patch(model, cuda_graphs=hf_vit_accel.GraphConfig(max_tokens=128, exact_after=1, max_graphs=4))
+    for width in range(1, 60):
+        on_cpu.fail = torch.OutOfMemoryError(f"Tried to allocate {width} MiB") if width % 3 else None
+        run_tower(tower_of(model), [(1, 2, 2 * width)])
+    status = status_of(model).graphs
+    assert len(status.eager) == 33 and "32 captures failed, the last: capture failed: OutOfMemoryError" in status.off

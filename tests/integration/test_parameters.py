@@ -1,0 +1,187 @@
+"""Parameters of several dtypes, of classes of their own, beside adapters, and on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.patching import AUTO, check_calls, check_stock, patch_by, run, status_of
+from support.tensors import flat
+from support.towers import ONE_TOWER
+from tiny import GRIDS, TINY, assert_close, left_padded, pixels_for, relative_error, tower_of
+from torch import nn
+
+import hf_vit_accel
+
+# --- dtypes and classes of parameters -------------------------------------------------------------------------------
+
+
+def test_parameters_of_several_dtypes_go_the_stock_way(model: nn.Module) -> None:
+    tower = tower_of(model).bfloat16()
+    grid = GRIDS["image"]
+    for block in tower.blocks:
+        block.norm1.float()
+        block.norm2.float()
+    is_rms_norm = hasattr(tower.blocks[0].norm1, "variance_epsilon")  # returns fp32, which no bf16 Linear takes
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_rms_norm):
+        expected = run(tower, grid)
+        hf_vit_accel.patch(model)
+        assert_close(run(tower, grid), expected, 2e-2)
+        check_calls(model, 0, 1, "several dtypes (torch.bfloat16, torch.float32)")
+        check_stock(model, grid, expected)
+    hf_vit_accel.patch(model.float())
+    run(tower, grid)
+    check_calls(model, 1, 0)
+
+
+LINEARS = r".*blocks\.\d+\..*(qkv|proj|fc1|fc2|linear_fc1|linear_fc2|gate_proj|up_proj|down_proj)"
+TUNERS: dict[str, Callable[[ModuleType], object]] = {
+    "LoRA": lambda peft: peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False),
+    "DoRA": lambda peft: peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False, use_dora=True),
+    "LoHa": lambda peft: peft.LoHaConfig(r=4, target_modules=LINEARS, init_weights=False),
+    "IA3": lambda peft: peft.IA3Config(target_modules=LINEARS, feedforward_modules=[], init_ia3_weights=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("tuner", "autocast"),
+    [("LoRA", False), ("LoRA", True), ("DoRA", True), ("LoHa", False), ("IA3", True)],
+)
+def test_adapters_in_fp32_beside_weights_in_bf16(tuner: str, autocast: bool) -> None:
+    """PEFT gives a bf16 model fp32 adapters, which cast their inputs and outputs."""
+    peft = pytest.importorskip("peft")
+    model = TINY["qwen2_5_vl"].build().bfloat16()
+    torch.manual_seed(0)
+    tower = tower_of(peft.get_peft_model(model, TUNERS[tuner](peft)))
+    grid = GRIDS["images"]
+    adapters = [parameter for parameter in tower.parameters() if parameter.requires_grad]
+    assert adapters and {parameter.dtype for parameter in adapters} == {torch.float32}
+
+    def step(tower: nn.Module) -> list[torch.Tensor]:
+        tower.zero_grad(set_to_none=True)
+        weight = next(tower.parameters())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and weight.dtype != torch.float32):
+            outputs = flat(tower(pixels_for(tower, grid).to(weight.dtype), grid_thw=torch.tensor(grid)))
+        assert len({output.dtype for output in outputs}) == 1 and outputs[0].dtype == weight.dtype
+        torch.stack([output.float().square().mean() for output in outputs]).sum().backward()
+        trained = [parameter.grad for parameter in tower.parameters() if parameter.requires_grad]
+        return [*(output.detach().float() for output in outputs), *trained]
+
+    exact = step(copy.deepcopy(tower).float())
+    expected = step(tower)
+    hf_vit_accel.patch(model)
+    results = step(tower)
+    check_calls(model, 1, 0)
+    for one, other, reference in zip(results, expected, exact, strict=True):
+        assert one.dtype == other.dtype
+        assert relative_error(one, reference) <= 1.5 * relative_error(other, reference) + 2**-8
+    hf_vit_accel.unpatch(model)
+    for result, value in zip(step(tower), expected, strict=True):
+        assert torch.equal(result, value)
+
+
+def test_an_adapter_over_a_weight_of_another_dtype_goes_the_stock_way(model: nn.Module) -> None:
+    """Adapters may have another dtype; the weights that they adapt may not."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model.bfloat16(), peft.LoraConfig(r=4, target_modules=LINEARS))
+    tower = tower_of(adapted)
+    grid = GRIDS["image"]
+    hf_vit_accel.patch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(tower, grid)
+        check_calls(model, 1, 0)
+        tower.blocks[1].attn.proj.base_layer.float()
+        run(tower, grid)
+    check_calls(model, 1, 1, "several dtypes (torch.bfloat16, torch.float32)")
+
+
+def test_a_trained_module_of_another_dtype_goes_the_stock_way(model: nn.Module) -> None:
+    """PEFT names copies for `modules_to_save` like adapters, but casts nothing around them."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=r".*blocks\.\d+\.attn\.proj", modules_to_save=["norm1"])
+    tower = tower_of(peft.get_peft_model(model.bfloat16(), config))
+    grid = GRIDS["image"]
+    for name, parameter in tower.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data = parameter.data.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(tower, grid)
+        hf_vit_accel.patch(model)
+        assert_close(run(tower, grid), expected)
+    check_calls(model, 0, 1, "several dtypes (torch.bfloat16, torch.float32)")
+
+
+class Tripled(nn.Parameter):
+    """A parameter whose class changes what a Linear computes with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 3 if func is nn.functional.linear else result
+
+
+@pytest.mark.parametrize("name", ["blocks.1.attn.qkv", "blocks.2.mlp", "merger"])
+def test_parameters_of_a_class_of_their_own_are_used(model: nn.Module, name: str) -> None:
+    tower = tower_of(model)
+    grid = GRIDS["images"]
+    before = run(tower, grid)
+    linear = next(module for module in tower.get_submodule(name).modules() if isinstance(module, nn.Linear))
+    plain = linear.weight
+    linear.weight = Tripled(linear.weight.detach().clone())
+    expected = run(tower, grid)
+    assert max(relative_error(*pair) for pair in zip(expected, before, strict=True)) > 0.05
+    hf_vit_accel.patch(model)
+    assert_close(run(tower, grid), expected)
+    check_calls(model, 0, 1, "parameters of a class of their own (Tripled)")
+    linear.weight = plain
+    assert_close(run(tower, grid), before)
+    check_calls(model, 1, 1, "parameters of a class of their own (Tripled)")
+    check_stock(model, grid, before)
+
+
+# --- meta -----------------------------------------------------------------------------------------------------------
+
+
+def fill(model: nn.Module, stock: nn.Module) -> None:
+    """Move a model from the meta device to the CPU; copy the weights and unsaved buffers of another."""
+    model.to_empty(device="cpu")
+    model.load_state_dict(stock.state_dict())
+    for name, buffer in stock.named_buffers():
+        model.get_buffer(name).copy_(buffer)
+
+
+@pytest.fixture(params=[*ONE_TOWER, pytest.param("qwen3_vl_moe", marks=pytest.mark.matrix)])
+def stock(request: pytest.FixtureRequest) -> nn.Module:
+    return TINY[request.param].build()
+
+
+@pytest.mark.parametrize(("way", "is_called_on_meta"), [("built by name", True), ("patch", False), ("name", True)])
+def test_from_the_meta_device(stock: nn.Module, way: str, is_called_on_meta: bool) -> None:
+    tower = tower_of(stock)
+    grid = GRIDS["mixed"]
+    inputs = left_padded(stock)
+    arguments = dict(max_new_tokens=4, do_sample=False)
+    expected = run(tower, grid)
+    tokens = stock.generate(**inputs, **arguments)
+    kwargs = {"attn_implementation": AUTO} if way == "built by name" else {}
+    with torch.device("meta"):
+        model = type(stock)._from_config(copy.deepcopy(stock.config), **kwargs).eval()
+    if not kwargs:
+        patch_by(way, model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert status_of(model).patched and "patched" in str(hf_vit_accel.status(model))
+    if is_called_on_meta:
+        with torch.no_grad():
+            pixels = pixels_for(tower, grid, device="meta")
+            shapes = flat(tower_of(model)(pixels, grid_thw=torch.tensor(grid)))
+        assert [x.shape for x in shapes] == [x.shape for x in expected] and {x.device.type for x in shapes} == {"meta"}
+    fill(model, stock)
+    assert_close(run(tower_of(model), grid), expected)
+    check_calls(model, 1 + is_called_on_meta, 0)
+    assert torch.equal(model.generate(**inputs, **arguments), tokens)
+    check_stock(model, grid, expected)

@@ -1,0 +1,102 @@
+"""Build tiny towers of which only the attention is ours, and draw inputs for them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tiny import randomise
+from torch import nn
+
+from hf_vit_accel.families import FAMILIES
+
+GRID = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (2, 8, 8)]
+CLASSES = [(family, *tower) for family in FAMILIES if family.attention_only for tower in family.towers]
+"""Family, module and name of every such class."""
+NO_SEGMENTS = "before transformers 5.23 the layers of MiniMax-M3 know no segments: its pictures attend to each other"
+
+_SIGLIP = dict(num_hidden_layers=4, hidden_size=32, num_attention_heads=2, intermediate_size=40, patch_size=2)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """How to build and call a tiny tower.
+
+    Args:
+        config: Fields of the vision config.
+        frames: Frames of a patch.
+        square: Whether pixels come as (T, 3, side, side).
+        clips: Whether stock takes clips of several frames.
+        alike: Whether all clips must be equally long. (Kimi fails to concatenate others.)
+        merge_sizes: Whether the forward takes a merge size per image.
+    """
+
+    config: dict[str, Any]
+    frames: int = 1
+    square: bool = False
+    clips: bool = True
+    alike: bool = False
+    merge_sizes: bool = False
+
+
+_MUSE = _SIGLIP | dict(pos_emb_height=4, pos_emb_width=4, max_position_embeddings=16)
+_MUSE |= dict(layer_types=["window_attention", "full_attention"] * 2)
+TINY = {
+    "VideoLlama3VisionModel": Tiny(_SIGLIP, merge_sizes=True),
+    "Kimi_K25VisionModel": Tiny(_SIGLIP | dict(pos_emb_height=6, pos_emb_width=6), square=True, alike=True),
+    "GlmImageVisionModel": Tiny(
+        dict(depth=4, hidden_size=32, num_heads=2, intermediate_size=40, patch_size=2, image_size=10), clips=False
+    ),
+    "MiniMaxM3VLVisionModel": Tiny(_SIGLIP, frames=2),
+    "MuseGlimmerVisionModel": Tiny(_MUSE, frames=2),
+    "MuseSparkVisionModel": Tiny(_MUSE, frames=2),
+    "HunYuanVLVisionTransformer": Tiny(_SIGLIP | dict(max_image_size=12, out_hidden_size=16), clips=False),
+    "Cosmos3EdgeVisionModel": Tiny(_SIGLIP | dict(num_patches=36)),
+}
+
+
+def takes_segments(layer: nn.Module) -> bool:
+    """Return whether a layer's attention takes the offsets of segments."""
+    return "cu_seqlens" in inspect.signature(layer.self_attn.forward).parameters
+
+
+def build(module: str, name: str, *, without_segments: bool = False) -> nn.Module:
+    """Build a tower; skip the test where transformers lacks it, or its layers know no segments.
+
+    Args:
+        module: The module in transformers.
+        name: The class.
+        without_segments: Whether layers that know no segments will do.
+    """
+    kind: Any = getattr(pytest.importorskip(module), name)
+    config = kind.config_class()
+    for field, value in TINY[name].config.items():
+        setattr(config, field, copy.deepcopy(value))
+    config._attn_implementation_internal = "sdpa"
+    tower = randomise(kind(config).eval())
+    if name.startswith("MiniMax") and not without_segments and not takes_segments(tower.layers[0]):
+        pytest.skip(NO_SEGMENTS)
+    return tower
+
+
+def inputs(tower: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Draw the arguments of a call: pixels, which require gradients, the grid, and merge sizes where they are taken."""
+    tiny = TINY[type(tower).__name__]
+    grid = GRID
+    if tiny.alike:
+        grid = [(2, h, w) for _, h, w in GRID]
+    elif not tiny.clips:
+        grid = [(1, h, w) for t, h, w in GRID for _ in range(t)]
+    rows = sum(t * h * w for t, h, w in grid)
+    shape = (rows, 3, 2, 2) if tiny.square else (rows, 3 * 4 * tiny.frames)
+    arguments = {
+        "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(),
+        "grid_thw": torch.tensor(grid),
+    }
+    if tiny.merge_sizes:
+        arguments["merge_sizes"] = torch.tensor([2, 1, 2, 2])
+    return arguments

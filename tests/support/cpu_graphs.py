@@ -1,0 +1,124 @@
+"""Capture CUDA graphs on a CPU: a graph that runs again, and an attention that reads its offsets at every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import GraphConfig, backends
+from hf_vit_accel.backends import BACKENDS, Plan, Request
+from hf_vit_accel.backends.sdpa import Sdpa
+from hf_vit_accel.graphs import store
+from hf_vit_accel.layout import Segments
+from hf_vit_accel.tower import decide as decide_module
+
+SMALL = GraphConfig(max_tokens=128, exact_after=0)
+"""Graphs of few tokens, captured at the first call."""
+
+
+class Masked(Sdpa):
+    """Attend by the offsets on the device at the time of the run, like the kernels of the real backends."""
+
+    capturable = True
+
+    def plan(self, segments: Segments, request: Request) -> Plan:
+        """Keep the offsets as an array for the device, and the longest segment for the host."""
+        return Plan(
+            backend=self,
+            segments=segments,
+            request=request,
+            host={"max_seqlen": segments.max_seqlen},
+            arrays={"cu_seqlens_S1": segments.cu_seqlens_S1},
+        )
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Attend with one mask over all rows: a row sees the rows of its segment."""
+        offsets = plan.tensors["cu_seqlens_S1"]
+        assert offsets[-1] == len(q_THD), "every row belongs to a segment"
+        assert int(offsets.diff().max()) <= plan.host["max_seqlen"]
+        rows = torch.arange(len(q_THD), dtype=offsets.dtype)
+        segment_T = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+        q_1HTD, k_1HTD, v_1HTD = (tensor.transpose(0, 1)[None] for tensor in (q_THD, k_THD, v_THD))
+        mask_TT = segment_T[:, None] == segment_T[None, :]
+        out_1HTD = nn.functional.scaled_dot_product_attention(
+            q_1HTD, k_1HTD, v_1HTD, attn_mask=mask_TT, scale=plan.request.scale
+        )
+        return out_1HTD[0].transpose(0, 1)
+
+
+class Recorder:
+    """Stand in for `CudaRecorder`: replay a graph by running the function again."""
+
+    fail: Exception | None = None
+    """Raised in place of a capture."""
+    nbytes = 1000
+    """The memory of every capture."""
+    reason: str | None = None
+    """The reason against capturing now."""
+    poisoned: Callable[[], list[torch.Tensor]] | None = None
+    """Returns the buffers to spoil before every use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.waiting = False
+
+    def against(self) -> str | None:
+        """Return the reason against capturing now."""
+        return self.reason
+
+    def record(self, *runs: Callable[[], None]) -> tuple[list[Callable[[], None]], int]:
+        """Run the functions once; return a replay of each and the memory that they took."""
+        for run in runs:
+            run()
+        if self.fail is not None:
+            raise self.fail
+        return [self._replay_of(run) for run in runs], self.nbytes
+
+    def _replay_of(self, run: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            assert self.waiting, "replayed without waiting for the last replay"
+            run()
+
+        return replay
+
+    def wait(self) -> None:
+        """Begin a use, which must follow the end of the last use, and spoil the poisoned buffers."""
+        assert not self.waiting, "the last use never said that it was done"
+        self.waiting = True
+        for buffer in self.poisoned() if self.poisoned else ():
+            buffer.fill_(float("nan") if buffer.is_floating_point() else 251)
+
+    def done(self) -> None:
+        """End a use."""
+        assert self.waiting
+        self.waiting = False
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Do nothing: a CPU has one stream."""
+
+    def settle(self) -> None:
+        """Do nothing: a CPU runs nothing in the background."""
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    """Allow graphs on the CPU; return the class of their recorders, which only this test changes."""
+
+    class RecorderOfTest(Recorder):
+        pass
+
+    masked = Masked()
+    monkeypatch.setattr(store, "CudaRecorder", RecorderOfTest)
+    monkeypatch.setattr(decide_module, "why_not_graphs", lambda device: None)
+    all_backends = tuple(masked if backend.name == "sdpa" else backend for backend in BACKENDS)
+    monkeypatch.setattr(backends, "BACKENDS", all_backends)
+    return RecorderOfTest
+
+
+def status_of(model: Any) -> Any:
+    """Return the status of the graphs of a model's only tower."""
+    return hf_vit_accel.status(model).towers[0].graphs

@@ -1,0 +1,155 @@
+"""Fixtures and helpers of tests that let backends and kernels fail: stock models, a machine not yet probed, errors.
+
+conftest.py registers this file as a plugin, so that its fixtures need no import.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import GRIDS, TINY, run_tower, tower_of
+from torch import nn
+from torch._C import DispatchKey, DispatchKeySet
+
+import hf_vit_accel
+from hf_vit_accel import machine
+from hf_vit_accel.backends import flashinfer_cudnn as cudnn_backend
+from hf_vit_accel.backends import flex as flex_backend
+from hf_vit_accel.ops import linear_activation, mlp
+from hf_vit_accel.tower.state import state_of
+from support.flashinfer import Flashinfer, install_flashinfer
+from support.kernel_table import KERNELS
+from support.references import put
+
+GRID = GRIDS["mixed"]
+StockModels = dict[str, tuple[nn.Module, list[torch.Tensor]]]
+"""By family: a model, and its stock tower's outputs for GRID."""
+
+
+@pytest.fixture(scope="module")
+def stock_models() -> StockModels:
+    """Build a model of every family, and run its stock tower."""
+    models = {family: tiny.build() for family, tiny in TINY.items()}
+    return {family: (model, run_tower(tower_of(model), GRID)) for family, model in models.items()}
+
+
+@pytest.fixture
+def afresh(stock_models: StockModels) -> Iterator[None]:
+    """Forget all that is known of the machine, before and after; unpatch every model."""
+    forget_machine()
+    yield
+    forget_machine()
+    for model, _ in stock_models.values():
+        hf_vit_accel.unpatch(model)
+
+
+def forget_machine() -> None:
+    """Clear probes, and what backends have built."""
+    machine.reset()
+    cudnn_backend.GRAPHS.clear()
+    cudnn_backend.WORKSPACES.close()
+    flex_backend.compiled.cache_clear()
+
+
+def faults_of(model: nn.Module) -> set[str]:
+    """Return the backends, or the kernels, that a model remembers as broken."""
+    return set(state_of(tower_of(model)).faults)
+
+
+def raises(error: BaseException) -> Callable[..., None]:
+    """Return a function that raises an error, whatever it is called with."""
+
+    def call(*args: object, **kwargs: object) -> None:
+        raise error.with_traceback(None)
+
+    return call
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: Exception, after: int = 0) -> None:
+    """Let one call of a function raise: the first, or the one after so many; all other calls are real."""
+    function = getattr(owner, name)
+    calls = 0
+
+    def call(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == after + 1:
+            raise error.with_traceback(None)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+# --- FlashInfer and cuDNN ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def operator_on_cpu() -> Iterator[None]:
+    """Let cuDNN's operator take CPU tensors, too, while a file runs."""
+    library = torch.library.Library("hf_vit_accel", "FRAGMENT")
+    operator = torch.ops.hf_vit_accel.cudnn_attention.default
+    keys = DispatchKeySet(DispatchKey.CUDA)
+    library.impl("cudnn_attention", lambda *arguments: operator.redispatch(keys, *arguments), "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def flashinfer(operator_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Flashinfer:
+    """Put a FlashInfer of plain torch behind the cuDNN backend."""
+    return install_flashinfer(monkeypatch)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+class Launches:
+    """Stands for a kernel: counts launches, all of which raise."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.tried = 0
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*args: object, **kwargs: object) -> None:
+            self.tried += 1
+            raise self.error.with_traceback(None)
+
+        return launch
+
+
+class CompilationError(Exception):
+    """Stands for Triton's own error, whose message shows the source first."""
+
+
+LAUNCH_ERRORS = {
+    "no C compiler": RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+    "the compiler fails": subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+    "the cache cannot be written": PermissionError(13, "Permission denied", ".triton/cache"),
+    "the kernel does not compile": CompilationError("at 3:4:\n    x = tl.load(x)\n        ^\nunsupported"),
+    "the GPU is not known": KeyError("sm_999"),
+}
+
+
+@pytest.fixture
+def break_kernel(references: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str, BaseException], Launches]:
+    """Return a function that lets one kernel fail at its launch; all others run by their references."""
+
+    def break_(name: str, error: BaseException) -> Launches:
+        kernel = KERNELS[name]
+        launches = Launches(error)
+        put(monkeypatch, vars(sys.modules[kernel.function.__module__])[kernel.name], kernel.function)
+        for module, launched in kernel.launched:
+            monkeypatch.setattr(module, launched, launches)
+        descriptor = SimpleNamespace(from_tensor=lambda tensor, block: tensor)
+        monkeypatch.setattr(linear_activation, "TensorDescriptor", descriptor, raising=False)
+        if not name.startswith("linear"):  # the product's kernel would apply the activation, too
+            monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: "not this GPU")
+        return launches
+
+    return break_

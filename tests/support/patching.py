@@ -1,0 +1,71 @@
+"""Patch a model in either way, call its tower, and check what `status` says of the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tiny import assert_close, pixels_for, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel.status import TowerStatus
+from hf_vit_accel.tower.forward import AcceleratedForward
+from hf_vit_accel.tower.state import state_of
+from support.tensors import Output, flat
+
+AUTO = "flash_vit_auto"
+WAYS = ("patch", "name")
+Grid = list[tuple[int, int, int]]
+
+
+def patch_by(way: str, model: nn.Module) -> None:
+    """Call `patch`, or set the registered name, as loading by name does."""
+    if way == "patch":
+        hf_vit_accel.patch(model)
+    else:
+        model.set_attn_implementation(AUTO)
+
+
+def status_of(model: nn.Module) -> TowerStatus:
+    """Return the status of a model's only tower."""
+    [status] = hf_vit_accel.status(model).towers
+    return status
+
+
+def check_calls(model: nn.Module, fast: int, stock: int, *reasons: str) -> None:
+    """Check the number of fast calls and of stock calls, which went that way for these reasons and no others."""
+    state = state_of(tower_of(model))
+    status = status_of(model)
+    assert (state.calls, state.stock_calls) == (status.calls, status.stock_calls) == (fast, stock)
+    assert status.fallbacks == dict(state.fallbacks)
+    for fallback in state.fallbacks:
+        assert any(reason in fallback for reason in reasons), state.fallbacks
+    for reason in reasons:
+        assert any(reason in fallback for fallback in state.fallbacks), state.fallbacks
+
+
+def check_stock(model: nn.Module, grid: Grid, expected: list[torch.Tensor], bound: float = 0.0) -> None:
+    """Unpatch; check that nothing of ours remains, and that the tower computes what it did before."""
+    tower = tower_of(model)
+    hf_vit_accel.unpatch(model)
+    assert state_of(tower) is None and not status_of(model).patched
+    assert not any(isinstance(value, AcceleratedForward) for value in vars(tower).values())
+    assert tower.config._attn_implementation == "sdpa"
+    assert_close(run(tower, grid), expected, bound)
+
+
+def run(tower: nn.Module, grid: Grid, **kwargs: object) -> list[torch.Tensor]:
+    """Call a tower without gradients. Pixels are fp32 on the CPU, wherever the weights are at the moment."""
+    with torch.no_grad():
+        return flat(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid), **kwargs))
+
+
+def gradients(tower: nn.Module, grid: Grid, forward: Callable[..., Output] | None = None) -> list[torch.Tensor]:
+    """Return the gradients of pixels and of every parameter; none may be missing."""
+    tower.zero_grad(set_to_none=True)
+    pixels = pixels_for(tower, grid).requires_grad_()
+    output = (forward or tower)(pixels, grid_thw=torch.tensor(grid))
+    torch.stack([tensor.square().mean() for tensor in flat(output)]).sum().backward()
+    assert all(parameter.grad is not None for parameter in tower.parameters())
+    return [pixels.grad, *(parameter.grad for parameter in tower.parameters())]

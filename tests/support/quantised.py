@@ -1,0 +1,118 @@
+"""Replace the Linears of a tower's blocks, or their weights, by quantised ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tiny import tower_of
+from torch import nn
+
+Quantise = Callable[[nn.Linear], nn.Module]
+
+
+class Int8Linear(nn.Module):
+    """A Linear in int8 with a scale per row, as bitsandbytes puts one in the place of a Linear."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with the weight in the dtype of `x`."""
+        return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
+
+
+class Int8Weight(torch.Tensor):
+    """A tensor whose class computes a Linear's product from int8 and a scale, as torchao's do."""
+
+    @staticmethod
+    def __new__(cls, weight: torch.Tensor) -> Int8Weight:
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.scale = weight.abs().amax(1, keepdim=True) / 127
+        self.values = (weight / self.scale).round().to(torch.int8)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.linear:
+            x, weight, *others = args
+            return F.linear(x, weight.values.to(x.dtype) * weight.scale, *others)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            raise NotImplementedError(f"{func} of an int8 weight")
+        alias = Int8Weight.__new__(cls, args[0])
+        alias.scale = args[0].scale
+        alias.values = args[0].values
+        return alias
+
+
+def replace_linears(model: nn.Module, quantise: Quantise) -> nn.Module:
+    """Put another module in the place of every Linear in the blocks."""
+    for block in tower_of(model).blocks:
+        for parent in list(block.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, quantise(child))
+    return model
+
+
+def int8_linears(model: nn.Module, _: ExitStack) -> nn.Module:
+    """Replace every Linear by `Int8Linear`."""
+    return replace_linears(model, Int8Linear)
+
+
+def int8_weights(model: nn.Module, _: ExitStack) -> nn.Module:
+    """Replace the weight of every Linear by an `Int8Weight`."""
+
+    def quantise(linear: nn.Linear) -> nn.Linear:
+        linear.weight = nn.Parameter(Int8Weight(linear.weight.detach()), requires_grad=False)
+        return linear
+
+    return replace_linears(model, quantise)
+
+
+def bitsandbytes_4bit(model: nn.Module, _: ExitStack) -> nn.Module:
+    """Replace every Linear by bitsandbytes' own in 4 bit."""
+    import bitsandbytes as bnb
+
+    def quantise(linear: nn.Linear) -> nn.Module:
+        sizes = (linear.in_features, linear.out_features, linear.bias is not None)
+        quantised = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
+        quantised.weight = bnb.nn.Params4bit(linear.weight.detach(), requires_grad=False, quant_type="nf4")
+        quantised.bias = linear.bias
+        return quantised.to("cpu")
+
+    return replace_linears(model, quantise)
+
+
+def bitsandbytes_8bit(model: nn.Module, _: ExitStack) -> nn.Module:
+    """Replace every Linear by bitsandbytes' own in 8 bit."""
+    import bitsandbytes as bnb
+
+    def quantise(linear: nn.Linear) -> nn.Module:
+        sizes = (linear.in_features, linear.out_features, linear.bias is not None)
+        quantised = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
+        quantised.weight = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
+        quantised.bias = linear.bias
+        return quantised.to("cpu")
+
+    return replace_linears(model, quantise)
+
+
+def torchao_int8(model: nn.Module, _: ExitStack) -> nn.Module:
+    """Quantise the blocks' weights with torchao."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(tower_of(model).blocks, Int8WeightOnlyConfig())
+    return model

@@ -1,0 +1,44 @@
+"""Choose the families and cases of a test: a few in every run, all of them in the matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, TINY
+
+
+def alike(case: Any, *similar_cases: Any) -> list[Any]:
+    """Return one case for every run, and the similar cases for the matrix alone, since they show no more."""
+    cases = [case]
+    for similar in similar_cases:
+        values = similar if isinstance(similar, tuple) else (similar,)
+        cases.append(pytest.param(*values, marks=pytest.mark.matrix))
+    return cases
+
+
+TOWERS = [
+    pytest.param("qwen2_vl", marks=[pytest.mark.matrix] * (not torch.cuda.is_available())),
+    *(name for name in FAMILIES if name != "qwen2_vl"),
+]
+"""Families for tests of how a call runs. On a CPU, Qwen2-VL's tower runs in the matrix alone.
+
+That tower has no part that the others lack: no windows, no table of positions, no deepstack. `test_tower.py`,
+`test_ops.py` and `test_families.py` compare its results, and so its activation, with stock in every run.
+"""
+
+
+ONE_TOWER = list(TOWERS) if torch.cuda.is_available() else alike("qwen2_5_vl", "qwen3_vl", "qwen2_vl")
+"""Families for tests of what the library stores, counts or refuses between calls, which depends on no tower's parts.
+
+`test_families.py` shows that calls are right in every tower: eager, replayed, in passes and with replaced modules.
+"""
+both_towers = pytest.mark.parametrize("model", TOWERS, indirect=True)
+"""Build the fixture `model` of every family of `TOWERS`."""
+
+
+@pytest.fixture(params=ONE_TOWER)
+def model(request: Any) -> Any:
+    """Build a tiny model of a family: of `ONE_TOWER`, or of the test's own parameters."""
+    return TINY[request.param].build()

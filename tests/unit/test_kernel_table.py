@@ -1,0 +1,25 @@
+"""Check the table of kernels: every kernel of the operations stands in a row, and rows name real kernels."""
+
+from __future__ import annotations
+
+import pytest
+from support.kernel_table import KERNELS, SEPARATE_KERNELS, Kernel, defined_kernels
+
+ROWS = KERNELS | SEPARATE_KERNELS
+
+
+def test_every_kernel_stands_in_a_row() -> None:
+    """A kernel without a row would run on no CPU, and no test would break its launch."""
+    declared = {kernel for row in ROWS.values() for kernel in row.launched}
+    missing = {f"{module.__name__}.{name}" for module, name in defined_kernels() - declared}
+    unknown = {f"{module.__name__}.{name}" for module, name in declared - defined_kernels()}
+    assert not missing, "declare these kernels in tests/support/kernel_table.py"
+    assert not unknown, "tests/support/kernel_table.py declares kernels that no module defines"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_names_a_function_and_a_reference_of_the_package(name: str) -> None:
+    row: Kernel = ROWS[name]
+    assert row.launched and row.function is not row.reference
+    assert row.function.__module__.startswith("hf_vit_accel.")
+    assert row.reference.__module__.startswith("hf_vit_accel.")
