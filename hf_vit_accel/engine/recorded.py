@@ -20,8 +20,8 @@ Attributes = dict[str, object]
 
 _ABSENT = object()
 """Stands for the value of a name that a dictionary does not have."""
-_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters")
-"""The attributes by which PEFT chooses the adapters of a Linear."""
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""The attributes by which PEFT chooses and scales the adapters of a Linear."""
 
 
 class Change(NamedTuple):
@@ -184,7 +184,7 @@ class Recorded(RecordedTensors):
     def reason_lost(self) -> str | None:
         """Return why the forward cannot run again as it did, or None."""
         if self._active_adapters() != self._adapters:
-            return "an adapter was switched"
+            return "an adapter was switched or scaled"
         return super().reason_lost()
 
     def changes(self) -> Iterator[Change]:
@@ -195,7 +195,7 @@ class Recorded(RecordedTensors):
                 yield Change(attributes, "training", is_training)
 
     def _active_adapters(self) -> list[object]:
-        """Return the active adapters of PEFT, Linear by Linear."""
+        """Return the active adapters of PEFT and their factors, Linear by Linear."""
         active = []
         for attributes in self._adapted:
             for name in _ADAPTER_STATE:

@@ -156,13 +156,15 @@ def qwen_parts(tower: Tower, **other_parts: Any) -> Parts:
     """
     indexes = getattr(tower, "deepstack_visual_indexes", ())
     full_layers = getattr(tower, "fullatt_block_indexes", None)
+    if full_layers is not None:
+        full_layers = frozenset(index for index in range(len(tower.blocks)) if index in full_layers)
     parts: dict[str, Any] = dict(
         patch_embed=tower.patch_embed,
         projection=tower.patch_embed.proj,
         table=getattr(tower, "pos_embed", None),
         rotary=tower.rotary_pos_emb,
         blocks=tuple(block_of(block) for block in tower.blocks),
-        full_layers=None if full_layers is None else frozenset(full_layers),
+        full_layers=full_layers,
         deepstack=_reached_mergers(len(tower.blocks), indexes, getattr(tower, "deepstack_merger_list", ())),
         merger=getattr(tower, "merger", None),
     )

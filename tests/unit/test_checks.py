@@ -124,6 +124,9 @@ ATTRIBUTES = {
     "layers that attend per frame": Attribute(
         lambda tower: setattr(tower, "fullatt_block_indexes", [0]), "window_size"
     ),
+    "the same, as a tensor": Attribute(
+        lambda tower: setattr(tower, "fullatt_block_indexes", torch.tensor([0])), "window_size"
+    ),
     "the same, in place": Attribute(lambda tower: tower.fullatt_block_indexes.append(0), "window_size"),
     "deepstack": Attribute(change_deepstack, "deepstack_visual_indexes"),
     "interpolation": Attribute(

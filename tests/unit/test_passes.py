@@ -365,10 +365,23 @@ def test_an_adapter_that_is_switched_before_its_passes_run_again_raises() -> Non
 
     with model.disable_adapter():
         without = loss()
-    with pytest.raises(RuntimeError, match="an adapter was switched since its forward"):
+    with pytest.raises(RuntimeError, match="an adapter was switched or scaled since its forward"):
         without.backward()
     loss().backward()
     assert status_of(tower).passes and not status_of(tower).fallbacks
+
+
+def test_an_adapter_that_is_rescaled_before_its_passes_run_again_raises() -> None:
+    """Raise, since the recomputed products would have another factor than the forward's."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(TINY["qwen2_5_vl"].build(), peft.LoraConfig(target_modules=["qkv", "proj"], r=2))
+    tower = tower_of(hf_vit_accel.patch(model, max_rows=50))
+    loss = hold(tower, GRIDS[1])[1].square().sum()
+    for module in tower.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.scale_layer(2.0)
+    with pytest.raises(RuntimeError, match="an adapter was switched or scaled since its forward"):
+        loss.backward()
 
 
 def test_a_weight_that_is_modified_before_its_passes_run_again_raises() -> None:
