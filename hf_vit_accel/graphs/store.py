@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -145,7 +146,7 @@ class StoredGraph(Protocol):
 G = TypeVar("G", bound=StoredGraph)
 
 
-class GraphStore(Generic[G]):
+class GraphStore(ABC, Generic[G]):
     """The graphs of one kind of one tower. They go stale together, and share one memory pool."""
 
     def __init__(self, config: GraphConfig, max_bytes: int) -> None:
@@ -184,9 +185,9 @@ class GraphStore(Generic[G]):
                 self._recorder.settle()
             self._reset()
 
+    @abstractmethod
     def static_buffers(self) -> list[Tensor]:
         """List the tensors that the next call writes before a graph reads them."""
-        raise NotImplementedError
 
     @property
     def used(self) -> bool:
