@@ -83,10 +83,11 @@ _PEFT_PARTS = (
 
 def _has_known_variants(module: Any) -> bool:
     """Return whether the adapters of a PEFT module are plain LoRA or DoRA."""
-    variants = getattr(module, "lora_variant", {})
-    return all("Dora" in variant.__name__ for variant in variants.values() if isinstance(variant, type)) and all(
-        "Dora" in type(variant).__name__ for variant in variants.values() if not isinstance(variant, type)
-    )
+    for variant in getattr(module, "lora_variant", {}).values():
+        kind = variant if isinstance(variant, type) else type(variant)
+        if "Dora" not in kind.__name__:
+            return False
+    return True
 
 
 TABLE: tuple[RowWise, ...] = (
@@ -169,6 +170,24 @@ def reasons_mixing(
     return []
 
 
+def _name_of_own_function(module: nn.Module, *, is_activation: bool) -> str | None:
+    """Return the attribute by which a proven module calls a function of the user's, or None.
+
+    It may be an activation in `ACT2FN`, or one that was exchanged: a function, `functools.partial` or a method.
+    transformers' activations hold partial functions themselves. Frameworks keep theirs under private names.
+    """
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType):
+            is_own = not machine.is_upstream(value)
+        elif is_activation or name.startswith("_") or name == "forward":
+            is_own = False
+        else:
+            is_own = callable(value) and not isinstance(value, type | nn.Module)
+        if is_own:
+            return name
+    return None
+
+
 def _reason_mixing(module: nn.Module, kind: type, proven: Collection[type], *, is_of_patches: bool) -> str | None:
     """Say why a module may mix rows; None if it is known to treat each row by itself."""
     is_torch = kind.__module__.startswith("torch.")
@@ -178,11 +197,10 @@ def _reason_mixing(module: nn.Module, kind: type, proven: Collection[type], *, i
         return f"a {kind.__name__} has a forward of its own"
     entry = next((entry for entry in TABLE if entry.covers(kind)), None)
     if kind in proven and is_transformers:
+        name = _name_of_own_function(module, is_activation=entry is not None)
+        if name is not None:
+            return f"{name} of a {kind.__name__} is a function of your own"
         entry = PROVEN
-        for name, value in vars(module).items():
-            # A proven class may call a function of the user's: an activation in `ACT2FN`, or one that was exchanged.
-            if isinstance(value, FunctionType) and not machine.is_upstream(value):
-                return f"{name} of a {kind.__name__} is a function of your own"
     if entry is None:
         return f"a {kind.__name__ if is_torch else f'{kind.__module__}.{kind.__name__}'} is inside"
     if is_upstream and not machine.is_upstream(type(module).forward):

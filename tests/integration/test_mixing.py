@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,24 @@ def exchange_by_function(tower: Any) -> None:
         block.mlp.act_fn = mean_activation
 
 
+def exchange_by_partial_function(tower: nn.Module) -> None:
+    for block in tower.blocks:
+        del block.mlp.act_fn
+        block.mlp.act_fn = functools.partial(mean_activation)
+
+
+def exchange_by_method(tower: nn.Module) -> None:
+    activation = MeanActivation()
+    for block in tower.blocks:
+        del block.mlp.act_fn
+        block.mlp.act_fn = activation.forward
+
+
 def count_rows_in_gradients(tower: Any) -> None:
     tower.pos_embed.scale_grad_by_freq = True
+
+
+CHANGES = exchange_by_function, exchange_by_partial_function, exchange_by_method, count_rows_in_gradients
 
 
 def results(model: nn.Module) -> list[torch.Tensor]:
@@ -51,7 +68,7 @@ def results(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["max_rows", "reuse"])
-@pytest.mark.parametrize("change", [exchange_by_function, count_rows_in_gradients])
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_put_into_a_tower(change: Callable[[Any], None], options: dict[str, Any]) -> None:
     model = TINY["qwen3_vl" if change is count_rows_in_gradients else "qwen2_5_vl"].build()
     change(tower_of(model))
