@@ -35,7 +35,7 @@ def patch(
     *,
     attention: str | FlexConfig = "auto",
     fuse: str | bool | Iterable[str] = "auto",
-    cuda_graphs: bool | GraphConfig = False,
+    cuda_graphs: bool | Literal["auto"] | GraphConfig = "auto",
     fp8: bool | Fp8Config = False,
     max_rows: int | Literal["auto"] | None = "auto",
     data_parallel: Any = False,
@@ -52,8 +52,9 @@ def patch(
         attention: "auto" for the fastest backend of every call, a backend's name, or a `FlexConfig`. "auto" keeps an
             attention function that you registered with transformers; that tower stays stock.
         fuse: "auto" or True for every part that can be fused, False for none, or names of parts.
-        cuda_graphs: Replay the tower from CUDA graphs: True or a `GraphConfig`. Graphs are captured on first use or by
-            `warmup`. Small and medium inputs gain most; an input that would not gain runs eagerly.
+        cuda_graphs: "auto" replays sizes that come again from CUDA graphs, where that saves time and memory is free, in
+            inference and in training. True or a `GraphConfig` captures at the first call, within your bounds. False
+            captures nothing.
         fp8: Attention in FP8 where that is faster: True or a `Fp8Config`. Not exact, for inference only.
         max_rows: Patch rows in one pass. Larger calls are split between frames and images, to bound their memory.
             "auto" uses the limit that costs no time on CUDA; None uses one pass.
@@ -169,16 +170,23 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
     towers = []
     for _, tower, family in towers_of(model):
         state = None if family.attention_only else state_of(tower)
-        if state is not None and (state.runner or calls is not None):
+        if state is not None and (_captures_budgets(tower, state) or calls is not None):
             towers.append((tower, state))
     if not towers:
         raise ValueError(
-            "expected a model patched with cuda_graphs, or sizes; call hf_vit_accel.patch(model, cuda_graphs=True), or "
+            "expected a patched model on a CUDA device, or sizes; move the model there, or call "
             "hf_vit_accel.warmup(model, sizes=[[(1, 64, 64)]])"
         )
     for tower, state in towers:
         _warm_up_tower(tower, state, calls, progress)
     return status(model)
+
+
+def _captures_budgets(tower: nn.Module, state: TowerState) -> bool:
+    """Return whether a tower has graphs to capture: always if they were asked for, else on a CUDA device."""
+    if state.settings.graphs != "auto":
+        return state.runner is not None
+    return any(parameter.is_cuda for parameter in tower.parameters())
 
 
 def _warm_up_tower(tower: Tower, state: TowerState, calls: list[Grid] | None, progress: bool) -> None:
@@ -258,7 +266,9 @@ def _settings(
     """Check the options of `patch`, alone and together."""
     if not isinstance(strict, bool):
         raise ValueError(f"expected strict to be True or False, got {strict!r}")
-    graph_config = _config("cuda_graphs", cuda_graphs, GraphConfig)
+    graph_config: GraphConfig | Literal["auto"] | None = "auto"
+    if cuda_graphs != "auto":
+        graph_config = _config("cuda_graphs", cuda_graphs, GraphConfig)
     fp8_config = _config("fp8", fp8, Fp8Config)
     reuse_config = _config("reuse", reuse, ReuseConfig)
     score_mod = None

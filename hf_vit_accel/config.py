@@ -166,7 +166,7 @@ class Settings:
         attention: "auto" or the name of a backend.
         score_mod: Changes every score of the attention; None for unchanged scores.
         fuse: The requested parts; None for all that can be fused.
-        graphs: How to capture CUDA graphs; None for none.
+        graphs: How to capture CUDA graphs; "auto" where that pays, None for none.
         fp8: The FP8 settings; None for none.
         amax: The absolute maxima in the file of `fp8`, an `Amax`; None without a file.
         max_rows: Patch rows of a pass; None for one pass.
@@ -181,7 +181,7 @@ class Settings:
     attention: str = "auto"
     score_mod: Callable[..., Any] | None = None
     fuse: frozenset[str] | None = None
-    graphs: GraphConfig | None = None
+    graphs: GraphConfig | Literal["auto"] | None = "auto"
     fp8: Fp8Config | None = None
     amax: Any = None
     max_rows: int | Literal["auto"] | None = "auto"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
-from hf_vit_accel.config import Settings
+from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, Family, Tower, find_towers
 from hf_vit_accel.graphs.store import GraphStatus
@@ -46,7 +46,7 @@ class TowerStatus:
         rebuilds: How often all caches were dropped because the tower changed.
         rebuild_reason: What changed last; None without rebuilds.
         attention_only: Whether only attention is ours, and the tower's own forward runs.
-        graphs: The CUDA graphs for inference; None unless requested.
+        graphs: The CUDA graphs for inference; None without, and before the first call that may use automatic ones.
         training: The CUDA graphs for training; None before the first step with gradients.
         fp8: How attention in FP8 is scaled, and in which layers values were cut off. None unless requested.
         passes: The calls that were split into passes, and halvings after running out of memory. None without.
@@ -187,13 +187,20 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),
         unfused=dict(ops.unfused) if ops is not None else {},
         against_fast=tuple(against),
-        graphs=None if state.runner is None else state.runner.status(),
+        graphs=_graph_status(state),
         training=None if state.training is None or not state.training.used else state.training.status(),
         fp8=_fp8_status(state, choices),
         passes=str(state.passes) or None,
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
     )
+
+
+def _graph_status(state: TowerState) -> GraphStatus | None:
+    """Return the counters of graphs of inference; None without, and for automatic ones before their first call."""
+    if state.runner is None or (state.settings.graphs == "auto" and not state.runner.used):
+        return None
+    return state.runner.status()
 
 
 def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Route | None:
@@ -222,7 +229,7 @@ def _uses_window_kernel(snapshot: Snapshot, last: Route | None) -> bool:
 def beyond_attention(settings: Settings) -> dict[str, str]:
     """Return the requested options that a family without more than attention ignores, with the reason."""
     requested = {
-        "cuda_graphs": settings.graphs,
+        "cuda_graphs": settings.graphs != "auto" and settings.graphs,
         "fp8": settings.fp8,
         "data_parallel": settings.ranks,
         "reuse": settings.reuse,
@@ -266,7 +273,9 @@ def reasons_now(
     weights = _weights_of_calls(tower, snapshot)
     reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight: Any = snapshot.parts.projection.weight
-    return reasons, spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False)
+    has_graphs = isinstance(state.settings.graphs, GraphConfig)
+    spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False, graphs=has_graphs)
+    return reasons, spec
 
 
 def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None:

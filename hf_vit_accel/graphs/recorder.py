@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -13,6 +14,16 @@ from torch import Tensor
 def why_not_graphs(device: torch.device) -> str | None:
     """Return why a device cannot capture graphs, or None if it can."""
     return None if device.type == "cuda" else f"the tensors are on {device}, CUDA graphs need cuda"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a device that no program has taken, torch's cached memory included in those taken."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+_CAPTURES = threading.Lock()
+"""Held during a capture: captures of two threads could disturb one another."""
 
 
 class CudaRecorder:
@@ -45,7 +56,7 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream):
+            with _CAPTURES, torch.cuda.stream(self._stream):
                 for run in runs:
                     run()  # compiles kernels and builds library plans
                 with suppress(torch.OutOfMemoryError):

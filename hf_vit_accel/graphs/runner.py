@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.graphs import budgets
+from hf_vit_accel.graphs.automatic import CHOSEN_BY_RUNNER, AutoGraphs, GraphUse
 from hf_vit_accel.graphs.buffers import Shape, pad
-from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStatus, GraphStore, Identity
-from hf_vit_accel.layout import pack, send
+from hf_vit_accel.layout import Grid, pack, send
 
 
 class Signature:
@@ -66,6 +68,7 @@ class _Graph:
         replay: Launches the graph.
         nbytes: Device memory that the graph took.
         replays: How often it was launched.
+        captured_at: The number of calls when it was captured.
     """
 
     label: str
@@ -76,18 +79,19 @@ class _Graph:
     replay: Callable[[], None]
     nbytes: int
     replays: int = 0
+    captured_at: int = 0
 
 
 class Runner(GraphStore[_Graph]):
     """The graphs of one tower without gradients: chooses, captures and replays them."""
 
-    def __init__(self, config: GraphConfig, routes: Routes) -> None:
+    def __init__(self, config: GraphConfig, routes: Routes, auto: AutoGraphs | None = None) -> None:
         self._routes = routes
         self.budgets = config.budgets or budgets.ladder(config.max_tokens)
         self._rows_called = 0
         self._rows_replayed = 0
         self._exactly: bool | None = None
-        super().__init__(config, config.max_bytes)
+        super().__init__(config, config.max_bytes, auto)
 
     def _drop(self) -> None:
         super()._drop()
@@ -109,6 +113,28 @@ class Runner(GraphStore[_Graph]):
         padding = self._rows_replayed / self._rows_called if self._rows_called else 1.0
         return replace(super().status(), budgets=self.budgets, padding=padding)
 
+    def choose(self, grid: Grid, merge: int, device: torch.device, is_padding_slower: Callable[[], bool]) -> GraphUse:
+        """Decide how a call uses graphs, before it is planned.
+
+        Args:
+            grid: The grid of the call.
+            merge: Patches along the side of a merged token.
+            device: The device of the call.
+            is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
+        """
+        if self.auto is None:
+            return CHOSEN_BY_RUNNER
+        if self._exactly is not None:  # `warmup` asks for a capture
+            return GraphUse(exactly=self._exactly)
+        why = self._why_never()
+        if why is not None:
+            return GraphUse(why)
+        bins = budgets.pack(grid, merge, self.budgets_of(merge))
+        budgets_of_call = None
+        if not isinstance(bins, str) and budgets.pays(bins, merge):
+            budgets_of_call = tuple(bin_.budget for bin_ in bins)
+        return self.auto.use(grid, budgets_of_call, self, partial(free_bytes, device), is_padding_slower)
+
     @contextmanager
     def capturing(self, *, exactly: bool) -> Iterator[None]:
         """Use only exact shapes, or only budgets, within the with block."""
@@ -119,18 +145,22 @@ class Runner(GraphStore[_Graph]):
             finally:
                 self._exactly = None
 
-    def run(self, route: Route, pixels_TP: Tensor, memory: list[object]) -> list[Tensor] | Eager:
+    def run(
+        self, route: Route, pixels_TP: Tensor, memory: list[object], identity_spec: Spec, exactly: bool | None = None
+    ) -> list[Tensor] | Eager:
         """Replay a call.
 
         Args:
             route: The call's route, in its own shape.
             pixels_TP: The call's pixels.
             memory: Equal while weights and buffers stay at their addresses (see `Identity`).
+            identity_spec: The spec of graphs of budgets (see `Identity`).
+            exactly: See `GraphUse`.
 
         Returns:
             Fresh output tensors, or why the call runs eagerly (counted).
         """
-        identity = Identity(route.spec, memory, pixels_TP.shape[1], machine.numerics())
+        identity = Identity(identity_spec, memory, pixels_TP.shape[1], machine.numerics())
         with self._lock:
             refused = self._begin(identity, route.spec.request.device)
             if refused is not None:
@@ -138,7 +168,7 @@ class Runner(GraphStore[_Graph]):
             self._make_room()
             self._width = pixels_TP.shape[1]
             self._budgets = self.budgets_of(route.spec.geometry.merge)
-            bins = self._bins(route)
+            bins = self._bins(route, exactly)
             if isinstance(bins, Eager):
                 return bins
             try:
@@ -147,19 +177,23 @@ class Runner(GraphStore[_Graph]):
                 return self.eager(str(error), by_choice=error.by_choice)
             return self._replay(pixels_TP, route.spec.geometry.merge**2, bins, graphs)
 
-    def _bins(self, route: Route) -> list[budgets.Bin] | Eager:
+    def _bins(self, route: Route, exactly: bool | None) -> list[budgets.Bin] | Eager:
         """Return one exact bin if the shape came often, else bins of budgets; or why the call runs eagerly."""
-        for choice in route.choices.values():
-            if not choice.backend.capturable:
-                return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
         grid = route.metadata.grid
         frames = sum(t for t, _, _ in grid)
         exact = budgets.Bin(first=0, last=len(grid), tokens=route.metadata.merged, frames=frames, budget=None)
-        if self._exactly:
+        if exactly is None:
+            exactly = self._exactly
+        if exactly and self.auto is not None:  # the launches of any backend fit the layout that they were captured for
+            return [exact]
+        for choice in route.choices.values():
+            if not choice.backend.capturable:
+                return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
+        if exactly:
             return [exact]
         signature = signature_of(route)
         may_capture = self._may_capture_exactly(signature)
-        if self._exactly is None and (may_capture or signature in self._graphs):
+        if exactly is None and (may_capture or signature in self._graphs):
             return [exact]
         merge = route.spec.geometry.merge
         bins = budgets.pack(grid, merge, self._budgets)
@@ -172,7 +206,7 @@ class Runner(GraphStore[_Graph]):
     def _may_capture_exactly(self, signature: Signature) -> bool:
         """Count a call of a signature. Return whether it came often enough, and a capture may succeed."""
         came_often = 0 < self.config.exact_after <= self._count_calls(signature)
-        has_room = self._nbytes <= self._max_bytes
+        has_room = self.nbytes <= self._max_bytes
         return came_often and has_room and self._off is None and signature not in self._refused
 
     def _padded(self, route: Route, bin_: budgets.Bin) -> Route:
@@ -297,7 +331,6 @@ class Runner(GraphStore[_Graph]):
         if rows < len(graph.pixels_TP):
             graph.pixels_TP[rows:].zero_()
         graph.replay()
-        graph.replays += 1
-        self._replays += 1
+        self._count_replay(graph)
         self._rows_called += rows
         self._rows_replayed += len(graph.pixels_TP)

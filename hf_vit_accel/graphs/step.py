@@ -43,6 +43,7 @@ class Step:
         backward: Launches the backward graph.
         nbytes: Device memory that the graphs took.
         replays: How often the forward was launched.
+        captured_at: The number of calls when it was captured.
         last_call: Returns the call whose pixels lie in `pixels_TP`; None once it is freed.
     """
 
@@ -62,6 +63,7 @@ class Step:
     backward: Callable[[], None]
     nbytes: int
     replays: int = 0
+    captured_at: int = 0
     last_call: Callable[[], object] | None = None
 
     def has_pixels_of(self, call: object) -> bool:
@@ -154,11 +156,14 @@ class StepCapture:
         self.gradients.clear()
 
     def _choose_incoming(self) -> None:
-        """Allocate the gradients that come in: for the outputs that the last loss used, else for all that it could."""
+        """Allocate the gradients that come in: for the outputs that the last loss used.
+
+        Before any loss they are those that models use: all but the first, the rows before they are merged.
+        """
         differentiable = tuple(output.requires_grad for output in self._encoded)
+        expected = self.used or (False, *differentiable[1:])
         used = tuple(
-            can_have_one and was_used
-            for can_have_one, was_used in zip(differentiable, self.used or differentiable, strict=True)
+            can_have_one and is_expected for can_have_one, is_expected in zip(differentiable, expected, strict=True)
         )
         self.used = used if any(used) else differentiable
         for output, is_used in zip(self.outputs, self.used, strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.route import Spec
+from hf_vit_accel.graphs.automatic import AutoGraphs, drop_when_memory_runs_out
 from hf_vit_accel.graphs.recorder import CudaRecorder
 
 _FAILURES = 3
@@ -97,6 +98,7 @@ class GraphStatus:
         padding: Replayed rows per row of the calls.
         nbytes: Device memory of graphs. It includes dropped graphs, whose memory only later graphs can take.
         off: Why no capture is tried any more.
+        last: How the last call ran.
     """
 
     budgets: tuple[int, ...] = ()
@@ -108,6 +110,7 @@ class GraphStatus:
     padding: float = 1.0
     nbytes: int = 0
     off: str | None = None
+    last: str | None = None
 
     def __str__(self) -> str:
         name = "graphs" if self.budgets else "training"  # training graphs have no budgets
@@ -116,6 +119,8 @@ class GraphStatus:
         if self.budgets:
             counts += f", {self.padding:.2f} rows replayed per row, budgets up to {self.budgets[-1]} tokens"
         lines = [f"  {name:<11}{counts}"]
+        if self.last:
+            lines.append(f"  last call  {self.last}")
         if self.off:
             lines.append(f"  {name} off {self.off}")
         lines += [f"  stale      {count} x {why}" for why, count in self.stale.items()]
@@ -136,25 +141,45 @@ class StoredGraph(Protocol):
         label: What the graph replays.
         nbytes: Device memory that it took.
         replays: How often it was launched.
+        captured_at: The number of calls when it was captured, that call included.
     """
 
     label: str
     nbytes: int
     replays: int
+    captured_at: int
 
 
 G = TypeVar("G", bound=StoredGraph)
 
 
-class GraphStore(ABC, Generic[G]):
-    """The graphs of one kind of one tower. They go stale together, and share one memory pool."""
+def _ordinal(number: int) -> str:
+    """Return a number as a word of order: 1st, 2nd, 3rd, 4th, 11th."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    ending = "th" if number % 100 in (11, 12, 13) else endings.get(number % 10, "th")
+    return f"{number}{ending}"
 
-    def __init__(self, config: GraphConfig, max_bytes: int) -> None:
+
+class GraphStore(ABC, Generic[G]):
+    """The graphs of one kind of one tower. They go stale together, and share one memory pool.
+
+    Args:
+        config: The bounds.
+        max_bytes: Device memory above which no graph is captured.
+        auto: Chooses the calls that are replayed; None where the user asked for graphs.
+    """
+
+    def __init__(self, config: GraphConfig, max_bytes: int, auto: AutoGraphs | None = None) -> None:
         self.config = config
+        self.auto = auto
+        self.replays = 0
+        self.captures = 0
         self._max_bytes = max_bytes
         self._lock = RLock()
-        self._replays = 0
-        self._captures = 0
+        self._calls = 0
+        self._last_way: str | None = None
+        self._given_up: str | None = None
+        self._is_capturing = False
         self._changes = 0
         self._eager: Counter[str] = Counter()
         self._stale: Counter[str] = Counter()
@@ -176,7 +201,9 @@ class GraphStore(ABC, Generic[G]):
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._retired: list[G] = []  # dropped graphs whose last replay may still run
-        self._nbytes = 0
+        self.nbytes = 0
+        if self.auto is not None:
+            self.auto.forget_choices()
 
     def close(self) -> None:
         """Give back every graph and buffer."""
@@ -192,29 +219,67 @@ class GraphStore(ABC, Generic[G]):
     @property
     def used(self) -> bool:
         """Whether any call was replayed, or counted as eager."""
-        return bool(self._replays or self._eager)
+        return self._calls > 0
 
     def status(self) -> GraphStatus:
         """Return the counters so far."""
         with self._lock:
             return GraphStatus(
                 graphs=tuple((graph.label, graph.nbytes, graph.replays) for graph in self._graphs.values()),
-                replays=self._replays,
-                captures=self._captures,
+                replays=self.replays,
+                captures=self.captures,
                 eager=dict(self._eager),
                 stale=dict(self._stale),
-                nbytes=self._nbytes,
-                off=self._off,
+                nbytes=self.nbytes,
+                off=self._given_up or self._off,
+                last=self._last_way,
             )
 
     def eager(self, why: str, *, by_choice: bool = False) -> Eager:
-        """Count and return a call that runs without graphs."""
+        """Count the reason of a call that runs without graphs, and return it. Automatic graphs are always a choice."""
         with self._lock:
             self._eager[why] += 1
-        return Eager(why, by_choice)
+            self._last_way = f"eager: {why}"
+        return Eager(why, by_choice or self.auto is not None)
+
+    def stay_eager(self, why: str) -> Eager:
+        """Count and return a call that does not come to `run`."""
+        self._calls += 1
+        return self.eager(why)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether memory ran out, so that no call uses graphs any more."""
+        return self._given_up is not None
+
+    def _why_never(self) -> str | None:
+        """Return why no call uses graphs any more, or None. Drop graphs that another thread could not drop."""
+        if self._given_up is not None and self._recorder is not None:
+            self.close()
+        return self._given_up or self._off
+
+    def _count_replay(self, graph: G) -> None:
+        """Count the launch of a graph for a call."""
+        self.replays += 1
+        graph.replays += 1
+        self._last_way = f"replayed (captured at the {_ordinal(graph.captured_at)} call)"
+
+    def give_up(self, why: str) -> None:
+        """Drop all graphs and capture no other: a program needs their memory.
+
+        If another thread is inside a call, the graphs go at the next call.
+        """
+        self._given_up = why
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_capturing:
+                    self.close()
+            finally:
+                self._lock.release()
 
     def _begin(self, identity: Identity, device: torch.device) -> Eager | None:
-        """Drop stale graphs. Return why the call runs eagerly, or None if it may be replayed."""
+        """Count a call, and drop stale graphs. Return why the call runs eagerly, or None if it may be replayed."""
+        self._calls += 1
         why_stale = None if self._identity is None else stale_reason(self._identity, identity)
         if self._identity is None or why_stale is not None:
             if why_stale is not None:
@@ -250,10 +315,11 @@ class GraphStore(ABC, Generic[G]):
         if graph is None:
             self._check_capture(signature)
             graph = self._capture_once(signature, capture)
-            self._captures += 1
+            self.captures += 1
+            graph.captured_at = self._calls
             self._failures = 0
             self._graphs[signature] = graph
-            self._nbytes += graph.nbytes
+            self.nbytes += graph.nbytes
             if len(self._graphs) > self.config.max_graphs:
                 self._retire_oldest()
         self._graphs.move_to_end(signature)
@@ -264,7 +330,7 @@ class GraphStore(ABC, Generic[G]):
         why = self._off or self._refused.get(signature)
         if why:
             raise CaptureError(why)
-        if self._nbytes > self._max_bytes:
+        if self.nbytes > self._max_bytes:
             self._calls_without_room += 1
             error = CaptureError("graphs hold as much memory as they may")
             error.by_choice = True
@@ -273,6 +339,9 @@ class GraphStore(ABC, Generic[G]):
     def _capture_once(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:
         """Capture a graph. Remember a failure, and raise it as `CaptureError`."""
         recorder = self._recorder
+        if self.auto is not None:
+            drop_when_memory_runs_out(self)
+        self._is_capturing = True
         try:
             recorder.wait()
             with torch.inference_mode(False):  # buffers made in inference mode cannot be written outside of it
@@ -285,6 +354,7 @@ class GraphStore(ABC, Generic[G]):
                 self._off = f"{len(self._refused)} captures failed, the last: {why}"
             raise CaptureError(why) from error
         finally:
+            self._is_capturing = False
             recorder.done()
 
     def _retire_oldest(self) -> None:
@@ -294,6 +364,8 @@ class GraphStore(ABC, Generic[G]):
             self._retired.clear()
         _, oldest = self._graphs.popitem(last=False)
         self._retired.append(oldest)
+        if self.auto is not None:
+            self.auto.forget_choices()
 
     def _make_room(self) -> None:
         """Drop all graphs, if they hold too much memory and many calls found no room.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.recorded import RecordedTensors
 from hf_vit_accel.engine.route import Route
-from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.graphs.automatic import BYTES_PER_VALUE, CHOSEN_BY_RUNNER, AutoGraphs, GraphUse
+from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 from hf_vit_accel.graphs.step import Gradients, Step, StepCapture, Tensors, distinct_trained, present, run_eagerly
 from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore, Identity
+from hf_vit_accel.layout import Grid, rows_of
 
 
 class _Call:
@@ -66,9 +69,9 @@ class _WriteCounter:
 class TrainingRunner(GraphStore[Step]):
     """The graphs of forward and backward of one tower."""
 
-    def __init__(self, config: GraphConfig) -> None:
+    def __init__(self, config: GraphConfig, auto: AutoGraphs | None = None) -> None:
         self._used: tuple[bool, ...] = ()  # whether the last loss used each output
-        super().__init__(config, config.max_training_bytes)
+        super().__init__(config, config.max_training_bytes, auto)
 
     def _drop(self) -> None:
         super()._drop()
@@ -82,6 +85,27 @@ class TrainingRunner(GraphStore[Step]):
             if step.last_call is None or step.last_call() is None:  # gradients of a call may need its pixels
                 buffers.append(step.pixels_TP)
         return buffers
+
+    def choose(self, grid: Grid, columns: int, parameters: Sequence[Tensor], device: torch.device) -> GraphUse:
+        """Decide whether a step is replayed, before it is planned.
+
+        Args:
+            grid: The grid of the call.
+            columns: Layers times width of the residual stream.
+            parameters: All parameters of the tower.
+            device: The device of the call.
+        """
+        if self.auto is None:
+            return CHOSEN_BY_RUNNER
+        why = self._why_never()
+        if why is not None:
+            return GraphUse(why)
+
+        def needed_bytes() -> int:
+            gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+            return rows_of(grid) * columns * BYTES_PER_VALUE + gradient_bytes
+
+        return self.auto.use_for_step(grid, needed_bytes, self, partial(free_bytes, device))
 
     def run(
         self,
@@ -135,7 +159,7 @@ class TrainingRunner(GraphStore[Step]):
         largest = self.config.max_tokens * max(4, route.spec.geometry.merge**2)
         if route.metadata.rows > largest:
             return self.eager(f"with gradients, layouts of up to {largest} patches are captured", by_choice=True)
-        if not 0 < self.config.exact_after <= self._count_calls(route.metadata.grid):
+        if self.auto is None and not 0 < self.config.exact_after <= self._count_calls(route.metadata.grid):
             return self.eager("with gradients, a layout is captured when it comes often", by_choice=True)
         last = None if self._last is None else self._last()
         if last is not None and not last.is_over:
@@ -155,8 +179,7 @@ class TrainingRunner(GraphStore[Step]):
             self._recorder.done()
         self._last = weakref.ref(call)
         step.last_call = self._last
-        self._replays += 1
-        step.replays += 1
+        self._count_replay(step)
         return call
 
     def backward(

@@ -9,7 +9,7 @@ import transformers
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.families import Tower
 from hf_vit_accel.tower import checks
-from hf_vit_accel.tower.decide import Call
+from hf_vit_accel.tower.plan import Call
 from hf_vit_accel.tower.state import TowerState
 
 

@@ -8,167 +8,41 @@ holds whatever that way needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
-from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_whole
-from hf_vit_accel.engine.route import Route, Spec
+from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
+from hf_vit_accel.graphs.automatic import GraphUse
 from hf_vit_accel.graphs.recorder import why_not_graphs
-from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import refuse
 from hf_vit_accel.sharing.data_parallel import Sharing
-from hf_vit_accel.sharing.split import Places
 from hf_vit_accel.tower import checks
 from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.plan import (
+    NO_GRAPHS,
+    NOT_SHARED,
+    Call,
+    CallPlan,
+    FastPlan,
+    GraphChoice,
+    Pass,
+    SharedCall,
+    StockPlan,
+    Way,
+)
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import SpecKey, TowerState
 
-
-class Way(Enum):
-    """The way of a call through the stock forward."""
-
-    METADATA = "with our metadata and attention"
-    ATTENTION = "with our attention alone, in families whose blocks we do not know"
-    STOCK = "untouched"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
-    """One call, as it was read.
-
-    Attributes:
-        inputs: Pixels and grid, checked; None for a call that must go the stock way.
-        reasons_stock: Why it must.
-        reasons_slow: Why the blocks must be called one by one.
-        snapshot: The tower as it is now; None where it could not be looked at.
-        parameters: Of the tower, as they are now.
-        weights: Where they lie in memory.
-    """
-
-    inputs: Inputs | None = None
-    reasons_stock: Sequence[str] = ()
-    reasons_slow: Sequence[str] = ()
-    snapshot: Snapshot | None = None
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    weights: Weights | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Pass:
-    """Whole images and frames that are encoded in one pass.
-
-    Attributes:
-        grid: Their grid.
-        rows: Their rows among those that this rank encodes.
-        route: The route of their layout.
-    """
-
-    grid: Grid
-    rows: slice
-    route: Route
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedCall:
-    """Whether the ranks of `data_parallel` share a call.
-
-    Attributes:
-        places: Which rank encodes what; None for a call that is not shared.
-        result: The result of the call for `Sharing.counts`; None if it is not counted.
-        reasons: Why a call that would gain is not shared.
-    """
-
-    places: Places | None = None
-    result: str | None = None
-    reasons: tuple[str, ...] = ()
-
-
-_NOT_SHARED = SharedCall()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StockPlan:
-    """The decisions about a call that runs the stock forward.
-
-    Attributes:
-        way: How it runs.
-        reasons: Why it is not fast, and features that it does not get.
-        injected: Keyword arguments that the stock forward is given.
-        route: Of the layout, on the way METADATA.
-        shared: Whether ranks share the call.
-    """
-
-    way: Way
-    reasons: tuple[str, ...]
-    injected: Mapping[str, Any] = field(default_factory=dict)
-    route: Route | None = None
-    shared: SharedCall = _NOT_SHARED
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FastPlan:
-    """The decisions about a call that runs our operations.
-
-    Attributes:
-        reasons: Features that the call does not get, with the cause of each.
-        inputs: Pixels and grid of the whole call, and which images are equal.
-        snapshot: The tower as it is now.
-        parameters: Of the tower, as they are now.
-        weights: Where they lie in memory.
-        spec: Of every route.
-        passes: In order. More than one for a long call, none if there is nothing to encode.
-        most_rows: Rows of a pass at most; None for a call that may not be cut.
-        checkpoints: By layer, None for a layer that keeps what its gradient needs.
-        shared: Which rank encodes what, if ranks share the call.
-        runner: Of CUDA graphs; None for a tower without graphs.
-        eager_reason: Why a tower with graphs runs this call eagerly, whatever its layout.
-        marks_outputs: Whether the outputs of a frozen tower must require gradients.
-        returns_tuple: Whether the caller asked for a tuple.
-    """
-
-    reasons: tuple[str, ...]
-    inputs: Inputs
-    snapshot: Snapshot
-    parameters: list[nn.Parameter]
-    weights: Weights
-    spec: Spec
-    passes: Sequence[Pass]
-    most_rows: int | None
-    checkpoints: Sequence[Checkpoint | None]
-    shared: SharedCall
-    runner: Runner | TrainingRunner | None
-    eager_reason: str | None
-    marks_outputs: bool
-    returns_tuple: bool
-
-
-CallPlan = StockPlan | FastPlan
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Outcome:
-    """A call that is over.
-
-    Attributes:
-        plan: The decisions that it ran by.
-        output: An object of the stock output class, or a tuple.
-        reasons: Features that turned out to be missing while it ran.
-    """
-
-    plan: CallPlan
-    output: Any
-    reasons: tuple[str, ...] = ()
+AUTOMATIC_ON = ("cuda",)
+"""The types of devices on which `cuda_graphs="auto"` captures."""
 
 
 def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None = None) -> CallPlan:
@@ -202,13 +76,24 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     trains = torch.is_grad_enabled()
     grad = trains and bool(snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
-    shared = _NOT_SHARED
+    shared = NOT_SHARED
     if state.sharing is not None:
         shared = _decide_sharing(state, state.sharing, call, checkpoints, not_shared)
     slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         slow.append("this family takes the frames of a video one by one")
-    spec = spec_of(state, snapshot, weights, device, fast=not slow, grad=grad)
+    grid = inputs.grid
+    if inputs.looked is not None:
+        grid = inputs.looked.distinct(grid)
+    if shared.places is not None and state.sharing is not None:
+        grid = shared.places.grid_of(state.sharing.ranks.rank)
+    graphs = NO_GRAPHS
+    is_auto = state.settings.graphs == "auto"
+    # A score_mod may capture tensors and numbers that a graph would never read again.
+    may_replay = not is_auto or (device.type in AUTOMATIC_ON and state.settings.score_mod is None)
+    if may_replay and grid and not slow:
+        graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
+    spec = spec_of(state, snapshot, weights, device, fast=not slow, grad=grad, graphs=graphs.decides_backend)
     if spec.ops is None:
         return _decide_metadata(tower, state, call, spec, slow, shared)
 
@@ -217,12 +102,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if any(checkpoints) or isinstance(state.settings.max_rows, int):
         most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
         reasons += passes_reasons
-    grid = inputs.grid
     if inputs.looked is not None:
-        grid = inputs.looked.distinct(grid)
         reasons += inputs.looked.unmet
-    if shared.places is not None and state.sharing is not None:
-        grid = shared.places.grid_of(state.sharing.ranks.rank)
     if grid is inputs.grid and (most_rows is None or len(inputs.pixels) <= most_rows):
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
@@ -231,9 +112,9 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons += [reason for reason in one_pass.route.unmet if reason not in reasons]
     if state.settings.strict:
         refuse(reasons)
-    runner = state.training if grad else state.runner
-    if grad and len(passes) > 1:
-        runner = None  # such passes run again in the backward pass
+    runner = graphs.runner
+    if len(passes) > 1 and (grad or is_auto):
+        runner = None  # passes with gradients run again in the backward pass, and automatic graphs were chosen for one
     return FastPlan(
         reasons=tuple(reasons),
         inputs=inputs,
@@ -246,19 +127,37 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         checkpoints=checkpoints,
         shared=shared,
         runner=runner,
-        eager_reason=None if runner is None else _reason_against_graphs(snapshot, weights, device, checkpoints),
+        graph_use=graphs.use,
+        graph_spec=spec if graphs.spec is None else graphs.spec,
         marks_outputs=trains and not grad and snapshot.marks_outputs(),
         returns_tuple=inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
 
 
 def spec_of(
-    state: TowerState, snapshot: Snapshot, weights: Weights, device: torch.device, *, fast: bool, grad: bool
+    state: TowerState,
+    snapshot: Snapshot,
+    weights: Weights,
+    device: torch.device,
+    *,
+    fast: bool,
+    grad: bool,
+    graphs: bool = False,
 ) -> Spec:
-    """Return the spec of calls like this one; the same object while nothing of it changes."""
+    """Return the spec of calls like this one; the same object while nothing of it changes.
+
+    Args:
+        state: The state of the tower.
+        snapshot: The tower as it is now.
+        weights: Where its parameters lie in memory.
+        device: The device of the call.
+        fast: Whether our operations run.
+        grad: Whether gradients are required.
+        graphs: Whether backends are chosen that a CUDA graph can replay, for other layouts or with gradients.
+    """
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.kinds, scales, len(state.passes.fewer))
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.kinds, scales, len(state.passes.fewer), graphs)
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 
@@ -348,6 +247,55 @@ def _most_rows(
         return spec.max_rows, []
     too_long = isinstance(state.settings.max_rows, int) and rows > state.settings.max_rows
     return None, reasons if too_long else []
+
+
+def _choose_graphs(
+    state: TowerState,
+    snapshot: Snapshot,
+    weights: Weights,
+    parameters: Sequence[Tensor],
+    device: torch.device,
+    grid: Grid,
+    checkpoints: Sequence[Checkpoint | None],
+    *,
+    grad: bool,
+) -> GraphChoice:
+    """Return the CUDA graphs of a call.
+
+    Args:
+        state: The state of the tower.
+        snapshot: The tower as it is now.
+        weights: Where its parameters lie in memory.
+        parameters: Its parameters.
+        device: The device of the call.
+        grid: The images that this rank encodes.
+        checkpoints: By layer, None for a layer that keeps what its gradient needs.
+        grad: Whether gradients are required.
+    """
+    runner = state.training if grad else state.runner
+    is_auto = state.settings.graphs == "auto"
+    if runner is None:
+        return NO_GRAPHS
+    reason = _reason_against_graphs(snapshot, weights, device, checkpoints)
+    if not is_auto:
+        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason), decides_backend=True)
+    if reason is not None:
+        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
+    if isinstance(runner, TrainingRunner):
+        columns = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
+        use = runner.choose(grid, columns, parameters, device)
+        return GraphChoice(runner=runner, use=use, decides_backend=use.eager_reason is None)
+
+    def is_padding_slower() -> bool:
+        eager_spec = spec_of(state, snapshot, weights, device, fast=True, grad=False)
+        choices = state.routes.get(grid, eager_spec).choices.values()
+        return not all(choice.backend.capturable for choice in choices)
+
+    use = runner.choose(grid, snapshot.geometry.merge, device, is_padding_slower)
+    if use.eager_reason is not None:
+        return GraphChoice(runner=runner, use=use)
+    spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, graphs=True)
+    return GraphChoice(runner=runner, use=use, spec=spec, decides_backend=not use.exactly)
 
 
 def _reason_against_graphs(

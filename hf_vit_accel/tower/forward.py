@@ -36,8 +36,9 @@ from hf_vit_accel.machine import KERNELS, Fault, refuse
 from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.sharing.reuse import Looked
 from hf_vit_accel.tower import attention_only, checks
-from hf_vit_accel.tower.decide import Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way, decide
+from hf_vit_accel.tower.decide import decide
 from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.plan import Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
@@ -188,7 +189,7 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             except NotSharedError as error:
                 not_shared = str(error)
             except torch.OutOfMemoryError:
-                if not isinstance(plan, FastPlan) or not _halve_passes(state, plan):
+                if not isinstance(plan, FastPlan) or not (plan.lost_graphs() or _halve_passes(state, plan)):
                     raise
             # Nothing holds what the failed attempt allocated when the next one begins.
 
@@ -355,7 +356,8 @@ def _encode_pass(
     """Return the outputs of one pass, replayed from a CUDA graph or encoded. For the last two see `encode`."""
     runner = plan.runner
     if runner is not None and not is_embedded:
-        outputs = runner.eager(plan.eager_reason) if plan.eager_reason else _replay(plan, runner, one_pass, pixels_TP)
+        reason = plan.graph_use.eager_reason
+        outputs = runner.stay_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_TP)
         if not isinstance(outputs, Eager):
             return outputs
         if state.settings.strict and not outputs.by_choice:
@@ -368,7 +370,7 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     memory: list[object] = [plan.weights]
     memory += [buffer.data_ptr() for buffer in plan.snapshot.buffers()]
     if isinstance(runner, Runner):
-        return runner.run(one_pass.route, pixels_TP, memory)
+        return runner.run(one_pass.route, pixels_TP, memory, plan.graph_spec, plan.graph_use.exactly)
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.places, memory)
 
 

@@ -11,10 +11,12 @@ from torch import nn
 from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
-from hf_vit_accel.config import Settings
+from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.passes import Passes
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
+from hf_vit_accel.graphs import automatic
+from hf_vit_accel.graphs.automatic import AutoGraphs
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.machine import KERNELS, refuse
@@ -40,6 +42,7 @@ class SpecKey(NamedTuple):
     weights_kinds: tuple[Any, ...]
     scales: Scales | None
     halvings: int
+    graphs: bool
 
 
 class TowerState:
@@ -99,8 +102,11 @@ class TowerState:
         settings = self.settings
         graphs = settings.graphs
         if settings.ranks is not None:
-            self.sharing = Sharing(settings.ranks, graphs=graphs is not None)
-        if graphs is not None:
+            self.sharing = Sharing(settings.ranks, graphs=isinstance(graphs, GraphConfig))
+        if graphs == "auto":
+            self.runner = Runner(automatic.CONFIG, self.routes, AutoGraphs())
+            self.training = TrainingRunner(automatic.CONFIG, AutoGraphs())
+        elif graphs is not None:
             self.runner = Runner(graphs, self.routes)
             self.training = TrainingRunner(graphs) if graphs.max_training_bytes else None
         if settings.reuse is not None:
@@ -201,8 +207,8 @@ class TowerState:
             packed=key.fast,
             fp8=key.scales,
             grad=grad,
-            graphs=self.runner is not None and not grad,
-            replayed=self.training is not None and grad,
+            graphs=key.graphs and not grad,
+            replayed=key.graphs and grad,
             score_mod=settings.score_mod,
         )
         spec = Spec(

@@ -13,7 +13,7 @@ import hf_vit_accel
 from hf_vit_accel import GraphConfig, backends
 from hf_vit_accel.backends import BACKENDS, Plan, Request
 from hf_vit_accel.backends.sdpa import Sdpa
-from hf_vit_accel.graphs import store
+from hf_vit_accel.graphs import runner, store, training
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.tower import decide as decide_module
 
@@ -58,6 +58,8 @@ class Recorder:
     """Raised in place of a capture."""
     nbytes = 1000
     """The memory of every capture."""
+    free_bytes = 64 << 30
+    """The free memory of the device."""
     reason: str | None = None
     """The reason against capturing now."""
     poisoned: Callable[[], list[torch.Tensor]] | None = None
@@ -113,7 +115,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 
     masked = Masked()
     monkeypatch.setattr(store, "CudaRecorder", RecorderOfTest)
+    for module in (runner, training):
+        monkeypatch.setattr(module, "free_bytes", lambda device: RecorderOfTest.free_bytes)
     monkeypatch.setattr(decide_module, "why_not_graphs", lambda device: None)
+    monkeypatch.setattr(decide_module, "AUTOMATIC_ON", ("cpu",))
     all_backends = tuple(masked if backend.name == "sdpa" else backend for backend in BACKENDS)
     monkeypatch.setattr(backends, "BACKENDS", all_backends)
     return RecorderOfTest

@@ -18,13 +18,13 @@ from support.cpu_graphs import SMALL
 Grid = list[tuple[int, int, int]]
 
 
-def patch(model: nn.Module, config: GraphConfig | bool = SMALL, **kwargs: object) -> Any:
+def patch(model: nn.Module, config: GraphConfig | bool | str = SMALL, **kwargs: object) -> Any:
     """Patch with graphs and poison their buffers before every use; return the tower's runner of inference graphs."""
     hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
     return poison_before_use(state_of(tower_of(model)).runner)
 
 
-def patch_training(tower: nn.Module, config: GraphConfig, **kwargs: object) -> Any:
+def patch_training(tower: nn.Module, config: GraphConfig | str, **kwargs: object) -> Any:
     """Patch with graphs and poison their buffers before every use; return the tower's runner of training graphs."""
     hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
     return poison_before_use(state_of(tower).training)

@@ -622,9 +622,9 @@ def test_warmup_captures_every_budget(on_cpu: type[Recorder], capsys: pytest.Cap
 
 def test_warmup_needs_graphs_or_sizes() -> None:
     model = TINY["qwen2_vl"].build()
-    with pytest.raises(ValueError, match="expected a model patched"):
+    with pytest.raises(ValueError, match="expected a patched model on a CUDA device"):
         hf_vit_accel.warmup(model, [GRIDS["images"]])
-    with pytest.raises(ValueError, match="patched with cuda_graphs, or sizes"):
+    with pytest.raises(ValueError, match="expected a patched model on a CUDA device, or sizes"):
         hf_vit_accel.warmup(hf_vit_accel.patch(model))
     assert hf_vit_accel.warmup(model, [GRIDS["images"]], progress=False).towers[0].calls == 1
     with pytest.raises(ValueError, match="expected sizes as a list of calls"):

@@ -1,0 +1,208 @@
+"""Decides what `cuda_graphs="auto"` replays: sizes that come again, as long as captures pay and memory is free.
+
+All decisions follow from the calls so far, so the same program makes the same decisions on the same machine. Only
+the free memory of the device counts beside them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hf_vit_accel.config import GraphConfig
+from hf_vit_accel.layout import Grid, rows_of
+
+CONFIG = GraphConfig(max_graphs=64, max_bytes=1 << 30)
+"""The bounds of graphs that nobody asked for."""
+
+MOST_ROWS = 8192
+"""Patch rows of the largest call that is replayed. From there on a replay saves 3% at most (docs/cuda-graphs.md)."""
+_PADDED_ROWS = 2400
+"""Patch rows up to which a padded replay pays, even with a slower backend than an eager call would use."""
+_PADDED_CALLS = 2
+_EXACT_CALLS = 3
+"""A budget is captured at the second call that fits it, an exact shape at its third."""
+_COMMON_SHARE = 4
+_COMMON_CALLS = 32
+"""Beside a graph of its budget, an exact shape is captured if a quarter of all calls have it, or so many calls."""
+_FREE_CAPTURES = 4
+_REPLAYS_PER_CAPTURE = 8
+"""Replays that pay for a capture. A capture takes 25 to 75 ms, a replay saves 4 to 9 ms (H100, docs/cuda-graphs.md)."""
+_SHARE = 8
+"""Graphs of inference may hold an eighth of the memory that is free, graphs of training steps a quarter."""
+_TRAINING_SHARE = 4
+BYTES_PER_VALUE = 50
+"""Bytes that a captured training step holds for each row, layer and column of the residual stream, at most (H100)."""
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class GraphUse:
+    """How a call uses CUDA graphs.
+
+    Attributes:
+        eager_reason: Why the call runs eagerly; None for a call that may be replayed.
+        exactly: Whether its exact shape is replayed, or shapes padded to budgets. None leaves it to the runner.
+    """
+
+    eager_reason: str | None = None
+    exactly: bool | None = None
+
+
+CHOSEN_BY_RUNNER = GraphUse()
+
+
+class Store(Protocol):
+    """The counts and the memory of the graphs of one kind."""
+
+    @property
+    def captures(self) -> int:
+        """Graphs that were captured."""
+
+    @property
+    def replays(self) -> int:
+        """Graph launches."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the graphs."""
+
+
+class AutoGraphs:
+    """Chooses the calls that are replayed, for the graphs of one kind of one tower."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._counts: OrderedDict[Hashable, int] = OrderedDict()
+        self._chosen: set[Hashable] = set()
+
+    def forget_choices(self) -> None:
+        """Choose anew, since graphs were dropped. The counts of calls stay."""
+        self._chosen.clear()
+
+    def use(
+        self,
+        grid: Grid,
+        budgets_of_call: Hashable,
+        store: Store,
+        free_bytes: Callable[[], int],
+        is_padding_slower: Callable[[], bool],
+    ) -> GraphUse:
+        """Count an inference call, and decide how it uses graphs.
+
+        Args:
+            grid: The grid of the call.
+            budgets_of_call: The budgets that its images are packed into; None if they fit none, or padding costs more
+                than a replay saves.
+            store: The graphs so far.
+            free_bytes: Returns the free memory of the device.
+            is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
+        """
+        rows = rows_of(grid)
+        self._calls += 1
+        if rows > MOST_ROWS:
+            return GraphUse(f"calls of more than {MOST_ROWS} patches keep the GPU busy without a graph")
+        exact_key: Hashable = ("exact", grid)
+        exact_calls = self._count(exact_key)
+        padded_key: Hashable = ("budgets", budgets_of_call)
+        padded_calls = 0 if budgets_of_call is None else self._count(padded_key)
+        if padded_key not in self._chosen and padded_calls >= _PADDED_CALLS and rows > _PADDED_ROWS:
+            padded_calls = 0 if is_padding_slower() else padded_calls
+        is_exact = exact_key in self._chosen
+        if not is_exact and exact_calls >= _EXACT_CALLS:
+            is_common = exact_calls >= _COMMON_CALLS or exact_calls * _COMMON_SHARE >= self._calls
+            is_exact = is_common or padded_calls < _PADDED_CALLS
+        if not is_exact and padded_calls < _PADDED_CALLS:
+            return GraphUse("a size is captured when it comes again")
+        key = exact_key if is_exact else padded_key
+        if key not in self._chosen:
+            most_bytes = min(free_bytes() // _SHARE, CONFIG.max_bytes)
+            reason = self._reason_against_capture(store, most_bytes)
+            if reason is not None and is_exact and padded_key in self._chosen:
+                return GraphUse(exactly=False)
+            if reason is not None:
+                return GraphUse(reason)
+            self._chosen.add(key)
+        return GraphUse(exactly=is_exact)
+
+    def use_for_step(
+        self, grid: Grid, needed_bytes: Callable[[], int], store: Store, free_bytes: Callable[[], int]
+    ) -> GraphUse:
+        """Count a training call, and decide whether its step is replayed.
+
+        Args:
+            grid: The grid of the call.
+            needed_bytes: Returns the memory that the graphs of the step need.
+            store: The graphs so far.
+            free_bytes: Returns the free memory of the device.
+        """
+        if rows_of(grid) > 4 * CONFIG.max_tokens:
+            return GraphUse(f"steps of more than {4 * CONFIG.max_tokens} patches keep the GPU busy without a graph")
+        if self._count(grid) < _EXACT_CALLS:
+            return GraphUse("with gradients, a layout is captured when it comes often")
+        if grid not in self._chosen:
+            most_bytes = min(free_bytes() // _TRAINING_SHARE, CONFIG.max_training_bytes)
+            reason = self._reason_against_capture(store, most_bytes - needed_bytes())
+            if reason is not None:
+                return GraphUse(reason)
+            self._chosen.add(grid)
+        return GraphUse(exactly=True)
+
+    def _reason_against_capture(self, store: Store, most_bytes: int) -> str | None:
+        """Return why no other graph is captured now, or None.
+
+        Args:
+            store: The graphs so far.
+            most_bytes: Memory that they may hold for another one to be captured.
+        """
+        if store.captures > _FREE_CAPTURES + store.replays // _REPLAYS_PER_CAPTURE:
+            return "another graph is captured when replays have paid for those before"
+        if store.nbytes >= most_bytes:
+            return "too little memory of the device is free for another graph"
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            return "no graph is captured under a profiler"
+        return None
+
+    def _count(self, key: Hashable) -> int:
+        """Count and return the calls of a key, this one included."""
+        count = self._counts.pop(key, 0) + 1
+        self._counts[key] = count
+        if len(self._counts) > _REMEMBERED:
+            self._counts.popitem(last=False)
+        return count
+
+
+class DroppedWhenMemoryRunsOut(Protocol):
+    """A store whose graphs go when an allocation fails, the user's own included."""
+
+    def give_up(self, why: str) -> None:
+        """Drop all graphs and capture no other."""
+
+
+_stores: weakref.WeakSet[DroppedWhenMemoryRunsOut] = weakref.WeakSet()
+_is_observing = False
+
+
+def drop_when_memory_runs_out(store: DroppedWhenMemoryRunsOut) -> None:
+    """Drop a store's graphs as soon as an allocation on a CUDA device fails, so that trying again finds their memory.
+
+    torch calls observers of failed allocations before it raises. Without such observers (their function is not
+    public) the graphs stay.
+    """
+    global _is_observing
+    _stores.add(store)
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if not _is_observing and attach is not None:
+        attach(_give_up_graphs)
+        _is_observing = True
+
+
+def _give_up_graphs(device: int, requested: int, allocated: int, free: int) -> None:
+    """Drop the graphs of all stores; torch calls this with the failed allocation."""
+    for store in list(_stores):
+        store.give_up("device memory ran out after graphs were captured")

@@ -1,0 +1,183 @@
+"""A call as it was read, the plan that is made of it, and its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from hf_vit_accel.engine.encoder import Checkpoint
+from hf_vit_accel.engine.inputs import Inputs
+from hf_vit_accel.engine.route import Route, Spec
+from hf_vit_accel.graphs.automatic import CHOSEN_BY_RUNNER, GraphUse
+from hf_vit_accel.graphs.runner import Runner
+from hf_vit_accel.graphs.training import TrainingRunner
+from hf_vit_accel.layout import Grid
+from hf_vit_accel.sharing.split import Places
+from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.snapshot import Snapshot
+
+
+class Way(Enum):
+    """The way of a call through the stock forward."""
+
+    METADATA = "with our metadata and attention"
+    ATTENTION = "with our attention alone, in families whose blocks we do not know"
+    STOCK = "untouched"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One call, as it was read.
+
+    Attributes:
+        inputs: Pixels and grid, checked; None for a call that must go the stock way.
+        reasons_stock: Why it must.
+        reasons_slow: Why the blocks must be called one by one.
+        snapshot: The tower as it is now; None where it could not be looked at.
+        parameters: Of the tower, as they are now.
+        weights: Where they lie in memory.
+    """
+
+    inputs: Inputs | None = None
+    reasons_stock: Sequence[str] = ()
+    reasons_slow: Sequence[str] = ()
+    snapshot: Snapshot | None = None
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pass:
+    """Whole images and frames that are encoded in one pass.
+
+    Attributes:
+        grid: Their grid.
+        rows: Their rows among those that this rank encodes.
+        route: The route of their layout.
+    """
+
+    grid: Grid
+    rows: slice
+    route: Route
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedCall:
+    """Whether the ranks of `data_parallel` share a call.
+
+    Attributes:
+        places: Which rank encodes what; None for a call that is not shared.
+        result: The result of the call for `Sharing.counts`; None if it is not counted.
+        reasons: Why a call that would gain is not shared.
+    """
+
+    places: Places | None = None
+    result: str | None = None
+    reasons: tuple[str, ...] = ()
+
+
+NOT_SHARED = SharedCall()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StockPlan:
+    """The decisions about a call that runs the stock forward.
+
+    Attributes:
+        way: How it runs.
+        reasons: Why it is not fast, and features that it does not get.
+        injected: Keyword arguments that the stock forward is given.
+        route: Of the layout, on the way METADATA.
+        shared: Whether ranks share the call.
+    """
+
+    way: Way
+    reasons: tuple[str, ...]
+    injected: Mapping[str, Any] = field(default_factory=dict)
+    route: Route | None = None
+    shared: SharedCall = NOT_SHARED
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FastPlan:
+    """The decisions about a call that runs our operations.
+
+    Attributes:
+        reasons: Features that the call does not get, with the cause of each.
+        inputs: Pixels and grid of the whole call, and which images are equal.
+        snapshot: The tower as it is now.
+        parameters: Of the tower, as they are now.
+        weights: Where they lie in memory.
+        spec: Of every route.
+        passes: In order. More than one for a long call, none if there is nothing to encode.
+        most_rows: Rows of a pass at most; None for a call that may not be cut.
+        checkpoints: By layer, None for a layer that keeps what its gradient needs.
+        shared: Which rank encodes what, if ranks share the call.
+        runner: Of CUDA graphs; None for a call that is eager without a reason to count.
+        graph_use: How the runner serves this call.
+        graph_spec: The spec that all graphs of the runner share.
+        marks_outputs: Whether the outputs of a frozen tower must require gradients.
+        returns_tuple: Whether the caller asked for a tuple.
+    """
+
+    reasons: tuple[str, ...]
+    inputs: Inputs
+    snapshot: Snapshot
+    parameters: list[nn.Parameter]
+    weights: Weights
+    spec: Spec
+    passes: Sequence[Pass]
+    most_rows: int | None
+    checkpoints: Sequence[Checkpoint | None]
+    shared: SharedCall
+    runner: Runner | TrainingRunner | None
+    graph_use: GraphUse
+    graph_spec: Spec
+    marks_outputs: bool
+    returns_tuple: bool
+
+    def lost_graphs(self) -> bool:
+        """Return whether memory ran out in a call that was to be replayed, and its graphs have given theirs back."""
+        return self.runner is not None and self.graph_use.eager_reason is None and self.runner.has_given_up
+
+
+CallPlan = StockPlan | FastPlan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """A call that is over.
+
+    Attributes:
+        plan: The decisions that it ran by.
+        output: An object of the stock output class, or a tuple.
+        reasons: Features that turned out to be missing while it ran.
+    """
+
+    plan: CallPlan
+    output: Any
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GraphChoice:
+    """The CUDA graphs of a call.
+
+    Attributes:
+        runner: Their runner; None for a call that is eager without a reason to count.
+        use: How the runner serves the call.
+        spec: The spec that all its graphs share; None for the spec of the call itself.
+        decides_backend: Whether the call needs backends that a graph can replay.
+    """
+
+    runner: Runner | TrainingRunner | None = None
+    use: GraphUse = CHOSEN_BY_RUNNER
+    spec: Spec | None = None
+    decides_backend: bool = False
+
+
+NO_GRAPHS = GraphChoice()

@@ -1,0 +1,304 @@
+"""`cuda_graphs="auto"`, the default: which calls are replayed, and the bounds that keep captures from ever hurting.
+
+On a CPU a recorder stands in that replays by running again, on poisoned buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.cpu_graphs import Masked, Recorder, status_of
+from support.graphs import Grid, draw_grid, patch, patch_training
+from tiny import TINY, assert_close, outputs_of, pixels_for, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import FlexConfig
+from hf_vit_accel.graphs import automatic
+from hf_vit_accel.graphs.automatic import AutoGraphs
+from hf_vit_accel.tower.state import state_of
+
+IMAGE: Grid = [(1, 6, 8)]
+COMES_AGAIN = "a size is captured when it comes again"
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return TINY["qwen3_vl"].build()
+
+
+def last_call(model: nn.Module) -> str:
+    """Return what `status` says of the last inference call."""
+    return str(status_of(model).last)
+
+
+def test_the_default_is_auto(on_cpu: type[Recorder], model: nn.Module) -> None:
+    assert hf_vit_accel.patch(model) is model
+    run_tower(tower_of(model), IMAGE)
+    run_tower(tower_of(model), IMAGE)
+    assert status_of(model).replays == 1
+    hf_vit_accel.patch(model, cuda_graphs=False)
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    assert status_of(model) is None
+
+
+def test_a_size_is_captured_when_it_comes_again(on_cpu: type[Recorder], model: nn.Module) -> None:
+    expected = run_tower(tower_of(model), IMAGE)
+    patch(model, "auto")
+    ways = []
+    for _ in range(5):
+        assert_close(run_tower(tower_of(model), IMAGE), expected)
+        ways.append(last_call(model))
+    padded = "replayed (captured at the 2nd call)"
+    exact = "replayed (captured at the 3rd call)"
+    assert ways == [f"eager: {COMES_AGAIN}", padded, exact, exact, exact]
+    assert status_of(model).captures == 2 and status_of(model).eager == {COMES_AGAIN: 1}
+    assert "last call  replayed (captured at the 3rd call)" in str(hf_vit_accel.status(model))
+
+
+def test_layouts_of_one_size_share_a_graph(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """Both fit one budget, so the second call is replayed although its layout is new."""
+    other: Grid = [(1, 4, 12)]
+    expected = run_tower(tower_of(model), other)
+    patch(model, "auto")
+    run_tower(tower_of(model), IMAGE)
+    assert_close(run_tower(tower_of(model), other), expected)
+    assert status_of(model).replays == 1
+
+
+def test_random_calls_are_exact_and_captures_bounded(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """Draw from a hundred layouts, so that some come often and many once."""
+    rng = np.random.default_rng(0)
+    layouts = [draw_grid(rng) for _ in range(100)]
+    stock = copy.deepcopy(tower_of(model))
+    patch(model, "auto")
+    for _ in range(200):
+        grid = layouts[int(rng.integers(100) * rng.random())]
+        assert_close(run_tower(tower_of(model), grid), run_tower(stock, grid))
+    status = status_of(model)
+    assert status.replays > 100
+    assert status.captures <= 2 + automatic._FREE_CAPTURES + status.replays // automatic._REPLAYS_PER_CAPTURE
+
+
+def test_ever_new_sizes_are_hardly_captured() -> None:
+    """Every shape comes three times, far apart, and is never replayed before."""
+    auto = AutoGraphs()
+    store = SimpleNamespace(captures=0, replays=0, nbytes=0)
+    captured = set()
+    for _ in range(4):
+        for width in range(500):
+            grid = ((1, 2, 2 * width + 2),)
+            use = auto.use(grid, None, store, lambda: 64 << 30, lambda: False)
+            if use.eager_reason is None:
+                store.captures += grid not in captured
+                captured.add(grid)
+                store.replays += 1
+    wasted = store.captures - store.replays // automatic._REPLAYS_PER_CAPTURE
+    assert 0 < store.captures < 20 and wasted <= automatic._FREE_CAPTURES + 1
+
+
+def test_large_calls_stay_eager() -> None:
+    auto = AutoGraphs()
+    store = SimpleNamespace(captures=0, replays=0, nbytes=0)
+    for _ in range(5):
+        use = auto.use(((1, 92, 92),), (2116,), store, lambda: 64 << 30, lambda: False)
+    assert "keep the GPU busy" in str(use.eager_reason)
+
+
+def test_padding_waits_where_it_needs_a_slower_backend() -> None:
+    """Above some rows the exact shape is awaited, which any backend can replay."""
+    store = SimpleNamespace(captures=0, replays=0, nbytes=0)
+    grid = ((1, 64, 64),)
+    for is_slower, second in ((True, COMES_AGAIN), (False, None)):
+        auto = AutoGraphs()
+        uses = [auto.use(grid, (1024,), store, lambda: 64 << 30, lambda: is_slower) for _ in range(3)]  # noqa: B023
+        assert [use.eager_reason for use in uses] == [COMES_AGAIN, second, None]
+        assert uses[2].exactly
+
+
+def test_an_exact_shape_is_replayed_by_the_backend_of_eager_calls(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend whose launches depend on the layout can replay that layout."""
+    monkeypatch.setattr(Masked, "capturable", False)
+    expected = run_tower(tower_of(model), IMAGE)
+    patch(model, "auto")
+    for _ in range(4):
+        assert_close(run_tower(tower_of(model), IMAGE), expected)
+    status = status_of(model)
+    assert status.replays == 2 and status.captures == 1
+    assert "masked" not in status.eager and any("cannot be captured" in why for why in status.eager)
+
+
+def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:
+    on_cpu.free_bytes = 4000  # an eighth is less than one graph takes
+    patch(model, "auto")
+    for grid in (IMAGE, IMAGE, IMAGE, [(1, 4, 4)], [(1, 4, 4)]):
+        run_tower(tower_of(model), grid)
+    status = status_of(model)
+    assert status.captures == 1, "memory was free for the first one"
+    assert "too little memory of the device is free for another graph" in status.eager
+
+
+def test_no_capture_under_a_profiler(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto")
+    run_tower(tower_of(model), IMAGE)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        run_tower(tower_of(model), IMAGE)
+    assert last_call(model) == "eager: no graph is captured under a profiler"
+    run_tower(tower_of(model), IMAGE)
+    assert last_call(model).startswith("replayed")
+
+
+def test_a_score_mod_is_never_captured(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """It may read tensors and numbers that a graph would keep as they were."""
+    hf_vit_accel.patch(model, attention=FlexConfig(score_mod=lambda score, b, h, q, k: score * 0.5))
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    assert status_of(model) is None
+
+
+def test_nothing_is_counted_on_a_cpu(model: nn.Module) -> None:
+    hf_vit_accel.patch(model)
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    assert status_of(model) is None and "graphs" not in str(hf_vit_accel.status(model))
+
+
+def test_strict_accepts_calls_that_stay_eager(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto", strict=True)
+    on_cpu.fail = RuntimeError("no capture")
+    for _ in range(4):
+        run_tower(tower_of(model), IMAGE)
+    assert status_of(model).replays == 0
+
+
+def test_captures_that_fail_are_not_tried_for_ever(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto")
+    on_cpu.fail = RuntimeError("out of luck")
+    for width in (2, 4, 6, 8, 10, 12):
+        for _ in range(3):
+            run_tower(tower_of(model), [(1, 4, 2 * width)])
+    status = status_of(model)
+    assert "captures failed" in str(status.off) and "out of luck" in str(status.off)
+    assert "captures failed" in last_call(model)
+
+
+def test_replaced_weights_are_captured_anew(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto")
+    for _ in range(4):
+        run_tower(tower_of(model), IMAGE)
+    stock = copy.deepcopy(tower_of(model))
+    hf_vit_accel.unpatch(stock)
+    for tower in (tower_of(model), stock):
+        for parameter in tower.parameters():
+            parameter.data = parameter.data * 0.5
+    expected = run_tower(stock, IMAGE)
+    for _ in range(3):
+        assert_close(run_tower(tower_of(model), IMAGE), expected)
+    assert status_of(model).stale
+
+
+def test_graphs_go_when_memory_runs_out(on_cpu: type[Recorder], model: nn.Module) -> None:
+    """As torch reports a failed allocation of any program on the device."""
+    runner = patch(model, "auto")
+    expected = run_tower(tower_of(model), IMAGE)
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    assert runner._graphs and runner in automatic._stores
+    automatic._give_up_graphs(0, 1 << 40, 0, 0)
+    assert not runner._graphs and not runner._arena
+    for _ in range(4):
+        assert_close(run_tower(tower_of(model), IMAGE), expected)
+    assert not runner._graphs and "memory ran out" in last_call(model)
+    hf_vit_accel.patch(model)
+    run_tower(tower_of(model), IMAGE)
+    run_tower(tower_of(model), IMAGE)
+    assert status_of(model).replays == 1, "patching again allows graphs again"
+
+
+def test_a_call_whose_memory_runs_out_is_run_again_without_graphs(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = patch(model, "auto")
+    expected = run_tower(tower_of(model), IMAGE)
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+
+    def fail(*arguments: object) -> None:
+        automatic._give_up_graphs(0, 1 << 40, 0, 0)
+        raise torch.OutOfMemoryError("no memory for the outputs")
+
+    monkeypatch.setattr(runner, "_launch", fail)
+    assert_close(run_tower(tower_of(model), IMAGE), expected)
+    assert not runner._graphs
+
+
+def test_memory_that_runs_out_in_a_capture_keeps_other_graphs(on_cpu: type[Recorder], model: nn.Module) -> None:
+    runner = patch(model, "auto")
+    for _ in range(3):
+        run_tower(tower_of(model), IMAGE)
+    runner._is_capturing = True  # as in the thread that captures
+    automatic._give_up_graphs(0, 1 << 40, 0, 0)
+    runner._is_capturing = False
+    assert runner._graphs
+    run_tower(tower_of(model), IMAGE)
+    assert not runner._graphs, "the next call drops them"
+
+
+def test_warmup_captures_at_once(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto")
+    hf_vit_accel.warmup(model, [IMAGE], progress=False)
+    assert status_of(model).captures == 1
+    run_tower(tower_of(model), IMAGE)
+    run_tower(tower_of(model), IMAGE)
+    run_tower(tower_of(model), IMAGE)
+    assert status_of(model).captures <= 2
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(tower: nn.Module, grid: Grid) -> dict[str, torch.Tensor]:
+    """Run a forward and backward; return the gradients, and clear them."""
+    pixels = pixels_for(tower, grid)
+    outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))
+    torch.stack([output.square().sum() for output in outputs[1:]]).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in tower.named_parameters() if parameter.grad is not None}
+    tower.zero_grad(set_to_none=True)
+    return gradients
+
+
+def test_steps_are_captured_when_their_layout_comes_often(on_cpu: type[Recorder], model: nn.Module) -> None:
+    stock = tower_of(copy.deepcopy(model))
+    tower = tower_of(model)
+    expected = train(stock, IMAGE)
+    runner = patch_training(tower, "auto")
+    for _ in range(5):
+        gradients = train(tower, IMAGE)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    assert runner.status().captures == 1 and runner.status().replays == 3
+    assert "training" in str(hf_vit_accel.status(model))
+
+
+def test_steps_that_need_much_memory_are_not_captured(on_cpu: type[Recorder], model: nn.Module) -> None:
+    tower = tower_of(model)
+    gradient_bytes = sum(parameter.nbytes for parameter in tower.parameters())
+    on_cpu.free_bytes = 4 * gradient_bytes  # a quarter holds the gradients, but no activations
+    runner = patch_training(tower, "auto")
+    for _ in range(5):
+        train(tower, IMAGE)
+    assert runner.status().captures == 0
+    assert "too little memory of the device is free for another graph" in runner.status().eager
+
+
+def test_settings_survive_copies(model: nn.Module) -> None:
+    hf_vit_accel.patch(model)
+    assert state_of(tower_of(copy.deepcopy(model))).settings.graphs == "auto"
