@@ -100,9 +100,9 @@ SizesOption = Annotated[
 BackendsOption = Annotated[
     str | None,
     typer.Option(
-        help='Comma-separated attention backends and "auto". "+fp8" after a name: in FP8 where that pays. "+graph" at '
-        'the end: replayed from a CUDA graph. By default "auto", "auto+graph" and every backend that can run; with '
-        '--train "auto" and "auto+graph", on a CPU "auto".'
+        help='Comma-separated attention backends and "auto". "+fp8" after a name: in FP8 where that pays. At the '
+        'end of a name "+graph": captured at the first call; "+eager": never. By default "auto" and every usable backend; '
+        'with --train and on a CPU "auto".'
     ),
 ]
 BaselinesOption = Annotated[
@@ -267,9 +267,7 @@ def _job(
     device = benchmark.device_of_choice()
     on_cpu = device.type == "cpu"
     torch_dtype = benchmark.default_dtype(device) if dtype is None else benchmark.DTYPES[dtype]
-    if train:
-        backends = backends or ("auto" if on_cpu else "auto,auto+graph")
-    elif on_cpu and model is None:  # every backend takes a copy of the tower
+    if train or (on_cpu and model is None):
         backends = backends or "auto"
     if not sizes:
         default_sizes = TRAIN_SIZES if train else ",".join(benchmark.SIZES)

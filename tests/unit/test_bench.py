@@ -459,7 +459,7 @@ def test_the_defaults_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options["baselines"] == ["sdpa", "flash_attention_2", "liger", "compile_blocks"]
     pretend_gpu(monkeypatch)
     assert command("--train").exit_code == 0
-    assert options["attentions"] == ["auto", "auto+graph"]
+    assert options["attentions"] == ["auto"]
     assert list(options["sizes"]) == ["one 448²", "one 1024²", "16 x 512²", "one page"]
     assert command().exit_code == 0 and not options["train"] and options["baselines"] == ["sdpa"]
 

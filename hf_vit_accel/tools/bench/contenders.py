@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +22,7 @@ from hf_vit_accel.tools.bench.baselines import BASELINES, Open, Run, grid_tensor
 from hf_vit_accel.tools.bench.towers import Tower
 
 _GRAPH = "+graph"
+_EAGER = "+eager"
 _FP8 = "+fp8"
 _FP8_BOUND = 0.1
 """Largest relative error that passes in FP8: of rows whose cosine similarity is 0.995."""
@@ -55,7 +57,8 @@ def choose(
     Args:
         tower: The tower.
         attentions: Names of backends, and "auto"; None for "auto" and each backend that can run it.
-            "+graph" at the end of a name replays a CUDA graph of the size's exact shape.
+            "+graph" at the end of a name replays a CUDA graph of the size's exact shape from the first call on, and
+            "+eager" replays none. Other names have `patch`'s default.
             "+fp8" before it attends in FP8 where that pays.
         baselines: Names of `BASELINES`.
         device: Where the tower will be; by default where it is.
@@ -68,18 +71,17 @@ def choose(
     against = {backend.name: tuple(backend.reasons_against(request)) for backend in backends.BACKENDS}
     if attentions is None:
         usable = [name for name, reasons in against.items() if not reasons]
-        graphed = [f"auto{_GRAPH}"] if request.device.type == "cuda" else []
-        attentions = ["auto", *graphed, *usable]
+        attentions = ["auto", *usable]
     contenders = [_stock_contender(name, tower) for name in baselines]
     for name in attentions:
-        attention, is_graph, is_fp8 = _parts(name)
-        reasons = list(against.get(attention, ()))
-        why_not = why_not_graphs(request.device) if is_graph else None
+        parts = _parts(name)
+        reasons = list(against.get(parts.attention, ()))
+        why_not = why_not_graphs(request.device) if parts.graphs is _ALL_LAYOUTS else None
         if why_not:
             reasons.append(why_not)
-        if is_fp8:
+        if parts.is_fp8:
             reasons += backends.FP8.reasons_against(replace(request, packed=True))
-        bound = _FP8_BOUND if is_fp8 else None
+        bound = _FP8_BOUND if parts.is_fp8 else None
         opens = None if reasons else _opener(name)
         contenders.append(Contender(name=name, open=opens, against=tuple(reasons), bound=bound))
     return contenders
@@ -93,16 +95,36 @@ def _stock_contender(name: str, tower: Tower) -> Contender:
     return Contender(name=f"stock {name}", open=opens, baseline=True)
 
 
-def _parts(name: str) -> tuple[str, bool, bool]:
-    """Return a contender's backend, whether it replays a graph, and whether it attends in FP8."""
-    plain = name.removesuffix(_GRAPH)
-    return plain.removesuffix(_FP8), plain != name, plain.endswith(_FP8)
+@dataclass(frozen=True)
+class _Parts:
+    """The options in a contender's name.
+
+    Attributes:
+        attention: The backend, or "auto".
+        graphs: The option `cuda_graphs` of `patch`.
+        is_fp8: Whether it attends in FP8.
+    """
+
+    attention: str
+    graphs: GraphConfig | Literal["auto", False]
+    is_fp8: bool
+
+
+def _parts(name: str) -> _Parts:
+    """Return the options in a contender's name."""
+    graphs: GraphConfig | Literal["auto", False] = "auto"
+    if name.endswith(_GRAPH):
+        graphs = _ALL_LAYOUTS
+    elif name.endswith(_EAGER):
+        graphs = False
+    plain = name.removesuffix(_GRAPH).removesuffix(_EAGER)
+    return _Parts(attention=plain.removesuffix(_FP8), graphs=graphs, is_fp8=plain.endswith(_FP8))
 
 
 def check_names(attentions: Sequence[str], baselines: Sequence[str]) -> None:
     """Raise ValueError for a backend or a baseline that does not exist."""
     for name in attentions:
-        attention, _, _ = _parts(name)
+        attention = _parts(name).attention
         if attention != "auto":
             backends.backend_named(attention)
     unknown = [name for name in baselines if name not in BASELINES]
@@ -119,9 +141,9 @@ def _opener(name: str) -> Open:
 def _patched(name: str, tower: Tower, grid: Grid) -> Iterator[Run]:
     """Open our tower; strict, so that only what is named is ever timed."""
     grid_thw = grid_tensor(grid, tower)
-    attention, is_graph, is_fp8 = _parts(name)
-    graphs = _ALL_LAYOUTS if is_graph else False
-    with patched(tower, attention=attention, cuda_graphs=graphs, fp8=is_fp8, strict=True):
-        if not (is_graph or trained(tower)):
+    parts = _parts(name)
+    options: dict[str, Any] = dict(attention=parts.attention, cuda_graphs=parts.graphs, fp8=parts.is_fp8)
+    with patched(tower, **options, strict=True):
+        if parts.graphs is _ALL_LAYOUTS and not trained(tower):
             warmup(tower, [grid], progress=False)
         yield Run(tower, lambda pixels_TP: tower(pixels_TP, grid_thw=grid_thw))
