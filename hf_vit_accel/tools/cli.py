@@ -101,8 +101,8 @@ BackendsOption = Annotated[
     str | None,
     typer.Option(
         help='Comma-separated attention backends and "auto". "+fp8" after a name: in FP8 where that pays. At the '
-        'end of a name "+graph": captured at the first call; "+eager": never. By default "auto" and every usable backend; '
-        'with --train and on a CPU "auto".'
+        'end of a name "+graph": captured at the first call; "+eager": never. By default "auto" and all backends that '
+        'can run; with --train and on a CPU "auto".'
     ),
 ]
 BaselinesOption = Annotated[

@@ -623,6 +623,14 @@ def test_triton_is_asked_again_for_another_kernel(monkeypatch: pytest.MonkeyPatc
     events: list[Any] = []
 
     class Compiled:
+        function = 1
+        packed_metadata = 2
+
+        def run(self, x: int, y: int, z: int, *args: Any) -> None:
+            stream, function, metadata, *hooks = args[:6]
+            assert (stream, function, metadata, hooks) == (device + 100, 1, 2, [None] * 3)
+            events.append(((x, y, z), args[6:]))
+
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args: events.append((grid, args))
 
@@ -632,6 +640,7 @@ def test_triton_is_asked_again_for_another_kernel(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(triton.JITFunction, "run", compile_)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: index + 100, raising=False)
     device = 0
     x = torch.zeros(64)
     y = torch.zeros(64)
@@ -658,3 +667,6 @@ def test_triton_is_asked_again_for_another_kernel(monkeypatch: pytest.MonkeyPatc
         assert again(x, y, 5, 1e-6, **(constants | {name: 8}))
     device = 1
     assert again(x, y, 5, 1e-6, **constants)
+    monkeypatch.setattr(Compiled, "run", None)
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    assert not again(x, y, 5, 1e-6, **constants), "a profiler's hook is called by Triton"

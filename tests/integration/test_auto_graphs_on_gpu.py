@@ -1,0 +1,208 @@
+"""`patch(model)` on a GPU, in programs where a capture might hurt: threads, forks, profilers, little memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from support.graphs import Grid, draw_grid, poison_before_use
+from tiny import TINY, outputs_of, pixels_for, relative_error, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel.graphs import automatic
+from hf_vit_accel.tower.state import state_of
+
+pytestmark = pytest.mark.gpu
+
+IMAGE: Grid = [(1, 6, 8)]
+CALLS = 400
+
+
+@pytest.fixture
+def tower() -> nn.Module:
+    """A tower in bf16 on the GPU, patched with the default options."""
+    model = TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)
+    return hf_vit_accel.patch(tower_of(model))
+
+
+def status_line(tower: nn.Module) -> str:
+    """Return what `status` says of the last inference call."""
+    graphs = hf_vit_accel.status(tower).towers[0].graphs
+    return str(None if graphs is None else graphs.last)
+
+
+def is_close(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Return whether outputs in bf16 are equal up to rounding."""
+    return all(relative_error(x, y) < 2e-2 for x, y in zip(outputs, expected, strict=True))
+
+
+def replay_once(tower: nn.Module) -> list[torch.Tensor]:
+    """Call a tower until it is replayed; return the outputs."""
+    for _ in range(4):
+        outputs = run_tower(tower, IMAGE)
+    assert status_line(tower).startswith("replayed")
+    return outputs
+
+
+def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
+    """No call is wrong, and memory stays flat once the common sizes are captured."""
+    poison_before_use(state_of(tower).runner)
+    eager = hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=False)
+    rng = np.random.default_rng(0)
+    layouts = [draw_grid(rng) for _ in range(60)]
+    reserved = []
+    for call in range(CALLS):
+        grid = layouts[int(rng.integers(60) * rng.random())]
+        assert is_close(run_tower(tower, grid, call), run_tower(eager, grid, call)), (call, grid)
+        reserved.append(torch.cuda.memory_reserved())
+    assert hf_vit_accel.status(tower).towers[0].graphs.replays > CALLS // 3
+    assert reserved[-1] <= reserved[CALLS // 2] + (64 << 20)
+
+
+def test_threads_and_streams(tower: nn.Module) -> None:
+    """Two threads with streams of their own, while a third captures a graph of something else."""
+    expected = {width: run_tower(tower, [(1, 6, width)]) for width in (6, 8, 10)}
+    torch.cuda.synchronize()
+    wrong: list[object] = []
+
+    def encode() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    for width, outputs in expected.items():
+                        got = run_tower(tower, [(1, 6, width)])
+                        torch.cuda.current_stream().synchronize()
+                        if not is_close(got, outputs):
+                            wrong.append(width)
+        except BaseException as error:
+            wrong.append(error)
+
+    def capture() -> None:
+        try:
+            x = torch.zeros(64, device="cuda")
+            for _ in range(5):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    y = x + 1
+                graph.replay()
+                torch.cuda.synchronize()
+                if not bool((y == 1).all()):
+                    wrong.append("the other graph")
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for work in (encode, encode, capture)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+def test_a_forked_child(tower: nn.Module) -> None:
+    """A child of a data loader may free the model that it inherited."""
+    replay_once(tower)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            del tower
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 60
+    pid, code = os.waitpid(child, os.WNOHANG)
+    while pid == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        pid, code = os.waitpid(child, os.WNOHANG)
+    if pid == 0:
+        os.kill(child, 9)
+    assert pid == child and code == 0
+    replay_once(tower)
+
+
+def test_an_outer_graph_is_refused(tower: nn.Module) -> None:
+    replay_once(tower)
+    grid = torch.tensor(IMAGE)
+    pixels = pixels_for(tower, IMAGE, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="cannot be captured in an outer CUDA graph"), torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tower(pixels, grid_thw=grid)
+    replay_once(tower)
+
+
+def test_a_compiled_model(tower: nn.Module) -> None:
+    expected = run_tower(tower, IMAGE)
+    compiled = torch.compile(tower)
+    grid = torch.tensor(IMAGE, device="cuda")
+    pixels = pixels_for(tower, IMAGE, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(5):
+            assert is_close(outputs_of(compiled(pixels, grid_thw=grid)), expected)
+    assert status_line(tower).startswith("replayed")
+
+
+def test_a_profiler(tower: nn.Module) -> None:
+    expected = run_tower(tower, IMAGE)
+    with torch.profiler.profile() as profile:
+        assert is_close(run_tower(tower, IMAGE), expected)
+    assert status_line(tower) == "eager: no graph is captured under a profiler"
+    replay_once(tower)
+    with torch.profiler.profile() as profile:
+        assert is_close(run_tower(tower, IMAGE), expected)
+        torch.cuda.synchronize()
+    assert status_line(tower).startswith("replayed") and len(profile.key_averages()) > 0
+
+
+@pytest.fixture
+def small_device() -> object:
+    """Let this process use 2 GiB of the device; give the rest back afterwards."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (2 << 30)) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_memory_that_a_program_needs_is_given_back(tower: nn.Module, small_device: object) -> None:
+    """After a failed allocation of the program's own the graphs are gone, so that it can try again."""
+    expected = replay_once(tower)
+    runner = state_of(tower).runner
+    held = runner.nbytes
+    assert runner in automatic._stores and held > 0
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+    assert not runner._graphs and not runner._arena
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    assert is_close(run_tower(tower, IMAGE), expected)
+    assert "memory ran out" in status_line(tower)
+
+
+def test_a_step_of_training_is_replayed_with_gradients_as_before() -> None:
+    model = TINY["qwen3_vl"].build().to("cuda", torch.bfloat16)
+    towers = [
+        hf_vit_accel.patch(tower_of(model)),
+        hf_vit_accel.patch(tower_of(copy.deepcopy(model)), cuda_graphs=False),
+    ]
+    for seed in range(5):
+        gradients = []
+        for tower in towers:
+            pixels = pixels_for(tower, IMAGE, seed, device="cuda", dtype=torch.bfloat16)
+            outputs = outputs_of(tower(pixels, grid_thw=torch.tensor(IMAGE)))
+            torch.stack([output.float().square().sum() for output in outputs[1:]]).sum().backward()
+            gradients.append([parameter.grad.clone() for parameter in tower.parameters() if parameter.grad is not None])
+            tower.zero_grad(set_to_none=True)
+        for gradient, expected in zip(*gradients, strict=True):
+            assert relative_error(gradient, expected) < 5e-2
+    assert hf_vit_accel.status(towers[0]).towers[0].training.replays == 3
