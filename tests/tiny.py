@@ -33,6 +33,9 @@ _TEXT = dict(
     pad_token_id=2,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 )
+if transformers.__version__.startswith("4."):  # other names of the same
+    _TEXT |= dict(rope_theta=10000.0, rope_scaling={"type": "default", "mrope_section": [2, 1, 1]})
+    del _TEXT["rope_parameters"]
 _TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
 _QWEN3_VISION = dict(
     depth=4,
@@ -175,7 +178,18 @@ def pixels_for(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kw
 
 def outputs_of(output: Any) -> list[torch.Tensor]:
     """Return every tensor of a tower's output, in order."""
+    if isinstance(output, torch.Tensor):  # transformers 4.57 returns no output class
+        return [output]
+    if type(output) is tuple:
+        return [output[0], *output[1]]
     return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or [])]
+
+
+def merged_of(output: Any) -> torch.Tensor:
+    """Return the merged features in a tower's output."""
+    if isinstance(output, torch.Tensor | tuple):
+        return outputs_of(output)[0]
+    return output.pooler_output
 
 
 def run_tower(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in
 from transformers import modeling_utils
 
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import POPPED
 from hf_vit_accel.families import Tower
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import Facts
 from hf_vit_accel.tower import fsdp, proof
 from hf_vit_accel.tower.modules import Weights, is_inert
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
+from hf_vit_accel.versions import POPPED
 
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)

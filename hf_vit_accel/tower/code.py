@@ -66,6 +66,10 @@ class Code:
         """Return every attribute name in the forward of a class, and in the methods that it may call."""
         return _names_of_forward(kind)
 
+    def called_names(self) -> frozenset[str]:
+        """Return every name, and every string constant, in the forwards of all module classes."""
+        return frozenset().union(*(_names_of_forward(kind) for kind in (self.kind, *self.classes)))
+
     def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
         """Return every attribute name in the methods of a tower's class, and in the functions that these may call."""
         return _names_in_class(type(tower)) | self._names_in_home()

@@ -208,6 +208,9 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         slow.append("this family takes the frames of a video one by one")
+    autocast = checks.autocast_dtype(device, weights.dtype)
+    if snapshot.proof.autocast is not None and autocast not in (None, weights.dtype):
+        slow.append(snapshot.proof.autocast)
     spec = spec_of(state, snapshot, weights, device, fast=not slow, grad=grad)
     if spec.ops is None:
         return _decide_metadata(tower, state, call, spec, slow, shared)
@@ -248,7 +251,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         runner=runner,
         eager_reason=None if runner is None else _reason_against_graphs(snapshot, weights, device, checkpoints),
         marks_outputs=trains and not grad and snapshot.marks_outputs(),
-        returns_tuple=inputs.options.get("return_dict", tower.config.return_dict) is False,
+        returns_tuple=snapshot.output_class is not None
+        and inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
 
 
@@ -304,8 +308,9 @@ def _decide_metadata(
     tower: Tower, state: TowerState, call: Call, spec: Spec, slow: list[str], shared: SharedCall
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
-    assert call.inputs is not None
+    assert call.inputs is not None and call.snapshot is not None
     name = tower.config._attn_implementation
+    popped = call.snapshot.proof.popped
     route = state.routes.get(call.inputs.grid, spec)
     reasons = slow + route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
@@ -315,7 +320,7 @@ def _decide_metadata(
     return StockPlan(
         way=Way.METADATA,
         reasons=tuple(reasons),
-        injected=route.ready().injected(),
+        injected=route.ready().injected(popped) if popped or name in NAMES else {},
         route=route,
         shared=shared if shared.places is None else SharedCall(result="encoded by each rank alone"),
     )

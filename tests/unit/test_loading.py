@@ -220,7 +220,10 @@ LLAMA = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_atte
 
 
 def mixed() -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    return Mixed, MixedConfig(vision_config=TINY["qwen3_vl"].vision, text_config=LLAMA)
+    config = MixedConfig(vision_config=TINY["qwen3_vl"].vision, text_config=LLAMA)
+    if type(config.vision_config) not in transformers.MODEL_MAPPING:
+        pytest.skip("this transformers makes no tower of Qwen3-VL by AutoModel")
+    return Mixed, config
 
 
 def hyperclovax() -> tuple[type[PreTrainedModel], PreTrainedConfig]:

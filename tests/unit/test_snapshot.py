@@ -152,7 +152,9 @@ def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(proofs, "_WARNED", set())
     stock, tower = pair("qwen2_5_vl")
     kind = type(tower)
-    method = kind.permute_input_for_window_attn
+    method = getattr(kind, "permute_input_for_window_attn", None)
+    if method is None:
+        pytest.skip("this transformers has no such method")
     before = run_tower(stock, GRID)
 
     def halved(*args: object, **kwargs: object) -> torch.Tensor:
@@ -171,7 +173,9 @@ def test_a_method_of_a_class_inside_that_is_replaced(tower: nn.Module, monkeypat
     hf_vit_accel.patch(tower)
     before = run_tower(tower, GRID)
     rotary = type(tower.rotary_pos_emb)
-    method = rotary.recomposition_frequencies
+    method = getattr(rotary, "recomposition_frequencies", None)
+    if method is None:
+        pytest.skip("this transformers has no such method")
 
     def halved(*args: object, **kwargs: object) -> torch.Tensor:
         return method(*args, **kwargs) * 0.5
