@@ -19,8 +19,8 @@ nox.options.default_venv_backend = "venv"
 ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TESTED = PROJECT["tool"]["hf-vit-accel"]["tested"]
-NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
-OLDEST = {package: versions[0] for package, versions in TESTED.items()}
+NEWEST = {package: TESTED[package][-1] for package in ("transformers", "torch")}
+OLDEST = {package: TESTED[package][0] for package in ("transformers", "torch")}
 PYTHONS = [name.rsplit(" ", 1)[1] for name in PROJECT["project"]["classifiers"] if ":: 3." in name]
 SELF, *TEST = PROJECT["project"]["optional-dependencies"]["test"]
 SELF = SELF.replace("hf-vit-accel", ".")  # pip 23 would look up the name in the index
@@ -53,6 +53,23 @@ def transformers(session: nox.Session, transformers: str) -> None:
     """Run all tests with every tested version of transformers."""
     install(session, transformers=transformers)
     run_suite(session)
+
+
+CORE = [f"tests/unit/test_{name}.py" for name in ("families", "loading", "proof", "autocast", "tower", "checks")]
+
+
+@nox.session(tags=["nightly"])
+@nox.parametrize("transformers", TESTED["towers"])
+def versions(session: nox.Session, transformers: str) -> None:
+    """Run the core of the tests, and every tower in every use, with transformers from the oldest to the newest.
+
+    The results are recorded for the table of versions; `make support` writes it. PEFT and accelerate are the newest
+    that install beside the version.
+    """
+    install(session, transformers=transformers)
+    session.run("pytest", "-q", "-n", "auto", *CORE, *session.posargs)
+    matrix = ("pytest", "-q", "--matrix", "tests/integration/test_uses_by_version.py")
+    session.run(*matrix, env={"RECORD_VERSIONS": "1"})
 
 
 @nox.session(tags=["ci"])

@@ -150,18 +150,18 @@ class Route:
                 return self.plans.get(kind)
         return None
 
-    def injected(self, popped: frozenset[str]) -> dict[str, Any]:
-        """Return the keyword arguments that a stock tower pops instead of computing them, and the route itself.
+    def injected(self, taken: frozenset[str]) -> dict[str, Any]:
+        """Return the keyword arguments that a stock tower takes: the metadata that it pops, and the route itself.
 
         Args:
-            popped: The metadata that this tower pops.
+            taken: The names of those that this tower takes, `PLANS` among them where it passes that on to its layers.
         """
         metadata: dict[str, Any] = {name: self.tensors[name] for name in METADATA if name in self.tensors}
         metadata["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
             metadata["max_window_seqlen"] = self.metadata.window.max_seqlen
         setattr(self.tensors["cu_seqlens"], PLANS, self)  # for towers that do not pass keyword arguments on to layers
-        return {**keyword_arguments(metadata, popped), PLANS: self}
+        return keyword_arguments({**metadata, PLANS: self}, taken)
 
 
 def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:

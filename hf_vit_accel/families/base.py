@@ -237,7 +237,8 @@ class Family:
 
     def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
         """Return the tower class that a module is an instance of, or None. Imports nothing of transformers."""
-        return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers), None)
+        kinds = (kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers)
+        return next((kind for kind in kinds if "forward" in vars(kind)), None)  # a former name is a bare subclass
 
     def output_class(self, tower: nn.Module) -> Any:
         """Return the stock output class of a tower, from the module of its class; None if that has none."""

@@ -33,6 +33,7 @@ from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import SpecKey, TowerState
+from hf_vit_accel.versions import keyword_arguments
 
 
 class Way(Enum):
@@ -297,11 +298,11 @@ def _decide_sharing(
 
 def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
     """Return the plan of a call with our attention alone: offsets carry the lengths of its segments."""
-    assert call.inputs is not None
+    assert call.inputs is not None and state.popped is not None
     device = call.inputs.pixels.device
     of_tower = state.settings, state.faults, state.attention_backends
     offsets = state.routes.offsets(call.inputs.grid, device, state.family.geometry(tower), *of_tower)
-    return StockPlan(way=Way.ATTENTION, reasons=(), injected=offsets)
+    return StockPlan(way=Way.ATTENTION, reasons=(), injected=keyword_arguments(offsets, state.popped))
 
 
 def _decide_metadata(
@@ -310,7 +311,7 @@ def _decide_metadata(
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None and call.snapshot is not None
     name = tower.config._attn_implementation
-    popped = call.snapshot.proof.popped
+    taken = call.snapshot.proof.taken
     route = state.routes.get(call.inputs.grid, spec)
     reasons = slow + route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
@@ -320,7 +321,7 @@ def _decide_metadata(
     return StockPlan(
         way=Way.METADATA,
         reasons=tuple(reasons),
-        injected=route.ready().injected(popped) if popped or name in NAMES else {},
+        injected=route.ready().injected(taken),
         route=route,
         shared=shared if shared.places is None else SharedCall(result="encoded by each rank alone"),
     )

@@ -25,7 +25,7 @@ from hf_vit_accel import machine, versions
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.route import Spec, lay_out
+from hf_vit_accel.engine.route import PLANS, Spec, lay_out
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
@@ -75,7 +75,7 @@ class Proof:
         fast: Why our operations may not take the place of its forward; None where that is proven.
         injected: Why its forward may not be given metadata of ours; None where that is proven.
         autocast: Why our operations may not run under autocast; None where that is proven.
-        popped: The metadata that its forward is given.
+        taken: The keyword arguments of ours that its forward takes.
         is_bare: Whether it returns tensors without an output class.
         classes: The classes of all its modules.
         code: The functions that ran.
@@ -86,7 +86,7 @@ class Proof:
     fast: str | None
     injected: str | None
     autocast: str | None = None
-    popped: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
     is_bare: bool = False
     classes: frozenset[type]
     code: Code
@@ -197,12 +197,7 @@ def _verdict(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> 
         why = f"{type(twin).__name__} is not built as {family.name} is known: {one_line(error)}"
         return Proof(key=key, fast=why, injected=why, classes=code.classes, code=code)
     fast, expected = _compare(twin, family, GRIDS[0], gradients=True)
-    popped = versions.popped_by(code.called_names())
-    injected = _compare_injected(twin, family, expected, popped)
-    if injected is not None and popped:  # it may compute the metadata by itself
-        popped_none: frozenset[str] = frozenset()
-        if _compare_injected(twin, family, expected, popped_none) is None:
-            injected, popped = None, popped_none
+    taken, injected = _injectable(twin, family, expected, versions.popped_by(code.called_names()))
     fast = fast or _compare(twin, family, GRIDS[1])[0]
     autocast = fast or _compare_under_autocast(twin, family)
     with torch.no_grad():  # in a residual stream this small, a norm's epsilon counts
@@ -214,7 +209,7 @@ def _verdict(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> 
         fast=fast or _compare(twin.train(), family, GRIDS[0])[0],
         injected=injected,
         autocast=autocast,
-        popped=popped,
+        taken=taken,
         is_bare=expected.is_bare,
         classes=code.classes,
         code=code,
@@ -323,10 +318,30 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False
     return None, expected
 
 
-def _compare_injected(twin: Tower, family: Family, expected: _Expected, popped: frozenset[str]) -> str | None:
+def _injectable(
+    twin: Tower, family: Family, expected: _Expected, popped: frozenset[str]
+) -> tuple[frozenset[str], str | None]:
+    """Return the keyword arguments that stock takes of us, and why it takes none that it should.
+
+    Args:
+        twin: The tiny stock tower.
+        family: Its family.
+        expected: Its results without them.
+        popped: The metadata that its code seems to pop.
+    """
+    first: str | None = None
+    for taken in (popped | {PLANS}, frozenset({PLANS}), frozenset[str]()):
+        why = _compare_injected(twin, family, expected, taken)
+        if why is None:
+            return taken, None
+        first = first or why
+    return frozenset(), first
+
+
+def _compare_injected(twin: Tower, family: Family, expected: _Expected, taken: frozenset[str]) -> str | None:
     """Return why stock may not be given our metadata: it raises, or computes something else."""
     name = type(twin).__name__
-    metadata = lay_out(expected.grid, replace(_spec(twin, family), ops=None)).ready().injected(popped)
+    metadata = lay_out(expected.grid, replace(_spec(twin, family), ops=None)).ready().injected(taken)
     twin.config._attn_implementation_internal = "flash_vit_auto"
     try:
         with torch.no_grad():

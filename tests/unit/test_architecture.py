@@ -26,7 +26,7 @@ IMPORTS = {
     "graphs": "config engine layout machine ops",
     "sharing": "config engine layout machine ops",
     "tower": "backends config engine families graphs layout machine ops sharing versions",
-    "status": "backends config engine families graphs ops sharing tower",
+    "status": "backends config engine families graphs ops sharing tower versions",
     "api": "backends config families layout machine ops sharing status tower",
     "calibration": "api backends config ops status tower",
     "__init__": "api backends calibration config machine sharing status tower",

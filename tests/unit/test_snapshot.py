@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import tiny_tower
 from support.towers import ONE_TOWER
 from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
-from transformers import AttentionInterface, PreTrainedConfig, modeling_utils
+from transformers import AttentionInterface, modeling_utils
+from transformers.configuration_utils import PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
@@ -205,16 +207,13 @@ CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only 
 @pytest.mark.parametrize(("family", "module", "name"), CLASSES, ids=[name for _, _, name in CLASSES])
 def test_watched_config_fields_are_all_that_a_forward_reads(family: Any, module: str, name: str) -> None:
     """Run a call with a config that notes the fields that are read."""
-    kind = getattr(pytest.importorskip(module), name)
-    config = kind.config_class()
-    for field, value in family.tiny.items():
-        setattr(config, field, copy.deepcopy(value))
-    config._attn_implementation_internal = "sdpa"
-    tower = kind(config).eval()
+    tower = tiny_tower(family, module, name)
+    kind = type(tower)
+    config = tower.config
     read_fields: set[str] = set()
     config_class = type(config)
 
-    def note_and_read(self: PreTrainedConfig, field: str) -> object:
+    def note_and_read(self: PretrainedConfig, field: str) -> object:
         read_fields.add(field)
         return config_class.__getattribute__(self, field)
 

@@ -539,7 +539,10 @@ def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str,
     else:
         pixels = pixels[None]
     with torch.no_grad():
-        expected = outputs_of(tower(pixels, grid))
+        try:
+            expected = outputs_of(tower(pixels, grid))
+        except RuntimeError:
+            pytest.skip("this transformers does not take it")
         with hf_vit_accel.patched(shared, fuse=fuse):
             assert_close(outputs_of(tower(pixels, grid)), expected)
             assert state_of(tower).calls == (case != "a batch")

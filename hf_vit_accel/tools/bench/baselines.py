@@ -373,7 +373,7 @@ def _metadata(tower: Tower, grid: Grid) -> dict[str, Tensor | int]:
     values["max_seqlen"] = metadata.full.max_seqlen
     if metadata.window is not None:
         values["max_window_seqlen"] = metadata.window.max_seqlen
-    return keyword_arguments(values, prove(tower, family).popped)
+    return keyword_arguments(values, prove(tower, family).taken)
 
 
 def grid_tensor(grid: Grid, tower: Tower) -> Tensor:
