@@ -185,7 +185,7 @@ def outputs_of(output: Any) -> list[torch.Tensor]:
     return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or [])]
 
 
-def merged_of(output: Any) -> torch.Tensor:
+def merged_of(output: object) -> torch.Tensor:
     """Return the merged features in a tower's output."""
     if isinstance(output, torch.Tensor | tuple):
         return outputs_of(output)[0]

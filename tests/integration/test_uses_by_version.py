@@ -1,4 +1,4 @@
-"""Every tower in every use under this version of transformers. The results are the table of versions in SUPPORT.md.
+"""Run every tower in every use under this version of transformers, for the table of versions in SUPPORT.md.
 
 `pytest --matrix` on this file compares them with the record. With RECORD_VERSIONS=1 it writes them there, as
 `nox -s versions` does for every version.
@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def test_paddleocr_with_other_arguments_stays_stock() -> None:
     name = "PaddleOCRVisionTransformer"
     if not versions.takes_other_arguments(module, name):
         pytest.skip("this transformers takes the usual arguments")
-    kind: Any = getattr(pytest.importorskip(module), name)
+    kind = getattr(pytest.importorskip(module), name)
     config = transformers.PaddleOCRVisionConfig(
         num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=40, image_size=10, patch_size=2
     )
@@ -76,8 +75,8 @@ def test_paddleocr_with_other_arguments_stays_stock() -> None:
 
 @pytest.mark.parametrize(("module", "name"), [entry[1:] for entry in ATTENTION_ONLY], ids=lambda value: value)
 def test_a_tower_that_computes_its_segments_stays_stock(module: str, name: str) -> None:
-    """Such a tower, of our attention alone, must get no offsets of ours: it would get two values for them."""
-    kind: Any = getattr(pytest.importorskip(module), name)
+    """Give no offsets to a tower that computes its own: it would get two values for them."""
+    kind = getattr(pytest.importorskip(module), name)
     names = names_of_forwards({type(part) for part in attention_only.made(module, name).modules()})
     if "cu_seqlens" in popped_by(names):
         pytest.skip("this transformers takes segments")

@@ -58,6 +58,10 @@ TINY = {
     "MuseSparkVisionModel": Tiny(_MUSE, frames=2),
     "HunYuanVLVisionTransformer": Tiny(_SIGLIP | dict(max_image_size=12, out_hidden_size=16), clips=False),
     "Cosmos3EdgeVisionModel": Tiny(_SIGLIP | dict(num_patches=36)),
+    "HYV4VLVisionModel": Tiny(_SIGLIP | dict(max_image_size=12, out_hidden_size=16)),
+    "Lfm3VlVisionModel": Tiny(
+        _SIGLIP | dict(num_key_value_heads=1, layer_types=["conv", "full_attention"] * 2), frames=2
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from tiny import randomise
 from torch import nn
 
-from hf_vit_accel.families import FAMILIES, Family, family_of
+from hf_vit_accel.families import FAMILIES, Config, Family, family_of
 
 Grid = list[tuple[int, int, int]]
 
@@ -22,7 +22,7 @@ CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only 
 """Family, module and name of every class that has a fast path."""
 
 
-def config_of(kind: Any) -> Any:
+def config_of(kind: type) -> Config:
     """Return a config of a tower's class, with the defaults of transformers."""
     config = kind.config_class()
     return getattr(config, "vision_config", config)

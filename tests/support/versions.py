@@ -1,4 +1,4 @@
-"""What towers do under one version of transformers: the cells of the table of versions in SUPPORT.md.
+"""Use towers in several ways under one version of transformers, for the table of versions in SUPPORT.md.
 
 A cell says whether a use of a tower is fast. A use that does not give stock's results fails the test instead.
 """
@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,29 +19,30 @@ from tiny import checkpoint_layers, relative_error
 from torch import nn
 
 import hf_vit_accel
-from hf_vit_accel.families import FAMILIES, Family, family_of
+from hf_vit_accel.families import FAMILIES, Family, Tower, family_of
 from support.families import GRIDS, inputs, run, tiny_tower, trained
 
 RECORD = Path(__file__).parents[1] / "versions.json"
 """Class of a tower -> version of transformers -> use -> "fast", or why it is stock."""
 NAME = "flash_vit_auto"
+Tensors = Iterable[torch.Tensor | None]
 Cells = dict[str, str]
 Record = dict[str, dict[str, Cells]]
 
 
-def build(family: Family, module: str, name: str) -> Any:
+def build(family: Family, module: str, name: str) -> Tower:
     """Build a tiny tower; skip the test where transformers lacks its class, or has it with other arguments."""
     return tiny_tower(family, module, name)
 
 
-def verdict(tower: Any) -> str:
+def verdict(tower: Tower) -> str:
     """Return "fast" if all calls since `patch` were, else the reason why they were not."""
     [status] = hf_vit_accel.status(tower).towers
     assert status.calls + status.stock_calls > 0
     return "fast" if not status.stock_calls and not status.fallbacks else "; ".join(status.fallbacks)
 
 
-def assert_equal(actual: Iterable[Any], expected: Iterable[Any], bound: float) -> None:
+def assert_equal(actual: Tensors, expected: Tensors, bound: float) -> None:
     """Expect dtypes of stock, None where stock has None, and errors below the bound."""
     pairs = list(zip(actual, expected, strict=True))
     assert [x is None for x, _ in pairs] == [y is None for _, y in pairs]
@@ -53,7 +53,7 @@ def assert_equal(actual: Iterable[Any], expected: Iterable[Any], bound: float) -
     assert max(errors) < bound, errors
 
 
-def outputs(tower: Any) -> str:
+def outputs(tower: Tower) -> str:
     """Compare outputs of images and of a clip, without gradients."""
     expected = [run(tower, grid) for grid in GRIDS]
     hf_vit_accel.patch(tower)
@@ -62,7 +62,7 @@ def outputs(tower: Any) -> str:
     return verdict(tower)
 
 
-def gradients(tower: Any) -> str:
+def gradients(tower: Tower) -> str:
     """Compare outputs and the gradients of pixels and all parameters."""
     expected = trained(tower, GRIDS[1])
     hf_vit_accel.patch(tower)
@@ -72,7 +72,7 @@ def gradients(tower: Any) -> str:
     return verdict(tower)
 
 
-def by_name(tower: Any) -> str:
+def by_name(tower: Tower) -> str:
     """Load by name, and set the name later."""
     expected = run(tower, GRIDS[1])
     verdicts = []
@@ -88,7 +88,7 @@ def by_name(tower: Any) -> str:
     return verdicts[0] if len(set(verdicts)) == 1 else "; ".join(verdicts)
 
 
-def autocast(tower: Any) -> str:
+def autocast(tower: Tower) -> str:
     """Compare dtypes under autocast, and errors with those of stock, of outputs and of all gradients."""
     exact = trained(tower, GRIDS[1])
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -103,7 +103,7 @@ def autocast(tower: Any) -> str:
     return verdict(tower)
 
 
-def lora(tower: Any) -> str:
+def lora(tower: Tower) -> str:
     """Train adapters on every Linear of the blocks."""
     blocks = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList)]
     linears = [
@@ -121,7 +121,7 @@ def lora(tower: Any) -> str:
     return verdict(tower)
 
 
-def accumulated(tower: Any) -> list[Any]:
+def accumulated(tower: Tower) -> Tensors:
     """Return the outputs of a tower, and the gradients that its backward pass leaves on the parameters."""
     family = family_of(tower)
     assert family is not None
@@ -132,7 +132,7 @@ def accumulated(tower: Any) -> list[Any]:
     return [*(tensor.detach() for tensor in tensors), *(parameter.grad for parameter in tower.parameters())]
 
 
-def checkpointing(tower: Any) -> str:
+def checkpointing(tower: Tower) -> str:
     """Run layers again in the backward pass, in both of torch's ways."""
     verdicts = []
     for reentrant in (False, True):
@@ -147,7 +147,7 @@ def checkpointing(tower: Any) -> str:
     return verdicts[0] if len(set(verdicts)) == 1 else "; ".join(verdicts)
 
 
-USES: Mapping[str, Callable[[Any], str]] = {
+USES: Mapping[str, Callable[[Tower], str]] = {
     "outputs": outputs,
     "gradients": gradients,
     "by name": by_name,

@@ -1,4 +1,4 @@
-"""What differs between versions of transformers, on stand-ins for code of other versions."""
+"""Test what differs between versions of transformers, on stand-ins for code of other versions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from support.towers import both_towers, model
 from tiny import GRIDS, TINY, run_tower, tower_of
 from torch import nn
 
 import hf_vit_accel
 from hf_vit_accel import versions
+from hf_vit_accel.config import Settings
+from hf_vit_accel.tower import checks
 from hf_vit_accel.tower import proof as proofs
+from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.state import state_of
 
 __all__ = ["model"]
@@ -29,15 +31,17 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def test_the_newest_tested_versions_are_those_of_the_project() -> None:
-    assert versions.NEWEST_TESTED["transformers"] == max(map(numbers, TESTED["transformers"] + TESTED["towers"]))
-    assert versions.NEWEST_TESTED["torch"] == max(map(numbers, TESTED["torch"]))
+    assert versions.NEWEST_TESTED["transformers"] == max(
+        numbers(version) for version in TESTED["transformers"] + TESTED["towers"]
+    )
+    assert versions.NEWEST_TESTED["torch"] == max(numbers(version) for version in TESTED["torch"])
 
 
 @pytest.mark.parametrize(("version", "is_newer"), [("5.24.9", False), ("5.25.0.dev0", True), ("6.0.0", True)])
 def test_a_newer_version_is_reported_without_a_warning(
     version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(versions, "transformers", SimpleNamespace(__version__=version))
     tower = tower_of(TINY["qwen2_vl"].build())
     hf_vit_accel.patch(tower)
     run_tower(tower, GRIDS["image"])
@@ -124,3 +128,20 @@ def test_another_dtype_under_autocast_alone_keeps_such_calls_stock(
     assert state_of(tower).stock_calls == 1 and any("under autocast" in why for why in state_of(tower).fallbacks)
     run_tower(tower, GRIDS["image"])
     assert state_of(tower).calls == 1
+
+
+def test_a_flash_attention_that_alone_gets_all_segments_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 4.57 layers under our names attend once a segment, which is slower than FlashAttention-2."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    assert "flash_attention_2" in names_of_forwards({Former})
+    for segments_by_name, kept in ((False, "flash_attention_2"), (True, "flash_vit_auto")):
+        monkeypatch.setattr(versions, "knows_segments", lambda names, known=segments_by_name: known)
+        assert checks.attention_name(tower, Settings(attention="auto"), "flash_attention_2") == kept
+        assert checks.attention_name(tower, Settings(attention="auto"), "sdpa") == "flash_vit_auto"
+
+
+class Former(nn.Module):
+    """An attention of 4.57."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.config._attn_implementation == "flash_attention_2" else -x
