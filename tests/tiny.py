@@ -192,6 +192,16 @@ def merged_of(output: object) -> torch.Tensor:
     return output.pooler_output
 
 
+def doubled(output: object) -> object:
+    """Return a tower's output with its first tensor doubled, in its own form."""
+    if isinstance(output, torch.Tensor):
+        return output * 2
+    if type(output) is tuple:
+        return (output[0] * 2, *output[1:])
+    output.last_hidden_state = output.last_hidden_state * 2
+    return output
+
+
 def run_tower(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
     """Run one forward without gradients on random pixels; return every output tensor."""
     weight = tower.patch_embed.proj.weight

@@ -77,10 +77,10 @@ def test_paddleocr_with_other_arguments_stays_stock() -> None:
 def test_a_tower_that_computes_its_segments_stays_stock(module: str, name: str) -> None:
     """Give no offsets to a tower that computes its own: it would get two values for them."""
     kind = getattr(pytest.importorskip(module), name)
-    names = names_of_forwards({type(part) for part in attention_only.made(module, name).modules()})
+    names = names_of_forwards({type(part) for part in attention_only.make_tower(module, name).modules()})
     if "cu_seqlens" in popped_by(names):
         pytest.skip("this transformers takes segments")
-    tower = attention_only.made(module, name)
+    tower = attention_only.make_tower(module, name)
     assert isinstance(tower, kind)
     arguments = attention_only.inputs(tower)
     with torch.no_grad():

@@ -70,7 +70,7 @@ def takes_segments(layer: nn.Module) -> bool:
     return "cu_seqlens" in inspect.signature(layer.self_attn.forward).parameters
 
 
-def made(module: str, name: str) -> nn.Module:
+def make_tower(module: str, name: str) -> nn.Module:
     """Make a tower; skip the test where transformers lacks it."""
     kind: Any = getattr(pytest.importorskip(module), name)
     config = kind.config_class()
@@ -88,7 +88,7 @@ def build(module: str, name: str, *, without_segments: bool = False) -> nn.Modul
         name: The class.
         without_segments: Whether layers that know no segments will do.
     """
-    tower = made(module, name)
+    tower = make_tower(module, name)
     if "cu_seqlens" not in popped_by(names_of_forwards({type(part) for part in tower.modules()})):
         pytest.skip(
             "this transformers computes segments by itself; test_uses_by_version.py shows that the tower stays stock"

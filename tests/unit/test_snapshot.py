@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.families import tiny_tower
 from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, merged_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
 from transformers import AttentionInterface, modeling_utils
 from transformers.configuration_utils import PretrainedConfig
@@ -263,7 +263,7 @@ def test_blocks_in_a_plain_list_are_trained(tower: nn.Module) -> None:
 
 def gradients_of_blocks(tower: nn.Module) -> list[torch.Tensor]:
     pixels = pixels_for(tower, GRID)
-    tower(pixels, grid_thw=torch.tensor(GRID)).pooler_output.square().sum().backward()
+    merged_of(tower(pixels, grid_thw=torch.tensor(GRID))).square().sum().backward()
     return [parameter.grad for block in tower.blocks for parameter in block.parameters()]
 
 

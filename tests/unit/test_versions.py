@@ -134,9 +134,9 @@ def test_a_flash_attention_that_alone_gets_all_segments_keeps_its_name(monkeypat
     """In 4.57 layers under our names attend once a segment, which is slower than FlashAttention-2."""
     tower = tower_of(TINY["qwen2_vl"].build())
     assert "flash_attention_2" in names_of_forwards({Former})
-    for segments_by_name, kept in ((False, "flash_attention_2"), (True, "flash_vit_auto")):
-        monkeypatch.setattr(versions, "knows_segments", lambda names, known=segments_by_name: known)
-        assert checks.attention_name(tower, Settings(attention="auto"), "flash_attention_2") == kept
+    for segments_by_name, expected in ((False, "flash_attention_2"), (True, "flash_vit_auto")):
+        monkeypatch.setattr(versions, "knows_segments", lambda names, answer=segments_by_name: answer)
+        assert checks.attention_name(tower, Settings(attention="auto"), "flash_attention_2") == expected
         assert checks.attention_name(tower, Settings(attention="auto"), "sdpa") == "flash_vit_auto"
 
 
