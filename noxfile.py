@@ -96,7 +96,7 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="uv", tags=["ci"])
 def floors(session: nox.Session) -> None:
-    """Run all tests with the lowest versions that pyproject.toml allows.
+    """Run the core of the tests with the lowest versions that pyproject.toml allows.
 
     pyarrow stays below 22: newer ones refuse numpy before 2.0 (pyarrow 26 does) without declaring it.
     """
@@ -105,7 +105,7 @@ def floors(session: nox.Session) -> None:
     freeze = ("uv", "pip", "freeze", "--exclude-editable")
     lowest.write_text(str(session.run(*freeze, silent=True, stderr=subprocess.DEVNULL)))  # newer uvs write to stderr
     session.install("-e", SELF, *TEST, "pyarrow<22", "--constraint", str(lowest))
-    run_suite(session)
+    run_suite(session, *CORE)
 
 
 @nox.session(default=False, tags=["nightly"])

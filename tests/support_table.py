@@ -66,6 +66,7 @@ def page() -> str:
         "",
         *_table(("package", "all tests pass with"), ((name, ", ".join(versions["tested"][name])) for name in NAMES)),
         "",
+        "torch 2.10 passed the core of the tests on the CPU, and never ran on a GPU.",
         f"transformers from {oldest} on is supported. Versions between these are expected to work. With a newer one,",
         "`status` and `hf-vit-accel doctor` say that it is untested. Towers that are built otherwise stay stock, with",
         "one warning that says what changed.",

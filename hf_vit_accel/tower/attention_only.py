@@ -41,7 +41,7 @@ def reasons_unserved(state: TowerState) -> tuple[str, ...]:
     """
     if state.attention_backends:
         return ()
-    # MiniMax-M3 before transformers 5.23: its layers know no segments.
+    # MiniMax-M3 in older versions: its layers know no segments.
     reason = f"no layer attended by segments, through a backend (transformers {transformers.__version__})"
     state.refuse_stock([reason])
     return (reason,)
