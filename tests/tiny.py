@@ -6,6 +6,7 @@ no term of the tower is trivial.
 
 from __future__ import annotations
 
+import inspect
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -271,7 +272,13 @@ def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> 
         inputs |= {"pixel_values": pixels_for(tower, images, seed), "image_grid_thw": torch.tensor(images)}
     if videos:
         inputs |= {"pixel_values_videos": pixels_for(tower, videos, seed + 1), "video_grid_thw": torch.tensor(videos)}
-    return inputs
+    return _taken(model, inputs)
+
+
+def _taken(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave the types of tokens out where an older transformers finds them by the tokens."""
+    names = inspect.signature(type(model.base_model).forward).parameters
+    return {name: value for name, value in inputs.items() if name != "mm_token_type_ids" or name in names}
 
 
 def left_padded(model: Any) -> dict[str, torch.Tensor]:
@@ -282,5 +289,7 @@ def left_padded(model: Any) -> dict[str, torch.Tensor]:
     assert pad > 0
     batch = {}
     for name, value in {"input_ids": 2, "attention_mask": 0, "mm_token_type_ids": 0}.items():
+        if name not in one:
+            continue
         batch[name] = torch.cat([nn.functional.pad(one[name], (pad, 0), value=value), two[name]])
     return batch | {name: torch.cat([one[name], two[name]]) for name in ("pixel_values", "image_grid_thw")}
