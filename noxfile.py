@@ -19,8 +19,8 @@ nox.options.default_venv_backend = "venv"
 ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TESTED = PROJECT["tool"]["hf-vit-accel"]["tested"]
-NEWEST = {package: versions[-1] for package, versions in TESTED.items()}
-OLDEST = {package: versions[0] for package, versions in TESTED.items()}
+NEWEST = {package: TESTED[package][-1] for package in ("transformers", "torch")}
+OLDEST = {package: TESTED[package][0] for package in ("transformers", "torch")}
 PYTHONS = [name.rsplit(" ", 1)[1] for name in PROJECT["project"]["classifiers"] if ":: 3." in name]
 SELF, *TEST = PROJECT["project"]["optional-dependencies"]["test"]
 SELF = SELF.replace("hf-vit-accel", ".")  # pip 23 would look up the name in the index
@@ -55,6 +55,23 @@ def transformers(session: nox.Session, transformers: str) -> None:
     run_suite(session)
 
 
+CORE = [f"tests/unit/test_{name}.py" for name in ("families", "loading", "proof", "autocast", "tower", "checks")]
+
+
+@nox.session(tags=["nightly"])
+@nox.parametrize("transformers", TESTED["towers"])
+def versions(session: nox.Session, transformers: str) -> None:
+    """Run the core of the tests, and every tower in every use, with transformers from the oldest to the newest.
+
+    The results are recorded for the table of versions; `make support` writes it. PEFT and accelerate are the newest
+    that install beside the version.
+    """
+    install(session, transformers=transformers)
+    session.run("pytest", "-q", "-n", "auto", *CORE, *session.posargs)
+    matrix = ("pytest", "-q", "--matrix", "tests/integration/test_uses_by_version.py")
+    session.run(*matrix, env={"RECORD_VERSIONS": "1"})
+
+
 @nox.session(tags=["ci"])
 @nox.parametrize("torch", TESTED["torch"][:-1])
 def torch(session: nox.Session, torch: str) -> None:
@@ -79,7 +96,7 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="uv", tags=["ci"])
 def floors(session: nox.Session) -> None:
-    """Run all tests with the lowest versions that pyproject.toml allows.
+    """Run the core of the tests with the lowest versions that pyproject.toml allows.
 
     pyarrow stays below 22: newer ones refuse numpy before 2.0 (pyarrow 26 does) without declaring it.
     """
@@ -88,7 +105,7 @@ def floors(session: nox.Session) -> None:
     freeze = ("uv", "pip", "freeze", "--exclude-editable")
     lowest.write_text(str(session.run(*freeze, silent=True, stderr=subprocess.DEVNULL)))  # newer uvs write to stderr
     session.install("-e", SELF, *TEST, "pyarrow<22", "--constraint", str(lowest))
-    run_suite(session)
+    run_suite(session, *CORE)
 
 
 @nox.session(default=False, tags=["nightly"])

@@ -51,10 +51,14 @@ if __name__ == "__main__":
 
 import torch
 import typer
-from accelerate import PartialState
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, parse_flag_from_env
 from PIL import Image
 from transformers import PreTrainedModel, ProcessorMixin
+
+try:
+    from accelerate import PartialState
+    from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, parse_flag_from_env
+except ModuleNotFoundError:
+    raise SystemExit("This program needs accelerate: pip install accelerate") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from captioning.captioner import Captioner, load_model, reuse_for, why_not_on_gpu

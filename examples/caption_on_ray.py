@@ -16,9 +16,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import ray
 import typer
-from ray.data.exceptions import ExecutionTimeoutError
+
+try:
+    import ray
+    from ray.data.exceptions import ExecutionTimeoutError
+except ModuleNotFoundError:
+    raise SystemExit("This program needs Ray Data: pip install 'ray[data]'") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from batch_caption import processor_for

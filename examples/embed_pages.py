@@ -25,12 +25,16 @@ from typing import Annotated
 import torch
 import transformers
 import typer
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
+
+try:
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+except ModuleNotFoundError:
+    raise SystemExit("This program needs accelerate: pip install accelerate") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from embedding.index import Plan, Settings, name_of, paths_of_files, plan, shards

@@ -20,9 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
+try:
+    from accelerate.utils import parse_flag_from_env
+except ModuleNotFoundError:
+    raise SystemExit("This program needs accelerate: pip install accelerate") from None
+
 import torch
 import typer
-from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,

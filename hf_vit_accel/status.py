@@ -22,6 +22,7 @@ from hf_vit_accel.tower.decide import spec_of
 from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
+from hf_vit_accel.versions import untested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +124,16 @@ class Status:
 
     Attributes:
         towers: The status of every tower, in the order of the model.
+        untested: Packages that are newer than those that the tests ran with. Towers are proven there, too.
     """
 
     towers: tuple[TowerStatus, ...]
+    untested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(str(tower) for tower in self.towers)
+        lines = [str(tower) for tower in self.towers]
+        lines += [f"not tested: {line}; towers that are fast are proven with it" for line in self.untested]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers."""
@@ -144,7 +149,8 @@ def status(model: nn.Module) -> Status:
     Raises:
         ValueError: If the model has no supported tower.
     """
-    return Status(towers=tuple(_tower_status(path, tower, family) for path, tower, family in towers_of(model)))
+    towers = tuple(_tower_status(path, tower, family) for path, tower, family in towers_of(model))
+    return Status(towers=towers, untested=tuple(untested()))
 
 
 def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:

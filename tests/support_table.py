@@ -16,6 +16,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from support import versions as record  # noqa: E402
 from support.matrix import ELSEWHERE, ORDERS, ROWS, Row  # noqa: E402
 from tiny import FAMILIES  # noqa: E402
 
@@ -23,6 +24,7 @@ from hf_vit_accel import backends, families  # noqa: E402
 from hf_vit_accel.ops import PARTS, rows  # noqa: E402
 
 PAGE = ROOT / "SUPPORT.md"
+NAMES = ("transformers", "torch")
 BLOCK = re.compile(r"(<!-- rows: (?P<form>\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 """Where a page of docs/ shows the modules that treat each row by itself."""
 PAGES_WITH_BLOCKS = [ROOT / "docs" / name for name in ("max-rows.md", "reuse.md", "data-parallel.md")]
@@ -32,6 +34,7 @@ def page() -> str:
     """The whole page."""
     versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"]
     fast = [family for family in families.FAMILIES if not family.attention_only]
+    oldest = versions["tested"]["towers"][0]
     attention_only = [family for family in families.FAMILIES if family.attention_only]
     parts = [
         "# What is supported",
@@ -56,12 +59,25 @@ def page() -> str:
         "when patched, as `status` says: its layers know no segments, so all pictures of a call attend to each other.",
         "In Muse a host sync a layer stays: its layers ask for the longest segment.",
         "",
+        "Not supported: MiniCPM-V 4.6, 4.7 and MiniCPM-OCR (they take `target_sizes` for a grid, and merge windows",
+        "between layers), and Inkling 2 (a class token before every image).",
+        "",
         "## Versions",
         "",
-        *_table(("package", "tested"), ((name, ", ".join(tested)) for name, tested in versions["tested"].items())),
+        *_table(("package", "all tests pass with"), ((name, ", ".join(versions["tested"][name])) for name in NAMES)),
         "",
-        "Versions between these are expected to work. A newer transformers whose towers are built otherwise is left as",
-        "it is, with one warning that says what changed.",
+        "torch 2.10 passed the core of the tests on the CPU, and never ran on a GPU.",
+        f"transformers from {oldest} on is supported. Versions between these are expected to work. With a newer one,",
+        "`status` and `hf-vit-accel doctor` say that it is untested. Towers that are built otherwise stay stock, with",
+        "one warning that says what changed.",
+        "",
+        f"With transformers {', '.join(versions['tested']['towers'])}, tiny towers of every class ran on the CPU in",
+        "these uses, compared with stock (`nox -s versions`, which writes the table). *fast*: all calls were. *stock*:",
+        "the original forward ran, for that reason. No cell differs from stock. A version that is missing lacks the",
+        "class; before 5.9, PaddleOCR-VL takes other arguments, and stays stock. From 4.57.6 to 5.8 the stock forward",
+        "computes its own metadata, and in 4.57 its own attention, too, unless the fast path serves the call.",
+        "",
+        *_table(("family", "tower class", "transformers", *record.USES), record.table()),
         "",
         "## Attention backends",
         "",

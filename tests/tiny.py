@@ -6,6 +6,7 @@ no term of the tower is trivial.
 
 from __future__ import annotations
 
+import inspect
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,9 @@ _TEXT = dict(
     pad_token_id=2,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 )
+if transformers.__version__.startswith("4."):  # other names of the same
+    _TEXT |= dict(rope_theta=10000.0, rope_scaling={"type": "default", "mrope_section": [2, 1, 1]})
+    del _TEXT["rope_parameters"]
 _TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
 _QWEN3_VISION = dict(
     depth=4,
@@ -175,7 +179,28 @@ def pixels_for(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kw
 
 def outputs_of(output: Any) -> list[torch.Tensor]:
     """Return every tensor of a tower's output, in order."""
+    if isinstance(output, torch.Tensor):  # transformers 4.57 returns no output class
+        return [output]
+    if type(output) is tuple:
+        return [output[0], *output[1]]
     return [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or [])]
+
+
+def merged_of(output: object) -> torch.Tensor:
+    """Return the merged features in a tower's output."""
+    if isinstance(output, torch.Tensor | tuple):
+        return outputs_of(output)[0]
+    return output.pooler_output
+
+
+def doubled(output: object) -> object:
+    """Return a tower's output with its first tensor doubled, in its own form."""
+    if isinstance(output, torch.Tensor):
+        return output * 2
+    if type(output) is tuple:
+        return (output[0] * 2, *output[1:])
+    output.last_hidden_state = output.last_hidden_state * 2
+    return output
 
 
 def run_tower(tower: Any, grid: list[tuple[int, int, int]], seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
@@ -247,7 +272,13 @@ def chat_inputs(model: Any, grid: list[tuple[int, int, int]], seed: int = 0) -> 
         inputs |= {"pixel_values": pixels_for(tower, images, seed), "image_grid_thw": torch.tensor(images)}
     if videos:
         inputs |= {"pixel_values_videos": pixels_for(tower, videos, seed + 1), "video_grid_thw": torch.tensor(videos)}
-    return inputs
+    return _taken(model, inputs)
+
+
+def _taken(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave the types of tokens out where an older transformers finds them by the tokens."""
+    names = inspect.signature(type(model.base_model).forward).parameters
+    return {name: value for name, value in inputs.items() if name != "mm_token_type_ids" or name in names}
 
 
 def left_padded(model: Any) -> dict[str, torch.Tensor]:
@@ -258,5 +289,7 @@ def left_padded(model: Any) -> dict[str, torch.Tensor]:
     assert pad > 0
     batch = {}
     for name, value in {"input_ids": 2, "attention_mask": 0, "mm_token_type_ids": 0}.items():
+        if name not in one:
+            continue
         batch[name] = torch.cat([nn.functional.pad(one[name], (pad, 0), value=value), two[name]])
     return batch | {name: torch.cat([one[name], two[name]]) for name in ("pixel_values", "image_grid_thw")}

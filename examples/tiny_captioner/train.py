@@ -17,11 +17,15 @@ from typing import Annotated
 
 import torch
 import typer
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_vit_accel
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError:
+    raise SystemExit("This program needs accelerate: pip install accelerate") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scene_batches import Batches, Inputs, encode, held_out, position_ids, shuffle

@@ -26,7 +26,7 @@ from hf_vit_accel.layout import Segments
 
 Tensors = tuple[Tensor, ...]
 
-_REMEDY = 'pip install "hf-vit-accel[cuda]"'
+_REMEDY = "pip install flashinfer-python nvidia-cudnn-frontend"
 FLASHINFER = machine.Package(module="flashinfer", distribution="flashinfer-python", install=_REMEDY)
 CUDNN_FRONTEND = machine.Package(module="cudnn", distribution="nvidia-cudnn-frontend", install=_REMEDY)
 

@@ -20,15 +20,15 @@ from hf_vit_accel.machine import KERNELS, LRU, guarded, outside_modes
 from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.training.trained import TrainedLayer, layer_of
 from hf_vit_accel.ops.window_attention import LONGEST
+from hf_vit_accel.versions import METADATA, keyword_arguments
 
 PLANS = "vision_plans"
 """The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`.
 
 Where a tower does not pass its keyword arguments on, the route is an attribute of this name on the offsets.
 """
-_INJECTED = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights")
-POPPED = (*_INJECTED, "max_seqlen", "max_window_seqlen")
-"""The keyword arguments that stock towers pop, instead of computing their values."""
+_KNOWN = "_hf_vit_accel_known"
+"""The attribute of offsets that a tower computed by itself: their kind, and the route that has equal ones."""
 _OFFSETS_BY_KIND: Mapping[Kind, str] = {"full": "cu_seqlens", "window": "cu_window_seqlens"}
 
 
@@ -136,21 +136,32 @@ class Route:
         return attends
 
     def plan_for(self, cu_seqlens: Tensor) -> Plan | None:
-        """Return the plan made for these very offsets; None for others, since equal sizes may be other layouts."""
+        """Return the plan made for these offsets; None for others, since equal sizes may be other layouts.
+
+        Offsets that a tower computed by itself are compared once, by a host sync, for all layers that get them.
+        """
         for kind, name in _OFFSETS_BY_KIND.items():
-            if cu_seqlens is self.tensors.get(name):
-                return self.plans[kind]
+            if cu_seqlens is self.tensors.get(name) or getattr(cu_seqlens, _KNOWN, None) == (kind, self):
+                return self.plans.get(kind)
+        for kind, name in _OFFSETS_BY_KIND.items():
+            own_S1 = self.tensors.get(name)
+            if own_S1 is not None and own_S1.device == cu_seqlens.device and torch.equal(own_S1, cu_seqlens):
+                setattr(cu_seqlens, _KNOWN, (kind, self))
+                return self.plans.get(kind)
         return None
 
-    def injected(self) -> dict[str, Any]:
-        """Return the keyword arguments that a stock tower pops instead of computing them, and the route itself."""
-        kwargs: dict[str, Any] = {name: self.tensors[name] for name in _INJECTED if name in self.tensors}
-        kwargs["max_seqlen"] = self.metadata.full.max_seqlen
+    def injected(self, taken: frozenset[str]) -> dict[str, Any]:
+        """Return the keyword arguments that a stock tower takes: the metadata that it pops, and the route itself.
+
+        Args:
+            taken: The names of those that this tower takes, `PLANS` among them where it passes that on to its layers.
+        """
+        metadata: dict[str, Any] = {name: self.tensors[name] for name in METADATA if name in self.tensors}
+        metadata["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
-            kwargs["max_window_seqlen"] = self.metadata.window.max_seqlen
-        kwargs[PLANS] = self
-        setattr(kwargs["cu_seqlens"], PLANS, self)  # for towers that do not pass keyword arguments on to layers
-        return kwargs
+            metadata["max_window_seqlen"] = self.metadata.window.max_seqlen
+        setattr(self.tensors["cu_seqlens"], PLANS, self)  # for towers that do not pass keyword arguments on to layers
+        return keyword_arguments({**metadata, PLANS: self}, taken)
 
 
 def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:

@@ -60,5 +60,7 @@ FAMILIES = (
     _family("muse_glimmer", "MuseGlimmerVisionModel", _windows, (_SPARK,)),
     _family("hunyuan_vl", "HunYuanVLVisionTransformer"),
     _family("cosmos3_edge", "Cosmos3EdgeVisionModel"),
+    _family("hy_v4_vl", "HYV4VLVisionModel"),
+    _family("lfm3_vl", "Lfm3VlVisionModel"),
 )
 """All families that are attention only."""

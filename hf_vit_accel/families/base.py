@@ -237,26 +237,33 @@ class Family:
 
     def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
         """Return the tower class that a module is an instance of, or None. Imports nothing of transformers."""
-        return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers), None)
+        kinds = (kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) in self.towers)
+        return next((kind for kind in kinds if "forward" in vars(kind)), None)  # a former name is a bare subclass
 
     def output_class(self, tower: nn.Module) -> Any:
-        """Return the stock output class of a tower, from the module of its class."""
+        """Return the stock output class of a tower, from the module of its class; None if that has none."""
         kind = self.tower_class(tower)
         assert kind is not None
-        return getattr(sys.modules[kind.__module__], self.output)
+        return getattr(sys.modules[kind.__module__], self.output, None)
 
     def output_of(self, output_class: Any, tensors: list[Tensor]) -> Any:
         """Return the tower's stock output.
 
         Args:
-            output_class: The stock output class of the tower.
+            output_class: The stock output class of the tower; None for a tower that returns bare tensors.
             tensors: The last rows, then the merged features if there are any, then the deepstack features.
         """
+        if output_class is None:  # the merged features alone, or a pair with the deepstack features
+            return (tensors[1], tensors[2:]) if self.deepstack else tensors[-1]
         deepstack = {"deepstack_features": tensors[2:]} if self.deepstack else {}
         pooler_output = tensors[1] if len(tensors) > 1 else None
         return output_class(last_hidden_state=tensors[0], pooler_output=pooler_output, **deepstack)
 
     def tensors_of(self, output: Any) -> list[Tensor]:
         """Return the tensors of a stock output: the inverse of `output_of`."""
+        if isinstance(output, Tensor):
+            return [output]
+        if type(output) is tuple:
+            return [output[0], *output[1]]
         tensors = [output.last_hidden_state, output.pooler_output, *(output.get("deepstack_features") or ())]
         return [tensor for tensor in tensors if tensor is not None]

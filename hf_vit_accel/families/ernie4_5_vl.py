@@ -21,6 +21,10 @@ FAMILY = Family(
             "transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe",
             "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
         ),
+        (  # the former name of the same class
+            "transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe",
+            "Ernie4_5_VL_MoeVisionTransformerPretrainedModel",
+        ),
     ),
     geometry=qwen2_vl.geometry,
     parts=_parts,

@@ -12,8 +12,9 @@ from hf_vit_accel.layout import Geometry
 
 def _geometry(tower: Tower) -> Geometry:
     embeddings = tower.embeddings
-    if embeddings.interpolated_method != "bicubic":
-        raise ValueError(f"positions are interpolated in a way that is not known, {embeddings.interpolated_method!r}")
+    mode = getattr(embeddings, "interpolated_method", "bicubic")  # older towers do not say it
+    if mode != "bicubic":
+        raise ValueError(f"positions are interpolated in a way that is not known, {mode!r}")
     side = embeddings.image_size // embeddings.patch_size
     return Geometry(merge=tower.spatial_merge_size, table=side, taps=4, align_corners=False)
 

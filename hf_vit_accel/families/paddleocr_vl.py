@@ -6,15 +6,19 @@ interpolated bilinearly and added. Rows are in raster order, modules have the na
 
 from __future__ import annotations
 
+import math
+
 from hf_vit_accel.families.base import Block, Family, Part, Parts, Tower, block_of
 from hf_vit_accel.layout import Geometry
 
 
 def _geometry(tower: Tower) -> Geometry:
     embeddings = tower.embeddings
-    if embeddings.interpolation_mode != "bilinear":
-        raise ValueError(f"positions are interpolated in a way that is not known, {embeddings.interpolation_mode!r}")
-    return Geometry(merge=1, table=embeddings.num_grid_per_side, align_corners=embeddings.interpolation_align_corners)
+    mode = getattr(embeddings, "interpolation_mode", "bilinear")  # older towers do not say it
+    if mode != "bilinear":
+        raise ValueError(f"positions are interpolated in a way that is not known, {mode!r}")
+    side = math.isqrt(embeddings.num_positions)
+    return Geometry(merge=1, table=side, align_corners=getattr(embeddings, "interpolation_align_corners", False))
 
 
 def _block(layer: Part) -> Block:

@@ -12,8 +12,8 @@ from hf_vit_accel.layout import Geometry
 
 def geometry(tower: Tower) -> Geometry:
     """Return a geometry with a square position table, whose corners lie on the corner patches of a frame."""
-    mode = tower.interpolation_mode
-    align_corners = tower.interpolation_align_corners
+    mode = getattr(tower, "interpolation_mode", "bilinear")  # older towers do not say it
+    align_corners = getattr(tower, "interpolation_align_corners", True)
     if (mode, align_corners) != ("bilinear", True):
         raise ValueError(f"positions are interpolated in a way that is not known, {mode!r}, {align_corners=}")
     # Stock interpolates by the config's merge size, and merges by the tower's.

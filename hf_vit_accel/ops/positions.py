@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hf_vit_accel import machine
+from hf_vit_accel import machine, versions
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, tl
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
@@ -121,15 +121,24 @@ def _fused(table: nn.Embedding, context: Context) -> Add:
     if context.reference:
         return _plain(table, context)
     add = AddPositions.apply if context.grad else add_positions_
-    return lambda x_TE, indices_T4, weights_T4: add(x_TE, table.weight, indices_T4, weights_T4)
+    kinds = context.classes or ()
+    if not versions.adds_unrounded(kinds):
+        return lambda x_TE, indices_T4, weights_T4: add(x_TE, table.weight, indices_T4, weights_T4)
+
+    def add_unrounded(x_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
+        return add(x_TE.to(table.weight.dtype), table.weight, indices_T4, weights_T4)
+
+    return add_unrounded
 
 
 def _plain(table: nn.Module, context: Context) -> Add:
     table = context.called(table)
+    is_unrounded = versions.adds_unrounded(context.classes or ())
 
     def add(x_TE: Tensor, indices_T4: Tensor, weights_T4: Tensor) -> Tensor:
-        taps_T4E: Tensor = table(indices_T4) * weights_T4[:, :, None]
-        return x_TE + taps_T4E.sum(1).to(x_TE.dtype)
+        taps_T4E: Tensor = table(indices_T4)
+        dtype = taps_T4E.dtype if is_unrounded else x_TE.dtype
+        return x_TE + (taps_T4E * weights_T4[:, :, None]).sum(1).to(dtype)
 
     return add
 

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hf_vit_accel import machine
+from hf_vit_accel import machine, versions
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
@@ -290,14 +289,16 @@ class Rope(torch.autograd.Function):
 def tables(rotary: Part, context: Context) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Build a function of rows and positions (T, 2) to cos and sin (T, D), by the tower's own module."""
     rotary = context.called(rotary)
-    # Until transformers 5.17 the module returned the angles of one half, and the tower computed cos and sin. (A
-    # replacement by another module may not tell its arguments: then the class of the proven tower does.)
-    kinds = [kind for kind in (type(rotary), *(context.classes or ())) if "RotaryEmbedding" in kind.__name__]
-    if any("x" in inspect.signature(kind.forward).parameters for kind in kinds):
+    # A replacement by another module may not tell its arguments: then the class of the proven tower does.
+    kinds = [type(rotary), *(context.classes or ())]
+    if versions.takes_rows(kinds):
         return rotary
+    angles: Callable[[Tensor], Tensor] = rotary
+    if versions.takes_length(kinds):
+        angles = versions.angles_by_length(rotary, is_stock=not context.reasons_replaced(rotary))
 
     def make(x_TE: Tensor, positions_T2: Tensor) -> tuple[Tensor, Tensor]:
-        half_TD = rotary(positions_T2)
+        half_TD = angles(positions_T2)
         angles_TD = torch.cat((half_TD, half_TD), dim=-1)
         return angles_TD.cos(), angles_TD.sin()
 

@@ -62,6 +62,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
     - ok: bool, whether no backend is wrong and no GPU unusable.
     - versions: name to version or null.
+    - untested: list of sentences about packages that are newer than those tested.
     - gpus: list of {index, name, capability ("9.0"), memory (bytes)}.
     - gpu_problem: why the GPUs cannot be used.
     - devices: device to the dtypes checked there (each backend in those that it takes).

@@ -19,6 +19,7 @@ from hf_vit_accel import backends, machine
 from hf_vit_accel.backends import Backend, Kind, Request
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.window_attention import attention_reference
+from hf_vit_accel.versions import untested
 
 LENGTHS = (1, 64, 64, 37, 200)
 """Rows of the segments: a single row, two equal segments in a row, and lengths that fill no tile of a kernel."""
@@ -117,6 +118,7 @@ class Report:
 
     ok: bool
     versions: Mapping[str, str | None]
+    untested: tuple[str, ...]
     gpus: tuple[Gpu, ...]
     gpu_problem: str | None
     devices: Mapping[str, tuple[str, ...]]
@@ -147,6 +149,7 @@ def examine() -> Report:
     return Report(
         ok=gpu_problem is None and all(verdict.status != "wrong" for verdict in verdicts),
         versions={**machine.versions(), "hf-vit-accel": hf_vit_accel.__version__},
+        untested=tuple(untested()),
         gpus=gpus,
         gpu_problem=gpu_problem,
         devices={str(device): tuple(_name(dtype) for dtype in DTYPES[device.type]) for device in devices},
@@ -325,6 +328,8 @@ def _machine_lines(report: Report) -> Iterator[str]:
     width = max(len(name) for name in report.versions)
     for name, version in report.versions.items():
         yield f"  {name:{width}}  {version or 'none'}"
+    for line in report.untested:
+        yield f"  not tested: {line}"
 
     yield "GPU"
     if report.gpu_problem is not None:

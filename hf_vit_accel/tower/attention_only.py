@@ -6,9 +6,11 @@ from typing import Any
 
 import transformers
 
+from hf_vit_accel import versions
 from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.families import Tower
 from hf_vit_accel.tower import checks
+from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.plan import Call
 from hf_vit_accel.tower.state import TowerState
 
@@ -19,6 +21,10 @@ def read(tower: Tower, state: TowerState, args: tuple[Any, ...], kwargs: dict[st
     names = state.family.arguments
     arguments = dict(zip(names, args)) | kwargs  # noqa: B905
     reasons = checks.reasons_own_segments(tower, arguments, names[0])
+    if state.popped is None:
+        state.popped = versions.popped_by(names_of_forwards({type(module) for module in tower.modules()}))
+    if "cu_seqlens" not in state.popped:
+        reasons = [f"transformers {transformers.__version__} computes the segments of this tower by itself"]
     if reasons:
         return Call(reasons_stock=reasons)
     grid = tuple((t, h, w) for t, h, w in arguments["grid_thw"].tolist())
@@ -35,7 +41,7 @@ def reasons_unserved(state: TowerState) -> tuple[str, ...]:
     """
     if state.attention_backends:
         return ()
-    # MiniMax-M3 before transformers 5.23: its layers know no segments.
+    # MiniMax-M3 in older versions: its layers know no segments.
     reason = f"no layer attended by segments, through a backend (transformers {transformers.__version__})"
     state.refuse_stock([reason])
     return (reason,)

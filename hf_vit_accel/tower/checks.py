@@ -17,14 +17,16 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 from transformers import modeling_utils
 
+from hf_vit_accel import versions
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import POPPED
 from hf_vit_accel.families import Tower
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import Facts
 from hf_vit_accel.tower import fsdp, proof
+from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.modules import Weights, is_inert
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
+from hf_vit_accel.versions import POPPED
 
 _GLOBAL_HOOKS = tuple(
     hooks for name, hooks in vars(torch_module).items() if name.startswith("_global_") and isinstance(hooks, dict)
@@ -129,9 +131,14 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
         settings: What `patch` was given.
         former_name: The attention name that the config had before.
     """
-    if settings.attention == "auto" and (former_name == "eager" or reasons_own_attention(tower, former_name)):
+    if settings.attention != "auto":
+        return proof.name_for(settings.attention)
+    if former_name == "eager" or reasons_own_attention(tower, former_name):
         return former_name
-    return proof.name_for(settings.attention)
+    names = names_of_forwards({type(module) for module in tower.modules()})
+    if former_name == "flash_attention_2" and not versions.knows_segments(names):
+        return former_name  # under our names, layers that run as modules would attend once a segment
+    return proof.name_for("auto")
 
 
 def reasons_slow(

@@ -66,6 +66,10 @@ class Code:
         """Return every attribute name in the forward of a class, and in the methods that it may call."""
         return _names_of_forward(kind)
 
+    def called_names(self) -> frozenset[str]:
+        """Return every name, and every string constant, in the forwards of all module classes."""
+        return names_of_forwards((self.kind, *self.classes))
+
     def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
         """Return every attribute name in the methods of a tower's class, and in the functions that these may call."""
         return _names_in_class(type(tower)) | self._names_in_home()
@@ -89,6 +93,11 @@ class Code:
 
 _FIELDS_OF_A_CALL = {"return_dict", "output_attentions", "output_hidden_states"}
 """Fields that every call reads anew."""
+
+
+def names_of_forwards(kinds: Iterable[type]) -> frozenset[str]:
+    """Return every name, and every string constant, in the forwards of classes and in the methods that they call."""
+    return frozenset().union(*(_names_of_forward(kind) for kind in kinds))
 
 
 def method_readers(kinds: Iterable[type]) -> list[tuple[Callable[[type], Any], type]]:

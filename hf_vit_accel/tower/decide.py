@@ -40,6 +40,7 @@ from hf_vit_accel.tower.plan import (
 from hf_vit_accel.tower.proof import NAMES
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import SpecKey, TowerState
+from hf_vit_accel.versions import keyword_arguments
 
 AUTOMATIC_ON = ("cuda",)
 """The types of devices on which `cuda_graphs="auto"` captures."""
@@ -82,6 +83,9 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         slow.append("this family takes the frames of a video one by one")
+    autocast = checks.autocast_dtype(device, weights.dtype)
+    if snapshot.proof.autocast is not None and autocast not in (None, weights.dtype):
+        slow.append(snapshot.proof.autocast)
     grid = inputs.grid
     if inputs.looked is not None:
         grid = inputs.looked.distinct(grid)
@@ -130,7 +134,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         graph_use=graphs.use,
         graph_spec=spec if graphs.spec is None else graphs.spec,
         marks_outputs=trains and not grad and snapshot.marks_outputs(),
-        returns_tuple=inputs.options.get("return_dict", tower.config.return_dict) is False,
+        returns_tuple=snapshot.output_class is not None
+        and inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
 
 
@@ -192,19 +197,20 @@ def _decide_sharing(
 
 def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
     """Return the plan of a call with our attention alone: offsets carry the lengths of its segments."""
-    assert call.inputs is not None
+    assert call.inputs is not None and state.popped is not None
     device = call.inputs.pixels.device
     of_tower = state.settings, state.faults, state.attention_backends
     offsets = state.routes.offsets(call.inputs.grid, device, state.family.geometry(tower), *of_tower)
-    return StockPlan(way=Way.ATTENTION, reasons=(), injected=offsets)
+    return StockPlan(way=Way.ATTENTION, reasons=(), injected=keyword_arguments(offsets, state.popped))
 
 
 def _decide_metadata(
     tower: Tower, state: TowerState, call: Call, spec: Spec, slow: list[str], shared: SharedCall
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
-    assert call.inputs is not None
+    assert call.inputs is not None and call.snapshot is not None
     name = tower.config._attn_implementation
+    taken = call.snapshot.proof.taken
     route = state.routes.get(call.inputs.grid, spec)
     reasons = slow + route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
@@ -214,7 +220,7 @@ def _decide_metadata(
     return StockPlan(
         way=Way.METADATA,
         reasons=tuple(reasons),
-        injected=route.ready().injected(),
+        injected=route.ready().injected(taken),
         route=route,
         shared=shared if shared.places is None else SharedCall(result="encoded by each rank alone"),
     )

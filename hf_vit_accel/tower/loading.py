@@ -2,7 +2,7 @@
 
 `flashinfer_cudnn` and `flash_vit_auto` are registered with the attention and mask interfaces. Two functions of
 transformers are wrapped, for these names only: `lazy_import_flash_attention` would look for a Hub kernel for any name
-that contains "flash" (there is no opt-out up to 5.23), and `PreTrainedModel.get_correct_attn_implementation` is where
+that contains "flash" (there is no opt-out), and `PreTrainedModel.get_correct_attn_implementation` is where
 each model of a composite learns its attention: a known tower is patched, a text decoder gets its own default.
 """
 

@@ -11,31 +11,27 @@ attention is plain torch, since the choice of SDP kernels is process-wide. Its m
 
 from __future__ import annotations
 
-import copy
-import re
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from transformers import modeling_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_vit_accel import machine
+from hf_vit_accel import machine, versions
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.route import Spec, lay_out
+from hf_vit_accel.engine.route import PLANS, Spec, lay_out
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.ops import Context, build
 from hf_vit_accel.tower.code import Code
+from hf_vit_accel.tower.twin import STOCK, Isolated, build_twin
 
 NAMES = {"flashinfer_cudnn": "flashinfer_cudnn", "flash_vit_auto": "auto"}
 """Name that is registered with transformers -> the `attention` of `patch` that it stands for."""
@@ -54,6 +50,7 @@ _DTYPES = (torch.float64, torch.float32)
 
 _OUTPUT_BOUND = 2e-5  # norms and rotations compute in fp32 whatever the dtype, in another order: 2e-6
 _GRADIENT_BOUND = 2e-4
+_AUTOCAST_BOUND = 5e-2  # bf16 rounds by 4e-3 in every layer
 
 
 class Backoff:
@@ -77,6 +74,9 @@ class Proof:
         key: The class, and the fields of its config that the run depended on.
         fast: Why our operations may not take the place of its forward; None where that is proven.
         injected: Why its forward may not be given metadata of ours; None where that is proven.
+        autocast: Why our operations may not run under autocast; None where that is proven.
+        taken: The keyword arguments of ours that its forward takes.
+        is_bare: Whether it returns tensors without an output class.
         classes: The classes of all its modules.
         code: The functions that ran.
         backoff: When to try again, where no numbers could be compared; None for a verdict, which stands.
@@ -85,6 +85,9 @@ class Proof:
     key: tuple[type, str]
     fast: str | None
     injected: str | None
+    autocast: str | None = None
+    taken: frozenset[str] = frozenset()
+    is_bare: bool = False
     classes: frozenset[type]
     code: Code
     backoff: Backoff | None = None
@@ -160,90 +163,6 @@ _UNREAD_FIELDS |= {"attn_implementation", "attention_dropout"}
 _UNREAD_FIELDS |= {"return_dict", "output_hidden_states", "output_attentions"}
 
 
-def _plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute `scaled_dot_product_attention` by products and a softmax."""
-    if enable_gqa:
-        groups = q.shape[-3] // k.shape[-3]
-        k = k.repeat_interleave(groups, dim=-3)
-        v = v.repeat_interleave(groups, dim=-3)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, float("-inf"))
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return functional.dropout(scores.softmax(dim=-1), dropout_p) @ v
-
-
-_SDPA = functional.scaled_dot_product_attention
-
-
-class _Isolated(TorchFunctionMode):
-    """Makes one thread's torch independent of the process: no random initialisation, no choice of SDP kernels."""
-
-    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _SDPA:
-            return _plain_attention(*args, **kwargs)
-        if re.search("uniform_$|normal_$|orthogonal_$|sparse_$", getattr(func, "__name__", "")):
-            return args[0] if args else kwargs["tensor"]  # the generator stays as it is
-        return func(*args, **kwargs)
-
-
-_STOCK = "hf_vit_accel_stock"
-"""The name of transformers' own sdpa attention for twins: anyone may register another function under the usual one."""
-
-
-def _twin(kind: Any, config: Config, family: Family, dtype: torch.dtype) -> Any:
-    """Build a tiny tower of a class on the CPU, whose weights are random: none zero, and no norm's one."""
-    modeling_utils.AttentionInterface.register(_STOCK, sdpa_attention_forward)
-    config = copy.deepcopy(config)
-    for name, value in family.tiny.items():
-        setattr(config, name, copy.deepcopy(value))
-    config._attn_implementation_internal = _STOCK
-    config.attention_dropout = 0.0  # every call reads it anew
-    config.return_dict = True
-    config.output_hidden_states = False
-    config.output_attentions = False
-    twin = kind(config).to(dtype).eval()
-    generator = torch.Generator("cpu").manual_seed(0)
-    for module in twin.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                values = _random_weight(name, parameter.shape, generator).to(dtype)
-                module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        _skip_global_hooks(module)
-    return twin
-
-
-def _random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
-    if len(shape) > 1:
-        return noise / shape[1:].numel() ** 0.5
-    return noise * 0.1 + float(name == "weight")
-
-
-def _skip_global_hooks(module: nn.Module) -> None:
-    """Call a module's forward directly: users' global hooks are not for the twin, and would count its calls.
-
-    `nn.Module.compile` sets this attribute too. The dictionaries of global hooks cannot be emptied for a moment, since
-    other threads run their modules meanwhile.
-    """
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    if not any(hooks):
-        module._compiled_call_impl = module.forward
-
-
 def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backoff) -> Proof:
     """Run a twin beside our operations; an error on the way is no verdict, and asks for another attempt."""
     kind: Any = key[0]
@@ -251,41 +170,68 @@ def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backo
     why = ""
     for dtype in _DTYPES:
         try:
-            with torch.device("cpu"), _Isolated():
-                twin = _twin(kind, config, family, dtype)
-                classes = frozenset(type(module) for module in twin.modules())
-                fast, injected = _verdict(twin, family)
-            return Proof(key=key, fast=fast, injected=injected, classes=classes, code=Code(kind, classes))
+            with torch.device("cpu"), Isolated():
+                twin = build_twin(kind, config, family, dtype)
+                classes = _classes(twin)
+                return _verdict(key, twin, family, Code(kind, classes))
         except Exception as error:
             why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
     return Proof(key=key, fast=why, injected=why, classes=classes, code=Code(kind, classes), backoff=backoff)
 
 
-def _verdict(twin: Tower, family: Family) -> tuple[str | None, str | None]:
-    """Return why our operations are not the twin's forward, and why its forward may not be given our metadata."""
+def _classes(twin: Tower) -> frozenset[type]:
+    return frozenset(type(module) for module in twin.modules())
+
+
+def _verdict(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> Proof:
+    """Return why our operations are not the twin's forward, and which metadata of ours its forward takes."""
+    parameters = inspect.signature(type(twin).forward).parameters
+    unknown = [name for name in family.arguments if name not in parameters]
+    if unknown:
+        why = f"{type(twin).__name__} takes other arguments than {family.name} is known for: no {unknown[0]}"
+        return Proof(key=key, fast=why, injected=why, classes=code.classes, code=code)
     try:
         family.parts(twin)
         family.geometry(twin)
     except (AttributeError, TypeError, ValueError) as error:
         why = f"{type(twin).__name__} is not built as {family.name} is known: {one_line(error)}"
-        return why, why
-    fast, injected = _compare(twin, family, GRIDS[0], complete=True)
+        return Proof(key=key, fast=why, injected=why, classes=code.classes, code=code)
+    fast, expected = _compare(twin, family, GRIDS[0], gradients=True)
+    taken, injected = _injectable(twin, family, expected, versions.popped_by(code.called_names()))
     fast = fast or _compare(twin, family, GRIDS[1])[0]
+    autocast = fast or _compare_under_autocast(twin, family)
     with torch.no_grad():  # in a residual stream this small, a norm's epsilon counts
         for name, parameter in twin.named_parameters():
             parameter.mul_(0.02 if parameter.dim() > 1 or name.endswith("bias") else 1.0)
     # In training mode, stock may do what our operations do not.
-    return fast or _compare(twin.train(), family, GRIDS[0])[0], injected
+    return Proof(
+        key=key,
+        fast=fast or _compare(twin.train(), family, GRIDS[0])[0],
+        injected=injected,
+        autocast=autocast,
+        taken=taken,
+        is_bare=expected.is_bare,
+        classes=code.classes,
+        code=code,
+    )
 
 
-def _spec(twin: Tower, family: Family) -> Spec:
-    """Return what decides the twin's routes: all operations as plain torch, attention by SDPA."""
+def _spec(twin: Tower, family: Family, dtype: torch.dtype | None = None) -> Spec:
+    """Return what decides the twin's routes: all operations as plain torch, attention by SDPA.
+
+    Args:
+        twin: The tiny tower.
+        family: Its family.
+        dtype: Of autocast; None without.
+    """
     parts = family.parts(twin)
     weight = parts.projection.weight
     attention = parts.blocks[0].attention
+    dtype = dtype or weight.dtype
+    context = Context(device=weight.device, dtype=dtype, weights=weight.dtype, reference=True, classes=_classes(twin))
     request = Request(
         device=weight.device,
-        dtype=weight.dtype,
+        dtype=dtype,
         heads=attention.num_heads,
         head_dim=attention.head_dim,
         scale=attention.scaling,
@@ -294,59 +240,139 @@ def _spec(twin: Tower, family: Family) -> Spec:
     return Spec(
         geometry=family.geometry(twin),
         request=request,
-        ops=build(parts, Context(device=weight.device, dtype=weight.dtype, reference=True)),
+        ops=build(parts, context),
         full_layers=tuple(parts.full(index) for index in range(len(parts.blocks))),
         settings=Settings(attention="sdpa"),
     )
 
 
-def _compare(twin: Tower, family: Family, grid: Grid, *, complete: bool = False) -> tuple[str | None, str | None]:
-    """Compare stock with the operations.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Expected:
+    """The inputs and the results of a stock twin.
 
-    Args:
-        twin: The tiny stock tower.
-        family: Its family.
-        grid: Images and videos to encode; frame by frame where the family takes no videos.
-        complete: Whether gradients are compared too, and stock with metadata of ours.
-
-    Returns:
-        Why the operations differ from stock, and why stock differs with our metadata; None where they agree.
+    Attributes:
+        grid: The images and videos.
+        pixels_TP: The pixels.
+        tensors: The outputs.
+        is_bare: Whether they came without an output class.
     """
+
+    grid: Grid
+    pixels_TP: Tensor
+    tensors: list[Tensor]
+    is_bare: bool
+
+
+def _stock(twin: Tower, family: Family, expected: _Expected, **kwargs: Any) -> Any:
+    """Return the output of the stock twin."""
+    pixels = family.pixels(twin, expected.pixels_TP)
+    return twin(pixels, grid_thw=torch.tensor(expected.grid, device="cpu"), **kwargs)
+
+
+def _draw(twin: Tower, family: Family, grid: Grid) -> _Expected:
+    """Return random pixels for a grid; frame by frame where the family takes no videos."""
     generator = torch.Generator("cpu").manual_seed(1)
     if not family.videos:
         grid = tuple((1, h, w) for t, h, w in grid for _ in range(t))
     weight = family.parts(twin).projection.weight
     shape = rows_of(grid), weight[0].numel()
     pixels_TP = torch.randn(shape, generator=generator, device="cpu", dtype=weight.dtype)
-    pixels_TP.requires_grad_()
-    grid_thw = torch.tensor(grid, device="cpu")
-    spec = _spec(twin, family)
+    return _Expected(grid=grid, pixels_TP=pixels_TP, tensors=[], is_bare=False)
+
+
+def _compare(twin: Tower, family: Family, grid: Grid, *, gradients: bool = False) -> tuple[str | None, _Expected]:
+    """Compare stock with the operations.
+
+    Args:
+        twin: The tiny stock tower.
+        family: Its family.
+        grid: Images and videos to encode.
+        gradients: Whether gradients are compared too.
+
+    Returns:
+        Why the operations differ from stock, or None; and the results of stock.
+    """
+    drawn = _draw(twin, family, grid)
+    drawn.pixels_TP.requires_grad_()
     name = type(twin).__name__
-    with torch.set_grad_enabled(complete):
-        output = twin(family.pixels(twin, pixels_TP), grid_thw=grid_thw)
-        expected = family.tensors_of(output)
-        ours = encode(lay_out(grid, spec).ready(), pixels_TP)
-    fast = None
-    if why := _difference(ours, expected, _OUTPUT_BOUND):
-        fast = f"{name} computes something else than our operations ({why})"
-    elif type(family.output_of(family.output_class(twin), ours)) is not type(output):
-        fast = f"{name} returns another class, {type(output).__name__}"
-    if not complete:
-        return fast, None
-    if fast is None:
-        inputs = [pixels_TP, *(parameter for parameter in twin.parameters() if parameter.requires_grad)]
-        incoming = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected]
-        our_gradients = torch.autograd.grad(ours, inputs, incoming, allow_unused=True)
-        gradients = torch.autograd.grad(expected, inputs, incoming, allow_unused=True)
-        if why := _difference(list(our_gradients), list(gradients), _GRADIENT_BOUND):
-            fast = f"{name} has other gradients than our operations ({why})"
+    with torch.set_grad_enabled(gradients):
+        output = _stock(twin, family, drawn)
+        is_bare = isinstance(output, Tensor | tuple)
+        expected = replace(drawn, tensors=family.tensors_of(output), is_bare=is_bare)
+        ours = encode(lay_out(drawn.grid, _spec(twin, family)).ready(), drawn.pixels_TP)
+    our_output = family.output_of(None if is_bare else family.output_class(twin), ours)
+    ours = family.tensors_of(our_output)
+    if why := _difference(ours, expected.tensors, _OUTPUT_BOUND):
+        return f"{name} computes something else than our operations ({why})", expected
+    if type(our_output) is not type(output):
+        return f"{name} returns another class, {type(output).__name__}", expected
+    if not gradients:
+        return None, expected
+    inputs = [drawn.pixels_TP, *(parameter for parameter in twin.parameters() if parameter.requires_grad)]
+    generator = torch.Generator("cpu").manual_seed(2)
+    incoming = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected.tensors]
+    our_gradients = torch.autograd.grad(ours, inputs, incoming, allow_unused=True)
+    stock_gradients = torch.autograd.grad(expected.tensors, inputs, incoming, allow_unused=True)
+    if why := _difference(list(our_gradients), list(stock_gradients), _GRADIENT_BOUND):
+        return f"{name} has other gradients than our operations ({why})", expected
+    return None, expected
+
+
+def _injectable(
+    twin: Tower, family: Family, expected: _Expected, popped: frozenset[str]
+) -> tuple[frozenset[str], str | None]:
+    """Return the keyword arguments that stock takes of us, and why it takes none that it should.
+
+    Args:
+        twin: The tiny stock tower.
+        family: Its family.
+        expected: Its results without them.
+        popped: The metadata that its code seems to pop.
+    """
+    first: str | None = None
+    for taken in (popped | {PLANS}, frozenset({PLANS}), frozenset[str]()):
+        why = _compare_injected(twin, family, expected, taken)
+        if why is None:
+            return taken, None
+        first = first or why
+    return frozenset(), first
+
+
+def _compare_injected(twin: Tower, family: Family, expected: _Expected, taken: frozenset[str]) -> str | None:
+    """Return why stock may not be given our metadata: it raises, or computes something else."""
+    name = type(twin).__name__
+    metadata = lay_out(expected.grid, replace(_spec(twin, family), ops=None)).ready().injected(taken)
     twin.config._attn_implementation_internal = "flash_vit_auto"
-    metadata = lay_out(grid, replace(spec, ops=None)).ready().injected()
-    with torch.no_grad():
-        output = twin(family.pixels(twin, pixels_TP), grid_thw=grid_thw, **metadata)
-        injected = _difference(family.tensors_of(output), expected, _OUTPUT_BOUND)
-    twin.config._attn_implementation_internal = _STOCK
-    return fast, injected and f"{name} computes something else with our metadata ({injected})"
+    try:
+        with torch.no_grad():
+            output = _stock(twin, family, expected, **metadata)
+    except Exception as error:
+        return f"{name} does not take our metadata: {one_line(error)}"
+    finally:
+        twin.config._attn_implementation_internal = STOCK
+    why = _difference(family.tensors_of(output), expected.tensors, _OUTPUT_BOUND)
+    return why and f"{name} computes something else with our metadata ({why})"
+
+
+def _compare_under_autocast(twin: Tower, family: Family) -> str | None:
+    """Return why our operations do not give what the twin gives under autocast, in dtype or coarsely in value.
+
+    The twin's own residual stream may stay fp32, which no comparison in one dtype shows.
+    """
+    twin.float()
+    expected = _draw(twin, family, GRIDS[0])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        output = _stock(twin, family, expected)
+        ours = encode(lay_out(expected.grid, _spec(twin, family, torch.bfloat16)).ready(), expected.pixels_TP)
+    is_bare = isinstance(output, Tensor | tuple)
+    ours = family.tensors_of(family.output_of(None if is_bare else family.output_class(twin), ours))
+    tensors = family.tensors_of(output)
+    dtypes = [[str(x.dtype).removeprefix("torch.") for x in some] for some in (ours, tensors)]
+    name = type(twin).__name__
+    if dtypes[0] != dtypes[1]:
+        return f"{name} returns {dtypes[1]} under autocast, and our operations {dtypes[0]}"
+    why = _difference(ours, tensors, _AUTOCAST_BOUND)
+    return why and f"{name} computes something else under autocast than our operations ({why})"
 
 
 def _difference(ours: list[Any], expected: list[Any], bound: float) -> str | None:

@@ -69,7 +69,7 @@ class Snapshot:
         expected: What inputs have to fit; set by `weights`.
         reads: The attributes of modules that this reading, and the operations built from it, depend on.
         specs: What decides routes, by kind of call.
-        output_class: The stock output class.
+        output_class: The stock output class; None for a tower that returns bare tensors.
     """
 
     parts: Parts
@@ -81,7 +81,7 @@ class Snapshot:
         self.proof = proof.prove(tower, family)
         self.reads = Reads()
         self.specs: dict[Any, Spec] = {}
-        self.output_class = family.output_class(tower)
+        self.output_class = None if self.proof.is_bare else family.output_class(tower)
         self.dropout = False
         self._tower = weakref.ref(tower)
         self._weights = Weights([], None, False)
@@ -122,7 +122,7 @@ class Snapshot:
         """
         code = self.proof.code
         self._attention = attention
-        self._tower_names = code.attributes_of_tower(tower) - _BARE
+        self._tower_names = code.attributes_of_tower(tower) - _BARE - {"forward", "_old_forward"}  # `checks` reads them
         present = vars(tower).keys() | set(dir(type(tower)))
         # A tensor there is what a hook keeps of a call.
         tensors = {name for name, value in vars(tower).items() if isinstance(value, Tensor)}

@@ -59,6 +59,7 @@ class TowerState:
         last: The route of the last call.
         warming: The thread that runs `warmup`.
         attention_backends: The backend of each kind of layer, where our attention alone runs.
+        popped: The metadata that such a tower pops; None before its first call.
         faults: Backends and kernels that failed, with the reason. They are unused until `patch` is called again.
         attributes: Of the tower when it was last read.
         rebuilds: How often everything was built again because the tower changed.
@@ -80,6 +81,7 @@ class TowerState:
         self.last: Route | None = None
         self.warming: int | None = None
         self.attention_backends: dict[str, str] = {}
+        self.popped: frozenset[str] | None = None
         self.faults: dict[str, str] = {}
         self.rebuilds = 0
         self.rebuild_reason: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +17,7 @@ import pytest
 from captioning.journal import Journal, Record
 from click.testing import Result
 from media.files import lock
-from programs import RUNNER, UNIT, draw
+from programs import EXAMPLES, RUNNER, UNIT, draw
 
 load_cached = lru_cache(maxsize=4)(batch_caption.load_model)
 
@@ -256,3 +257,23 @@ def test_every_line_is_a_record(folder: Path) -> None:
     lines = [json.loads(line) for line in shard.read_text().splitlines()]
     records = [asdict(record) for record in merged_records(folder).values()]
     assert sorted(str(line) for line in lines) == sorted(str(record) for record in records)
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        ("batch_caption.py", "accelerate"),
+        ("embed_pages.py", "accelerate"),
+        ("finetune.py", "accelerate"),
+        ("tiny_captioner/train.py", "accelerate"),
+        ("caption_on_ray.py", "ray"),
+    ],
+)
+def test_a_missing_package_is_one_clear_line(program: str, package: str) -> None:
+    path = EXAMPLES / program
+    code = f"import sys; sys.modules[{package!r}] = None; sys.path.insert(0, {str(path.parent)!r}); "
+    code += f"import runpy; sys.argv = [{program!r}, '--help']; runpy.run_path({str(path)!r}, run_name='__main__')"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=EXAMPLES.parent)
+    assert process.returncode == 1
+    [line] = process.stderr.splitlines()
+    assert line.startswith("This program needs") and "pip install" in line and package in line.lower()

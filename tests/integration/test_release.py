@@ -95,6 +95,7 @@ def test_the_metadata_says_what_an_index_shows(built: tuple[Path, Path]) -> None
     assert (fields["Name"], fields["Version"]) == ("hf-vit-accel", hf_vit_accel.__version__)
     assert fields["License-Expression"] == "Apache-2.0" and fields["Requires-Python"] == PROJECT["requires-python"]
     urls = dict(url.split(", ", 1) for url in fields.get_all("Project-URL", []))
+    assert fields["Author"] == PROJECT["authors"][0]["name"] and "Homepage" in urls
     assert urls == PROJECT["urls"] and all(url.startswith(urls["Repository"]) for url in urls.values())
     assert fields["Description-Content-Type"] == "text/markdown"
     readme = (ROOT / "README.md").read_text()

@@ -18,6 +18,7 @@ from tiny import (
     chat_inputs,
     checkpoint_layers,
     left_padded,
+    merged_of,
     pixels_for,
     relative_error,
     tower_of,
@@ -28,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import hf_vit_accel
+from hf_vit_accel.families import family_of
+from hf_vit_accel.tower.proof import prove
 from hf_vit_accel.tower.state import state_of
 
 
@@ -95,7 +98,7 @@ def test_inference_mode_and_then_training(model: nn.Module) -> None:
     check_calls(model, 1, 0)
     tower.requires_grad_(False)  # features of a frozen tower, from the layout cached above, train a head
     head = nn.Linear(32, 1)
-    head(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)).pooler_output).sum().backward()
+    head(merged_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)))).sum().backward()
     assert head.weight.grad is not None and state_of(tower).routes.cache.hits == 1
     check_calls(model, 2, 0)
     tower.requires_grad_(True)
@@ -141,7 +144,7 @@ def test_gradients_of_a_functional_call(shared: nn.Module, is_layout_cached: boo
 
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         inputs = pixels_for(tower, grid), torch.tensor(grid)
-        return functional_call(tower, parameters, inputs).pooler_output.square().mean()
+        return merged_of(functional_call(tower, parameters, inputs)).square().mean()
 
     expected = torch.func.grad(loss)(weights)
     own_gradients = gradients(tower, grid)
@@ -188,7 +191,12 @@ def test_generate_is_token_identical_twice_in_a_row(shared: nn.Module, case: str
     def generate() -> torch.Tensor:
         return shared.generate(**inputs, **kwargs, max_new_tokens=6, do_sample=False)
 
-    calls, expected = count_calls(tower, generate)
+    try:
+        calls, expected = count_calls(tower, generate)
+    except RuntimeError as error:
+        if "split_with_sizes" not in str(error):
+            raise
+        pytest.skip("this transformers expands no videos of Qwen3-VL beside pictures, patched or not")
     assert calls > 0
     patch_by(way, shared)
     assert torch.equal(generate(), expected)
@@ -214,7 +222,11 @@ def test_features_equal_stock(shared: nn.Module, kind: str) -> None:
     with hf_vit_accel.patched(shared, strict=True):
         output = features()
         check_calls(shared, 1, 0)
-    assert type(output) is type(expected) and list(output) == list(expected)
+    assert type(output) is type(expected)
+    if isinstance(output, tuple):  # transformers 4.57: features, and for Qwen3-VL also those of deepstack
+        assert_close(flat(output), flat(expected))
+        return
+    assert list(output) == list(expected)
     assert len(output.pooler_output) == len(grid)
     assert_close(flat(output), flat(expected))
 
@@ -252,7 +264,7 @@ class Retriever(nn.Module):
         self.head = nn.Linear(32, 4)
 
     def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
-        return self.head(self.vlm.visual(pixels, grid_thw=grid_thw).pooler_output)
+        return self.head(merged_of(self.vlm.visual(pixels, grid_thw=grid_thw)))
 
 
 HANDLES: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
@@ -319,6 +331,8 @@ def metadata_of_caller(tower: nn.Module, grid: Grid) -> dict[str, Metadata]:
 @pytest.mark.parametrize("way", WAYS)
 def test_metadata_of_the_caller_goes_the_stock_way(shared: nn.Module, way: str) -> None:
     tower = tower_of(shared)
+    if "cu_seqlens" not in prove(tower, family_of(tower)).taken:
+        pytest.skip("this transformers takes no metadata")
     grid = GRIDS["mixed"]
     before = run(tower, grid)
     cases = metadata_of_caller(tower, grid)

@@ -13,6 +13,8 @@ from tiny import randomise
 from torch import nn
 
 from hf_vit_accel.families import FAMILIES
+from hf_vit_accel.tower.code import names_of_forwards
+from hf_vit_accel.versions import popped_by
 
 GRID = [(1, 4, 6), (2, 6, 4), (1, 2, 12), (2, 8, 8)]
 CLASSES = [(family, *tower) for family in FAMILIES if family.attention_only for tower in family.towers]
@@ -56,6 +58,10 @@ TINY = {
     "MuseSparkVisionModel": Tiny(_MUSE, frames=2),
     "HunYuanVLVisionTransformer": Tiny(_SIGLIP | dict(max_image_size=12, out_hidden_size=16), clips=False),
     "Cosmos3EdgeVisionModel": Tiny(_SIGLIP | dict(num_patches=36)),
+    "HYV4VLVisionModel": Tiny(_SIGLIP | dict(max_image_size=12, out_hidden_size=16)),
+    "Lfm3VlVisionModel": Tiny(
+        _SIGLIP | dict(num_key_value_heads=1, layer_types=["conv", "full_attention"] * 2), frames=2
+    ),
 }
 
 
@@ -64,20 +70,29 @@ def takes_segments(layer: nn.Module) -> bool:
     return "cu_seqlens" in inspect.signature(layer.self_attn.forward).parameters
 
 
+def make_tower(module: str, name: str) -> nn.Module:
+    """Make a tower; skip the test where transformers lacks it."""
+    kind: Any = getattr(pytest.importorskip(module), name)
+    config = kind.config_class()
+    for field, value in TINY[name].config.items():
+        setattr(config, field, copy.deepcopy(value))
+    config._attn_implementation_internal = "sdpa"
+    return randomise(kind(config).eval())
+
+
 def build(module: str, name: str, *, without_segments: bool = False) -> nn.Module:
-    """Build a tower; skip the test where transformers lacks it, or its layers know no segments.
+    """Make a tower; skip the test where transformers lacks it, or its layers know no segments.
 
     Args:
         module: The module in transformers.
         name: The class.
         without_segments: Whether layers that know no segments will do.
     """
-    kind: Any = getattr(pytest.importorskip(module), name)
-    config = kind.config_class()
-    for field, value in TINY[name].config.items():
-        setattr(config, field, copy.deepcopy(value))
-    config._attn_implementation_internal = "sdpa"
-    tower = randomise(kind(config).eval())
+    tower = make_tower(module, name)
+    if "cu_seqlens" not in popped_by(names_of_forwards({type(part) for part in tower.modules()})):
+        pytest.skip(
+            "this transformers computes segments by itself; test_uses_by_version.py shows that the tower stays stock"
+        )
     if name.startswith("MiniMax") and not without_segments and not takes_segments(tower.layers[0]):
         pytest.skip(NO_SEGMENTS)
     return tower

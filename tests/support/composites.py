@@ -169,6 +169,19 @@ COMPOSITES = {
             )
         ),
     ),
+    "hy_v4_vl": Composite(
+        "HYV4VLForConditionalGeneration",
+        "HYV4VLConfig",
+        _MLA
+        | dict(q_lora_rank=8, qk_rope_head_dim=8, index_n_heads=2, index_head_dim=16, index_topk=8)
+        | dict(rope_parameters=_ROPE),
+    ),
+    "lfm3_vl": Composite(
+        "Lfm3VlForConditionalGeneration",
+        "Lfm3VlConfig",
+        dict(layer_types=["conv", "full_attention"]),
+        dict(projector_hidden_size=32),
+    ),
     "video_llama_3": Composite("VideoLlama3ForConditionalGeneration", "VideoLlama3Config"),
     "kimi_k25": Composite("Kimi_K25ForConditionalGeneration", "Kimi_K25Config", _MLA | dict(q_lora_rank=None)),
     "glm_image": Composite(

@@ -16,6 +16,7 @@ from tiny import (
     GRIDS,
     TINY,
     assert_close,
+    merged_of,
     outputs_of,
     pixels_for,
     randomise,
@@ -320,7 +321,7 @@ def test_a_hook_may_keep_features_on_the_tower(
     expected = run_tower(tower, GRID)
 
     def keep(module: nn.Module, args: object, output: ModelOutput) -> None:
-        module.features = wrap(output.pooler_output.detach())
+        module.features = wrap(merged_of(output).detach())
 
     tower.register_forward_hook(keep)
     run_tower(tower, GRID)
@@ -349,6 +350,8 @@ def test_outputs_are_returned_as_the_config_says(tower: nn.Module, options: dict
     grid = torch.tensor(GRID)
     with torch.no_grad():
         expected = tower(pixels, grid, **options)
+        if isinstance(expected, torch.Tensor):
+            pytest.skip("this transformers returns merged features alone, whatever is requested")
         hf_vit_accel.patch(tower, strict=True)
         outputs = (tower(pixels, grid, **options), tower(pixels, grid_thw=grid, **options))
     for output in outputs:

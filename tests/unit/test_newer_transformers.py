@@ -107,7 +107,9 @@ class Change:
         }
         owner: type | ModuleType = type(parts[role]) if role in parts else home
         name = (method or "forward") if role in parts else role
-        function = getattr(owner, name)
+        function = getattr(owner, name, None)
+        if function is None:
+            pytest.skip(f"this transformers has no {name}")
         if isinstance(self.edits, str):
             changed = compiled(BLOCK.format(body=self.edits, arguments=self.arguments), home, function)
         else:
@@ -226,7 +228,8 @@ def test_a_change_that_matters_keeps_towers_stock(name: str, family: str, monkey
         assert state_of(tower).calls == 1
         hf_vit_accel.patch(tower, strict=True)
         return
-    assert_close(outputs, expected, 0.0)
+    # Before transformers 5.15 the tower computed the weights of the interpolation in another order than we do.
+    assert_close(outputs, expected, 0.0 if hasattr(tower, "interpolation_mode") or family not in QWEN3 else 1e-6)
     [message] = messages
     assert "stays stock" in message and transformers.__version__ in message and status.against_fast[0] in message
     assert (state_of(tower).calls, state_of(tower).stock_calls) == (0, 1)

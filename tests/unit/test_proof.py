@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -145,7 +146,7 @@ class Moment:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempts = 0
         self.is_bad = True
-        build = proofs._twin
+        build = proofs.build_twin
 
         def build_unless_bad(*args: object) -> nn.Module:
             self.attempts += args[-1] == torch.float64
@@ -153,7 +154,7 @@ class Moment:
                 raise RuntimeError("no twin now")
             return build(*args)
 
-        monkeypatch.setattr(proofs, "_twin", build_unless_bad)
+        monkeypatch.setattr(proofs, "build_twin", build_unless_bad)
 
 
 def test_a_proof_that_could_not_run_is_tried_again(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,7 @@ def test_a_verdict_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) ->
     first = prove(tower)
     assert prove(tower) is first and first.backoff is None
     monkeypatch.setattr(proofs, "_PROOFS", {})
-    monkeypatch.setattr(proofs, "_verdict", lambda *_: ("differs", None))
+    monkeypatch.setattr(proofs, "_verdict", lambda *_: replace(first, fast="differs"))
     differing = prove(tower)
     assert (differing.fast, differing.backoff) == ("differs", None) and prove(tower) is differing
 

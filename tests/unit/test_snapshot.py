@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import tiny_tower
 from support.towers import ONE_TOWER
-from tiny import GRIDS, TINY, assert_close, pixels_for, relative_error, run_tower, tower_of
+from tiny import GRIDS, TINY, assert_close, merged_of, pixels_for, relative_error, run_tower, tower_of
 from torch import nn
-from transformers import AttentionInterface, PreTrainedConfig, modeling_utils
+from transformers import AttentionInterface, modeling_utils
+from transformers.configuration_utils import PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vit_accel
@@ -152,7 +154,9 @@ def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(proofs, "_WARNED", set())
     stock, tower = pair("qwen2_5_vl")
     kind = type(tower)
-    method = kind.permute_input_for_window_attn
+    method = getattr(kind, "permute_input_for_window_attn", None)
+    if method is None:
+        pytest.skip("this transformers has no such method")
     before = run_tower(stock, GRID)
 
     def halved(*args: object, **kwargs: object) -> torch.Tensor:
@@ -171,7 +175,9 @@ def test_a_method_of_a_class_inside_that_is_replaced(tower: nn.Module, monkeypat
     hf_vit_accel.patch(tower)
     before = run_tower(tower, GRID)
     rotary = type(tower.rotary_pos_emb)
-    method = rotary.recomposition_frequencies
+    method = getattr(rotary, "recomposition_frequencies", None)
+    if method is None:
+        pytest.skip("this transformers has no such method")
 
     def halved(*args: object, **kwargs: object) -> torch.Tensor:
         return method(*args, **kwargs) * 0.5
@@ -201,16 +207,13 @@ CLASSES = [(family, *tower) for family in FAMILIES if not family.attention_only 
 @pytest.mark.parametrize(("family", "module", "name"), CLASSES, ids=[name for _, _, name in CLASSES])
 def test_watched_config_fields_are_all_that_a_forward_reads(family: Any, module: str, name: str) -> None:
     """Run a call with a config that notes the fields that are read."""
-    kind = getattr(pytest.importorskip(module), name)
-    config = kind.config_class()
-    for field, value in family.tiny.items():
-        setattr(config, field, copy.deepcopy(value))
-    config._attn_implementation_internal = "sdpa"
-    tower = kind(config).eval()
+    tower = tiny_tower(family, module, name)
+    kind = type(tower)
+    config = tower.config
     read_fields: set[str] = set()
     config_class = type(config)
 
-    def note_and_read(self: PreTrainedConfig, field: str) -> object:
+    def note_and_read(self: PretrainedConfig, field: str) -> object:
         read_fields.add(field)
         return config_class.__getattribute__(self, field)
 
@@ -260,7 +263,7 @@ def test_blocks_in_a_plain_list_are_trained(tower: nn.Module) -> None:
 
 def gradients_of_blocks(tower: nn.Module) -> list[torch.Tensor]:
     pixels = pixels_for(tower, GRID)
-    tower(pixels, grid_thw=torch.tensor(GRID)).pooler_output.square().sum().backward()
+    merged_of(tower(pixels, grid_thw=torch.tensor(GRID))).square().sum().backward()
     return [parameter.grad for block in tower.blocks for parameter in block.parameters()]
 
 

@@ -22,10 +22,11 @@ from hf_vit_accel import machine
 from hf_vit_accel.backends import Request
 from hf_vit_accel.backends.flash_attention_3 import FlashAttention3
 from hf_vit_accel.backends.torch_varlen import TorchVarlen
-from hf_vit_accel.engine.route import POPPED
 from hf_vit_accel.layout import Grid, build, to_device
 from hf_vit_accel.tools.bench.towers import Tower, family_of_tower, weight_of
+from hf_vit_accel.tower.proof import prove
 from hf_vit_accel.tower.snapshot import Snapshot
+from hf_vit_accel.versions import METADATA, keyword_arguments
 
 LIGER = machine.Package(module="liger_kernel", distribution="liger-kernel", install="pip install liger-kernel")
 _NO_GRAPHS = "a CUDA graph of a forward has no backward"
@@ -365,13 +366,14 @@ def _flash_attention_3(
 
 def _metadata(tower: Tower, grid: Grid) -> dict[str, Tensor | int]:
     """Return the keyword arguments that a stock tower takes instead of computing them with host syncs."""
-    metadata = build(grid, family_of_tower(tower).geometry(tower))
-    arrays = {name: array for name, array in metadata.arrays().items() if name in POPPED}
-    kwargs: dict[str, Tensor | int] = dict(to_device(arrays, weight_of(tower).device))
-    kwargs["max_seqlen"] = metadata.full.max_seqlen
+    family = family_of_tower(tower)
+    metadata = build(grid, family.geometry(tower))
+    arrays = {name: array for name, array in metadata.arrays().items() if name in METADATA}
+    values: dict[str, Tensor | int] = dict(to_device(arrays, weight_of(tower).device))
+    values["max_seqlen"] = metadata.full.max_seqlen
     if metadata.window is not None:
-        kwargs["max_window_seqlen"] = metadata.window.max_seqlen
-    return kwargs
+        values["max_window_seqlen"] = metadata.window.max_seqlen
+    return keyword_arguments(values, prove(tower, family).taken)
 
 
 def grid_tensor(grid: Grid, tower: Tower) -> Tensor:

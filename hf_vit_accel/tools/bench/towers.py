@@ -56,7 +56,7 @@ _SHAPES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen2.5-omni-7b": ("Qwen2_5OmniVisionEncoderConfig", _QWEN2_5 | dict(out_hidden_size=3584)),
     "exaone-4.5": ("Exaone4_5_VisionConfig", _QWEN2_5 | dict(out_hidden_size=5120)),
 }
-_EXPORTED = frozenset(transformers.__all__)  # type: ignore[attr-defined]  # 5.15 lacks GLM-5.3 and dots3
+_EXPORTED = frozenset(transformers.__all__)  # type: ignore[attr-defined]  # older versions lack some
 SHAPES = {model: shape for model, shape in _SHAPES.items() if shape[0] in _EXPORTED}
 """Name -> class of the vision config in transformers and its arguments, if the installed transformers has the class."""
 

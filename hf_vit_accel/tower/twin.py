@@ -1,0 +1,101 @@
+"""Tiny towers of random weights, which run apart from the process around them. `tower.proof` compares with them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_vit_accel.families import Config, Family
+
+
+def _plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute `scaled_dot_product_attention` by products and a softmax."""
+    if enable_gqa:
+        groups = q.shape[-3] // k.shape[-3]
+        k = k.repeat_interleave(groups, dim=-3)
+        v = v.repeat_interleave(groups, dim=-3)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return functional.dropout(scores.softmax(dim=-1), dropout_p) @ v
+
+
+_SDPA = functional.scaled_dot_product_attention
+
+
+class Isolated(TorchFunctionMode):
+    """Makes one thread's torch independent of the process: no random initialisation, no choice of SDP kernels."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _SDPA:
+            return _plain_attention(*args, **kwargs)
+        if re.search("uniform_$|normal_$|orthogonal_$|sparse_$", getattr(func, "__name__", "")):
+            return args[0] if args else kwargs["tensor"]  # the generator stays as it is
+        return func(*args, **kwargs)
+
+
+STOCK = "hf_vit_accel_stock"
+"""The name of transformers' own sdpa attention for twins: anyone may register another function under the usual one."""
+
+
+def build_twin(kind: Any, config: Config, family: Family, dtype: torch.dtype) -> Any:
+    """Build a tiny tower of a class on the CPU, whose weights are random: none zero, and no norm's one."""
+    modeling_utils.AttentionInterface.register(STOCK, sdpa_attention_forward)
+    config = copy.deepcopy(config)
+    for name, value in family.tiny.items():
+        setattr(config, name, copy.deepcopy(value))
+    config._attn_implementation_internal = STOCK
+    config.attention_dropout = 0.0  # every call reads it anew
+    config.return_dict = True
+    config.output_hidden_states = False
+    config.output_attentions = False
+    twin = kind(config).to(dtype).eval()
+    generator = torch.Generator("cpu").manual_seed(0)
+    for module in twin.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                values = _random_weight(name, parameter.shape, generator).to(dtype)
+                module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        _skip_global_hooks(module)
+    return twin
+
+
+def _random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+    if len(shape) > 1:
+        return noise / shape[1:].numel() ** 0.5
+    return noise * 0.1 + float(name == "weight")
+
+
+def _skip_global_hooks(module: nn.Module) -> None:
+    """Call a module's forward directly: users' global hooks are not for the twin, and would count its calls.
+
+    `nn.Module.compile` sets this attribute too. The dictionaries of global hooks cannot be emptied for a moment, since
+    other threads run their modules meanwhile.
+    """
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    if not any(hooks):
+        module._compiled_call_impl = module.forward

@@ -1,0 +1,146 @@
+"""Differences between versions of transformers. Every section says the versions, the symptom, and when it may go.
+
+Differences are detected in the code of a tower, not by version numbers: classes move between versions one by one. The
+proof compares the results in any case, and keeps a tower stock where they differ.
+
+`T` packed patch rows, `D` head dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from hf_vit_accel.families.base import Part
+
+NEWEST_TESTED: Mapping[str, tuple[int, int]] = {"transformers": (5, 24), "torch": (2, 15)}
+"""The newest versions that all tests ran with. pyproject.toml lists all (a test compares them)."""
+
+
+def untested() -> list[str]:
+    """Return a sentence for every installed package that is newer than the tests ran with."""
+    lines = []
+    for package, version in (("transformers", transformers.__version__), ("torch", torch.__version__)):
+        newest = NEWEST_TESTED[package]
+        if tuple(int(part) for part in version.split(".")[:2]) > newest:
+            lines.append(f"{package} {version} is newer than the newest tested, {newest[0]}.{newest[1]}")
+    return lines
+
+
+# Metadata. From 5.15 on, towers pop all of it from their keyword arguments. From 5.9 to 5.14 they pop some: no lengths,
+# and positions under other names. Up to 5.8 they pop nothing: another value of `cu_seqlens` raises a TypeError. May go
+# with 5.14.
+
+METADATA = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights")
+"""The arrays that towers pop from their keyword arguments, by their present names."""
+_LENGTHS = ("max_seqlen", "max_window_seqlen")
+_BILINEAR = {"interp_indices": "bilinear_indices", "interp_weights": "bilinear_weights"}
+POPPED = (*METADATA, *_LENGTHS, *_BILINEAR.values())
+"""The keyword arguments that some version pops, instead of computing their values."""
+_POPPED_BEFORE_5_15 = {
+    "get_vision_position_ids": ("position_ids",),
+    "get_vision_cu_seqlens": ("cu_seqlens",),
+    "get_vision_window_index": ("window_index", "cu_window_seqlens"),
+    "get_vision_bilinear_indices_and_weights": ("interp_indices", "interp_weights"),
+}
+_VISION_UTILS: Any = None
+if importlib.util.find_spec("transformers.vision_utils") is not None:
+    _VISION_UTILS = importlib.import_module("transformers.vision_utils")
+
+
+def popped_by(names: Iterable[str]) -> frozenset[str]:
+    """Return the metadata that a tower pops, by present names.
+
+    Args:
+        names: The names of all functions that its modules call.
+    """
+    if hasattr(_VISION_UTILS, "get_vision_attention_seqlens"):
+        return frozenset((*METADATA, *_LENGTHS))
+    found: set[str] = set()
+    for name in names:
+        if hasattr(_VISION_UTILS, name):
+            found.update(_POPPED_BEFORE_5_15.get(name, ()))
+    return frozenset(found)
+
+
+def keyword_arguments(metadata: Mapping[str, Any], popped: frozenset[str]) -> dict[str, Any]:
+    """Return the metadata that a tower pops, under the names and in the layout of this version."""
+    kwargs = {name: value for name, value in metadata.items() if name in popped}
+    if not hasattr(_VISION_UTILS, "get_vision_attention_seqlens"):
+        for name, former_name in _BILINEAR.items():
+            if name in kwargs:
+                kwargs[former_name] = kwargs.pop(name).t()  # (4, T) instead of (T, 4)
+    return kwargs
+
+
+# Rotary modules. Up to 5.8 they take a length and return a table of the angles of that many positions, which the tower
+# indexes. From 5.9 to 5.17 they take positions and return angles of one half: the tower computes cos and sin. From 5.18
+# on they take rows and positions and return cos and sin. May go with 5.8, and with 5.17.
+
+
+def takes_length(kinds: Iterable[type]) -> bool:
+    """Return whether a rotary module among these classes takes a length, not positions."""
+    return "seqlen" in _arguments_of_rotaries(kinds)
+
+
+def takes_rows(kinds: Iterable[type]) -> bool:
+    """Return whether a rotary module among these classes takes rows and positions, and returns cos and sin."""
+    return "x" in _arguments_of_rotaries(kinds)
+
+
+def _arguments_of_rotaries(kinds: Iterable[type]) -> set[str]:
+    names: set[str] = set()
+    for kind in kinds:
+        forward: Any = getattr(kind, "forward", None)
+        if "RotaryEmbedding" in kind.__name__:
+            names.update(inspect.signature(forward).parameters)
+    return names
+
+
+def angles_by_length(rotary: Part, *, is_stock: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function of positions (T, 2) to angles (T, D / 2), by a rotary module that takes a length.
+
+    Args:
+        rotary: The module.
+        is_stock: Whether it is transformers' own. Then its product is computed for these positions only. Any other
+            module is called; the length that it needs is a host sync.
+    """
+
+    def compute(positions_T2: Tensor) -> Tensor:
+        inv_freq = rotary.inv_freq
+        return (positions_T2.unsqueeze(-1).to(inv_freq.dtype) * inv_freq).flatten(1)
+
+    def call(positions_T2: Tensor) -> Tensor:
+        table = rotary(int(positions_T2.max()) + 1)
+        return table[positions_T2].flatten(1)
+
+    return compute if is_stock else call
+
+
+# Learned positions. Up to 5.8 towers add them in the dtype of their table. Under autocast that is fp32, and so is the
+# residual stream. From 5.9 on they are rounded to the dtype of the rows. May go with 5.8.
+
+
+def adds_unrounded(kinds: Iterable[type]) -> bool:
+    """Return whether learned positions keep the dtype of their table, in a tower of modules of these classes."""
+    return takes_length(kinds)
+
+
+# Attention by segments. In 4.57 only layers under the very name "flash_attention_2" hand over all segments at once.
+# Under our names they call attention once a segment, without offsets. May go with 4.57.
+
+
+def knows_segments(names: Iterable[str]) -> bool:
+    """Return whether layers under our names hand over all segments at once.
+
+    Args:
+        names: The names, and the string constants, in the code of a tower's modules.
+    """
+    return "flash_attention_2" not in names

@@ -1,0 +1,147 @@
+"""Test what differs between versions of transformers, on stand-ins for code of other versions."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.towers import both_towers, model
+from tiny import GRIDS, TINY, run_tower, tower_of
+from torch import nn
+
+import hf_vit_accel
+from hf_vit_accel import versions
+from hf_vit_accel.config import Settings
+from hf_vit_accel.tower import checks
+from hf_vit_accel.tower import proof as proofs
+from hf_vit_accel.tower.code import names_of_forwards
+from hf_vit_accel.tower.state import state_of
+
+__all__ = ["model"]
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hf-vit-accel"]["tested"]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def test_the_newest_tested_versions_are_those_of_the_project() -> None:
+    assert versions.NEWEST_TESTED["transformers"] == max(
+        numbers(version) for version in TESTED["transformers"] + TESTED["towers"]
+    )
+    assert versions.NEWEST_TESTED["torch"] == max(numbers(version) for version in TESTED["torch"])
+
+
+@pytest.mark.parametrize(("version", "is_newer"), [("5.24.9", False), ("5.25.0.dev0", True), ("6.0.0", True)])
+def test_a_newer_version_is_reported_without_a_warning(
+    version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(versions, "transformers", SimpleNamespace(__version__=version))
+    tower = tower_of(TINY["qwen2_vl"].build())
+    hf_vit_accel.patch(tower)
+    run_tower(tower, GRIDS["image"])
+    status = hf_vit_accel.status(tower)
+    assert any(f"transformers {version} is newer" in line for line in status.untested) == is_newer
+    assert (f"transformers {version}" in str(status)) == is_newer
+    assert state_of(tower).calls == 1 and not [str(warning.message) for warning in recwarn]
+
+
+NAMES = {"get_vision_position_ids", "get_vision_cu_seqlens", "get_vision_bilinear_indices_and_weights", "forward"}
+
+
+def test_metadata_of_versions_that_pop_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions are those of 5.9: positions have other names and the other order of dimensions."""
+    former = SimpleNamespace(**dict.fromkeys([*NAMES, "get_vision_window_index"]))
+    monkeypatch.setattr(versions, "_VISION_UTILS", former)
+    popped = versions.popped_by(NAMES)
+    assert popped == {"position_ids", "cu_seqlens", "interp_indices", "interp_weights"}
+    metadata = {name: torch.zeros(5, 4) for name in versions.METADATA} | {"max_seqlen": 3, "max_window_seqlen": 2}
+    kwargs = versions.keyword_arguments(metadata, popped)
+    assert kwargs.keys() == {"position_ids", "cu_seqlens", "bilinear_indices", "bilinear_weights"}
+    assert kwargs["bilinear_weights"].shape == (4, 5)
+    assert set(kwargs) <= set(versions.POPPED), "a caller who passes these goes to stock"
+
+
+def test_no_metadata_of_versions_that_pop_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_VISION_UTILS", None)
+    assert versions.popped_by({"get_vision_position_ids", "get_vision_cu_seqlens"}) == frozenset()
+
+
+class LengthRotaryEmbedding(nn.Module):
+    """A rotary module of versions up to 5.8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inv_freq = torch.tensor([1.0, 0.1, 0.01])
+
+    def forward(self, seqlen: int) -> torch.Tensor:
+        return torch.outer(torch.arange(seqlen, dtype=self.inv_freq.dtype), self.inv_freq)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_angles_of_a_rotary_module_that_takes_a_length(dtype: torch.dtype) -> None:
+    """In bf16 positions above 256 are rounded: stock's table has them so."""
+    rotary = LengthRotaryEmbedding()
+    rotary.inv_freq = rotary.inv_freq.to(dtype)
+    assert versions.takes_length([LengthRotaryEmbedding]) and not versions.takes_rows([LengthRotaryEmbedding])
+    positions_T2 = torch.tensor([[0, 300], [301, 7], [299, 2]])
+    expected = rotary(302)[positions_T2].flatten(1)
+    for is_stock in (True, False):
+        assert torch.equal(versions.angles_by_length(rotary, is_stock=is_stock)(positions_T2), expected)
+
+
+def test_a_replaced_rotary_module_that_takes_a_length_is_called() -> None:
+    class Doubled(LengthRotaryEmbedding):
+        def forward(self, seqlen: int) -> torch.Tensor:
+            return 2 * super().forward(seqlen)
+
+    positions_T2 = torch.tensor([[0, 3], [4, 1]])
+    stock = versions.angles_by_length(LengthRotaryEmbedding(), is_stock=True)(positions_T2)
+    assert torch.equal(versions.angles_by_length(Doubled(), is_stock=False)(positions_T2), 2 * stock)
+
+
+@both_towers
+def test_another_dtype_under_autocast_alone_keeps_such_calls_stock(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tower whose last rows stay fp32 under autocast: proofs in one dtype cannot see it."""
+    tower = tower_of(model)
+    monkeypatch.setattr(proofs, "_PROOFS", {})
+    output_of = type(tower.merger).forward
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        merged = output_of(self, x)
+        return merged.float() if torch.is_autocast_enabled("cpu") else merged
+
+    monkeypatch.setattr(type(tower.merger), "forward", forward)
+    monkeypatch.setattr("hf_vit_accel.ops.base.machine.is_upstream", lambda function: True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = run_tower(tower, GRIDS["image"])
+        hf_vit_accel.patch(tower)
+        actual = run_tower(tower, GRIDS["image"])
+    assert [x.dtype for x in actual] == [x.dtype for x in expected]
+    assert state_of(tower).stock_calls == 1 and any("under autocast" in why for why in state_of(tower).fallbacks)
+    run_tower(tower, GRIDS["image"])
+    assert state_of(tower).calls == 1
+
+
+def test_a_flash_attention_that_alone_gets_all_segments_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 4.57 layers under our names attend once a segment, which is slower than FlashAttention-2."""
+    tower = tower_of(TINY["qwen2_vl"].build())
+    assert "flash_attention_2" in names_of_forwards({Former})
+    for segments_by_name, expected in ((False, "flash_attention_2"), (True, "flash_vit_auto")):
+        monkeypatch.setattr(versions, "knows_segments", lambda names, answer=segments_by_name: answer)
+        assert checks.attention_name(tower, Settings(attention="auto"), "flash_attention_2") == expected
+        assert checks.attention_name(tower, Settings(attention="auto"), "sdpa") == "flash_vit_auto"
+
+
+class Former(nn.Module):
+    """An attention of 4.57."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.config._attn_implementation == "flash_attention_2" else -x
