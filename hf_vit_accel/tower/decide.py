@@ -21,6 +21,7 @@ from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_whole
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import Tower
+from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -248,7 +249,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         runner=runner,
         eager_reason=None if runner is None else _reason_against_graphs(snapshot, weights, device, checkpoints),
         marks_outputs=trains and not grad and snapshot.marks_outputs(),
-        returns_tuple=inputs.options.get("return_dict", tower.config.return_dict) is False,
+        returns_tuple=snapshot.copy_proof is None
+        and inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
 
 
@@ -305,6 +307,10 @@ def _decide_metadata(
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None
+    if isinstance(state.family, CopyFamily):  # its forward may take no metadata
+        state.refuse_stock(slow)
+        declined = shared if shared.places is None else SharedCall(result="encoded by each rank alone")
+        return StockPlan(way=Way.STOCK, reasons=tuple(slow), shared=declined)
     name = tower.config._attn_implementation
     route = state.routes.get(call.inputs.grid, spec)
     reasons = slow + route.unmet
