@@ -35,55 +35,61 @@ class Form:
     Attributes:
         kind: The class of the result: a tensor, a tuple of features and deepstack features, or an output of fields.
         fields: The fields of an output that are set.
-        has_merger: Whether features are merged; else the last rows are the features.
+        place: The place of a tensor that is returned alone among ours: 0 for the last rows, 1 for merged features.
     """
 
     kind: type
     fields: tuple[str, ...] = ()
-    has_merger: bool = True
+    place: int = 1
 
     def build(self, tensors: Sequence[Tensor]) -> Output:
         """Return tensors as the copy does: from the last rows, merged features and deepstack features."""
-        features = tensors[1] if self.has_merger else tensors[0]
         if self.kind is Tensor:
-            return features
+            return tensors[self.place]
         if self.kind is tuple:
-            return features, list(tensors[2:])
-        values = dict(zip(_FEATURES, (tensors[0], features, list(tensors[2:])), strict=True))
+            return tensors[1], list(tensors[2:])
+        values: dict[str, object] = dict(zip(_FEATURES, tensors[:2]))  # noqa: B905
+        values[_FEATURES[2]] = list(tensors[2:])
         return self.kind(**{name: values[name] for name in self.fields})
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return those of our tensors that the copy returns, too, in the order of `read_output`."""
-        features = tensors[1] if self.has_merger else tensors[0]
         if self.kind is Tensor:
-            return [features]
+            return [tensors[self.place]]
         if self.kind is tuple:
-            return [features, *tensors[2:]]
-        values = {"last_hidden_state": [tensors[0]], "pooler_output": [features], "deepstack_features": tensors[2:]}
+            return list(tensors[1:])
+        values = dict(zip(_FEATURES, (tensors[:1], tensors[1:2], tensors[2:]), strict=True))
         return [tensor for name in self.fields for tensor in values[name]]
 
     def names(self, count: int) -> list[str]:
         """Return a name for every tensor of `read_output`."""
-        leading = ["features"] if self.kind in (Tensor, tuple) else [n for n in self.fields if n != _FEATURES[2]]
+        if self.kind is Tensor or self.kind is tuple:
+            leading = ["features" if self.place else "rows"]
+        else:
+            leading = [name for name in self.fields if name != _FEATURES[2]]
         return leading + [f"deepstack features {index}" for index in range(count - len(leading))]
 
 
-def read_output(output: Output, *, has_merger: bool) -> tuple[Form, list[Tensor]]:
+def read_output(output: Output, rows: int) -> tuple[Form, list[Tensor]]:
     """Return the form of a copy's result, and its tensors.
+
+    Args:
+        output: The result.
+        rows: The number of patch rows; merged features are fewer.
 
     Raises:
         ValueError: The form is none of those that towers have.
     """
     if isinstance(output, Tensor):
-        return Form(Tensor, has_merger=has_merger), [output]
+        return Form(Tensor, place=int(output.shape[0] != rows)), [output]
     if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
-        return Form(tuple, has_merger=has_merger), [output[0], *output[1]]
-    if isinstance(output, ModelOutput) and set(output) <= set(_FEATURES):
+        return Form(tuple), [output[0], *output[1]]
+    if isinstance(output, ModelOutput) and output and set(output) <= set(_FEATURES):
         names = tuple(name for name in _FEATURES if name in output)
         tensors = []
         for name in names:
             tensors += [output[name]] if isinstance(output[name], Tensor) else list(output[name])
-        return Form(type(output), names, has_merger), tensors
+        return Form(type(output), names), tensors
     raise ValueError(f"its forward returns a {type(output).__name__} of a form that is unknown")
 
 
@@ -265,8 +271,6 @@ def _differences(tower: Tower, family: Family, parts: Parts, geometry: Geometry)
     for name, has_part, is_expected in pairs:
         if has_part != is_expected:
             problems.append(f"it has {name}" if has_part else f"missing: {name}")
-    if parts.merger is None and parts.final_norm is None:
-        problems.append("missing: merger")
     if not hasattr(parts.blocks[0].attention, "num_heads"):
         problems.append("missing: num_heads of the attention of block 0")
     rotary = parts.rotary

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hf_vit_accel import machine
@@ -20,7 +21,7 @@ from hf_vit_accel.families.copies import CopiedRotaryEmbedding, CopyFamily, Form
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.tower.code import CopyCode
 from hf_vit_accel.tower.differences import Kind, Report
-from hf_vit_accel.tower.proof import Proof
+from hf_vit_accel.tower.proof import Proof, warn_once
 from hf_vit_accel.tower.trials import compare
 from hf_vit_accel.tower.watch import Watch
 
@@ -53,7 +54,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         watch = Watch(tower)
         kind = Kind(family.parts(tower).projection.weight.dtype)
         form, why = _compare(tower, family, kind, report, is_first=True)
-        verdicts[kind] = why
+        verdicts[kind] = None  # `fast` holds any other verdict
     except ValueError as error:
         why = str(error)
     if why is not None:
@@ -84,15 +85,26 @@ def reasons_of_call(
         return [f"the argument {unknown[0]} is given, which the proof of a copy does not cover"]
     if kind not in proof.verdicts:
         try:
-            proof.verdicts[kind] = _compare(tower, family, kind, proof.report, is_first=False)[1]
+            why = _compare(tower, family, kind, proof.report, is_first=False)[1]
         except ValueError as error:
-            proof.verdicts[kind] = str(error)
-    why = proof.verdicts[kind]
-    return [] if why is None else [_refusal(tower, family, why)]
+            why = str(error)
+        proof.verdicts[kind] = why and _refusal(tower, family, why)
+        if why is not None:
+            warn_once(f"{type(tower).__name__} stays stock in {kind}: {proof.verdicts[kind]}")
+    reason = proof.verdicts[kind]
+    return [] if reason is None else [reason]
 
 
 def _refusal(tower: nn.Module, family: CopyFamily, why: str) -> str:
     return f"{type(tower).__name__} is no copy of {family.name}: {why}"
+
+
+def _run_on(
+    stream: torch.cuda.Stream | None, tower: Tower, family: CopyFamily, kind: Kind, report: Report, is_first: bool
+) -> tuple[Form, str | None]:
+    """Run `compare` in another thread, on the stream that may still write the weights."""
+    with torch.cuda.stream(stream):  # None for no stream
+        return compare(tower, family, kind, report, is_first)
 
 
 def _compare(
@@ -100,8 +112,10 @@ def _compare(
 ) -> tuple[Form, str | None]:
     """Run `compare` apart from the caller's modes; ValueError where the copy cannot be run."""
     started = time.perf_counter()
+    device = family.parts(tower).projection.weight.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     try:
-        return machine.run_isolated(compare, tower, family, kind, report, is_first)
+        return machine.run_isolated(_run_on, stream, tower, family, kind, report, is_first)
     except Exception as error:  # remote code may raise anything
         raise ValueError(f"it could not be run beside our operations in {kind}: {one_line(error)}") from error
     finally:

@@ -1,4 +1,4 @@
-"""How far the results of a copy are from those of our operations, and where.
+"""Measure how far the results of a copy are from those of our operations, and where.
 
 In fp32 both agree to rounding. In a lower precision neither is the truth, so both are compared with the copy in fp32.
 """
@@ -18,9 +18,13 @@ OUTPUT_BOUND = 1e-4
 """Of fp32 outputs: 32 layers of other roundings differ by 1e-6 to 1e-5."""
 GRADIENT_BOUND = 1e-3
 _EXACT = (torch.float32, torch.float64)
-_LOW_RATIO = 1.25  # the promise is 1.1, over five seeds
-_LOW_STOCK_RATIO = 2.0  # ours rounds less often, but a copy that is further off computes something else in this dtype
-_LOW_SCALE = 3e-4  # noise has no mean: the norms of outputs agree better than their values
+_LOW_RATIO = 1.25
+"""Of our error against fp32 to the copy's: the promise is 1.1, over five seeds. One seed measures 0.9 to 1.1."""
+_LOW_STOCK_RATIO = {"outputs": 1.25, "gradients": 2.5}
+"""Of the copy's error to ours. A copy that is further off computes something else in this dtype. In fp16 small
+gradients vanish: 1.7."""
+_LOW_SCALE = 3e-4
+"""Of the norms of outputs, which agree better than values: noise has no mean."""
 
 
 Tensors = Sequence[Tensor | None]
@@ -216,10 +220,11 @@ def _errors_differ(rows: list[list[Tensor]], kind: Kind, report: Report, quantit
     stock_error /= norm
     scale = stock_norm / our_norm if our_norm else float("inf")
     report.add(kind, quantity, our_error)
-    step = torch.finfo(kind.autocast or kind.weights).eps / 2
-    is_ours_worse = not our_error <= _LOW_RATIO * stock_error + step
-    is_stock_worse = not stock_error <= _LOW_STOCK_RATIO * our_error + step
-    is_scaled = quantity == "outputs" and not abs(scale - 1) <= _LOW_SCALE + stock_error**2
+    step = torch.finfo(kind.autocast or kind.weights).eps
+    noise = 4 * stock_error / sum(row[0].numel() for row in rows) ** 0.5
+    is_ours_worse = not our_error <= max(_LOW_RATIO * stock_error, step)
+    is_stock_worse = not stock_error <= max(_LOW_STOCK_RATIO[quantity] * our_error, step / 2)
+    is_scaled = quantity == "outputs" and not abs(scale - 1) <= _LOW_SCALE + stock_error**2 + noise
     if not (is_ours_worse or is_stock_worse or is_scaled):
         return None
     text = f"error {stock_error:.1e} against fp32, where our operations have {our_error:.1e}"

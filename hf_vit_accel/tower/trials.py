@@ -113,11 +113,13 @@ def _run(clone: Tower, family: CopyFamily, trial: Trial, kind: Kind) -> Sides:
     with torch.set_grad_enabled(trial.grad):
         with autocast:
             output = clone(family.pixels(clone, pixels_TP), grid_thw=grid_thw)
-        form, expected = read_output(output, has_merger=parts.merger is not None)
+        form, expected = read_output(output, len(pixels_TP))
         expected = list(expected)
         stock = Results(expected, _gradients(clone, trial, pixels_TP, expected))
         with autocast:
             encoded = encode(lay_out(trial.grid, spec).ready(), pixels_TP)
+        if len(encoded) <= (form.place if form.kind is Tensor else 0):
+            raise ValueError("it returns merged features, but has no merger that is known")
         tensors = form.places(encoded)
         if [x.shape for x in tensors] != [x.shape for x in expected]:
             shapes = [[tuple(x.shape) for x in results] for results in (tensors, expected)]
@@ -196,8 +198,6 @@ def compare(tower: Tower, family: CopyFamily, kind: Kind, report: Report, is_fir
 def _first_layer(clone: Tower, family: CopyFamily, trial: Trial) -> int | None:
     """Return the first layer whose rows are off; None if layers are called in a way that is unknown."""
     parts = family.parts(clone)
-    if parts.merger is None:  # our operations add a layer's result in the merger
-        return None
     entering_rows: list[Tensor] = []
 
     def keep_rows(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from support import copies
-from support.copies import COPIES, build, tensors_of
+from support.copies import COPIES, Composite, build, tensors_of
 from tiny import assert_close, pixels_for
 from torch import Tensor, nn
 
@@ -88,7 +90,7 @@ def test_a_copy_that_acts_under_autocast_is_refused_there() -> None:
     stock = copy.deepcopy(tower)
     hf_vit_accel.patch(tower, like={"ActsUnderAutocast": "qwen2_vl"})
     run(tower)
-    with torch.autocast("cpu", dtype=HALF):
+    with torch.autocast("cpu", dtype=HALF), pytest.warns(UserWarning, match="stays stock in float32 under autocast"):
         assert_close(run(tower), run(stock), 0.0)
     [reason] = status_of(tower).fallbacks
     assert re.search(r"features in float32 under autocast to bfloat16: error \d\.\de-\d\d", reason)
@@ -155,3 +157,150 @@ def test_a_copy_is_served(family: str, version: str) -> None:
     assert "largest relative errors: outputs in float32" in str(status)
     hf_vit_accel.unpatch(tower)
     assert_close(run(tower), run(stock), 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_copy_is_served_in_low_precision(dtype: torch.dtype) -> None:
+    kind = COPIES["qwen2_5_vl", "5.6"]
+    tower = build(kind).to(dtype)
+    truth = run(build(kind))
+    stock = run(tower)
+    hf_vit_accel.patch(tower, like={kind.__name__: "qwen2_5_vl"}, strict=True)
+    for ours, theirs, exact in zip(run(tower), stock, truth, strict=True):
+        assert ours.dtype == dtype
+        assert (ours - exact).norm() <= max(1.25 * (theirs - exact).norm(), 2e-3 * exact.norm())
+
+
+@pytest.mark.parametrize("name", ["RowsAlone", "WithoutMerger"])
+def test_a_copy_that_merges_nothing_is_served(name: str) -> None:
+    """Its results are the rows of the last layer; without a merger, no kernel adds that layer's result."""
+    tower = build(getattr(copies, name))
+    expected = run(tower)
+    hf_vit_accel.patch(tower, like={name: "qwen2_vl"}, strict=True)
+    assert_close(run(tower), expected, 3e-6)
+    assert status_of(tower).calls == 1
+
+
+def test_an_argument_that_no_proof_covers_reaches_the_copy() -> None:
+    tower = build(copies.WithoutMerger)
+    expected = run(tower, scale=2.0)
+    hf_vit_accel.patch(tower, like={"WithoutMerger": "qwen2_vl"})
+    assert_close(run(tower, scale=2.0), expected, 0.0)
+    [reason] = status_of(tower).fallbacks
+    assert reason == "the argument scale is given, which the proof of a copy does not cover"
+
+
+@pytest.mark.parametrize("name", ["ActsByAParameter", "ActsFromTheThirdCall", "DropsOut"])
+def test_more_sabotaged_copies_are_refused(name: str) -> None:
+    family = "qwen3_vl" if name == "ActsByAParameter" else "qwen2_vl"
+    with pytest.raises(ValueError, match=f"{name} is no copy of {family}"):
+        hf_vit_accel.patch(build(getattr(copies, name)), like={name: family})
+
+
+def test_a_constant_of_the_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = build(copies.ActsByAConstant)
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, like={"ActsByAConstant": "qwen2_vl"})
+    monkeypatch.setattr(copies, "STRENGTH", 0.1)
+    with pytest.warns(UserWarning, match="relative error"):
+        results = run(tower)
+    assert_close(results, run(stock), 0.0)
+
+
+# --- uses -------------------------------------------------------------------------------------------------------------
+
+NAME = COPIES["qwen2_vl", "4.57"].__name__
+LIKE = {NAME: "qwen2_vl"}
+
+
+def model_of() -> Composite:
+    return Composite(build(COPIES["qwen2_vl", "4.57"])).eval()
+
+
+def run_model(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(pixels_for(model.visual, GRID), torch.tensor(GRID))
+
+
+def test_a_whole_model_is_patched_and_restored() -> None:
+    model = model_of()
+    attributes = dict(vars(model.visual))
+    expected = run_model(model)
+    with hf_vit_accel.patched(model, like=LIKE):
+        assert_close([run_model(model)], [expected], 3e-6)
+        hf_vit_accel.patch(model, fuse=False)
+        assert status_of(model).like == NAME, "patching again keeps it"
+        hf_vit_accel.patch(model, like=LIKE, strict=True)
+        run_model(model)
+        assert status_of(model).calls == 1
+    assert vars(model.visual).keys() == attributes.keys()
+    assert torch.equal(run_model(model), expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_duplicates_stay_patched(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model = hf_vit_accel.patch(model_of(), like=LIKE)
+    expected = run_model(model)
+    twin = duplicate(model)
+    assert_close([run_model(twin)], [expected], 0.0)
+    assert (status_of(twin).calls, status_of(twin).like) == (1, NAME)
+
+
+@pytest.mark.parametrize("is_patched_first", [True, False])
+def test_lora_inside_a_copy(is_patched_first: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model = model_of()
+    if is_patched_first:
+        hf_vit_accel.patch(model, like=LIKE)
+    config = peft.LoraConfig(target_modules=["qkv", "fc1"], init_lora_weights=False, lora_dropout=0.1)
+    adapted = peft.get_peft_model(model, config).eval()
+    stock = copy.deepcopy(adapted)
+    if is_patched_first:
+        hf_vit_accel.unpatch(stock)
+    else:
+        hf_vit_accel.patch(adapted, like=LIKE)
+    assert_close([run_model(adapted.model)], [run_model(stock.model)], 3e-6)
+    assert (status_of(adapted).calls, status_of(adapted).stock_calls) == (1, 0)
+
+
+def test_weights_may_change_after_the_proof() -> None:
+    model = model_of()
+    hf_vit_accel.patch(model, like=LIKE)
+    other = copies.randomise(model_of(), seed=5)
+    model.load_state_dict(other.state_dict())
+    assert_close([run_model(model)], [run_model(other)], 3e-6)
+    assert (status_of(model).calls, status_of(model).rebuilds) == (1, 0)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_like_the_error_gives_the_line_to_write() -> None:
+    for (family, _), kind in COPIES.items():
+        with pytest.raises(ValueError, match=f"visual is a {kind.__name__}, whose parts look like {family}") as caught:
+            hf_vit_accel.patch(Composite(build(kind)))
+        assert f'hf_vit_accel.patch(model, like={{"{kind.__name__}": "{family}"}})' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("like", "problem"),
+    [
+        ({"Other": "qwen2_vl"}, "like names Other, but Composite has no module of that class"),
+        ({NAME: "qwen9"}, "expected the families in like out of qwen2_vl, qwen2_5_vl"),
+        ({NAME: "kimi_k25"}, "expected the families in like out of"),
+        (NAME, "expected like as"),
+        ({NAME: "qwen2_5_vl"}, "is not built as qwen2_5_vl is: .*'window_size'"),
+        ({NAME: "qwen3_vl"}, "is not built as qwen3_vl is: .*num_grid_per_side"),
+        ({"Composite": "qwen2_vl"}, "missing: patch_embed.proj, rotary_pos_emb, blocks"),
+    ],
+)
+def test_a_like_that_does_not_fit_is_refused(like: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        hf_vit_accel.patch(model_of(), like=like)
+
+
+def test_missing_parts_are_listed() -> None:
+    model = model_of()
+    del model.visual.rotary_pos_emb, model.visual.blocks[0].mlp
+    with pytest.raises(ValueError, match=r"missing: rotary_pos_emb, blocks\.0\.mlp"):
+        hf_vit_accel.patch(model, like=LIKE)

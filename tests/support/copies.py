@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.utils import ModelOutput
 
 Sizes = list[tuple[int, int, int]]
@@ -514,6 +515,90 @@ class ScalesABit(CopyOfQwen2):
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: object) -> Tensor:
         return super().forward(hidden_states, grid_thw) * 1.001
+
+
+class ActsByAParameter(CopyOfQwen3):
+    """Adds a frozen parameter, which is zero until a checkpoint is loaded."""
+
+    def make_parts(self, config: CopiedConfig) -> None:
+        super().make_parts(config)
+        self.bonus = nn.Parameter(torch.zeros(config.hidden_size), requires_grad=False)
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x + self.bonus
+
+
+STRENGTH = 0.0
+"""A constant of this file, which a sabotaged copy reads."""
+
+
+class ActsByAConstant(CopyOfQwen2):
+    """Scales rows by a constant of its file."""
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return x * (1 + STRENGTH)
+
+
+class ActsFromTheThirdCall(CopyOfQwen2):
+    """Counts its calls, and changes rows from the third on."""
+
+    calls = 0
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: object) -> Output:
+        self.calls += 1
+        features = super().forward(hidden_states, grid_thw)
+        assert isinstance(features, Tensor)
+        return features * 1.01 if self.calls > 2 else features
+
+
+class DropsOut(CopyOfQwen2):
+    """Drops rows out in training mode, as the family does not."""
+
+    def make_parts(self, config: CopiedConfig) -> None:
+        super().make_parts(config)
+        self.dropout = nn.Dropout(0.1)
+
+    def after_layer(self, x: Tensor, index: int, grid: Sizes) -> Tensor:
+        return self.dropout(x)
+
+
+# --- other copies -----------------------------------------------------------------------------------------------------
+
+
+class RowsAlone(CopyOfQwen2):
+    """Returns the rows of the last layer, without merging them."""
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: object) -> Tensor:
+        rows: list[Tensor] = []
+        hook = self.merger.register_forward_pre_hook(lambda _, arguments: rows.extend(arguments))
+        super().forward(hidden_states, grid_thw)
+        hook.remove()
+        return rows[0]
+
+
+class WithoutMerger(CopiedTower):
+    """Has no merger, and names its pixels otherwise."""
+
+    manner = MANNERS[2]
+
+    def make_parts(self, config: CopiedConfig) -> None:
+        CopyOfQwen2.make_parts(self, config)  # type: ignore[arg-type]
+        del self.merger
+
+    def forward(self, pixel_values: Tensor, grid_thw: Tensor, scale: float = 1.0) -> Output:
+        grid = [tuple(sizes) for sizes in grid_thw.tolist()]
+        x = self.patch_embed(pixel_values)
+        tables = self.rotation(x, self.positions(grid, x.device))
+        for block in self.blocks:
+            x = block(x, self.frames(grid), tables)
+        return BaseModelOutput(last_hidden_state=x * scale)
+
+
+class StockWithoutMerging(Qwen2VisionTransformerPretrainedModel):
+    """Inherits from a tower of transformers, and leaves its merger out."""
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states, grid_thw).last_hidden_state
 
 
 class Composite(nn.Module):
