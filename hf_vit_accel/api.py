@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
@@ -14,7 +14,8 @@ from tqdm.auto import tqdm
 
 from hf_vit_accel.backends import backend_named, require
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig, Settings
-from hf_vit_accel.families import Family, Tower
+from hf_vit_accel.families import FAMILIES, Family, Tower
+from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import refuse
 from hf_vit_accel.ops import PARTS
@@ -40,6 +41,7 @@ def patch(
     max_rows: int | Literal["auto"] | None = "auto",
     data_parallel: Any = False,
     reuse: bool | ReuseConfig = False,
+    like: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
@@ -62,16 +64,20 @@ def patch(
             group or a one-dimensional device mesh. Gradients of the tower are summed over the ranks, not averaged.
         reuse: Encode images and videos that are equal bit for bit once in a call: True. A `ReuseConfig` can keep
             features for later calls, too. Nothing is reused if pixel values require gradients.
+        like: Copies of a family's tower that remote code ships: the name of the class, and that of the family. A copy
+            runs beside our operations now, which takes seconds; see the page "Supported". It stays served when you
+            patch again without `like`.
         strict: Raise instead of falling back to another backend or to the stock forward. Also raise if a graph cannot
             be replayed or a kernel fails. Inputs that would not gain from a graph still run eagerly.
 
     Raises:
-        ValueError: If the model has no supported tower, or if options make no sense, alone or together.
+        ValueError: If the model has no supported tower, or if options make no sense, alone or together. Also if a copy
+            computes something else than its family: the message says how far off it is, and where.
         BackendUnavailableError: If a named backend or FP8 cannot run on this machine.
         FallbackError: Under `strict`, if a named part cannot be fused or a tower cannot take the fast path.
     """
-    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, strict)
-    towers = towers_of(model)
+    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, like, strict)
+    towers = towers_of(model, settings.like)
     require(settings.attention, fp8=settings.fp8 is not None)
     prepared = [_prepare(path, tower, family, settings) for path, tower, family in towers]
     for tower, state, name in prepared:
@@ -90,13 +96,19 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
     _check_amax(path, tower, family, settings)
     former_name, former_forward = former_of(tower)
     state = TowerState(family, settings, former_name=former_name)
-    name = checks.attention_name(tower, settings, former_name)
+    is_copy = isinstance(family, CopyFamily)
+    if is_copy and former_forward is not None:
+        raise ValueError(f"{type(tower).__name__} has a forward of its own on the instance, which `like` cannot prove")
+    # A copy keeps its attention: its own forward runs untouched, or not at all.
+    name = former_name if is_copy else checks.attention_name(tower, settings, former_name)
     label = f"the tower {path or '(the model itself)'}"
     if family.attention_only:
         if settings.strict:
             refuse([f"{option}: {why}" for option, why in beyond_attention(settings).items()], label)
         return tower, state, name
     snapshot = state.snapshot(tower)  # runs the proof now, not in the first call
+    if is_copy and snapshot.stock:
+        raise ValueError(snapshot.stock[0])
     if settings.strict:
         reasons, spec = reasons_now(tower, state, snapshot, name, former_forward)
         if spec is not None and spec.ops is not None and settings.fuse is not None:
@@ -135,7 +147,7 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
     Yields:
         The model.
     """
-    towers = towers_of(model)
+    towers = towers_of(model, options.get("like"))
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
     patch(model, **options)
     try:
@@ -261,6 +273,7 @@ def _settings(
     max_rows: Any,
     data_parallel: object,
     reuse: object,
+    like: object,
     strict: object,
 ) -> Settings:
     """Check the options of `patch`, alone and together."""
@@ -292,8 +305,22 @@ def _settings(
         max_rows=max_rows,
         ranks=ranks_of(data_parallel),
         reuse=reuse_config,
+        like=_families_of_copies(like),
         strict=strict,
     )
+
+
+def _families_of_copies(like: object) -> dict[str, str]:
+    """Return `like` as a dict; ValueError unless it names families that have a fast path."""
+    if like is None:
+        return {}
+    names = [family.name for family in FAMILIES if not family.attention_only]
+    if not isinstance(like, Mapping) or not all(isinstance(name, str) for name in like):
+        raise ValueError(f'expected like as {{"NameOfAClass": "family"}}, got {like!r}')
+    unknown = [family for family in like.values() if family not in names]
+    if unknown:
+        raise ValueError(f"expected the families in like out of {', '.join(names)}, got {unknown[0]!r}")
+    return dict(like)
 
 
 def _requested_parts(fuse: object) -> frozenset[str] | None:

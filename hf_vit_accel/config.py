@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -173,6 +173,7 @@ class Settings:
         ranks: The ranks that share calls, a `Ranks`; None for none.
         reuse: How to encode equal images once; None for not at all.
         strict: Whether a fallback raises.
+        like: The family of every class of a tower that is a copy, by name.
 
     Raises:
         ValueError: If values make no sense, alone or together.
@@ -188,6 +189,7 @@ class Settings:
     ranks: Any = None
     reuse: ReuseConfig | None = None
     strict: bool = False
+    like: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.max_rows not in ("auto", None):

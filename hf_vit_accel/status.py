@@ -12,13 +12,15 @@ from torch import nn
 from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Spec
-from hf_vit_accel.families import FAMILIES, Family, Tower, find_towers
+from hf_vit_accel.families import FAMILIES, Family, Tower
+from hf_vit_accel.families.copies import CopyFamily, suggest
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.decide import spec_of
+from hf_vit_accel.tower.install import towers_in
 from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
@@ -32,6 +34,8 @@ class TowerStatus:
     Attributes:
         path: The tower's path in the model; empty for the model itself.
         family: The tower's family.
+        like: The class that is served as a copy of that family, as `patch` was told; None for transformers' classes.
+        proven: The numbers of the proof of a copy.
         patched: Whether the tower is patched. If not, only `attention` follows.
         attention: The requested attention, or the name of stock's.
         backends: The backend of every kind of layer, in the last call. Before any call with such weights: the backend
@@ -71,6 +75,8 @@ class TowerStatus:
     rebuilds: int = 0
     rebuild_reason: str | None = None
     attention_only: bool = False
+    like: str | None = None
+    proven: str | None = None
     graphs: GraphStatus | None = None
     training: GraphStatus | None = None
     fp8: str | None = None
@@ -84,13 +90,16 @@ class TowerStatus:
             return f"{path}: {self.family}, stock (attention {self.attention})"
         backends = ", ".join(f"{name} ({kind} layers)" for kind, name in self.backends.items())
         fused = "attention only: the tower's own forward runs" if self.attention_only else ", ".join(self.fused)
+        family = self.family if self.like is None else f"{self.family} (like: {self.like})"
         lines = [
-            f"{path}: {self.family}, patched",
+            f"{path}: {family}, patched",
             f"  attention  {self.attention} -> {backends or 'chosen at the first call'}",
             f"  fused      {fused or 'nothing'}",
             f"  calls      {self.calls} fast, {self.stock_calls} stock",
             "  layouts    {} held, {} hits, {} misses".format(*self.layouts),
         ]
+        if self.proven is not None:
+            lines.append(f"  proven     {self.proven}")
         if self.rebuilds:
             lines.append(f"  rebuilt    {self.rebuilds} x, last because {self.rebuild_reason}")
         if self.passes is not None:
@@ -155,6 +164,7 @@ def status(model: nn.Module) -> Status:
 
 def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     fields: dict[str, Any] = dict(path=path, family=family.name, attention_only=family.attention_only)
+    fields["like"] = family.copied if isinstance(family, CopyFamily) else None
     state = state_of(tower)
     if state is None:
         return TowerStatus(**fields, patched=False, attention=tower.config._attn_implementation)
@@ -169,6 +179,8 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     if family.attention_only:
         return TowerStatus(**fields, backends=dict(state.attention_backends), unfused=beyond_attention(state.settings))
     snapshot = state.snapshot(tower)
+    if snapshot.copy_proof is not None:
+        fields["proven"] = str(snapshot.copy_proof.report)
     name = tower.config._attn_implementation
     fields |= dict(rebuilds=state.rebuilds, rebuild_reason=state.rebuild_reason)
     against, spec = reasons_now(tower, state, snapshot, name, state.former_forward)
@@ -277,6 +289,7 @@ def reasons_now(
     if snapshot.stock:
         return reasons, None
     weights = _weights_of_calls(tower, snapshot)
+    reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})
     reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight: Any = snapshot.parts.projection.weight
     has_graphs = isinstance(state.settings.graphs, GraphConfig)
@@ -298,19 +311,24 @@ def _fp8_status(state: TowerState, choices: Mapping[Kind, Choice]) -> str | None
     return text if why_not_worth is None else f"{text}; not used by the last call: {why_not_worth}"
 
 
-def towers_of(model: nn.Module) -> list[tuple[str, Tower, Family]]:
+def towers_of(model: nn.Module, like: Mapping[str, str] | None = None) -> list[tuple[str, Tower, Family]]:
     """Return (path, tower, family) of every supported tower in a model.
 
+    Args:
+        model: The model.
+        like: The families of copies by the name of their class, as `patch` takes them.
+
     Raises:
-        ValueError: If the model is no torch module or has no supported tower.
+        ValueError: If the model is no torch module or has no supported tower, or if `like` does not fit it.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch module, got {type(model).__name__}; pass the loaded model")
-    towers = list(find_towers(model))
+    towers = towers_in(model, like or {})
     if not towers:
         supported = ", ".join(family.name for family in FAMILIES)
         raise ValueError(
             f"expected a model with a vision tower of one of the families {supported}, found none in "
-            f"{type(model).__name__}; pass the loaded model, or its vision tower"
+            f"{type(model).__name__}; "
+            + ("; ".join(suggest(model, FAMILIES)) or "pass the loaded model, or its vision tower")
         )
     return towers

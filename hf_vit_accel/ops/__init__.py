@@ -177,8 +177,7 @@ def _finish(norm: AddNorm | None, downsample: Apply | None, merge: AddNorm | Non
         grad: return the very rows that the merger receives: then their gradient, and hooks on them, include the
             merger's.
     """
-    if norm is None and not grad:
-        assert merge is not None
+    if norm is None and merge is not None and not grad:
         return merge
 
     def finish(x_TE: Rows, delta_TE: Rows | None) -> tuple[Rows, ...]:
@@ -188,7 +187,7 @@ def _finish(norm: AddNorm | None, downsample: Apply | None, merge: AddNorm | Non
             if downsample is not None:
                 x_TE = downsample(x_TE)
         if merge is None:
-            return (x_TE,)
+            return (x_TE if delta_TE is None else x_TE + delta_TE,)
         if not grad:
             return merge(x_TE, None)
         x_TE = x_TE if delta_TE is None else x_TE + delta_TE

@@ -7,7 +7,7 @@ through a `Context` that records them: when one of them changes, the operations 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -50,15 +50,23 @@ def own_forward(module: nn.Module) -> object:
     return None if is_of_class else forward
 
 
-def reasons_replaced(module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
-    """Report why a module may compute something else than its class in torch (`kind`) or transformers."""
+def reasons_replaced(
+    module: nn.Module, kind: type[nn.Module] | None = None, trusted: Collection[type] = ()
+) -> list[str]:
+    """Report why a module may compute something else than its class in torch (`kind`) or transformers.
+
+    Args:
+        module: the module.
+        kind: the class of torch that it must have; None for any class.
+        trusted: further classes, whose code a proof has run.
+    """
     name = type(module).__name__
     if kind is not None and type(module) is not kind:
         name = f"{type(module).__module__}.{name}" if name == kind.__name__ else name
         return [f"a {name} stands where a plain {kind.__name__} was"]
     if own_forward(module) is not None:
         return [f"a {name} has a forward of its own"]
-    if not machine.is_upstream(type(module).forward):
+    if type(module) not in trusted and not machine.is_upstream(type(module).forward):
         home = type(module).__module__
         if home.startswith(("torch.", "transformers.")):
             return [f"the forward of {name} was replaced by another"]
@@ -166,6 +174,7 @@ class Context:
         reference: build plain torch instead of kernels, differentiable and on any device.
         grad: whether gradients flow through the operations.
         classes: classes whose forwards the proof covers; None for all of transformers.
+        trusted: those of them that belong to a copy's own code.
         reads: attributes of modules that were read.
         fused: operations earlier in the table that are fused.
         activations: results of `ops.mlp.activation_of`.
@@ -178,6 +187,7 @@ class Context:
     reference: bool = False
     grad: bool = False
     classes: frozenset[type] | None = None
+    trusted: frozenset[type] = frozenset()
     reads: Reads = field(default_factory=Reads)
     fused: set[str] = field(default_factory=set)
     activations: dict[tuple[type, str], str | None] = field(default_factory=dict)
@@ -249,7 +259,7 @@ class Context:
 
     def reasons_replaced(self, module: nn.Module, kind: type[nn.Module] | None = None) -> list[str]:
         """Report the reasons of the function of that name, and a class that the proof of the tower does not cover."""
-        reasons = reasons_replaced(module, kind)
+        reasons = reasons_replaced(module, kind, self.trusted)
         if not reasons and kind is None and self.classes is not None and type(module) not in self.classes:
             return [f"a {type(module).__name__} is none of this tower's own modules"]
         return reasons

@@ -150,6 +150,7 @@ def reasons_mixing(
     proven: Collection[type],
     patches: Iterable[nn.Module | None] = (),
     class_of: Callable[[nn.Module], type] = type,
+    trusted: Collection[type] = (),
 ) -> list[str]:
     """Say why all rows of a call must be encoded together: the first module that may mix rows.
 
@@ -158,13 +159,16 @@ def reasons_mixing(
         proven: the classes that the proof of the tower has run.
         patches: the modules that get patches or merge blocks as a batch of images.
         class_of: returns the class that a module was written as, where a wrapper has given it another.
+        trusted: proven classes of a copy's own code.
 
     Returns:
         One sentence, or none where every module treats each row by itself.
     """
     of_patches = {id(module) for part in patches if part is not None for module in part.modules()}
     for module in modules:
-        reason = _reason_mixing(module, class_of(module), proven, is_of_patches=id(module) in of_patches)
+        kind = class_of(module)
+        is_of_patches = id(module) in of_patches
+        reason = _reason_mixing(module, kind, proven, is_trusted=kind in trusted, is_of_patches=is_of_patches)
         if reason is not None:
             return [f"{reason}, and may mix rows of several images"]
     return []
@@ -188,7 +192,9 @@ def _name_of_own_function(module: nn.Module, *, is_activation: bool) -> str | No
     return None
 
 
-def _reason_mixing(module: nn.Module, kind: type, proven: Collection[type], *, is_of_patches: bool) -> str | None:
+def _reason_mixing(
+    module: nn.Module, kind: type, proven: Collection[type], *, is_trusted: bool, is_of_patches: bool
+) -> str | None:
     """Say why a module may mix rows; None if it is known to treat each row by itself."""
     is_torch = kind.__module__.startswith("torch.")
     is_transformers = kind.__module__.startswith("transformers.")
@@ -196,7 +202,7 @@ def _reason_mixing(module: nn.Module, kind: type, proven: Collection[type], *, i
     if own_forward(module) is not None:
         return f"a {kind.__name__} has a forward of its own"
     entry = next((entry for entry in TABLE if entry.covers(kind)), None)
-    if kind in proven and is_transformers:
+    if kind in proven and (is_transformers or is_trusted):
         name = _name_of_own_function(module, is_activation=entry is not None)
         if name is not None:
             return f"{name} of a {kind.__name__} is a function of your own"

@@ -19,11 +19,13 @@ from transformers import modeling_utils
 
 from hf_vit_accel import versions
 from hf_vit_accel.config import Settings
-from hf_vit_accel.families import Tower
+from hf_vit_accel.families import Family, Tower
+from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.sharing.reuse import Facts
-from hf_vit_accel.tower import fsdp, proof
+from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
+from hf_vit_accel.tower.differences import Kind
 from hf_vit_accel.tower.modules import Weights, is_inert
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.versions import POPPED
@@ -68,10 +70,37 @@ def reasons_stock(
         reasons.append("the tower has a forward of its own")
     if any(popped in kwargs for popped in POPPED):
         reasons.append("the caller supplies sequence metadata")
-    if name not in proof.NAMES:
+    is_own_code = snapshot.copy_proof is not None and name == "eager"  # which the proof of a copy ran
+    if name not in proof.NAMES and not is_own_code:
         reasons += reasons_own_attention(tower, name)
     if is_tracing():  # a trace does not record tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
+    return reasons
+
+
+def reasons_of_copy(
+    tower: Tower, family: Family, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any]
+) -> list[str]:
+    """Return why a call of a copy must reach its own forward; none for any other tower.
+
+    Args:
+        tower: The tower.
+        family: Its family.
+        snapshot: The tower as it is now.
+        weights: Where its parameters lie.
+        options: The keyword arguments of the call.
+    """
+    copy_proof = snapshot.copy_proof
+    if copy_proof is None or not isinstance(family, CopyFamily):
+        return []
+    device = snapshot.parts.projection.weight.device
+    kind = Kind(weights.dtype, autocast_dtype(device, weights.dtype))
+    reasons = copies.reasons_of_call(tower, family, copy_proof, kind, options)
+    # Blocks that are checkpointed themselves are served; older code checkpoints them in the tower's forward.
+    blocks = [block.module for block in snapshot.parts.blocks]
+    is_checkpointed = tower.training and getattr(tower, "gradient_checkpointing", False)
+    if is_checkpointed and not any(getattr(block, "gradient_checkpointing", False) for block in blocks):
+        reasons.append("gradient checkpointing in the copy's own forward")
     return reasons
 
 

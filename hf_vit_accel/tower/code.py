@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from operator import attrgetter
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -89,6 +89,36 @@ class Code:
         for name in self.names:
             names |= _names_in(self.home.get(name))
         return frozenset(names)
+
+
+class CopyCode(Code):
+    """The functions and constants that the proof of a copy ran: the tower itself ran, whatever its class overrides.
+
+    Args:
+        tower: The copy.
+    """
+
+    def __init__(self, tower: nn.Module) -> None:
+        kind = next(owner for owner in type(tower).__mro__ if "forward" in vars(owner))
+        super().__init__(kind, frozenset(type(module) for module in tower.modules()))
+        names: set[str] = set()
+        for module_class in self.classes:
+            names |= _names_in_class(module_class)
+        ignored = type | ModuleType
+        self.names = sorted(name for name in names if name in self.home and not isinstance(self.home[name], ignored))
+        self._functions = self._current_functions()
+
+    def reasons_overridden(self, tower: nn.Module) -> list[str]:
+        """Return nothing: the proof ran the methods of this very tower."""
+        return []
+
+    def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
+        """Return the same as for other towers, without the places of our forward."""
+        return super().attributes_of_tower(tower) - {"forward", "_old_forward"}
+
+    def config_fields(self, tower: Tower) -> list[str]:
+        """Return nothing: `Watch` compares complete configs."""
+        return []
 
 
 _FIELDS_OF_A_CALL = {"return_dict", "output_attentions", "output_hidden_states"}

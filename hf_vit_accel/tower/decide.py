@@ -17,6 +17,7 @@ from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.passes import cut, reasons_whole
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
+from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.graphs.automatic import GraphUse
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.training import TrainingRunner
@@ -134,7 +135,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         graph_use=graphs.use,
         graph_spec=spec if graphs.spec is None else graphs.spec,
         marks_outputs=trains and not grad and snapshot.marks_outputs(),
-        returns_tuple=snapshot.output_class is not None
+        returns_tuple=snapshot.copy_proof is None
+        and snapshot.output_class is not None
         and inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
 
@@ -209,6 +211,10 @@ def _decide_metadata(
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None and call.snapshot is not None
+    if isinstance(state.family, CopyFamily):  # its forward may take no metadata
+        state.refuse_stock(slow)
+        declined = shared if shared.places is None else SharedCall(result="encoded by each rank alone")
+        return StockPlan(way=Way.STOCK, reasons=tuple(slow), shared=declined)
     name = tower.config._attn_implementation
     taken = call.snapshot.proof.taken
     route = state.routes.get(call.inputs.grid, spec)

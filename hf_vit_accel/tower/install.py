@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from hf_vit_accel.backends import BACKENDS
-from hf_vit_accel.families import Tower
+from hf_vit_accel.families import FAMILIES, Family, Tower, family_of
+from hf_vit_accel.families.copies import CopyFamily, class_in, copy_family, misfits
 from hf_vit_accel.tower.forward import SLOTS, AcceleratedForward, is_ours, own_hooks, redirect_copies, slot_of_ours
 from hf_vit_accel.tower.state import STATE, TowerState, attributes_of, state_of
+
+
+def towers_in(model: nn.Module, like: Mapping[str, str]) -> list[tuple[str, Tower, Family]]:
+    """Return (path, tower, family) of every tower in a model: of known classes, of patched copies and of new ones.
+
+    Args:
+        model: The model.
+        like: The family of every class that is a copy, by name. A copy that is patched needs no entry.
+
+    Raises:
+        ValueError: A name is that of no class in the model, or a tower is not built as its family is.
+    """
+    towers: list[tuple[str, Tower, Family]] = []
+    unseen = set(like)
+    for path, module in model.named_modules():
+        state = state_of(module)
+        copied = class_in(like, module)
+        family = family_of(module)
+        if copied is not None:
+            unseen.discard(copied)
+            family = _family_of_copy(module, copied, like[copied])
+        elif state is not None and isinstance(state.family, CopyFamily):
+            family = state.family
+        if family is not None:
+            towers.append((path, module, family))
+    if unseen:
+        raise ValueError(
+            f"like names {', '.join(sorted(unseen))}, but {type(model).__name__} has no module of that class"
+        )
+    return towers
+
+
+def _family_of_copy(tower: Tower, copied: str, name: str) -> CopyFamily:
+    """Return the family of a copy; ValueError with every part that is missing or different."""
+    base = next(family for family in FAMILIES if family.name == name)
+    problems = misfits(tower, base)
+    if problems:
+        raise ValueError(f"{type(tower).__name__} is not built as {name} is: {'; '.join(problems)}")
+    return copy_family(tower, base, copied)
 
 
 def former_of(tower: Tower) -> tuple[str | None, Any]:

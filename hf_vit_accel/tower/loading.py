@@ -188,7 +188,8 @@ def _check_composite(config: Config, name: str) -> None:
         supported = ", ".join(family.name for family in FAMILIES)
         raise ValueError(
             f"attn_implementation={name!r} accelerates the vision towers of {supported}; "
-            f"{type(config).__name__} has none. Use another attn_implementation for this model."
+            f"{type(config).__name__} has none. Use another attn_implementation for this model. If remote code ships a "
+            "copy of such a tower, load it with another name, and call hf_vit_accel.patch(model, like=...)."
         )
     require(NAMES[name])
     for sub_config in sub_configs:

@@ -80,6 +80,7 @@ class Proof:
         classes: The classes of all its modules.
         code: The functions that ran.
         backoff: When to try again, where no numbers could be compared; None for a verdict, which stands.
+        trusted: Classes of other code than torch's and transformers' that the run covers, for a copy.
     """
 
     key: tuple[type, str]
@@ -91,6 +92,7 @@ class Proof:
     classes: frozenset[type]
     code: Code
     backoff: Backoff | None = None
+    trusted: frozenset[type] = frozenset()
 
 
 _PROOFS: dict[tuple[type, str], Proof] = {}

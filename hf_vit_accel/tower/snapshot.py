@@ -24,11 +24,12 @@ from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.engine.inputs import Expected
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Family, Parts, Tower
+from hf_vit_accel.families.copies import CopyFamily, heads_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
 from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
-from hf_vit_accel.tower import fsdp, proof
+from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import method_readers
 from hf_vit_accel.tower.modules import Weights, is_output_marker, modules_of, places_of
 
@@ -53,6 +54,7 @@ class Snapshot:
 
     Attributes:
         proof: What was proven of its class.
+        copy_proof: The same for a copy, of which the tower itself was proven; None for any other tower.
         stock: Why its own forward must run as it is, without metadata of ours.
         slow: Why its blocks must be called.
         parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `stock` is empty.
@@ -78,10 +80,17 @@ class Snapshot:
     expected: Expected
 
     def __init__(self, tower: Tower, family: Family, attention: str | None = None) -> None:
-        self.proof = proof.prove(tower, family)
+        self.copy_proof: copies.CopyProof | None = None
+        if isinstance(family, CopyFamily):
+            self.copy_proof = copies.prove(tower, family)
+        self.proof = self.copy_proof or proof.prove(tower, family)
         self.reads = Reads()
         self.specs: dict[Any, Spec] = {}
-        self.output_class = None if self.proof.is_bare else family.output_class(tower)
+        self.output_class = None
+        if self.copy_proof is not None:
+            self.output_class = self.copy_proof.form
+        elif not self.proof.is_bare:
+            self.output_class = family.output_class(tower)
         self.dropout = False
         self._tower = weakref.ref(tower)
         self._weights = Weights([], None, False)
@@ -141,7 +150,7 @@ class Snapshot:
         """Collect what stands against the fast path, against cutting a call, and what FSDP2 shards."""
         self.third_party: str | None = None
         for module in self._modules:
-            reasons = reasons_replaced(module)
+            reasons = reasons_replaced(module, trusted=self.proof.trusted)
             if reasons:
                 self.third_party = reasons[0]
                 break
@@ -153,7 +162,8 @@ class Snapshot:
         self.mixing: list[str] = []
         if not self.stock:
             patches = self.parts.projection, self.parts.downsample
-            self.mixing = reasons_mixing(self._modules, self.proof.classes, patches, fsdp.class_of)
+            trusted = self.proof.trusted
+            self.mixing = reasons_mixing(self._modules, self.proof.classes, patches, fsdp.class_of, trusted)
             for index, block in enumerate(self.parts.blocks):
                 if block.module in self._wrapped:
                     self.sharded[index] = block.module
@@ -193,7 +203,7 @@ class Snapshot:
         if self.proof.backoff is not None and proof.is_outdated(self.proof):
             return False
         try:
-            return self._now() == self._read and self.reads.unchanged()
+            return self._now() == self._read and self.reads.unchanged() and self._reason_watched() is None
         except (AttributeError, RuntimeError, ValueError):  # a method is gone; tensors or arrays are compared
             return False
 
@@ -203,7 +213,7 @@ class Snapshot:
             now = self._now()
             changed = [index for index, value in enumerate(now) if value != self._read[index]]
             if not changed:
-                return None if self.reads.unchanged() else "an attribute of a module inside changed"
+                return self._reason_watched() if self.reads.unchanged() else "an attribute of a module inside changed"
             label = _COMPARED[changed[0]]
             names = {_WATCHED: self._watched_names, _CONFIG: self._config_fields}.get(label)
             if names is not None:
@@ -213,9 +223,14 @@ class Snapshot:
         except (AttributeError, RuntimeError, ValueError):
             return "a method is gone, or a tensor is an attribute"
 
+    def _reason_watched(self) -> str | None:
+        """Return what changed that only the proof of a copy depends on."""
+        watch = None if self.copy_proof is None else self.copy_proof.watch
+        return None if watch is None else watch.reason_changed()
+
     def _reasons_stock(self, tower: Tower, family: Family) -> Iterator[str]:
         """Yield why the tower's own forward must run; set what is known of it otherwise."""
-        if not is_upstream(type(tower).forward):
+        if self.copy_proof is None and not is_upstream(type(tower).forward):
             yield f"the forward of {type(tower).__name__} is not transformers' own"
         yield from self.proof.code.reasons_overridden(tower)
         if self.proof.injected is not None:
@@ -235,7 +250,8 @@ class Snapshot:
         self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
         heads_of_layers = []
         for block in blocks:
-            heads_of_layers.append([self.reads.read(block.attention, name) for name in _HEADS])
+            heads = [self.reads.read(block.attention, name) for name in _HEADS]
+            heads_of_layers.append(heads if self.copy_proof is None else heads_of(self.parts, heads))
             if self.reads.read(block.attention, "attention_dropout", 0.0):
                 self.dropout = True
         self.heads, self.head_dim, self.scale = heads_of_layers[0]
@@ -269,7 +285,7 @@ class Snapshot:
             if fsdp.class_of(module) not in self.proof.classes:
                 yield f"{where} has a {type(module).__name__}, which this tower's class does not make"
                 return
-            reasons = reasons_replaced(module)
+            reasons = reasons_replaced(module, trusted=self.proof.trusted)
             if reasons:
                 yield f"{where}: {reasons[0]}"
                 return

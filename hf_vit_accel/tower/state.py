@@ -147,7 +147,10 @@ class TowerState:
         self.follow_attention(tower)
         self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
         self.attributes = attributes_of(tower)
-        proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.stock)
+        if snapshot.copy_proof is None:
+            proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.stock)
+        elif snapshot.stock and state_of(tower) is self:  # `patch` raises instead
+            proof.warn_once(f"{type(tower).__name__} stays stock: {snapshot.stock[0]}")
         return snapshot
 
     def follow_attention(self, tower: Tower) -> None:
@@ -173,6 +176,7 @@ class TowerState:
             weights=weights.dtype,
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
+            trusted=snapshot.proof.trusted,
             reads=snapshot.reads,
             grad=request.grad,
         )

@@ -1,0 +1,297 @@
+"""Towers of other classes, as remote code ships them, that a user wants served as a family.
+
+`patch(model, like={"MyTower": "qwen2_5_vl"})` names the class and the family. The parts are matched here;
+`tower/copies.py` then proves the results. A family is never guessed, but an error may suggest one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.utils.generic import ModelOutput
+
+from hf_vit_accel.families.base import Family, Part, Parts, Tower
+from hf_vit_accel.layout import Geometry
+
+_DEFAULTS = {"interpolation_mode": "bilinear", "interpolation_align_corners": True}
+"""Attributes that towers have since transformers 5.15, with the only values that they had before."""
+
+Output: TypeAlias = Any
+"""The result of a copy's forward, in a form of its own."""
+
+_FEATURES = ("last_hidden_state", "pooler_output", "deepstack_features")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which the forward of a copy returns its tensors.
+
+    Attributes:
+        kind: The class of the result: a tensor, a tuple of features and deepstack features, or an output of fields.
+        fields: The fields of an output that are set.
+        place: The place of a tensor that is returned alone among ours: 0 for the last rows, 1 for merged features.
+    """
+
+    kind: type
+    fields: tuple[str, ...] = ()
+    place: int = 1
+
+    def build(self, tensors: Sequence[Tensor]) -> Output:
+        """Return tensors as the copy does: from the last rows, merged features and deepstack features."""
+        if self.kind is Tensor:
+            return tensors[self.place]
+        if self.kind is tuple:
+            return tensors[1], list(tensors[2:])
+        values: dict[str, object] = dict(zip(_FEATURES, tensors[:2]))  # noqa: B905
+        values[_FEATURES[2]] = list(tensors[2:])
+        return self.kind(**{name: values[name] for name in self.fields})
+
+    def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of our tensors that the copy returns, too, in the order of `read_output`."""
+        if self.kind is Tensor:
+            return [tensors[self.place]]
+        if self.kind is tuple:
+            return list(tensors[1:])
+        values = dict(zip(_FEATURES, (tensors[:1], tensors[1:2], tensors[2:]), strict=True))
+        return [tensor for name in self.fields for tensor in values[name]]
+
+    def names(self, count: int) -> list[str]:
+        """Return a name for every tensor of `read_output`."""
+        if self.kind is Tensor or self.kind is tuple:
+            leading = ["features" if self.place else "rows"]
+        else:
+            leading = [name for name in self.fields if name != _FEATURES[2]]
+        return leading + [f"deepstack features {index}" for index in range(count - len(leading))]
+
+
+def read_output(output: Output, rows: int) -> tuple[Form, list[Tensor]]:
+    """Return the form of a copy's result, and its tensors.
+
+    Args:
+        output: The result.
+        rows: The number of patch rows; merged features are fewer.
+
+    Raises:
+        ValueError: The form is none of those that towers have.
+    """
+    if isinstance(output, Tensor):
+        return Form(Tensor, place=int(output.shape[0] != rows)), [output]
+    if type(output) is tuple and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], list):
+        return Form(tuple), [output[0], *output[1]]
+    if isinstance(output, ModelOutput) and output and set(output) <= set(_FEATURES):
+        names = tuple(name for name in _FEATURES if name in output)
+        tensors = []
+        for name in names:
+            tensors += [output[name]] if isinstance(output[name], Tensor) else list(output[name])
+        return Form(type(output), names), tensors
+    raise ValueError(f"its forward returns a {type(output).__name__} of a form that is unknown")
+
+
+class _WithDefaults:
+    """A tower with default values for attributes that its version of the code did not have yet."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+
+    def __getattr__(self, name: str) -> Part:
+        if name in _DEFAULTS:
+            return getattr(self._tower, name, _DEFAULTS[name])
+        return getattr(self._tower, name)
+
+
+@dataclass(frozen=True)
+class CopiedGeometry:
+    """Returns the geometry of a copy, by that of the family."""
+
+    base: Family
+
+    def __call__(self, tower: Tower) -> Geometry:
+        """Return the geometry of a copy."""
+        return self.base.geometry(_WithDefaults(tower))
+
+
+@dataclass(frozen=True)
+class CopiedParts:
+    """Returns the parts of a copy, by the names of the family."""
+
+    base: Family
+
+    def __call__(self, tower: Tower) -> Parts:
+        """Return the parts of a copy, whose rotation is called in its own way."""
+        parts = self.base.parts(tower)
+        return replace(parts, rotary=CopiedRotaryEmbedding(parts.rotary))
+
+
+class CopiedRotaryEmbedding(nn.Module):
+    """Computes cos and sin of positions by the rotary module of a copy, however that is called.
+
+    Three ways are known: `(x, positions)` returns both tables, `(positions)` returns the angles of half a head, and
+    `(length)` returns a table of angles. The table needs the length on the host, so it is computed here instead.
+
+    Args:
+        source: The rotary module of the copy.
+    """
+
+    def __init__(self, source: Part) -> None:
+        super().__init__()
+        self.source = (source,)  # in a tuple: it is a module of the tower already
+        names = list(inspect.signature(type(source).forward).parameters)[1:]
+        self.takes_rows = len(names) > 1
+        self.takes_length = bool(names) and "len" in names[0]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin (T, D) of positions (T, 2)."""
+        [source] = self.source
+        if self.takes_rows:
+            cos, sin = source(x, position_ids)
+            return cos, sin
+        if self.takes_length:
+            frequencies = source.inv_freq
+            half_TD = (position_ids.to(frequencies.dtype)[..., None] * frequencies).flatten(1)
+        else:
+            half_TD = source(position_ids)
+        angles_TD = torch.cat((half_TD, half_TD), dim=-1)
+        return angles_TD.cos(), angles_TD.sin()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyFamily(Family):
+    """A family as it applies to one class of other code.
+
+    Args:
+        copied: The name of the class, as the user gave it.
+    """
+
+    copied: str = ""
+
+    def tower_class(self, module: nn.Module) -> type[nn.Module] | None:
+        """Return the class of a copy."""
+        return type(module)
+
+    def output_of(self, output_class: Form, tensors: list[Tensor]) -> Output:
+        """Return tensors in the form of the copy, a `Form`."""
+        return output_class.build(tensors)
+
+
+def copy_family(tower: Tower, base: Family, copied: str) -> CopyFamily:
+    """Return the family that serves a copy."""
+    values = {item.name: getattr(base, item.name) for item in fields(Family)}
+    values |= dict(geometry=CopiedGeometry(base), parts=CopiedParts(base), arguments=tuple(_arguments(tower)[:2]))
+    return CopyFamily(copied=copied, **values)
+
+
+def trusted_classes(tower: nn.Module) -> frozenset[type]:
+    """Return the classes of a copy's modules that come with it, in the same package; and our rotary module."""
+    package = type(tower).__module__.partition(".")[0]
+    classes = {type(module) for module in tower.modules()}
+    return frozenset(kind for kind in classes if kind.__module__.partition(".")[0] == package) | {CopiedRotaryEmbedding}
+
+
+def heads_of(parts: Parts, values: list[Any]) -> list[Any]:
+    """Return (heads, head dim, scale), with the defaults of towers that name only the first."""
+    heads, head_dim, scale = values
+    head_dim = head_dim or parts.projection.weight.shape[0] // heads
+    return [heads, head_dim, scale or head_dim**-0.5]
+
+
+def class_in(names: Mapping[str, str], module: nn.Module) -> str | None:
+    """Return which of the names is that of a module's class, or of a class that it inherits from."""
+    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in names), None)
+
+
+def _arguments(tower: nn.Module) -> list[str]:
+    """Return the parameters of the forward of a tower's class that need no name."""
+    parameters = list(inspect.signature(type(tower).forward).parameters.values())[1:]
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+_NAMES = ("patch_embed.proj", "rotary_pos_emb", "blocks")
+_NAMES_OF_BLOCK = ("norm1", "norm2", "attn.proj", "mlp")
+_NAMES_OF_QKV = ("attn.qkv", "attn.q", "attn.q_proj")
+
+
+def _has(module: Part, path: str) -> bool:
+    """Return whether a module has an attribute, by its path."""
+    for name in path.split("."):
+        if not hasattr(module, name):
+            return False
+        module = getattr(module, name)
+    return True
+
+
+def _missing(tower: Tower) -> list[str]:
+    """Return the parts under Qwen's names that a tower lacks."""
+    missing = [path for path in _NAMES if not _has(tower, path)]
+    for block in list(getattr(tower, "blocks", ()))[:1]:
+        missing += [f"blocks.0.{path}" for path in _NAMES_OF_BLOCK if not _has(block, path)]
+        if not any(_has(block, path) for path in _NAMES_OF_QKV):
+            missing.append("blocks.0.attn.qkv")
+    return missing
+
+
+def misfits(tower: Tower, family: Family) -> list[str]:
+    """List which parts of a tower are missing, or others than those of a family."""
+    problems = []
+    if not isinstance(getattr(tower, "config", None), PreTrainedConfig):
+        problems.append("it has no `config` of transformers")
+    names = _arguments(tower)
+    if names[1:2] != ["grid_thw"]:
+        problems.append(f"its forward takes ({', '.join(names)}), and not pixels and grid_thw")
+    try:
+        parts = CopiedParts(family)(tower)
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        missing = _missing(tower)
+        return problems + ([f"missing: {', '.join(missing)}"] if missing else [str(error)])
+    if not parts.blocks:
+        return [*problems, "missing: blocks"]
+    try:
+        geometry = CopiedGeometry(family)(tower)
+    except (AttributeError, TypeError, ValueError) as error:
+        return [*problems, str(error)]
+    return problems + _differences(tower, family, parts, geometry)
+
+
+def _differences(tower: Tower, family: Family, parts: Parts, geometry: Geometry) -> list[str]:
+    """List parts that a tower has beyond a family's, or lacks, where the family would run without a word."""
+    has_window = parts.full_layers is not None
+    has_deepstack = hasattr(tower, "deepstack_merger_list")
+    pairs = [
+        ("windows (fullatt_block_indexes)", has_window, family.windows),
+        ("deepstack mergers (deepstack_merger_list)", has_deepstack, family.deepstack),
+        ("a table of positions (pos_embed)", parts.table is not None, geometry.table is not None),
+    ]
+    problems = []
+    for name, has_part, is_expected in pairs:
+        if has_part != is_expected:
+            problems.append(f"it has {name}" if has_part else f"missing: {name}")
+    if not hasattr(parts.blocks[0].attention, "num_heads"):
+        problems.append("missing: num_heads of the attention of block 0")
+    rotary = parts.rotary
+    if rotary.takes_length and not isinstance(getattr(rotary.source[0], "inv_freq", None), Tensor):
+        problems.append("missing: inv_freq of the rotary module")
+    return problems
+
+
+def suggest(model: nn.Module, families: Sequence[Family]) -> list[str]:
+    """Return a sentence about every module in a model that looks like a tower of a class that is not known."""
+    sentences = []
+    for path, module in model.named_modules():
+        if not (hasattr(module, "patch_embed") and hasattr(module, "blocks")):
+            continue
+        problems = {family.name: misfits(module, family) for family in families if not family.attention_only}
+        name = min(problems, key=lambda family_name: len(problems[family_name]))
+        kind = type(module).__name__
+        where = f"{path or 'the model itself'} is a {kind}"
+        if problems[name]:
+            sentences.append(f"{where}, which resembles {name}, but differs ({'; '.join(problems[name])})")
+        else:
+            line = f'hf_vit_accel.patch(model, like={{"{kind}": "{name}"}})'
+            sentences.append(f"{where}, whose parts look like {name}; if it is a copy of that tower, call {line}")
+    return sentences

@@ -1,0 +1,122 @@
+"""Proof, by running, that a copy of a tower computes what our operations compute.
+
+`tower/proof.py` runs a tiny tower of a class of transformers, since that class is known. The class of a copy may act on
+anything. So a clone of the copy itself runs, at its own depth, with its own buffers and config: see `tower/trials.py`.
+
+Calls in another dtype, or under autocast, are proven when the first of them comes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_vit_accel import machine
+from hf_vit_accel.families import Tower
+from hf_vit_accel.families.copies import CopiedRotaryEmbedding, CopyFamily, Form, trusted_classes
+from hf_vit_accel.machine import one_line
+from hf_vit_accel.tower.code import CopyCode
+from hf_vit_accel.tower.differences import Kind, Report
+from hf_vit_accel.tower.proof import Proof, warn_once
+from hf_vit_accel.tower.trials import compare
+from hf_vit_accel.tower.watch import Watch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CopyProof(Proof):
+    """The result of running a copy beside our operations.
+
+    Attributes:
+        form: The form of its results; None where that is unknown.
+        watch: The state that the proof depends on; None where that cannot be watched.
+        verdicts: Why calls of a kind must run the copy's own forward; None where they need not.
+        report: The numbers.
+    """
+
+    form: Form | None
+    watch: Watch | None
+    verdicts: dict[Kind, str | None]
+    report: Report
+
+
+def prove(tower: Tower, family: CopyFamily) -> CopyProof:
+    """Run the proof of a copy as it is now, for calls in the dtype of its weights without autocast."""
+    code = CopyCode(tower)
+    report = Report()
+    form: Form | None = None
+    watch: Watch | None = None
+    verdicts: dict[Kind, str | None] = {}
+    try:
+        watch = Watch(tower)
+        kind = Kind(family.parts(tower).projection.weight.dtype)
+        form, why = _compare(tower, family, kind, report, is_first=True)
+        verdicts[kind] = None  # `fast` holds any other verdict
+    except ValueError as error:
+        why = str(error)
+    if why is not None:
+        why = _refusal(tower, family, why)
+    return CopyProof(
+        key=(type(tower), ""),
+        fast=why,
+        injected=why,
+        classes=code.classes | {CopiedRotaryEmbedding},
+        code=code,
+        trusted=trusted_classes(tower),
+        form=form,
+        watch=watch,
+        verdicts=verdicts,
+        report=report,
+    )
+
+
+def reasons_of_call(
+    tower: Tower, family: CopyFamily, proof: CopyProof, kind: Kind, options: Mapping[str, object]
+) -> list[str]:
+    """Return why a call must run the copy's own forward: unknown arguments, or a dtype that was refused."""
+    unknown = [name for name in options if name not in family.arguments]
+    returns_fields = proof.form is not None and bool(proof.form.fields)
+    if returns_fields and options.get("return_dict") is True:  # that is what it returns anyway
+        unknown.remove("return_dict")
+    if unknown:
+        return [f"the argument {unknown[0]} is given, which the proof of a copy does not cover"]
+    if kind not in proof.verdicts:
+        try:
+            why = _compare(tower, family, kind, proof.report, is_first=False)[1]
+        except ValueError as error:
+            why = str(error)
+        proof.verdicts[kind] = why and _refusal(tower, family, why)
+        if why is not None:
+            warn_once(f"{type(tower).__name__} stays stock in {kind}: {proof.verdicts[kind]}")
+    reason = proof.verdicts[kind]
+    return [] if reason is None else [reason]
+
+
+def _refusal(tower: nn.Module, family: CopyFamily, why: str) -> str:
+    return f"{type(tower).__name__} is no copy of {family.name}: {why}"
+
+
+def _run_on(
+    stream: torch.cuda.Stream | None, tower: Tower, family: CopyFamily, kind: Kind, report: Report, is_first: bool
+) -> tuple[Form, str | None]:
+    """Run `compare` in another thread, on the stream that may still write the weights."""
+    with torch.cuda.stream(stream):  # None for no stream
+        return compare(tower, family, kind, report, is_first)
+
+
+def _compare(
+    tower: Tower, family: CopyFamily, kind: Kind, report: Report, *, is_first: bool
+) -> tuple[Form, str | None]:
+    """Run `compare` apart from the caller's modes; ValueError where the copy cannot be run."""
+    started = time.perf_counter()
+    device = family.parts(tower).projection.weight.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    try:
+        return machine.run_isolated(_run_on, stream, tower, family, kind, report, is_first)
+    except Exception as error:  # remote code may raise anything
+        raise ValueError(f"it could not be run beside our operations in {kind}: {one_line(error)}") from error
+    finally:
+        report.seconds += time.perf_counter() - started

@@ -1,0 +1,306 @@
+"""Test `patch(like=...)`: copies of towers from remote code are served, and sabotaged copies are refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from support import copies
+from support.copies import COPIES, Composite, build, tensors_of
+from tiny import assert_close, pixels_for
+from torch import Tensor, nn
+
+import hf_vit_accel
+from hf_vit_accel.status import TowerStatus
+
+GRID = [(1, 4, 6), (2, 8, 10), (1, 2, 18)]
+TALL = [(1, 44, 24)]
+HALF = torch.bfloat16
+
+
+def run(tower: nn.Module, grid: list[tuple[int, int, int]] = GRID, **options: object) -> list[Tensor]:
+    weight = tower.patch_embed.proj.weight
+    pixels = pixels_for(tower, grid, dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        return tensors_of(tower(pixels, torch.tensor(grid), **options))
+
+
+def gradients(tower: nn.Module) -> list[Tensor]:
+    """Return the gradients of all parameters for a random weighting of the outputs."""
+    outputs = tensors_of(tower(pixels_for(tower, GRID), grid_thw=torch.tensor(GRID)))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(output.shape, generator=generator) for output in outputs]
+    return list(torch.autograd.grad(outputs, list(tower.parameters()), weights))
+
+
+def status_of(model: nn.Module) -> TowerStatus:
+    [status] = hf_vit_accel.status(model).towers
+    return status
+
+
+# --- sabotaged copies -------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "ActsAboveASize": ("qwen2_5_vl", r"large images \(\d+ rows\) in eval mode"),
+    "ActsAboveARowCount": ("qwen2_5_vl", r"large images \(1\d\d\d rows\) in eval mode"),
+    "ActsFromLayer4": ("qwen3_vl", r"from layer 4 on"),
+    "ActsInTraining": ("qwen2_vl", r"in training mode, from layer 0 on"),
+    "ScalesABit": ("qwen2_vl", r"features in float32: relative error (1\.0e-03|9\.\de-04)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_sabotaged_copy_is_refused_with_the_number(name: str) -> None:
+    family, where = REFUSED[name]
+    tower = build(getattr(copies, name))
+    expected = run(tower)
+    attributes = vars(tower).keys()
+    with pytest.raises(ValueError, match=f"{name} is no copy of {family}: ") as caught:
+        hf_vit_accel.patch(tower, like={name: family})
+    assert re.search(where, str(caught.value)), caught.value
+    assert re.search(r"relative error \d\.\de-\d\d, at most 1e-0[34] is rounding", str(caught.value))
+    assert vars(tower).keys() == attributes, "nothing is patched"
+    assert_close(run(tower), expected, 0.0)
+
+
+def test_a_copy_that_acts_in_bf16_is_refused_in_bf16_alone() -> None:
+    """fp32 calls are fast; the first call in bf16 runs the proof for that dtype."""
+    tower = build(copies.ActsInBf16)
+    hf_vit_accel.patch(tower, like={"ActsInBf16": "qwen2_vl"})
+    run(tower)
+    assert (status_of(tower).calls, status_of(tower).stock_calls) == (1, 0)
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.unpatch(stock)
+    stock.to(HALF)
+    tower.to(HALF)
+    with pytest.warns(UserWarning, match=r"features in bfloat16: error \d\.\de-\d\d against fp32"):
+        results = run(tower)
+    assert_close(results, run(stock), 0.0)
+    assert status_of(tower).stock_calls == 1
+    with pytest.raises(ValueError, match="in bfloat16"):
+        hf_vit_accel.patch(stock, like={"ActsInBf16": "qwen2_vl"})
+
+
+def test_a_copy_that_acts_under_autocast_is_refused_there() -> None:
+    tower = build(copies.ActsUnderAutocast)
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, like={"ActsUnderAutocast": "qwen2_vl"})
+    run(tower)
+    with torch.autocast("cpu", dtype=HALF), pytest.warns(UserWarning, match="stays stock in float32 under autocast"):
+        assert_close(run(tower), run(stock), 0.0)
+    [reason] = status_of(tower).fallbacks
+    assert re.search(r"features in float32 under autocast to bfloat16: error \d\.\de-\d\d", reason)
+    run(tower)
+    assert (status_of(tower).calls, status_of(tower).stock_calls) == (2, 1)
+
+
+def test_a_buffer_that_is_loaded_later_is_noticed() -> None:
+    tower = build(copies.ActsByABuffer)
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, like={"ActsByABuffer": "qwen3_vl"})
+    run(tower)
+    checkpoint = stock.state_dict() | {"bonus": torch.linspace(0, 0.1, 32)}
+    for model in (tower, stock):
+        model.load_state_dict(checkpoint)
+    with pytest.warns(UserWarning, match=r"ActsByABuffer is no copy of qwen3_vl: .* relative error \d\.\de-\d\d"):
+        results = run(tower)
+    assert_close(results, run(stock), 0.0)
+    status = status_of(tower)
+    assert (status.calls, status.stock_calls, status.rebuild_reason) == (1, 1, "a buffer changed")
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_integer_of_the_config_is_noticed(moment: str) -> None:
+    like = {"ActsByTheConfig": "qwen2_5_vl"}
+    if moment == "before":
+        with pytest.raises(ValueError, match=r"relative error \d\.\de-\d\d"):
+            hf_vit_accel.patch(build(copies.ActsByTheConfig, boost=1), like=like)
+        return
+    tower = build(copies.ActsByTheConfig)
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, like=like)
+    run(tower)
+    for model in (tower, stock):
+        model.config.boost = 1
+    with pytest.warns(UserWarning, match=r"relative error \d\.\de-\d\d"):
+        results = run(tower)
+    assert_close(results, run(stock), 0.0)
+    assert status_of(tower).rebuild_reason == "a field of a config changed"
+
+
+# --- copies that are served -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "version"), COPIES)
+def test_a_copy_is_served(family: str, version: str) -> None:
+    """Outputs, their classes and gradients are those of the copy."""
+    kind = COPIES[family, version]
+    tower = build(kind)
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, like={kind.__name__: family})
+    for grid in (GRID, TALL):
+        assert_close(run(tower, grid), run(stock, grid), 3e-6)
+    pixels = pixels_for(tower, GRID)
+    grid_thw = torch.tensor(GRID)
+    assert type(tower(pixels, grid_thw)) is type(stock(pixels, grid_thw))
+    ours = gradients(tower)
+    expected = gradients(stock)
+    scale = max(float(x.norm()) for x in expected)
+    assert max(float((x - y).norm()) for x, y in zip(ours, expected, strict=True)) <= 1e-5 * scale
+    status = status_of(tower)
+    assert (status.calls, status.stock_calls, status.against_fast) == (4, 0, ())
+    assert (status.family, status.like) == (family, kind.__name__)
+    assert "largest relative errors: outputs in float32" in str(status)
+    hf_vit_accel.unpatch(tower)
+    assert_close(run(tower), run(stock), 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_copy_is_served_in_low_precision(dtype: torch.dtype) -> None:
+    kind = COPIES["qwen2_5_vl", "5.6"]
+    tower = build(kind).to(dtype)
+    truth = run(build(kind))
+    stock = run(tower)
+    hf_vit_accel.patch(tower, like={kind.__name__: "qwen2_5_vl"}, strict=True)
+    for ours, theirs, exact in zip(run(tower), stock, truth, strict=True):
+        assert ours.dtype == dtype
+        assert (ours - exact).norm() <= max(1.25 * (theirs - exact).norm(), 2e-3 * exact.norm())
+
+
+@pytest.mark.parametrize("name", ["RowsAlone", "WithoutMerger"])
+def test_a_copy_that_merges_nothing_is_served(name: str) -> None:
+    """Its results are the rows of the last layer; without a merger, no kernel adds that layer's result."""
+    tower = build(getattr(copies, name))
+    expected = run(tower)
+    hf_vit_accel.patch(tower, like={name: "qwen2_vl"}, strict=True)
+    assert_close(run(tower), expected, 3e-6)
+    assert status_of(tower).calls == 1
+
+
+def test_an_argument_that_no_proof_covers_reaches_the_copy() -> None:
+    tower = build(copies.WithoutMerger)
+    expected = run(tower, scale=2.0)
+    hf_vit_accel.patch(tower, like={"WithoutMerger": "qwen2_vl"})
+    assert_close(run(tower, scale=2.0), expected, 0.0)
+    [reason] = status_of(tower).fallbacks
+    assert reason == "the argument scale is given, which the proof of a copy does not cover"
+
+
+@pytest.mark.parametrize("name", ["ActsByAParameter", "ActsFromTheThirdCall", "DropsOut"])
+def test_more_sabotaged_copies_are_refused(name: str) -> None:
+    family = "qwen3_vl" if name == "ActsByAParameter" else "qwen2_vl"
+    with pytest.raises(ValueError, match=f"{name} is no copy of {family}"):
+        hf_vit_accel.patch(build(getattr(copies, name)), like={name: family})
+
+
+def test_a_constant_of_the_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = build(copies.ActsByAConstant)
+    stock = copy.deepcopy(tower)
+    hf_vit_accel.patch(tower, like={"ActsByAConstant": "qwen2_vl"})
+    monkeypatch.setattr(copies, "STRENGTH", 0.1)
+    with pytest.warns(UserWarning, match="relative error"):
+        results = run(tower)
+    assert_close(results, run(stock), 0.0)
+
+
+# --- uses -------------------------------------------------------------------------------------------------------------
+
+NAME = COPIES["qwen2_vl", "4.57"].__name__
+LIKE = {NAME: "qwen2_vl"}
+
+
+def model_of() -> Composite:
+    return Composite(build(COPIES["qwen2_vl", "4.57"])).eval()
+
+
+def run_model(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(pixels_for(model.visual, GRID), torch.tensor(GRID))
+
+
+def test_a_whole_model_is_patched_and_restored() -> None:
+    model = model_of()
+    attributes = dict(vars(model.visual))
+    expected = run_model(model)
+    with hf_vit_accel.patched(model, like=LIKE):
+        assert_close([run_model(model)], [expected], 3e-6)
+        hf_vit_accel.patch(model, fuse=False)
+        assert status_of(model).like == NAME, "patching again keeps it"
+        hf_vit_accel.patch(model, like=LIKE, strict=True)
+        run_model(model)
+        assert status_of(model).calls == 1
+    assert vars(model.visual).keys() == attributes.keys()
+    assert torch.equal(run_model(model), expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_duplicates_stay_patched(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model = hf_vit_accel.patch(model_of(), like=LIKE)
+    expected = run_model(model)
+    twin = duplicate(model)
+    assert_close([run_model(twin)], [expected], 0.0)
+    assert (status_of(twin).calls, status_of(twin).like) == (1, NAME)
+
+
+@pytest.mark.parametrize("is_patched_first", [True, False])
+def test_lora_inside_a_copy(is_patched_first: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model = model_of()
+    if is_patched_first:
+        hf_vit_accel.patch(model, like=LIKE)
+    config = peft.LoraConfig(target_modules=["qkv", "fc1"], init_lora_weights=False, lora_dropout=0.1)
+    adapted = peft.get_peft_model(model, config).eval()
+    stock = copy.deepcopy(adapted)
+    if is_patched_first:
+        hf_vit_accel.unpatch(stock)
+    else:
+        hf_vit_accel.patch(adapted, like=LIKE)
+    assert_close([run_model(adapted.model)], [run_model(stock.model)], 3e-6)
+    assert (status_of(adapted).calls, status_of(adapted).stock_calls) == (1, 0)
+
+
+def test_weights_may_change_after_the_proof() -> None:
+    model = model_of()
+    hf_vit_accel.patch(model, like=LIKE)
+    other = copies.randomise(model_of(), seed=5)
+    model.load_state_dict(other.state_dict())
+    assert_close([run_model(model)], [run_model(other)], 3e-6)
+    assert (status_of(model).calls, status_of(model).rebuilds) == (1, 0)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_like_the_error_gives_the_line_to_write() -> None:
+    for (family, _), kind in COPIES.items():
+        with pytest.raises(ValueError, match=f"visual is a {kind.__name__}, whose parts look like {family}") as caught:
+            hf_vit_accel.patch(Composite(build(kind)))
+        assert f'hf_vit_accel.patch(model, like={{"{kind.__name__}": "{family}"}})' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("like", "problem"),
+    [
+        ({"Other": "qwen2_vl"}, "like names Other, but Composite has no module of that class"),
+        ({NAME: "qwen9"}, "expected the families in like out of qwen2_vl, qwen2_5_vl"),
+        ({NAME: "kimi_k25"}, "expected the families in like out of"),
+        (NAME, "expected like as"),
+        ({NAME: "qwen2_5_vl"}, "is not built as qwen2_5_vl is: .*'window_size'"),
+        ({NAME: "qwen3_vl"}, "is not built as qwen3_vl is: .*num_grid_per_side"),
+        ({"Composite": "qwen2_vl"}, "missing: patch_embed.proj, rotary_pos_emb, blocks"),
+    ],
+)
+def test_a_like_that_does_not_fit_is_refused(like: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        hf_vit_accel.patch(model_of(), like=like)
+
+
+def test_missing_parts_are_listed() -> None:
+    model = model_of()
+    del model.visual.rotary_pos_emb, model.visual.blocks[0].mlp
+    with pytest.raises(ValueError, match=r"missing: rotary_pos_emb, blocks\.0\.mlp"):
+        hf_vit_accel.patch(model, like=LIKE)
