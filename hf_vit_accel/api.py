@@ -17,6 +17,7 @@ from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig,
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import refuse
+from hf_vit_accel.model import state as around
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of
@@ -40,9 +41,12 @@ def patch(
     max_rows: int | Literal["auto"] | None = "auto",
     data_parallel: Any = False,
     reuse: bool | ReuseConfig = False,
+    every_rank: bool = False,
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
+
+    A model around its tower also gets its M-RoPE positions from the host, with the integers of transformers.
 
     Patching again reconfigures and drops captured graphs. Weights stay as they are, and `unpatch` undoes everything.
     After an error nothing is patched.
@@ -61,6 +65,9 @@ def patch(
             group or a one-dimensional device mesh. Gradients of the tower are summed over the ranks, not averaged.
         reuse: Encode images and videos that are equal bit for bit once in a call: True. A `ReuseConfig` can keep
             features for later calls, too. Nothing is reused if pixel values require gradients.
+        every_rank: For distributed training of a whole model. Every forward with gradients calls the tower exactly
+            once, whatever the batch of a rank holds: images and videos together, and a dummy of weight zero for text
+            alone. Without gradients, it does so where FSDP2 or ZeRO-3 shard the tower.
         strict: Raise instead of falling back to another backend or to the stock forward. Also raise if a graph cannot
             be replayed or a kernel fails. Inputs that would not gain from a graph still run eagerly.
 
@@ -69,15 +76,30 @@ def patch(
         BackendUnavailableError: If a named backend or FP8 cannot run on this machine.
         FallbackError: Under `strict`, if a named part cannot be fused or a tower cannot take the fast path.
     """
-    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, strict)
+    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, every_rank, strict)
     towers = towers_of(model)
+    holders = _checked_holders(model, every_rank)
     require(settings.attention, fp8=settings.fp8 is not None)
     prepared = [_prepare(path, tower, family, settings) for path, tower, family in towers]
     for tower, state, name in prepared:
         install(tower, state)
         state.keeps_attention = True
         tower.config._attn_implementation_internal = name
+    for holder in holders:
+        around.install(holder, around.ModelState(every_rank))
     return model
+
+
+def _checked_holders(model: nn.Module, every_rank: bool) -> list[nn.Module]:
+    """Return the models around the towers; ValueError if one cannot call its tower once in every forward."""
+    holders = [holder for _, holder in around.holders_of(model)]
+    for holder in holders:
+        why = around.reason_not_one_call(holder)  # runs the proof now, not in the first call
+        if every_rank and why is not None:
+            raise ValueError(f"every_rank=True does not work with {type(holder).__name__}: {why}")
+    if every_rank and len(holders) != len(towers_of(model)):
+        raise ValueError("every_rank=True needs a model with M-RoPE around every tower; pass the whole model")
+    return holders
 
 
 def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tuple[Tower, TowerState, str | None]:
@@ -118,6 +140,8 @@ def unpatch(model: Model) -> Model:
     for _, tower, _ in towers_of(model):
         state = uninstall(tower)
         restore_name(tower, state.former_name if state else None)
+    for _, holder in around.holders_of(model):
+        around.uninstall(holder)
     for module in model.modules():  # the configs of a composite loaded with one of our names hold it, too
         restore_name(module, None)
     return model
@@ -136,10 +160,15 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
     """
     towers = towers_of(model)
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
+    holders = [(holder, around.state_of(holder)) for _, holder in around.holders_of(model)]
     patch(model, **options)
     try:
         yield model
     finally:
+        for holder, holder_state in holders:
+            around.uninstall(holder)
+            if holder_state is not None:
+                around.install(holder, holder_state)
         for (_, tower, _), (state, name) in zip(towers, before, strict=True):
             if state is None:
                 uninstall(tower)
@@ -253,11 +282,10 @@ def _settings(
     max_rows: Any,
     data_parallel: object,
     reuse: object,
-    strict: object,
+    every_rank: Any,
+    strict: Any,
 ) -> Settings:
     """Check the options of `patch`, alone and together."""
-    if not isinstance(strict, bool):
-        raise ValueError(f"expected strict to be True or False, got {strict!r}")
     graph_config = _config("cuda_graphs", cuda_graphs, GraphConfig)
     fp8_config = _config("fp8", fp8, Fp8Config)
     reuse_config = _config("reuse", reuse, ReuseConfig)
@@ -282,6 +310,7 @@ def _settings(
         max_rows=max_rows,
         ranks=ranks_of(data_parallel),
         reuse=reuse_config,
+        every_rank=every_rank,
         strict=strict,
     )
 
