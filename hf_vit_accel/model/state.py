@@ -5,6 +5,7 @@ A call outside of the proof runs the method of the class.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -71,7 +72,7 @@ def install(model: nn.Module, state: ModelState) -> None:
     """Give a model its state, and put our methods and hooks on the instance. Methods of the instance stay."""
     uninstall(model)
     vars(model)[STATE] = state
-    for name in _REPLACED if state.every_rank else _REPLACED[:2]:
+    for name in _REPLACED:
         vars(model).setdefault(name, Method(model, name))
     model.register_forward_pre_hook(BeforeForward(state.every_rank), with_kwargs=True)
     model.register_forward_hook(AfterForward())
@@ -149,6 +150,8 @@ class Method:
     def __getattr__(self, name: str) -> Any:
         if name in ("__func__", "__wrapped__", *self.__slots__):
             raise AttributeError(name)
+        if name == "__signature__":
+            return inspect.signature(getattr(self._class, self._name).__get__(self))
         return getattr(getattr(self._class, self._name), name)
 
     @property
@@ -206,11 +209,23 @@ def _placeholder_mask(model: Model, state: ModelState, arguments: dict[str, Any]
 
 
 def _image_features(model: Model, state: ModelState, arguments: dict[str, Any]) -> Any:
-    return state.features.take("image", arguments.get("pixel_values"))
+    return _features(model, state, "image", type(model).get_image_features, arguments)
 
 
 def _video_features(model: Model, state: ModelState, arguments: dict[str, Any]) -> Any:
-    return state.features.take("video", arguments.get("pixel_values_videos"))
+    return _features(model, state, "video", type(model).get_video_features, arguments)
+
+
+def _features(model: Model, state: ModelState, kind: str, stock: Any, arguments: dict[str, Any]) -> Any:
+    """Return features that this forward has encoded already, or encode them with the grid on the host."""
+    pixels, grid = [arguments.get(name) for name in parameters_of(stock)[:2]]
+    result = state.features.take(kind, pixels)
+    if result is not None or not is_plain(grid, "grid_thw") or state.copies.is_on_host(grid):
+        return result
+    proof, reason = proof_of(model)
+    if reason is None and not checks.reasons_untraceable():
+        _fetch(model, state, proof, arguments, parameters_of(stock)[1:2])
+    return stock(model, **arguments)
 
 
 _SERVED: Mapping[str, Callable[[Model, ModelState, dict[str, Any]], Any]] = {
@@ -252,6 +267,7 @@ def _before(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     arguments = dict(zip(names, args, strict=False)) | kwargs
     has_pictures = any(arguments.get(pixels) is not None for pixels, _ in KINDS.values())
+    has_pictures = has_pictures or bool(arguments.get("mm_encoder_outputs"))
     if not has_pictures and not state.every_rank:
         return None
     proof, reason = proof_of(model)
@@ -264,7 +280,8 @@ def _before(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _, tower, family = in_model
     state.copies.in_forward = True
     if has_pictures and not checks.reasons_untraceable():
-        _fetch(state, proof, tower, arguments)
+        small = ROPE_INPUTS if arguments.get("position_ids") is None else ("input_ids", *_GRIDS)
+        _fetch(model, state, proof, arguments, small)
     if state.every_rank and every_rank.applies(tower, arguments.get("past_key_values")):
         options = {name: value for name, value in kwargs.items() if name not in names}
         encode = type(model).get_image_features.__get__(model)
@@ -273,14 +290,19 @@ def _before(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (), arguments
 
 
-def _fetch(state: ModelState, proof: ModelProof, tower: Tower, arguments: dict[str, Any]) -> None:
-    """Copy the small tensors of a call to the host, and put the copies of grids in their place."""
-    names = ROPE_INPUTS if arguments.get("position_ids") is None else ("input_ids", *ROPE_INPUTS[3:5])
+_GRIDS = tuple(grid for _, grid in KINDS.values())
+
+
+def _fetch(
+    model: Model, state: ModelState, proof: ModelProof, arguments: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    """Copy these arguments to the host in one transfer, and put the copies of grids in their place."""
     tensors = {name: arguments[name] for name in names if is_plain(arguments.get(name), name)}
     arrays = dict(zip(tensors, state.copies.read(list(tensors.values())), strict=True))
-    if not proof.host_grids or not _takes_host_grids(tower):
+    in_model = tower_in(model)
+    if in_model is None or not proof.host_grids or not _takes_host_grids(in_model[1]):
         return
-    for _, name in KINDS.values():
+    for name in _GRIDS:
         if name in tensors and not state.copies.is_on_host(tensors[name]):
             arguments[name] = torch.from_numpy(arrays[name]).to(tensors[name].dtype)
 

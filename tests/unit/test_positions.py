@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import random
 import weakref
 from collections import Counter
@@ -341,6 +342,30 @@ def test_a_deleted_model_is_freed_at_once() -> None:
         gc.enable()
     with pytest.raises(ReferenceError, match="keep a reference"):
         method()
+
+
+def test_signatures_are_those_of_stock() -> None:
+    """`generate` reads the signature of the methods for features, and calls them before its first forward."""
+    stock = TINY["qwen3_vl"].build().model
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build()).model
+    for name in ("get_rope_index", "get_placeholder_mask", "get_image_features", "get_video_features"):
+        assert name in vars(model)
+        assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(stock, name))
+
+
+def test_features_are_split_without_waiting(on_device: list[torch.Tensor]) -> None:
+    stock = TINY["qwen3_vl"].build().model
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build()).model
+    inputs = chat_inputs(stock, [(1, 4, 6), (1, 8, 8)])
+    pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+    on_device.append(grid)
+    with torch.no_grad():
+        expected = stock.get_image_features(pixels, grid, return_dict=True)
+        with Waits() as waits:
+            ours = model.get_image_features(pixels, image_grid_thw=grid, return_dict=True)
+    assert waits.counts["cpu"] == 1
+    torch.testing.assert_close(ours.pooler_output, expected.pooler_output)
+    torch.testing.assert_close(ours.deepstack_features, expected.deepstack_features)
 
 
 def test_a_tower_alone_changes_no_model() -> None:
