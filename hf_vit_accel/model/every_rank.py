@@ -7,14 +7,15 @@ rank without pictures, or with images and videos, must call the tower as often a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from hf_vit_accel.families import Family, Model, Tower
+from hf_vit_accel.model.positions import Arguments, Result
 from hf_vit_accel.tower import fsdp
 from hf_vit_accel.tower.forward import own_hooks
 
@@ -33,19 +34,19 @@ class Features:
         dummies: How many of them encoded a dummy.
     """
 
-    outputs: dict[str, tuple[Tensor, Any]] = field(default_factory=dict)
+    outputs: dict[str, tuple[Tensor, Result]] = field(default_factory=dict)
     zero: Tensor | None = None
     calls: int = 0
     dummies: int = 0
 
-    def take(self, kind: str, pixels: object) -> Any:
+    def take(self, kind: str, pixels: object) -> Result:
         """Return the output for these pixels, once; None if they are not part of this forward."""
         if kind not in self.outputs or self.outputs[kind][0] is not pixels:
             return None
         return self.outputs.pop(kind)[1]
 
 
-def applies(tower: Tower, cache: Any) -> bool:
+def applies(tower: Tower, cache: Cache | None) -> bool:
     """Return whether a forward calls the tower exactly once.
 
     It does so with gradients enabled. Without them, it does so for weights that FSDP2 or ZeRO-3 gather, except where
@@ -61,11 +62,11 @@ def applies(tower: Tower, cache: Any) -> bool:
 
 def encode_once(
     features: Features,
-    encode: Callable[..., Any],
+    encode: Callable[..., Result],
     tower: Tower,
     family: Family,
-    arguments: Mapping[str, Any],
-    options: Mapping[str, Any],
+    arguments: Arguments,
+    options: Arguments,
 ) -> None:
     """Encode all images and videos of a forward, or a dummy, in one call of the tower.
 
@@ -111,7 +112,7 @@ def _frames_apart(grid: Tensor, family: Family) -> Tensor:
     return torch.cat([torch.ones_like(sides[:, :1]), sides], dim=1)
 
 
-def _dummy(tower: Tower, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _dummy(tower: Tower, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Return the pixels and the grid of a black picture of one merged token."""
     ids = arguments.get("input_ids")
     device = (arguments["inputs_embeds"] if ids is None else ids).device
@@ -122,7 +123,7 @@ def _dummy(tower: Tower, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return pixels, torch.tensor([[1, merge, merge]], device="cpu" if device.type == "cpu" else device)
 
 
-def _flat(groups: Any) -> list[Tensor]:
+def _flat(groups: Sequence[Tensor | Sequence[Tensor]]) -> list[Tensor]:
     """Return the tensors in a list of tensors and tuples of tensors: versions of transformers differ."""
     tensors: list[Tensor] = []
     for group in groups:
@@ -130,11 +131,11 @@ def _flat(groups: Any) -> list[Tensor]:
     return tensors
 
 
-def _part(output: Any, first: int, end: int) -> Any:
+def _part(output: Result, first: int, end: int) -> Result:
     """Return the output for the pictures from `first` to `end`."""
     sizes = [len(tensor) for tensor in output.pooler_output]
     rows = slice(sum(sizes[:first]), sum(sizes[:end]))
-    parts: dict[str, Any] = {"pooler_output": output.pooler_output[first:end]}
+    parts: Arguments = {"pooler_output": output.pooler_output[first:end]}
     if output.get("deepstack_features") is not None:
         groups = output.deepstack_features
         parts["deepstack_features"] = [
@@ -149,7 +150,7 @@ class AddDummy:
 
     features: Features
 
-    def __call__(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, text: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> object:
         zero = self.features.zero
         embeddings = kwargs.get("inputs_embeds")
         if zero is None or embeddings is None:

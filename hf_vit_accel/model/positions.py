@@ -6,19 +6,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_vit_accel.families import Config
 from hf_vit_accel.layout import send
 
 Array = NDArray[np.int64]
+
+Arguments: TypeAlias = dict[str, Any]
+"""The arguments of a model's method by name: tensors, caches and flags."""
+Result: TypeAlias = Any
+"""A result of a model's method: tensors, or an output class of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +112,10 @@ class Tokens:
     kept_BS: NDArray[np.bool_]
     images_N3: Array | None
     videos_N3: Array | None
-    seconds: Any = None
+    seconds: Sequence[float] | Tensor | None = None
 
 
-def rope_index(rule: Rule, vision_config: Any, tokens: Tokens, like: Tensor) -> tuple[Tensor, Tensor] | None:
+def rope_index(rule: Rule, vision_config: Config, tokens: Tokens, like: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return position ids (3, B, S) and rope deltas (B, 1), sent to the device of the input ids in one copy.
 
     Args:
@@ -136,7 +142,7 @@ def rope_index(rule: Rule, vision_config: Any, tokens: Tokens, like: Tensor) -> 
     return sent[:size].view(3, *like.shape), sent[size:].view(-1, 1).clone()
 
 
-def _positions(rule: Rule, vision_config: Any, tokens: Tokens, starts_B: Array) -> Array | None:
+def _positions(rule: Rule, vision_config: Config, tokens: Tokens, starts_B: Array) -> Array | None:
     """Return the positions (3, T) of all tokens that are no padding, sample after sample."""
     kinds_T = tokens.kinds_BS[tokens.kept_BS]
     begins_T = np.ones(len(kinds_T), bool)
@@ -182,7 +188,7 @@ def _rows(grid_N3: Array | None, *, frames: bool = False) -> Iterator[list[int]]
     return iter(grid_N3.tolist())
 
 
-def _times(rule: Rule, vision_config: Any, tokens: Tokens) -> Iterator[Any]:
+def _times(rule: Rule, vision_config: Config, tokens: Tokens) -> Iterator[float | Tensor]:
     """Yield the interval between the frames of every video."""
     seconds = [1] * tokens.kinds_BS.size if rule.seconds is None or tokens.seconds is None else tokens.seconds
     scale = 1 if rule.seconds is None else vision_config.tokens_per_second
@@ -190,14 +196,14 @@ def _times(rule: Rule, vision_config: Any, tokens: Tokens) -> Iterator[Any]:
         yield scale * (int(second) if rule.seconds == "whole" else second)
 
 
-def _spaced(count: int, interval: Any) -> Array:
+def _spaced(count: int, interval: float | Tensor) -> Array:
     """Return the first multiples of an interval, rounded as transformers rounds them."""
     with torch.device("cpu"):
         return (torch.arange(count) * interval).long().numpy()
 
 
 def placeholder_masks(
-    config: Any, video_token: str, ids: Tensor, ids_BS: Array, embeddings: Tensor, features: Sequence[Tensor | None]
+    config: Config, video_token: str, ids: Tensor, ids_BS: Array, embeddings: Tensor, features: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor] | None:
     """Return which tokens stand for images and for videos, (B, S, 1) each, without waiting for the device.
 
@@ -220,9 +226,7 @@ def placeholder_masks(
     return image_mask, video_mask
 
 
-def positions_of(
-    copies: HostCopies, rule: Rule, config: Any, arguments: Mapping[str, Any]
-) -> tuple[Tensor, Tensor] | None:
+def positions_of(copies: HostCopies, rule: Rule, config: Config, arguments: Arguments) -> tuple[Tensor, Tensor] | None:
     """Return what `get_rope_index` returns for its arguments; None for calls that transformers must serve.
 
     Args:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_vit_accel import machine
-from hf_vit_accel.families import Family, Model, family_of
+from hf_vit_accel.families import Config, Family, Model, Tower, family_of
 from hf_vit_accel.machine import one_line
 from hf_vit_accel.model.every_rank import KINDS, Features, encode_once
-from hf_vit_accel.model.positions import RULES, HostCopies, Rule, placeholder_masks, positions_of
+from hf_vit_accel.model.positions import RULES, Arguments, HostCopies, Result, Rule, placeholder_masks, positions_of
 
 METHODS = (
     "get_rope_index",
@@ -56,7 +57,7 @@ class ModelProof:
     """
 
     kind: type
-    functions: tuple[Any, ...]
+    functions: tuple[object, ...]
     rule: Rule | None = None
     video_token: str | None = None
     host_grids: bool = False
@@ -101,11 +102,11 @@ def prove(model: Model, kind: type) -> ModelProof:
     return proof
 
 
-def _functions(kind: type) -> tuple[Any, ...]:
+def _functions(kind: type) -> tuple[object, ...]:
     return tuple(getattr(kind, name, None) for name in METHODS)
 
 
-def tower_in(model: nn.Module) -> tuple[str, Any, Family] | None:
+def tower_in(model: nn.Module) -> tuple[str, Tower, Family] | None:
     """Return name, tower and family of the tower directly in a model; None without one."""
     for name, module in model.named_children():
         family = family_of(module)
@@ -119,14 +120,14 @@ class _Tower:
 
     dtype = torch.float32
 
-    def __init__(self, family: Family, tower: Any, merge: int) -> None:
+    def __init__(self, family: Family, tower: Tower, merge: int) -> None:
         self.family = family
         self.output_class = family.output_class(tower)
         self.spatial_merge_size = merge
         self.config = SimpleNamespace(spatial_merge_size=merge, in_channels=2, temporal_patch_size=2, patch_size=1)
         self.calls = 0
 
-    def __call__(self, pixels: Tensor, grid_thw: Tensor, **options: object) -> Any:
+    def __call__(self, pixels: Tensor, grid_thw: Tensor, **options: object) -> Result:
         assert int(grid_thw.prod(-1).sum()) == len(pixels)
         self.calls += 1
         merged = pixels.reshape(-1, self.spatial_merge_size**2, pixels.shape[1]).sum(1)
@@ -136,14 +137,14 @@ class _Tower:
 class _Text:
     """A stand-in for the text model, which keeps its inputs."""
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, **inputs: Result) -> Result:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         self.inputs = inputs
         return BaseModelOutputWithPast(last_hidden_state=inputs["inputs_embeds"])
 
 
-def _stub(model: Model, kind: Any, tower_name: str, tower: _Tower) -> Any:
+def _stub(model: Model, kind: Any, tower_name: str, tower: _Tower) -> Model:
     """Return an instance of the class without weights."""
     stub = kind.__new__(kind)
     nn.Module.__init__(stub)
@@ -158,8 +159,8 @@ def _stub(model: Model, kind: Any, tower_name: str, tower: _Tower) -> Any:
 
 
 def _batch(
-    config: Any, rule: Rule, padding: str | None, names: tuple[str, ...] = ("image", "video"), *, video_token: str
-) -> dict[str, Any]:
+    config: Config, rule: Rule, padding: str | None, names: tuple[str, ...] = ("image", "video"), *, video_token: str
+) -> Arguments:
     """Return the arguments of a forward for all prompts, as a family with this rule would get them.
 
     Args:
@@ -195,7 +196,7 @@ def _batch(
     if padding == "hole":
         mask[0, 1] = 0
         mask[2, 4] = 0
-    batch: dict[str, Any] = {
+    batch: Arguments = {
         "input_ids": torch.tensor([[ids[name] for name in row] for row in rows]),
         "mm_token_type_ids": torch.tensor([[kinds[name] for name in row] for row in rows], dtype=torch.int32),
         "attention_mask": mask if padding else None,
@@ -216,14 +217,14 @@ def _prove(model: Model, kind: type) -> ModelProof:
     with torch.device("cpu"), torch.no_grad():
         stand_in = _Tower(family, tower, model.config.vision_config.spatial_merge_size)
         stub = _stub(model, kind, name, stand_in)
-        rule = _first(reasons, "positions", [(_prove_rule, (stub, rule)) for rule in RULES])
-        tokens = [(_prove_video_token, (stub, token)) for token in ("video_token_id", "image_token_id")]
-        video_token = _first(reasons, "placeholders", tokens)
-        host_grids = None
+        rule = _first(reasons, "positions", _prove_rule, [(stub, rule) for rule in RULES])
+        tokens = ("video_token_id", "image_token_id")
+        video_token = _first(reasons, "placeholders", _prove_video_token, [(stub, token) for token in tokens])
+        host_grids = _first(reasons, "grids on the host", _prove_host_grids, [(stub,)])
         one_call = None
-        if rule is not None and video_token is not None:
-            host_grids = _first(reasons, "grids on the host", [(_prove_host_grids, (stub,))])
-            one_call = _first(reasons, "one call of the tower", [(_prove_one_call, (stub, family, rule, video_token))])
+        if rule is not None:
+            trial = (stub, family, rule, video_token or tokens[0])
+            one_call = _first(reasons, "one call of the tower", _prove_one_call, [trial])
     return ModelProof(
         kind=kind,
         functions=functions,
@@ -235,12 +236,14 @@ def _prove(model: Model, kind: type) -> ModelProof:
     )
 
 
-def _first(reasons: list[str], subject: str, trials: list[tuple[Any, tuple[Any, ...]]]) -> Any:
+def _first(
+    reasons: list[str], subject: str, prove_it: Callable[..., Result], trials: Sequence[tuple[object, ...]]
+) -> Result:
     """Return the result of the first trial that passes, or note why the first one failed and return None."""
     why: str | None = None
-    for prove_it, arguments in trials:
+    for trial in trials:
         try:
-            return prove_it(*arguments)
+            return prove_it(*trial)
         except Exception as error:  # of transformers' method, or of a comparison
             why = why or f"{subject}: {one_line(error)}"
     reasons.append(str(why))
@@ -252,9 +255,9 @@ def _check(is_equal: bool, text: str) -> None:
         raise ValueError(text)
 
 
-def _prove_rule(stub: Any, rule: Rule) -> Rule:
+def _prove_rule(stub: Model, rule: Rule) -> Rule:
     """Compare positions under a rule with those of the class, over paddings and intervals."""
-    seconds: list[Any] = [None, torch.tensor([0.55, 1.7, 3.3, 0.4]), [0.55, 2, 1.7, 0.4]]
+    seconds: list[Result] = [None, torch.tensor([0.55, 1.7, 3.3, 0.4]), [0.55, 2, 1.7, 0.4]]
     for index, padding in enumerate(PADDINGS):
         for names in (("image", "video"), ("image",), ("video",), ()):
             batch = _batch(stub.config, rule, padding, names, video_token="video_token_id")
@@ -268,7 +271,7 @@ def _prove_rule(stub: Any, rule: Rule) -> Rule:
     return rule
 
 
-def _prove_video_token(stub: Any, video_token: str) -> str:
+def _prove_video_token(stub: Model, video_token: str) -> str:
     """Compare the masks of placeholders with those of the class, and what it refuses."""
     batch = _batch(stub.config, Rule(), "left", video_token=video_token)
     ids = batch["input_ids"]
@@ -288,7 +291,7 @@ def _prove_video_token(stub: Any, video_token: str) -> str:
     return video_token
 
 
-def _prove_host_grids(stub: Any) -> bool:
+def _prove_host_grids(stub: Model) -> bool:
     """Run the methods for features on the meta device with a grid on the CPU: mixing the two is an error."""
     merge = stub.config.vision_config.spatial_merge_size
     grid = torch.tensor([[1, merge, 2 * merge], [3, merge, merge]])
@@ -299,7 +302,7 @@ def _prove_host_grids(stub: Any) -> bool:
     return True
 
 
-def _prove_one_call(stub: Any, family: Family, rule: Rule, video_token: str) -> bool:
+def _prove_one_call(stub: Model, family: Family, rule: Rule, video_token: str) -> bool:
     """Compare the inputs of the text model after one call of the tower with those after transformers' calls."""
     tower = next(value for value in vars(stub).values() if isinstance(value, _Tower))
     combinations: list[tuple[str, ...]] = [("image",), ("video",), ()]
@@ -315,13 +318,12 @@ def _prove_one_call(stub: Any, family: Family, rule: Rule, video_token: str) -> 
         features = Features()
         tower.calls = 0
         encode_once(features, stub.get_image_features, tower, family, batch, {})
-        attributes = vars(stub)
-        attributes["get_image_features"] = lambda pixels, *_, **__: features.take("image", pixels)  # noqa: B023
-        attributes["get_video_features"] = lambda pixels, *_, **__: features.take("video", pixels)  # noqa: B023
+        stub.get_image_features = lambda pixels, *_, **__: features.take("image", pixels)  # noqa: B023
+        stub.get_video_features = lambda pixels, *_, **__: features.take("video", pixels)  # noqa: B023
         try:
             type(stub).forward(stub, **batch)
         finally:
-            del attributes["get_image_features"], attributes["get_video_features"]
+            del stub.get_image_features, stub.get_video_features
         ours = stub.language_model.inputs
         is_equal = tower.calls == 1 and not features.outputs and _equal(ours, expected)
         is_equal = is_equal and (features.zero is None or float(features.zero) == 0.0)
@@ -329,7 +331,7 @@ def _prove_one_call(stub: Any, family: Family, rule: Rule, video_token: str) -> 
     return True
 
 
-def _equal(ours: Any, expected: Any) -> bool:
+def _equal(ours: Result, expected: Result) -> bool:
     """Return whether two structures of tensors are equal."""
     if isinstance(expected, Tensor):
         return isinstance(ours, Tensor) and torch.equal(ours, expected)
@@ -341,7 +343,7 @@ def _equal(ours: Any, expected: Any) -> bool:
 
 
 @lru_cache(maxsize=64)
-def parameters_of(method: Any) -> tuple[str, ...]:
+def parameters_of(method: Callable[..., Result]) -> tuple[str, ...]:
     """Return the names of a method's parameters, without `self` and the one for all other keyword arguments."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)

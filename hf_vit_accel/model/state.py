@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from hf_vit_accel.families import Model, Tower, find_towers
 from hf_vit_accel.model import every_rank
 from hf_vit_accel.model.every_rank import KINDS, AddDummy, Features
-from hf_vit_accel.model.positions import ROPE_INPUTS, HostCopies, is_plain, placeholder_masks, positions_of
+from hf_vit_accel.model.positions import (
+    ROPE_INPUTS,
+    Arguments,
+    HostCopies,
+    Result,
+    is_plain,
+    placeholder_masks,
+    positions_of,
+)
 from hf_vit_accel.model.proof import ModelProof, known_class, parameters_of, prove, tower_in
 from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.forward import is_ours, redirect_copies
@@ -51,7 +59,7 @@ class ModelState:
         self.copies = HostCopies()
         self.features = Features()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.every_rank,)
 
 
@@ -140,12 +148,13 @@ class Method:
         self._class = type(model)
         self._name = name
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._model(), self._name)
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.__self__, self._name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Method:
+    def __deepcopy__(self, memo: dict[int, nn.Module]) -> Method:
         model = self.__self__
-        return type(self)(memo.get(id(model), model), self._name)
+        twin: Model = memo.get(id(model), model)
+        return type(self)(twin, self._name)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__func__", "__wrapped__", *self.__slots__):
@@ -155,13 +164,13 @@ class Method:
         return getattr(getattr(self._class, self._name), name)
 
     @property
-    def __self__(self) -> Any:
+    def __self__(self) -> Model:
         model = self._model()
         if model is None:
             raise ReferenceError(f"the model of this {self._name} was deleted; keep a reference to the model")
         return model
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Result) -> Result:
         model = self.__self__
         stock = getattr(type(model), self._name)
         state = state_of(model)
@@ -174,7 +183,7 @@ class Method:
         return stock(model, *args, **kwargs) if result is None else result
 
 
-def _rope_index(model: Model, state: ModelState, arguments: dict[str, Any]) -> Any:
+def _rope_index(model: Model, state: ModelState, arguments: Arguments) -> Result:
     """Return positions and deltas, counted; None to let transformers compute them."""
     proof, reason = proof_of(model)
     reasons = [] if reason is None else [reason]
@@ -192,7 +201,7 @@ def _rope_index(model: Model, state: ModelState, arguments: dict[str, Any]) -> A
     return None
 
 
-def _placeholder_mask(model: Model, state: ModelState, arguments: dict[str, Any]) -> Any:
+def _placeholder_mask(model: Model, state: ModelState, arguments: Arguments) -> Result:
     """Return the masks if a copy of the ids is on the host; None to let transformers count, or raise."""
     ids = arguments.get("input_ids")
     embeddings = arguments.get("inputs_embeds")
@@ -208,15 +217,15 @@ def _placeholder_mask(model: Model, state: ModelState, arguments: dict[str, Any]
     return placeholder_masks(model.config, proof.video_token, ids, ids_BS, embeddings, features)
 
 
-def _image_features(model: Model, state: ModelState, arguments: dict[str, Any]) -> Any:
+def _image_features(model: Model, state: ModelState, arguments: Arguments) -> Result:
     return _features(model, state, "image", type(model).get_image_features, arguments)
 
 
-def _video_features(model: Model, state: ModelState, arguments: dict[str, Any]) -> Any:
+def _video_features(model: Model, state: ModelState, arguments: Arguments) -> Result:
     return _features(model, state, "video", type(model).get_video_features, arguments)
 
 
-def _features(model: Model, state: ModelState, kind: str, stock: Any, arguments: dict[str, Any]) -> Any:
+def _features(model: Model, state: ModelState, kind: str, stock: Callable[..., Result], arguments: Arguments) -> Result:
     """Return features that this forward has encoded already, or encode them with the grid on the host."""
     pixels, grid = [arguments.get(name) for name in parameters_of(stock)[:2]]
     result = state.features.take(kind, pixels)
@@ -228,7 +237,7 @@ def _features(model: Model, state: ModelState, kind: str, stock: Any, arguments:
     return stock(model, **arguments)
 
 
-_SERVED: Mapping[str, Callable[[Model, ModelState, dict[str, Any]], Any]] = {
+_SERVED: Mapping[str, Callable[[Model, ModelState, Arguments], Result]] = {
     "get_rope_index": _rope_index,
     "get_placeholder_mask": _placeholder_mask,
     "get_image_features": _image_features,
@@ -242,7 +251,7 @@ class BeforeForward:
 
     every_rank: bool
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Result:
         if torch.compiler.is_compiling() and not self.every_rank:
             return None
         return _before(model, args, kwargs)
@@ -252,20 +261,20 @@ class BeforeForward:
 class AfterForward:
     """Forward hook of a model: end the time in which inference tensors count as unmodified."""
 
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, model: nn.Module, args: object, output: object) -> None:
         state = None if torch.compiler.is_compiling() else state_of(model)
         if state is not None:
             state.copies.in_forward = False
 
 
 @torch.compiler.disable(reason="positions are computed on the host")
-def _before(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> Result:
     """Return the arguments of a forward, with grids on the host where that is proven."""
     state = _own_state(model)
     names = parameters_of(type(model).forward)
     if len(args) > len(names) or (is_in_torch_dispatch_mode() and checks.reasons_fake()):
         return None
-    arguments = dict(zip(names, args, strict=False)) | kwargs
+    arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
     has_pictures = any(arguments.get(pixels) is not None for pixels, _ in KINDS.values())
     has_pictures = has_pictures or bool(arguments.get("mm_encoder_outputs"))
     if not has_pictures and not state.every_rank:
@@ -293,9 +302,7 @@ def _before(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _GRIDS = tuple(grid for _, grid in KINDS.values())
 
 
-def _fetch(
-    model: Model, state: ModelState, proof: ModelProof, arguments: dict[str, Any], names: tuple[str, ...]
-) -> None:
+def _fetch(model: Model, state: ModelState, proof: ModelProof, arguments: Arguments, names: tuple[str, ...]) -> None:
     """Copy these arguments to the host in one transfer, and put the copies of grids in their place."""
     tensors = {name: arguments[name] for name in names if is_plain(arguments.get(name), name)}
     arrays = dict(zip(tensors, state.copies.read(list(tensors.values())), strict=True))

@@ -9,7 +9,7 @@ import copy
 import itertools
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -23,6 +23,12 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_vit_accel
 
+Model: TypeAlias = Any
+"""A model of transformers or an argument of its methods, which have no types."""
+Inputs = dict[str, Any]
+"""The arguments of a model's forward by name."""
+
+
 GRIDS: dict[str, list[tuple[int, int, int]]] = {
     "images": [(1, 4, 6), (1, 8, 8)],
     "videos": [(2, 4, 4), (3, 2, 6)],
@@ -33,8 +39,9 @@ RANKED = ("qwen2_5_vl", "qwen3_vl")
 VARIANTS = ("all weights", "frozen tower", "checkpointed", "reentrant", "lora", "accumulated")
 
 
-def batch_of(model: nn.Module, kind: str, seed: int) -> dict[str, Any]:
-    inputs: dict[str, Any] = chat_inputs(model, GRIDS[kind], seed)
+def batch_of(model: nn.Module, kind: str, seed: int) -> Inputs:
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's has another class
+    inputs: Inputs = chat_inputs(model, GRIDS[kind], seed)
     return inputs | {"labels": inputs["input_ids"]}
 
 
@@ -44,7 +51,7 @@ def kinds_at(step: int, size: int) -> tuple[str, ...]:
     return orders[(step * 7 + 3) % len(orders)]  # 7 has no divisor in common with their number
 
 
-def prepared(family: str, variant: str) -> tuple[Any, Any]:
+def prepared(family: str, variant: str) -> tuple[Model, Model]:
     """Return a stock model and an equal one that is patched."""
     stock = TINY[family].build().train()
     if variant == "lora":
@@ -58,7 +65,7 @@ def prepared(family: str, variant: str) -> tuple[Any, Any]:
     return stock, hf_vit_accel.patch(model, every_rank=True)
 
 
-def wrapped(model: Any, wrapper: str, size: int) -> Any:
+def wrapped(model: Model, wrapper: str, size: int) -> Model:
     if wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (size,))
@@ -69,7 +76,7 @@ def wrapped(model: Any, wrapper: str, size: int) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def without_sync(model: Any, wrapper: str, is_last: bool) -> Any:
+def without_sync(model: Model, wrapper: str, is_last: bool) -> Model:
     if wrapper == "ddp":
         return nullcontext() if is_last else model.no_sync()
     model.set_requires_gradient_sync(is_last)
@@ -183,7 +190,7 @@ def test_ddp_needs_a_gradient_of_every_parameter(every_rank: bool) -> None:
             parallel(**batch_of(model, "none", 0)).loss.backward()
 
 
-def calls_of(model: nn.Module, inputs: dict[str, Any]) -> list[list[list[int]]]:
+def calls_of(model: nn.Module, inputs: Inputs) -> list[list[list[int]]]:
     """Return the grids that the tower gets in a forward."""
     grids: list[list[list[int]]] = []
     hook = tower_of(model).register_forward_pre_hook(

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -24,17 +24,23 @@ import hf_vit_accel
 from hf_vit_accel.model import proof, state
 from hf_vit_accel.model.positions import HostCopies
 
+Model: TypeAlias = Any
+"""A model of transformers or an argument of its methods, which have no types."""
+Inputs = dict[str, Any]
+"""The arguments of a model's forward by name."""
+
+
 SERVED = [*TINY, "qwen3_5", "qwen4_exp", "cohere_compass", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "ernie4_5_vl_moe"]
 """Models whose positions are computed on the host."""
 STOCK = ["qwen3_omni_moe", "qwen2_5_omni", "paddleocr_vl", "glm_image", "hunyuan_vl"]
 """Models whose positions stay transformers'."""
 
 
-def build(name: str) -> Any:
+def build(name: str) -> Model:
     return TINY[name].build() if name in TINY else COMPOSITES[name].make()
 
 
-def holder_of(model: nn.Module) -> Any:
+def holder_of(model: nn.Module) -> Model:
     [(_, holder)] = state.holders_of(model)
     return holder
 
@@ -44,7 +50,7 @@ def status_of(model: nn.Module) -> hf_vit_accel.status.ModelStatus:
     return status
 
 
-def random_batch(config: Any, rule: Any, seed: int) -> dict[str, Any]:
+def random_batch(config: Model, rule: Model, seed: int) -> Inputs:
     """Draw samples of text, images and videos, padded on either side, with or without a mask and intervals."""
     draw = random.Random(seed)
     merge = config.vision_config.spatial_merge_size
@@ -103,9 +109,9 @@ def test_other_models_stay_stock(name: str) -> None:
         assert state.proof_of(holder)[0].rule is None
 
 
-def text_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def text_inputs(model: Model, inputs: Inputs) -> Inputs:
     """Return what the text model gets in a forward."""
-    seen: dict[str, Any] = {}
+    seen: Inputs = {}
     hook = holder_of(model).language_model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
     )
@@ -151,14 +157,14 @@ class Waits(TorchFunctionMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Model, types: object, args: Model = (), kwargs: Model = None) -> Model:
         name = getattr(func, "__name__", "")
         if name in self.NAMES:
             self.counts[name] += 1
         return func(*args, **kwargs or {})
 
 
-def waits_around_the_tower(model: Any, inputs: dict[str, Any]) -> Counter[str]:
+def waits_around_the_tower(model: Model, inputs: Inputs) -> Counter[str]:
     """Count them in a forward, without those of the text model."""
     text = holder_of(model).language_model
     with torch.no_grad(), Waits() as waits:
@@ -205,7 +211,7 @@ def test_ids_that_change_within_a_forward(on_device: list[torch.Tensor]) -> None
     model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build())
     inputs = left_padded(model)
 
-    def overwrite(module: nn.Module, args: Any) -> None:
+    def overwrite(module: nn.Module, args: Model) -> None:
         ids = inputs["input_ids"]
         ids[ids == model.config.image_token_id] = 5
 
@@ -232,7 +238,7 @@ def test_another_number_of_placeholders_raises_the_error_of_stock(
     assert errors[0] == errors[1] and "do not match" in errors[0]
 
 
-def shifted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def shifted(self: Model, *args: Model, **kwargs: Model) -> torch.Tensor:
     """Return vision positions that are another's."""
     return type(self)._former(self, *args, **kwargs) + 7
 
@@ -288,7 +294,7 @@ def test_calls_that_transformers_refuses_are_refused_alike() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, copy.copy], ids=["deepcopy", "pickle", "copy"])
-def test_copies_of_a_model_have_their_own_positions(duplicate: Any) -> None:
+def test_copies_of_a_model_have_their_own_positions(duplicate: Model) -> None:
     model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build())
     inputs = left_padded(model)
     with torch.no_grad():
@@ -303,7 +309,7 @@ def test_copies_of_a_model_have_their_own_positions(duplicate: Any) -> None:
     assert status_of(model).calls == 2
 
 
-def test_unpatching_leaves_nothing(tmp_path: Any) -> None:
+def test_unpatching_leaves_nothing(tmp_path: Model) -> None:
     stock = TINY["qwen3_vl"].build()
     model = hf_vit_accel.patch(TINY["qwen3_vl"].build(), every_rank=True)
     model(**left_padded(model))
@@ -357,7 +363,8 @@ def test_features_are_split_without_waiting(on_device: list[torch.Tensor]) -> No
     stock = TINY["qwen3_vl"].build().model
     model = hf_vit_accel.patch(TINY["qwen3_vl"].build()).model
     inputs = chat_inputs(stock, [(1, 4, 6), (1, 8, 8)])
-    pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+    pixels = inputs["pixel_values"]
+    grid = inputs["image_grid_thw"]
     on_device.append(grid)
     with torch.no_grad():
         expected = stock.get_image_features(pixels, grid, return_dict=True)
@@ -380,7 +387,7 @@ def test_a_tower_alone_changes_no_model() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["flash_vit_auto", {"vision_config": "flash_vit_auto"}], ids=["name", "dict"])
-def test_loading_by_name(spelling: Any) -> None:
+def test_loading_by_name(spelling: Model) -> None:
     stock = TINY["qwen3_vl"].build()
     model = TINY["qwen3_vl"].build(attn_implementation=spelling)
     inputs = left_padded(stock)
@@ -417,7 +424,7 @@ def test_the_proof_refuses_another_arithmetic(monkeypatch: pytest.MonkeyPatch) -
     former = kind.get_rope_index
     monkeypatch.setattr(proof, "_PROOFS", {})
 
-    def one_more(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def one_more(self: Model, *args: Model, **kwargs: Model) -> Model:
         position_ids, deltas = former(self, *args, **kwargs)
         return position_ids, deltas + 1
 
