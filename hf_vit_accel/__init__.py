@@ -18,7 +18,7 @@ from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig
 from hf_vit_accel.machine import FallbackError
 from hf_vit_accel.model.state import follow_name
 from hf_vit_accel.sharing.ranks import RankError
-from hf_vit_accel.status import Status, TowerStatus, status
+from hf_vit_accel.status import ModelStatus, Status, TowerStatus, status
 from hf_vit_accel.tower.loading import register
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ __all__ = [
     "FlexConfig",
     "Fp8Config",
     "GraphConfig",
+    "ModelStatus",
     "RankError",
     "ReuseConfig",
     "Status",

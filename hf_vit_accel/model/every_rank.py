@@ -120,7 +120,7 @@ def _dummy(tower: Tower, arguments: Arguments) -> tuple[Tensor, Tensor]:
     merge = config.spatial_merge_size
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
     pixels = torch.zeros(merge * merge, width, dtype=tower.dtype, device=device)
-    return pixels, torch.tensor([[1, merge, merge]], device="cpu" if device.type == "cpu" else device)
+    return pixels, torch.tensor([[1, merge, merge]], device=device)
 
 
 def _flat(groups: Sequence[Tensor | Sequence[Tensor]]) -> list[Tensor]:

@@ -198,6 +198,8 @@ def _times(rule: Rule, vision_config: Config, tokens: Tokens) -> Iterator[float 
 
 def _spaced(count: int, interval: float | Tensor) -> Array:
     """Return the first multiples of an interval, rounded as transformers rounds them."""
+    if isinstance(interval, int):
+        return np.arange(count) * interval
     with torch.device("cpu"):
         return (torch.arange(count) * interval).long().numpy()
 

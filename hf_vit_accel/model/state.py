@@ -284,11 +284,11 @@ def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> Result
     why = reason_not_one_call(model) if state.every_rank else None
     if why is not None:
         raise ValueError(f"every_rank cannot encode all pictures of a forward in one call: {why}; patch again")
-    if reason is not None or in_model is None:
+    if in_model is None:
         return None
     _, tower, family = in_model
     state.copies.in_forward = True
-    if has_pictures and not checks.reasons_untraceable():
+    if has_pictures and reason is None and not checks.reasons_untraceable():
         small = ROPE_INPUTS if arguments.get("position_ids") is None else ("input_ids", *_GRIDS)
         _fetch(model, state, proof, arguments, small)
     if state.every_rank and every_rank.applies(tower, arguments.get("past_key_values")):

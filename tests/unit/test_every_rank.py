@@ -6,6 +6,7 @@ Ranks hold images, videos, both or text alone, in every order. Without `every_ra
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -211,6 +212,29 @@ def test_the_tower_is_called_once() -> None:
         assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 2, 0]
     hf_vit_accel.patch(model)
     assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 2, 0]
+
+
+def test_a_stock_tower_is_called_once_too() -> None:
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    hf_vit_accel.unpatch(tower_of(model))
+    assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_features_that_the_caller_has_encoded(is_given: bool) -> None:
+    """The tower is trained by its dummy where the caller gives features."""
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    inputs = batch_of(model, "images", 0)
+    if is_given:
+        if "mm_encoder_outputs" not in inspect.signature(type(model.model).forward).parameters:
+            pytest.skip("this transformers takes no features")
+        pixels = inputs.pop("pixel_values")
+        with torch.no_grad():
+            features = model.model.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True)
+        inputs["mm_encoder_outputs"] = {"image": features}
+    model(**inputs).loss.backward()
+    gradients = [parameter.grad for parameter in tower_of(model).parameters()]
+    assert all(gradient is not None and bool(gradient.any()) != is_given for gradient in gradients[-2:])
 
 
 def test_a_tower_of_frames_gets_one_row_a_frame() -> None:

@@ -45,7 +45,7 @@ def holder_of(model: nn.Module) -> Model:
     return holder
 
 
-def status_of(model: nn.Module) -> hf_vit_accel.status.ModelStatus:
+def status_of(model: nn.Module) -> hf_vit_accel.ModelStatus:
     [status] = hf_vit_accel.status(model).models
     return status
 
