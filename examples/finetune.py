@@ -233,7 +233,8 @@ def load(options: SimpleNamespace, cpu: bool) -> tuple[nn.Module, ProcessorMixin
     set_seed(options.seed)  # adapters are random
     model = trainable(model, options.lora_rank, options.lora_alpha, options.lora_dropout, options.freeze_tower)
     if not options.no_patch:
-        hf_vit_accel.patch(model, attention=options.attention)
+        is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        hf_vit_accel.patch(model, attention=options.attention, every_rank=is_distributed)
     return model, processor
 
 

@@ -5,6 +5,7 @@ The rooms, each importing only rooms before it: `config` (settings), `layout` (`
 versions of transformers); `ops` and `backends` (the operations and the attention of a tower); `engine` (one call on
 one device); `graphs` (the call replayed from a CUDA graph);
 `sharing` (one picture for many, one call for many ranks); `tower` (the accelerated forward, its state and its proof);
+`model` (the model around the tower: positions, one call a forward);
 `status`, `api` and `calibration` (what users call); `tools` (the command line).
 To follow a call, begin at `tower/forward.py`.
 
@@ -16,8 +17,9 @@ from hf_vit_accel.backends import BackendUnavailableError
 from hf_vit_accel.calibration import calibrate
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig
 from hf_vit_accel.machine import FallbackError
+from hf_vit_accel.model.state import follow_name
 from hf_vit_accel.sharing.ranks import RankError
-from hf_vit_accel.status import Status, TowerStatus, status
+from hf_vit_accel.status import ModelStatus, Status, TowerStatus, status
 from hf_vit_accel.tower.loading import register
 
 __version__ = "0.1.0"
@@ -28,6 +30,7 @@ __all__ = [
     "FlexConfig",
     "Fp8Config",
     "GraphConfig",
+    "ModelStatus",
     "RankError",
     "ReuseConfig",
     "Status",
@@ -40,4 +43,4 @@ __all__ = [
     "warmup",
 ]
 
-register()
+register(follow_name)

@@ -18,6 +18,7 @@ from hf_vit_accel.families import FAMILIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import refuse
+from hf_vit_accel.model import state as around
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.fp8.scales import Amax
 from hf_vit_accel.sharing.ranks import ranks_of
@@ -42,9 +43,12 @@ def patch(
     data_parallel: Any = False,
     reuse: bool | ReuseConfig = False,
     like: Mapping[str, str] | None = None,
+    every_rank: bool = False,
     strict: bool = False,
 ) -> Model:
     """Accelerate every supported vision tower inside a loaded model; returns the same object.
+
+    A model around its tower also gets its M-RoPE positions from the host, with the integers of transformers.
 
     Patching again reconfigures and drops captured graphs. Weights stay as they are, and `unpatch` undoes everything.
     After an error nothing is patched.
@@ -67,6 +71,9 @@ def patch(
         like: Copies of a family's tower that remote code ships: the name of the class, and that of the family. A copy
             runs beside our operations now, which takes seconds; see the page "Supported". It stays served when you
             patch again without `like`.
+        every_rank: For distributed training of a whole model. Every forward with gradients calls the tower exactly
+            once, whatever the batch of a rank holds: images and videos together, and a dummy of weight zero for text
+            alone. Without gradients, it does so where FSDP2 or ZeRO-3 shard the tower.
         strict: Raise instead of falling back to another backend or to the stock forward. Also raise if a graph cannot
             be replayed or a kernel fails. Inputs that would not gain from a graph still run eagerly.
 
@@ -76,15 +83,30 @@ def patch(
         BackendUnavailableError: If a named backend or FP8 cannot run on this machine.
         FallbackError: Under `strict`, if a named part cannot be fused or a tower cannot take the fast path.
     """
-    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, like, strict)
+    settings = _settings(attention, fuse, cuda_graphs, fp8, max_rows, data_parallel, reuse, like, every_rank, strict)
     towers = towers_of(model, settings.like)
+    holders = _checked_holders(model, settings.every_rank)
     require(settings.attention, fp8=settings.fp8 is not None)
     prepared = [_prepare(path, tower, family, settings) for path, tower, family in towers]
     for tower, state, name in prepared:
         install(tower, state)
         state.keeps_attention = True
         tower.config._attn_implementation_internal = name
+    for holder in holders:
+        around.install(holder, around.ModelState(every_rank))
     return model
+
+
+def _checked_holders(model: nn.Module, every_rank: bool) -> list[nn.Module]:
+    """Return the models around the towers; ValueError if one cannot call its tower once in every forward."""
+    holders = [holder for _, holder in around.holders_of(model)]
+    for holder in holders:
+        why = around.reason_not_one_call(holder)  # runs the proof now, not in the first call
+        if every_rank and why is not None:
+            raise ValueError(f"every_rank=True does not work with {type(holder).__name__}: {why}")
+    if every_rank and len(holders) != len(towers_of(model)):
+        raise ValueError("every_rank=True needs a model with M-RoPE around every tower; pass the whole model")
+    return holders
 
 
 def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tuple[Tower, TowerState, str | None]:
@@ -131,6 +153,8 @@ def unpatch(model: Model) -> Model:
     for _, tower, _ in towers_of(model):
         state = uninstall(tower)
         restore_name(tower, state.former_name if state else None)
+    for _, holder in around.holders_of(model):
+        around.uninstall(holder)
     for module in model.modules():  # the configs of a composite loaded with one of our names hold it, too
         restore_name(module, None)
     return model
@@ -149,10 +173,15 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
     """
     towers = towers_of(model, options.get("like"))
     before = [(state_of(tower), tower.config._attn_implementation) for _, tower, _ in towers]
+    holders = [(holder, around.state_of(holder)) for _, holder in around.holders_of(model)]
     patch(model, **options)
     try:
         yield model
     finally:
+        for holder, holder_state in holders:
+            around.uninstall(holder)
+            if holder_state is not None:
+                around.install(holder, holder_state)
         for (_, tower, _), (state, name) in zip(towers, before, strict=True):
             if state is None:
                 uninstall(tower)
@@ -274,11 +303,10 @@ def _settings(
     data_parallel: object,
     reuse: object,
     like: object,
-    strict: object,
+    every_rank: Any,
+    strict: Any,
 ) -> Settings:
     """Check the options of `patch`, alone and together."""
-    if not isinstance(strict, bool):
-        raise ValueError(f"expected strict to be True or False, got {strict!r}")
     graph_config: GraphConfig | Literal["auto"] | None = "auto"
     if cuda_graphs != "auto":
         graph_config = _config("cuda_graphs", cuda_graphs, GraphConfig)
@@ -306,6 +334,7 @@ def _settings(
         ranks=ranks_of(data_parallel),
         reuse=reuse_config,
         like=_families_of_copies(like),
+        every_rank=every_rank,
         strict=strict,
     )
 

@@ -172,6 +172,7 @@ class Settings:
         max_rows: Patch rows of a pass; None for one pass.
         ranks: The ranks that share calls, a `Ranks`; None for none.
         reuse: How to encode equal images once; None for not at all.
+        every_rank: Whether every training forward of the model calls the tower exactly once.
         strict: Whether a fallback raises.
         like: The family of every class of a tower that is a copy, by name.
 
@@ -188,12 +189,16 @@ class Settings:
     max_rows: int | Literal["auto"] | None = "auto"
     ranks: Any = None
     reuse: ReuseConfig | None = None
+    every_rank: bool = False
     strict: bool = False
     like: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.max_rows not in ("auto", None):
             _check_integer("max_rows, unless 'auto' or None,", self.max_rows, least=1)
+        for name in ("every_rank", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"expected {name} to be True or False, got {getattr(self, name)!r}")
         if self.ranks is not None and self.reuse is not None and self.reuse.across_calls:
             raise ValueError(
                 "ReuseConfig(across_calls=True) does not work with data_parallel: ranks with different kept features "

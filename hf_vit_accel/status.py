@@ -15,6 +15,8 @@ from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily, suggest
 from hf_vit_accel.graphs.store import GraphStatus
+from hf_vit_accel.model import state as around
+from hf_vit_accel.model.state import ModelState
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
@@ -128,19 +130,49 @@ def _lines_by_reason(label: str, reasons: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelStatus:
+    """The status of a model around its tower.
+
+    Attributes:
+        path: Where it is in the model that `status` was given.
+        calls: How often positions were computed on the host.
+        stock_calls: How often transformers computed them.
+        fallbacks: Why it did, with the number of calls.
+        every_rank: Forwards that called the tower once, and how many of them encoded a dummy. None without
+            `every_rank`.
+    """
+
+    path: str
+    calls: int
+    stock_calls: int
+    fallbacks: Mapping[str, int]
+    every_rank: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        path = self.path or "(the model itself)"
+        lines = [f"{path}: positions on the host ({self.calls} calls), {self.stock_calls} stock"]
+        if self.every_rank is not None:
+            lines.append("  every rank {} forwards, {} of them with a dummy".format(*self.every_rank))
+        lines += [f"  fallback   {count} x {why}" for why, count in self.fallbacks.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     """The status of every tower in a model. It prints as text; `to_dict()` is for JSON.
 
     Attributes:
         towers: The status of every tower, in the order of the model.
+        models: The status of every patched model around a tower.
         untested: Packages that are newer than those that the tests ran with. Towers are proven there, too.
     """
 
     towers: tuple[TowerStatus, ...]
+    models: tuple[ModelStatus, ...] = ()
     untested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [str(tower) for tower in self.towers]
+        lines = [str(part) for part in (*self.towers, *self.models)]
         lines += [f"not tested: {line}; towers that are fast are proven with it" for line in self.untested]
         return "\n".join(lines)
 
@@ -158,8 +190,20 @@ def status(model: nn.Module) -> Status:
     Raises:
         ValueError: If the model has no supported tower.
     """
-    towers = tuple(_tower_status(path, tower, family) for path, tower, family in towers_of(model))
-    return Status(towers=towers, untested=tuple(untested()))
+    towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model)]
+    states = [(path, around.state_of(holder)) for path, holder in around.holders_of(model)]
+    models = [_model_status(path, state) for path, state in states if state is not None]
+    return Status(towers=tuple(towers), models=tuple(models), untested=tuple(untested()))
+
+
+def _model_status(path: str, state: ModelState) -> ModelStatus:
+    return ModelStatus(
+        path=path,
+        calls=state.calls,
+        stock_calls=state.stock_calls,
+        fallbacks=dict(state.fallbacks),
+        every_rank=(state.features.calls, state.features.dummies) if state.every_rank else None,
+    )
 
 
 def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:

@@ -49,10 +49,8 @@ Arguments = tuple[object, ...]
 Options = dict[str, object]
 """Positional and keyword arguments of a call."""
 
-
 CALLED_ON = "_hf_vit_accel_called_on"
 """Keyword argument that names the instance of a call, where it is not the forward's own (a shallow copy)."""
-
 
 SLOTS = ("forward", "_old_forward")
 """Attributes of an instance that may hold our forward: accelerate's hooks keep the one that they wrap in the second."""
@@ -182,7 +180,7 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             try:
                 call = read(tower, state, args, kwargs)
                 plan = decide(tower, state, call, not_shared)
-                outcome = run(tower, state, plan, partial(original, *args, **kwargs))
+                outcome = run(tower, state, plan, partial(_call_original, original, args, kwargs))
                 return _count(state, outcome)
             except Fault as fault:
                 _disable(state, faults_before, faults, fault)
@@ -192,6 +190,15 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
                 if not isinstance(plan, FastPlan) or not (plan.lost_graphs() or _halve_passes(state, plan)):
                     raise
             # Nothing holds what the failed attempt allocated when the next one begins.
+
+
+def _call_original(original: Original, args: Arguments, kwargs: Options, **injected: Any) -> Any:
+    """Call the stock forward, which computes with a grid on the device of the pixels."""
+    pixels = args[0] if args else kwargs.get("hidden_states")
+    grid = kwargs.get("grid_thw")
+    if isinstance(pixels, Tensor) and isinstance(grid, Tensor) and grid.device != pixels.device:
+        injected["grid_thw"] = grid.to(pixels.device)
+    return original(*args, **(kwargs | injected))
 
 
 def _halve_passes(state: TowerState, plan: FastPlan) -> bool:

@@ -33,8 +33,14 @@ def is_ours(name: object) -> bool:
     return isinstance(name, str) and name in NAMES
 
 
-def register() -> None:
-    """Register the names and wrap the two routing functions; once, however often it is called."""
+def register(follow: Callable[[nn.Module, bool], None] | None = None) -> None:
+    """Register the names and wrap the two routing functions; once, however often it is called.
+
+    Args:
+        follow: Called with every model of a composite, also under construction, and whether its tower is to be fast.
+    """
+    if follow is not None:
+        _FOLLOWERS[:] = [follow]
     for name in NAMES:
         modeling_utils.AttentionInterface.register(name, vision_attention)
         AttentionMaskInterface.register(name, sdpa_mask)
@@ -60,6 +66,8 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
 
 
 _ORIGINAL = "_hf_vit_accel_original"
+
+_FOLLOWERS: list[Callable[[nn.Module, bool], None]] = []
 
 MISSING: list[str] = []
 """What loading by name needs of transformers and does not find; `patch` needs none of it."""
@@ -101,6 +109,8 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> str | None:
         unknown.warn(beside=self.config)
         if not is_ours(requested_attention):
+            if is_ours(getattr(getattr(self.config, "vision_config", None), "_attn_implementation", None)):
+                _follow(self, True)
             return _leave(self, requested_attention, partial(original, self, requested_attention, *args, **kwargs))
         assert requested_attention is not None
         _check_missing(requested_attention)
@@ -113,6 +123,7 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
             return _skip_text_model(self, original, args, kwargs)
         else:
             _check_composite(self.config, requested_attention)
+            _follow(self, True)
         return requested_attention
 
     return get_correct_attn_implementation
@@ -125,7 +136,13 @@ def _leave(model: Model, name: str | None, original: Callable[[], Any]) -> Any:
     if not is_unchanged:
         for tower in (model, *_wrapped(model)):
             uninstall(tower)
+        _follow(model, False)
     return applicable
+
+
+def _follow(model: Model, is_fast: bool) -> None:
+    for follow in _FOLLOWERS:
+        follow(model, is_fast)
 
 
 def _patch_tower(tower: Tower, family: Family, name: str) -> None:

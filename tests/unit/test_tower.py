@@ -566,7 +566,8 @@ def test_status_reports_a_reason_once() -> None:
         assert any(", " in line.split(": ")[0] for line in lines), "a line names all parts that a reason holds for"
     assert "not fused  window_attention: the tower has no windows" in texts[0]
     assert "not fused  positions: the tower has no position table" in texts[1]
-    assert str(hf_vit_accel.status(pair)) == "\n".join(texts)
+    models = [str(model) for model in hf_vit_accel.status(pair).models]
+    assert len(models) == 2 and str(hf_vit_accel.status(pair)) == "\n".join(texts + models)
 
 
 def test_the_name_that_models_are_loaded_with_is_explained() -> None:

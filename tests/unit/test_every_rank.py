@@ -1,0 +1,283 @@
+"""Test `every_rank`: one call of the tower in every forward, with the losses and gradients of stock in one process.
+
+Ranks hold images, videos, both or text alone, in every order. Without `every_rank`, they would wait for each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from support.composites import COMPOSITES
+from support.libraries import TEXT_LINEARS, TOWER_LINEARS, lora, start_process_group
+from support.ranks import run_on_ranks
+from tiny import TINY, chat_inputs, checkpoint_layers, randomise, relative_error, tower_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hf_vit_accel
+
+Model: TypeAlias = Any
+"""A model of transformers or an argument of its methods, which have no types."""
+Inputs = dict[str, Any]
+"""The arguments of a model's forward by name."""
+
+
+GRIDS: dict[str, list[tuple[int, int, int]]] = {
+    "images": [(1, 4, 6), (1, 8, 8)],
+    "videos": [(2, 4, 4), (3, 2, 6)],
+    "both": [(3, 4, 4), (1, 6, 4), (2, 2, 2), (1, 2, 2)],
+    "none": [],
+}
+RANKED = ("qwen2_5_vl", "qwen3_vl")
+VARIANTS = ("all weights", "frozen tower", "checkpointed", "reentrant", "lora", "accumulated")
+
+
+def batch_of(model: nn.Module, kind: str, seed: int) -> Inputs:
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's has another class
+    inputs: Inputs = chat_inputs(model, GRIDS[kind], seed)
+    return inputs | {"labels": inputs["input_ids"]}
+
+
+def kinds_at(step: int, size: int) -> tuple[str, ...]:
+    """Return what the ranks hold at a step: every order of kinds, one after the other."""
+    orders = list(itertools.product(GRIDS, repeat=size))
+    return orders[(step * 7 + 3) % len(orders)]  # 7 has no divisor in common with their number
+
+
+def prepared(family: str, variant: str) -> tuple[Model, Model]:
+    """Return a stock model and an equal one that is patched."""
+    stock = TINY[family].build().train()
+    if variant == "lora":
+        with ExitStack() as stack:
+            stock = lora(f"{TOWER_LINEARS}|{TEXT_LINEARS}")(stock, stack).train()
+    if variant == "frozen tower":
+        tower_of(stock).requires_grad_(False)
+    model = copy.deepcopy(stock)
+    if variant in ("checkpointed", "reentrant"):
+        checkpoint_layers(model, reentrant=variant == "reentrant")
+    return stock, hf_vit_accel.patch(model, every_rank=True)
+
+
+def wrapped(model: Model, wrapper: str, size: int) -> Model:
+    if wrapper == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (size,))
+    text = next(module for name, module in model.named_modules() if name.endswith("language_model"))
+    tower = tower_of(model)
+    for module in (*tower.blocks, tower, *text.layers):  # the model itself calls the embedding
+        fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def without_sync(model: Model, wrapper: str, is_last: bool) -> Model:
+    if wrapper == "ddp":
+        return nullcontext() if is_last else model.no_sync()
+    model.set_requires_gradient_sync(is_last)
+    return nullcontext()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def check_training(rank: int, size: int, family: str, wrapper: str, variant: str, steps: int) -> None:
+    """Compare losses, gradients and weights with those of stock, which runs the batches of all ranks here."""
+    stock, model = prepared(family, variant)
+    names = [name for name, parameter in stock.named_parameters() if parameter.requires_grad]
+    parallel = wrapped(model, wrapper, size)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (stock, model)]
+    parts = 2 if variant == "accumulated" else 1
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for part in range(parts):
+            kinds = kinds_at(step * parts + part, size)
+            batches = [batch_of(stock, kind, step * size + index) for index, kind in enumerate(kinds)]
+            losses = []
+            for batch in batches:
+                losses.append(stock(**batch).loss)
+                (losses[-1] / size).backward()
+            with without_sync(parallel, wrapper, part == parts - 1):
+                loss = parallel(**batches[rank]).loss
+                loss.backward()
+            assert relative_error(loss, losses[rank]) < 1e-4, (step, kinds)
+        gradients = dict(zip(names, [p for p in model.parameters() if p.requires_grad], strict=True))
+        total = torch.stack([p.grad.norm() for p in stock.parameters() if p.grad is not None]).norm()
+        for name in names:
+            gradient = gradients[name].grad
+            assert gradient is not None, name
+            expected = stock.get_parameter(name).grad
+            expected = torch.zeros_like(stock.get_parameter(name)) if expected is None else expected
+            error = (full(gradient) - expected).norm() / (expected.norm() + 1e-3 * total)
+            assert error < 1e-3, (step, kinds, name, error)
+        for optimizer in optimizers:
+            optimizer.step()
+    [status] = hf_vit_accel.status(model).models
+    assert status.every_rank is not None and status.every_rank[0] == steps * parts
+    assert hf_vit_accel.status(model).towers[0].stock_calls == 0
+
+
+def check_evaluation(rank: int, size: int, family: str) -> None:
+    """Evaluate a sharded model without gradients: ranks without pictures call the tower as well."""
+    stock, model = prepared(family, "all weights")
+    parallel = wrapped(model, "fsdp", size)
+    for step in range(3):
+        kinds = kinds_at(step, size)
+        batch = batch_of(stock, kinds[rank], step)
+        with torch.no_grad():
+            assert relative_error(parallel.eval()(**batch).logits, stock.eval()(**batch).logits) < 1e-4
+    [status] = hf_vit_accel.status(model).models
+    assert status.every_rank is not None and status.every_rank[0] == 3
+
+
+def prove() -> None:
+    """Prove the towers and models once, so that forked processes inherit the proofs."""
+    for family in TINY:
+        hf_vit_accel.patch(TINY[family].build())
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+@pytest.mark.parametrize("family", RANKED)
+def test_two_ranks_train_as_one_process(family: str, wrapper: str, tmp_path: Path) -> None:
+    prove()
+    run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, "all weights", 5)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", list(TINY))
+def test_fifty_steps(family: str, size: int, wrapper: str, tmp_path: Path) -> None:
+    prove()
+    run_on_ranks(check_training, size, tmp_path, size, family, wrapper, "all weights", 50)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+@pytest.mark.parametrize("variant", VARIANTS[1:])
+@pytest.mark.parametrize("family", RANKED)
+def test_variants_of_training(family: str, variant: str, wrapper: str, tmp_path: Path) -> None:
+    if wrapper == "ddp" and variant == "reentrant":
+        pytest.skip("DDP does not take reentrant checkpoints")
+    prove()
+    run_on_ranks(check_training, 2, tmp_path, 2, family, wrapper, variant, 6)
+
+
+def test_sharded_models_are_evaluated(tmp_path: Path) -> None:
+    prove()
+    run_on_ranks(check_evaluation, 2, tmp_path, 2, "qwen3_vl")
+
+
+@pytest.mark.parametrize("every_rank", [False, True])
+def test_ddp_needs_a_gradient_of_every_parameter(every_rank: bool) -> None:
+    """DDP refuses the second step after a batch of text, unless the dummy gives the tower gradients."""
+    with ExitStack() as stack:
+        start_process_group(stack)
+        model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=every_rank)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel(**batch_of(model, "none", 0)).loss.backward()
+        gradients = [parameter.grad for parameter in tower_of(model).parameters()]
+        if every_rank:
+            assert all(gradient is not None and not gradient.any() for gradient in gradients)
+        with nullcontext() if every_rank else pytest.raises(RuntimeError, match="finished reduction"):
+            parallel(**batch_of(model, "none", 0)).loss.backward()
+
+
+def calls_of(model: nn.Module, inputs: Inputs) -> list[list[list[int]]]:
+    """Return the grids that the tower gets in a forward."""
+    grids: list[list[list[int]]] = []
+    hook = tower_of(model).register_forward_pre_hook(
+        lambda _, args, kwargs: grids.append(kwargs["grid_thw"].tolist()), with_kwargs=True
+    )
+    model(**inputs)
+    hook.remove()
+    return grids
+
+
+def test_the_tower_is_called_once() -> None:
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build().train(), every_rank=True)
+    assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 1, 1]
+    assert calls_of(model, batch_of(model, "none", 0)) == [[[1, 2, 2]]]
+    images_first = [[1, 6, 4], [1, 2, 2], [3, 4, 4], [2, 2, 2]]
+    assert calls_of(model, batch_of(model, "both", 0)) == [images_first]
+    with torch.no_grad():
+        assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 2, 0]
+    hf_vit_accel.patch(model)
+    assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 2, 0]
+
+
+def test_a_stock_tower_is_called_once_too() -> None:
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    hf_vit_accel.unpatch(tower_of(model))
+    assert [len(calls_of(model, batch_of(model, kind, 0))) for kind in GRIDS] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_features_that_the_caller_has_encoded(is_given: bool) -> None:
+    """The tower is trained by its dummy where the caller gives features."""
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    inputs = batch_of(model, "images", 0)
+    if is_given:
+        if "mm_encoder_outputs" not in inspect.signature(type(model.model).forward).parameters:
+            pytest.skip("this transformers takes no features")
+        pixels = inputs.pop("pixel_values")
+        with torch.no_grad():
+            features = model.model.get_image_features(pixels, inputs["image_grid_thw"], return_dict=True)
+        inputs["mm_encoder_outputs"] = {"image": features}
+    model(**inputs).loss.backward()
+    gradients = [parameter.grad for parameter in tower_of(model).parameters()]
+    assert all(gradient is not None and bool(gradient.any()) != is_given for gradient in gradients[-2:])
+
+
+def test_a_tower_of_frames_gets_one_row_a_frame() -> None:
+    kind, config = COMPOSITES["glm4v"].build()
+    image = config.image_token_id = 60
+    config.vision_config.out_hidden_size = config.text_config.hidden_size
+    stock = randomise(kind._from_config(config).train())
+    model = hf_vit_accel.patch(copy.deepcopy(stock), every_rank=True)
+    ids = torch.tensor([[5, *[image] * 4, 6, *[image] * 4, 7]])
+    vision = config.vision_config
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    inputs = {
+        "input_ids": ids,
+        "mm_token_type_ids": torch.where(ids == image, 2, 0),
+        "pixel_values_videos": torch.randn(32, width, generator=torch.Generator().manual_seed(0)),
+        "video_grid_thw": torch.tensor([[2, 4, 4]]),
+    }
+    assert calls_of(model, inputs) == [[[1, 4, 4], [1, 4, 4]]]
+    assert relative_error(model(**inputs).logits, stock(**inputs).logits) < 1e-5
+
+
+def test_another_text_model_gets_the_dummy() -> None:
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build().train(), every_rank=True)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        model(**batch_of(model, "none", 0)).loss.backward()
+        assert all(parameter.grad is not None for parameter in tower_of(model).parameters())
+        model.model.language_model = copy.deepcopy(model.model.language_model)
+    assert len(model.model.language_model._forward_pre_hooks) == 1
+
+
+def test_what_cannot_be_one_call_is_refused() -> None:
+    model = COMPOSITES["ernie4_5_vl_moe"].make()
+    with pytest.raises(ValueError, match=r"every_rank=True does not work with Ernie4_5_VLMoeModel: .*one call"):
+        hf_vit_accel.patch(model, every_rank=True)
+    assert not hf_vit_accel.status(model).towers[0].patched
+    with pytest.raises(ValueError, match="pass the whole model"):
+        hf_vit_accel.patch(tower_of(TINY["qwen2_vl"].build()), every_rank=True)
+    with pytest.raises(ValueError, match="expected every_rank to be True or False, got 'yes'"):
+        hf_vit_accel.patch(TINY["qwen2_vl"].build(), every_rank="yes")
+    model = hf_vit_accel.patch(TINY["qwen2_vl"].build(), every_rank=True)
+    with pytest.raises(ValueError, match=r"\['image_cu_seqlens'\] cannot be used; drop them"):
+        model(**batch_of(model, "images", 0), image_cu_seqlens=torch.tensor([0, 4]))
+    model.model.get_image_features = lambda *args, **kwargs: None
+    with pytest.raises(ValueError, match="methods of its own"):
+        model(**batch_of(model, "images", 0))

@@ -1,0 +1,436 @@
+"""Test the model around the tower: positions and masks are transformers' own, and every change of a model counts."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import random
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from support.changes import through_pickle
+from support.composites import COMPOSITES
+from tiny import TINY, chat_inputs, left_padded, tower_of
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import hf_vit_accel
+from hf_vit_accel.model import proof, state
+from hf_vit_accel.model.positions import HostCopies
+
+Model: TypeAlias = Any
+"""A model of transformers or an argument of its methods, which have no types."""
+Inputs = dict[str, Any]
+"""The arguments of a model's forward by name."""
+
+
+SERVED = [*TINY, "qwen3_5", "qwen4_exp", "cohere_compass", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "ernie4_5_vl_moe"]
+"""Models whose positions are computed on the host."""
+STOCK = ["qwen3_omni_moe", "qwen2_5_omni", "paddleocr_vl", "glm_image", "hunyuan_vl"]
+"""Models whose positions stay transformers'."""
+
+
+def build(name: str) -> Model:
+    return TINY[name].build() if name in TINY else COMPOSITES[name].make()
+
+
+def holder_of(model: nn.Module) -> Model:
+    [(_, holder)] = state.holders_of(model)
+    return holder
+
+
+def status_of(model: nn.Module) -> hf_vit_accel.ModelStatus:
+    [status] = hf_vit_accel.status(model).models
+    return status
+
+
+def random_batch(config: Model, rule: Model, seed: int) -> Inputs:
+    """Draw samples of text, images and videos, padded on either side, with or without a mask and intervals."""
+    draw = random.Random(seed)
+    merge = config.vision_config.spatial_merge_size
+    merged_frames = config.vision_config.temporal_merge_size if rule.merges_frames else 1
+    grids: dict[int, list[list[int]]] = {1: [], 2: []}
+    rows = []
+    for _ in range(draw.randint(1, 5)):
+        kinds = [0] * draw.randint(0, 4)
+        for _ in range(draw.randint(0, 4)):
+            kind = draw.choice([1, 2])
+            t = draw.randint(1, 3) if kind == 2 else 1
+            h = draw.randint(1, 5)
+            w = draw.randint(1, 5)
+            grids[kind].append([t * (merged_frames if kind == 2 else 1), h * merge, w * merge])
+            for _ in range(t if rule.frames else 1):
+                kinds += [kind] * (h * w * (1 if rule.frames else t)) + [0] * draw.randint(1, 3)
+        rows.append(kinds or [0])
+    longest = max(len(row) for row in rows) + draw.randint(0, 2)
+    is_left = draw.random() < 0.5
+    masks = []
+    for index, row in enumerate(rows):
+        fill = [0] * (longest - len(row))
+        rows[index] = fill + row if is_left else row + fill
+        masks.append(fill + [1] * len(row) if is_left else [1] * len(row) + fill)
+    mask = torch.tensor(masks)
+    seconds = [draw.uniform(0.1, 3.0) for _ in grids[2]]
+    return {
+        "input_ids": torch.tensor(rows) + 5,
+        "mm_token_type_ids": torch.tensor(rows, dtype=draw.choice([torch.int32, torch.int64])),
+        "attention_mask": draw.choice([mask, mask.bool(), None, torch.ones_like(mask)]),
+        "image_grid_thw": torch.tensor(grids[1]) if grids[1] else None,
+        "video_grid_thw": torch.tensor(grids[2]) if grids[2] else None,
+        "second_per_grid_ts": draw.choice([None, seconds, torch.tensor(seconds), torch.tensor(seconds).double()]),
+    }
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_positions_of_random_batches(name: str) -> None:
+    model = holder_of(hf_vit_accel.patch(build(name)))
+    rule = state.proof_of(model)[0].rule
+    for seed in range(60):
+        batch = random_batch(model.config, rule, seed)
+        expected = type(model).get_rope_index(model, **batch)
+        ours = model.get_rope_index(**batch, use_cache=True)
+        for actual, stock in zip(ours, expected, strict=True):
+            assert actual.dtype == stock.dtype and actual.is_contiguous() and torch.equal(actual, stock), seed
+    assert (status_of(model).calls, status_of(model).stock_calls) == (60, 0)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_other_models_stay_stock(name: str) -> None:
+    model = hf_vit_accel.patch(build(name))
+    for status in hf_vit_accel.status(model).models:
+        assert status.calls == 0
+    for _, holder in state.holders_of(model):
+        assert state.proof_of(holder)[0].rule is None
+
+
+def text_inputs(model: Model, inputs: Inputs) -> Inputs:
+    """Return what the text model gets in a forward."""
+    seen: Inputs = {}
+    hook = holder_of(model).language_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_a_forward_and_captions_are_those_of_stock(name: str, mode: str) -> None:
+    stock = TINY[name].build()
+    model = hf_vit_accel.patch(TINY[name].build())
+    for inputs in (left_padded(stock), chat_inputs(stock, [(1, 4, 6), (2, 4, 4), (1, 8, 8)])):
+        seen = [text_inputs(candidate, inputs) for candidate in (model, stock)]
+        assert torch.equal(seen[0]["position_ids"], seen[1]["position_ids"])
+        assert torch.equal(model.model.rope_deltas, stock.model.rope_deltas)
+        with getattr(torch, mode)():
+            captions = [m.generate(**inputs, max_new_tokens=5, do_sample=False) for m in (model, stock)]
+        assert torch.equal(*captions)
+    assert (status_of(model).calls, status_of(model).stock_calls) == (4, 0)
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Treat the tensors in this list like those of a GPU, which a transfer brings to the host; all, if it is empty."""
+    tensors: list[torch.Tensor] = []
+
+    def is_on_host(tensor: torch.Tensor) -> bool:
+        return bool(tensors) and all(tensor is not other for other in tensors)
+
+    monkeypatch.setattr(HostCopies, "is_on_host", staticmethod(is_on_host))
+    return tensors
+
+
+class Waits(TorchFunctionMode):
+    """Counts the operations that wait for a GPU."""
+
+    NAMES = ("tolist", "item", "__bool__", "__int__", "__index__", "__format__", "cpu", "nonzero", "numpy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Model, types: object, args: Model = (), kwargs: Model = None) -> Model:
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES:
+            self.counts[name] += 1
+        return func(*args, **kwargs or {})
+
+
+def waits_around_the_tower(model: Model, inputs: Inputs) -> Counter[str]:
+    """Count them in a forward, without those of the text model."""
+    text = holder_of(model).language_model
+    with torch.no_grad(), Waits() as waits:
+        start = text.register_forward_pre_hook(lambda *_: snapshot.update(waits.counts))
+        snapshot: Counter[str] = Counter()
+        model(**inputs)
+    start.remove()
+    return snapshot
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_forward_waits_once(name: str, on_device: list[torch.Tensor]) -> None:
+    model = TINY[name].build()
+    inputs = left_padded(model)
+    inputs = {key: value.repeat(*[4] + [1] * (value.dim() - 1)) for key, value in inputs.items()}
+    on_device += inputs.values()
+    stock = waits_around_the_tower(model, inputs)
+    ours = waits_around_the_tower(hf_vit_accel.patch(model), inputs)
+    assert ours["cpu"] == 1 and stock["item"] > 20
+    assert sum(ours[wait] for wait in ("item", "__bool__", "__format__", "__int__", "__index__", "nonzero")) == 0, ours
+    assert ours["tolist"] <= 2, ours  # of grids that are on the host
+
+
+def test_copies_are_dropped_when_a_tensor_changes(on_device: list[torch.Tensor]) -> None:
+    copies = HostCopies()
+    ids = torch.arange(6).view(2, 3)
+    assert copies.find(ids) is None
+    [array] = copies.read([ids])
+    assert (array == ids.numpy()).all() and copies.find(ids) is array
+    assert copies.find(ids.clone()) is None
+    ids[0, 0] = 9
+    assert copies.find(ids) is None
+    assert copies.read([ids])[0][0, 0] == 9
+    with torch.inference_mode():
+        ids = torch.arange(3)
+        copies.read([ids])
+        assert copies.find(ids) is None
+        copies.in_forward = True
+        assert copies.find(ids) is not None
+
+
+def test_ids_that_change_within_a_forward(on_device: list[torch.Tensor]) -> None:
+    """A hook replaces a placeholder after the ids were copied: the count is that of the ids as they are now."""
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build())
+    inputs = left_padded(model)
+
+    def overwrite(module: nn.Module, args: Model) -> None:
+        ids = inputs["input_ids"]
+        ids[ids == model.config.image_token_id] = 5
+
+    model.model.visual.register_forward_pre_hook(overwrite)
+    with pytest.raises(ValueError, match="Image features and image tokens do not match, tokens: 0"), torch.no_grad():
+        model(**inputs)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("surplus", [-1, 1])
+def test_another_number_of_placeholders_raises_the_error_of_stock(
+    name: str, surplus: int, on_device: list[torch.Tensor]
+) -> None:
+    stock = TINY[name].build()
+    inputs = left_padded(stock)
+    ids = inputs["input_ids"]
+    places = (ids == stock.config.image_token_id) if surplus < 0 else (ids == 2)
+    ids[tuple(places.nonzero()[0])] = 5 if surplus < 0 else stock.config.image_token_id
+    errors = []
+    for model in (stock, hf_vit_accel.patch(TINY[name].build())):
+        with pytest.raises(ValueError) as raised, torch.no_grad():
+            model(**inputs)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1] and "do not match" in errors[0]
+
+
+def shifted(self: Model, *args: Model, **kwargs: Model) -> torch.Tensor:
+    """Return vision positions that are another's."""
+    return type(self)._former(self, *args, **kwargs) + 7
+
+
+CHANGES = ["instance", "subclass", "class", "the method itself"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_methods_that_change_after_patching_count(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build())
+    inputs = left_padded(model)
+    before = text_inputs(model, inputs)["position_ids"]
+    inner = model.model
+    kind = type(inner)
+    monkeypatch.setattr(kind, "_former", kind.get_vision_position_ids, raising=False)
+    if change == "instance":
+        inner.get_vision_position_ids = MethodType(shifted, inner)
+    elif change == "subclass":
+        inner.__class__ = type("Mine", (kind,), {"get_vision_position_ids": shifted})
+    elif change == "class":
+        monkeypatch.setattr(kind, "get_vision_position_ids", shifted)
+    else:
+        inner.get_rope_index = lambda *args, **kwargs: (before + 7, torch.zeros(len(inputs["input_ids"]), 1).long())
+    after = text_inputs(model, inputs)["position_ids"]
+    assert int((after - before).max()) == 7
+    hf_vit_accel.unpatch(model)
+    assert torch.equal(text_inputs(model, inputs)["position_ids"], after)
+
+
+def test_a_method_of_the_instance_before_patching_stays() -> None:
+    model = TINY["qwen3_vl"].build()
+    mine = MethodType(lambda self, *args, **kwargs: type(self).get_rope_index(self, *args, **kwargs), model.model)
+    model.model.get_rope_index = mine
+    with torch.no_grad():
+        hf_vit_accel.patch(model)(**left_padded(model))
+    assert model.model.get_rope_index is mine and status_of(model).calls == 0
+    assert hf_vit_accel.unpatch(model).model.get_rope_index is mine
+
+
+def test_calls_that_transformers_refuses_are_refused_alike() -> None:
+    model = hf_vit_accel.patch(TINY["qwen2_vl"].build()).model
+    inputs = {name: left_padded(model)[name] for name in ("input_ids", "mm_token_type_ids", "attention_mask")}
+    for wrong in ({}, {"image_grid_thw": torch.tensor([[1, 4, 6]])}, {"image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}):
+        kinds = []
+        for method in (model.get_rope_index, type(model).get_rope_index.__get__(model)):
+            with pytest.raises(Exception) as raised:
+                method(**inputs, **wrong)
+            kinds.append((raised.type, str(raised.value)))
+        assert kinds[0] == kinds[1]
+    assert status_of(model).stock_calls == 3
+    with pytest.raises(TypeError):
+        model.get_rope_index(inputs["input_ids"], input_ids=inputs["input_ids"])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, copy.copy], ids=["deepcopy", "pickle", "copy"])
+def test_copies_of_a_model_have_their_own_positions(duplicate: Model) -> None:
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build())
+    inputs = left_padded(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        twin = duplicate(model)
+        inner = twin.model if duplicate is not copy.copy else copy.copy(model.model)
+        inner(**inputs)
+        assert status_of(inner).calls == 1 and status_of(model).calls == 1
+        assert inner.get_rope_index.__self__ is inner
+        state.uninstall(inner)
+        assert "get_rope_index" not in vars(inner) and torch.equal(model(**inputs).logits, expected)
+    assert status_of(model).calls == 2
+
+
+def test_unpatching_leaves_nothing(tmp_path: Model) -> None:
+    stock = TINY["qwen3_vl"].build()
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build(), every_rank=True)
+    model(**left_padded(model))
+    assert list(model.state_dict()) == list(stock.state_dict())
+    model.save_pretrained(tmp_path)
+    assert status_of(model).every_rank == (1, 0) and "every rank 1 forwards" in str(hf_vit_accel.status(model))
+    hf_vit_accel.unpatch(model)
+    assert hf_vit_accel.status(model).models == ()
+    for path, module in model.named_modules():
+        assert vars(module).keys() == vars(stock.get_submodule(path)).keys(), path
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        assert not module._forward_pre_hooks_with_kwargs
+
+
+def test_patched_restores_the_former_state() -> None:
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build())
+    with hf_vit_accel.patched(model, every_rank=True):
+        assert status_of(model).every_rank == (0, 0)
+    assert status_of(model).every_rank is None
+    hf_vit_accel.unpatch(model)
+    with hf_vit_accel.patched(model):
+        assert status_of(model).calls == 0
+    assert hf_vit_accel.status(model).models == ()
+
+
+def test_a_deleted_model_is_freed_at_once() -> None:
+    model = hf_vit_accel.patch(TINY["qwen2_vl"].build(fresh=True))
+    method = model.model.get_rope_index
+    reference = weakref.ref(model.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="keep a reference"):
+        method()
+
+
+def test_signatures_are_those_of_stock() -> None:
+    """`generate` reads the signature of the methods for features, and calls them before its first forward."""
+    stock = TINY["qwen3_vl"].build().model
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build()).model
+    for name in ("get_rope_index", "get_placeholder_mask", "get_image_features", "get_video_features"):
+        assert name in vars(model)
+        assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(stock, name))
+
+
+def test_features_are_split_without_waiting(on_device: list[torch.Tensor]) -> None:
+    stock = TINY["qwen3_vl"].build().model
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build()).model
+    inputs = chat_inputs(stock, [(1, 4, 6), (1, 8, 8)])
+    pixels = inputs["pixel_values"]
+    grid = inputs["image_grid_thw"]
+    on_device.append(grid)
+    with torch.no_grad():
+        expected = stock.get_image_features(pixels, grid, return_dict=True)
+        with Waits() as waits:
+            ours = model.get_image_features(pixels, image_grid_thw=grid, return_dict=True)
+    assert waits.counts["cpu"] == 1
+    torch.testing.assert_close(ours.pooler_output, expected.pooler_output)
+    torch.testing.assert_close(ours.deepstack_features, expected.deepstack_features)
+
+
+def test_a_tower_alone_changes_no_model() -> None:
+    model = TINY["qwen2_vl"].build()
+    hf_vit_accel.patch(tower_of(model))
+    assert hf_vit_accel.status(model).models == () and "get_rope_index" not in vars(model.model)
+    hf_vit_accel.patch(model)
+    hf_vit_accel.unpatch(tower_of(model))
+    with torch.no_grad():
+        model(**left_padded(model))
+    assert status_of(model).fallbacks == {"the tower is not patched": 1}
+
+
+@pytest.mark.parametrize("spelling", ["flash_vit_auto", {"vision_config": "flash_vit_auto"}], ids=["name", "dict"])
+def test_loading_by_name(spelling: Model) -> None:
+    stock = TINY["qwen3_vl"].build()
+    model = TINY["qwen3_vl"].build(attn_implementation=spelling)
+    inputs = left_padded(stock)
+    assert torch.equal(text_inputs(model, inputs)["position_ids"], text_inputs(stock, inputs)["position_ids"])
+    assert status_of(model).calls == 1
+    hf_vit_accel.unpatch(model)
+    assert hf_vit_accel.status(model).models == () and vars(model.model).keys() == vars(stock.model).keys()
+    model.set_attn_implementation("flash_vit_auto")
+    assert status_of(model).calls == 0
+    model.set_attn_implementation("sdpa")
+    assert hf_vit_accel.status(model).models == ()
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("every_rank", [False, True])
+def test_a_compiled_model(every_rank: bool, compiled: None) -> None:
+    stock = TINY["qwen3_vl"].build()
+    model = hf_vit_accel.patch(TINY["qwen3_vl"].build(), every_rank=every_rank)
+    for inputs in (left_padded(stock), chat_inputs(stock, [(1, 4, 6), (2, 4, 4)])):
+        expected = stock(**inputs).logits
+        torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).logits, expected)
+    assert status_of(model).every_rank == ((2, 0) if every_rank else None)
+
+
+def test_the_proof_refuses_another_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY["qwen2_vl"].build()
+    kind = type(model.model)
+    former = kind.get_rope_index
+    monkeypatch.setattr(proof, "_PROOFS", {})
+
+    def one_more(self: Model, *args: Model, **kwargs: Model) -> Model:
+        position_ids, deltas = former(self, *args, **kwargs)
+        return position_ids, deltas + 1
+
+    monkeypatch.setattr(kind, "get_rope_index", one_more)
+    hf_vit_accel.patch(model)
+    with torch.no_grad():
+        model(**left_padded(model))
+    assert status_of(model).stock_calls == 1
+    assert "numbers tokens in a way that we do not know" in str(status_of(model))
