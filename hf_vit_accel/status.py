@@ -14,6 +14,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, Family, Tower, find_towers
 from hf_vit_accel.graphs.store import GraphStatus
+from hf_vit_accel.model.steps import decoding_status
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
@@ -123,12 +124,17 @@ class Status:
 
     Attributes:
         towers: The status of every tower, in the order of the model.
+        decoding: The calls of `graphed_decoding`, and the reasons of those that stock decoded. None without any.
     """
 
     towers: tuple[TowerStatus, ...]
+    decoding: str | None = None
 
     def __str__(self) -> str:
-        return "\n".join(str(tower) for tower in self.towers)
+        lines = [str(tower) for tower in self.towers]
+        if self.decoding is not None:
+            lines.append(f"decoding: {self.decoding}")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers."""
@@ -144,7 +150,8 @@ def status(model: nn.Module) -> Status:
     Raises:
         ValueError: If the model has no supported tower.
     """
-    return Status(towers=tuple(_tower_status(path, tower, family) for path, tower, family in towers_of(model)))
+    towers = tuple(_tower_status(path, tower, family) for path, tower, family in towers_of(model))
+    return Status(towers=towers, decoding=decoding_status(model))
 
 
 def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:

@@ -25,10 +25,11 @@ IMPORTS = {
     "graphs": "config engine layout machine ops",
     "sharing": "config engine layout machine ops",
     "tower": "backends config engine families graphs layout machine ops sharing",
-    "status": "backends config engine families graphs ops sharing tower",
+    "model": "families graphs machine",
+    "status": "backends config engine families graphs model ops sharing tower",
     "api": "backends config families layout machine ops sharing status tower",
     "calibration": "api backends config ops status tower",
-    "__init__": "api backends calibration config machine sharing status tower",
+    "__init__": "api backends calibration config machine model sharing status tower",
     "tools": "__init__ api backends config engine families graphs layout machine ops tower",
     "__main__": "tools",
 }

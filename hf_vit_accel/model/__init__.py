@@ -1,0 +1,1 @@
+"""The whole model around the tower."""
