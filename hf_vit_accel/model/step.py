@@ -157,6 +157,8 @@ class StepInputs:
         for name, value in inputs.items():
             if name in ("attention_mask", "past_key_values", *_PER_CALL):
                 continue
+            if isinstance(value, Tensor) and name.endswith("token_type_ids"):
+                value = value[:, -1:]  # transformers 5.17 passes those of the whole text, too
             is_of_rows = name == "position_ids" or name.endswith(("input_ids", "token_type_ids"))
             if isinstance(value, Tensor) and is_of_rows and value.shape[-2:] == (rows, 1):
                 self.tensors[name] = value

@@ -36,7 +36,7 @@ def test_every_token_in_fp32_is_that_of_stock(family: str, recorder: Recorder) -
         new_tokens = output.sequences[:, batch.inputs["input_ids"].shape[1] :]
         captions += tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
         both(model, batch.inputs, max_new_tokens=24, do_sample=True, temperature=1.3)
-    assert counts_of(model).served == 2 * len(batches) and not counts_of(model).reasons
+    assert counts_of(model).static_calls == 2 * len(batches) and not counts_of(model).reasons
     assert parity.score(captions, batches) >= 0.9 * len(captions)
     assert recorder.captures <= 2 * len(batches)
 

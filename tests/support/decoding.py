@@ -21,7 +21,7 @@ from support.recorded_ops import OperationRecorder
 class Counts:
     """The calls that a model decoded by static steps, and the reasons of the others."""
 
-    served: int
+    static_calls: int
     reasons: dict[str, int]
 
 
@@ -42,10 +42,10 @@ def both(model: Any, inputs: dict[str, Any], seed: int = 0, **kwargs: Any) -> An
     """
     outputs = []
     for custom_generate in (None, kwargs.pop("custom_generate", hf_vit_accel.graphed_decoding)):
-        made = {name.removeprefix("make_"): make() for name, make in kwargs.items() if name.startswith("make_")}
+        new = {name.removeprefix("make_"): make() for name, make in kwargs.items() if name.startswith("make_")}
         plain = {name: value for name, value in kwargs.items() if not name.startswith("make_")}
         torch.manual_seed(seed)
-        outputs.append(model.generate(**inputs, **plain, **made, custom_generate=custom_generate))
+        outputs.append(model.generate(**inputs, **plain, **new, custom_generate=custom_generate))
         outputs.append(torch.get_rng_state())
     stock, stock_rng, ours, our_rng = outputs
     assert torch.equal(stock_rng, our_rng), "another number of random values was drawn"
@@ -81,7 +81,9 @@ def assert_equal_caches(ours: Any, stock: Any) -> None:
 
 
 def _has_tensors(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, dict) and any(map(torch.is_tensor, value.values())))
+    return isinstance(value, Tensor) or (
+        isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values())
+    )
 
 
 def _tensors_of(layer: Any) -> list[Tensor]:

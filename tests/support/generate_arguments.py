@@ -27,8 +27,8 @@ class Argument:
 
     Args:
         names: The arguments.
-        outcome: "served" by static steps, decoded by "stock"; "dropped" by `generate`, or it "raises", wherever
-            `custom_generate` is a function; "none" for an argument without an effect on decoding here.
+        outcome: Who decodes a call with it: "served" stands for static steps. `generate` itself drops an argument
+            that is "dropped", and raises for one that "raises". An argument of "none" has no effect here.
         why: The reason, as `status` or the docs say it.
         calls: Arguments of calls to compare with stock. Functions named `make_...` make an argument.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ def test_one_capture_serves_all_calls_of_a_batch_and_bucket(model: Any, recorder
     both(model, tiny.chat_inputs(model, [(1, 4, 6)]), max_new_tokens=30)  # another batch, and no padding
     both(model, tiny.chat_inputs(model, [(1, 8, 6)]), max_new_tokens=3)
     assert recorder.captures == 2
-    assert counts_of(model).served == 4
+    assert counts_of(model).static_calls == 4
 
 
 def _noise(model: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_changed_model_is_captured_anew(model: Any, recorder: Recorder, name: 
     check(model)
     assert recorder.captures == 1 + captures
     check(model)
-    assert recorder.captures == 1 + captures and counts_of(model).served == 6
+    assert recorder.captures == 1 + captures and counts_of(model).static_calls == 6
 
 
 def test_adapters_that_are_switched_scaled_merged_or_off(recorder: Recorder) -> None:
@@ -125,13 +125,13 @@ def test_adapters_that_are_switched_scaled_merged_or_off(recorder: Recorder) -> 
     wrapped.unmerge_adapter()
     note()
     assert len({tuple(output.flatten().tolist()) for output in outputs}) >= 4, "the adapters matter"
-    assert torch.equal(outputs[1], outputs[3]) and counts_of(model).served == 7
+    assert torch.equal(outputs[1], outputs[3]) and counts_of(model).static_calls == 7
 
 
 def test_the_bounds_drop_the_steps_used_least_recently(model: Any, recorder: Recorder) -> None:
     def generate(rows: int, **bounds: int) -> None:
         inputs = {"input_ids": TEXT["input_ids"][:1].repeat(rows, 1)}
-        both(model, inputs, max_new_tokens=12, custom_generate=partial(graphed_decoding, **bounds))
+        both(model, inputs, max_new_tokens=12, custom_generate=functools.partial(graphed_decoding, **bounds))
 
     for rows in (1, 2, 3, 1):
         generate(rows, max_graphs=2)
@@ -141,7 +141,7 @@ def test_the_bounds_drop_the_steps_used_least_recently(model: Any, recorder: Rec
     generate(3, max_bytes=0)
     assert not steps_of(model)._steps
     generate(3)
-    assert recorder.captures == 5 and counts_of(model).served == 7
+    assert recorder.captures == 5 and counts_of(model).static_calls == 7
 
 
 @pytest.mark.usefixtures("way")
@@ -164,7 +164,7 @@ def test_leftovers_of_another_call_change_nothing(model: Any) -> None:
             tensor.fill_(float("nan") if tensor.is_floating_point() else 9)
     check(model)
     both(model, {"input_ids": TEXT["input_ids"][:, :2]}, max_new_tokens=20)
-    assert counts_of(model).served == 5
+    assert counts_of(model).static_calls == 5
 
 
 def test_a_failed_capture_is_not_tried_again(model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_failed_capture_is_not_tried_again(model: Any, recorder: Recorder, mon
     assert counts_of(model).reasons == {"RuntimeError: no capture": 4} and recorder.captures == 0
     _other_tensor(model)
     check(model)
-    assert counts_of(model).served == 2
+    assert counts_of(model).static_calls == 2
 
 
 def test_memory_that_ran_out_may_be_there_later(
@@ -186,7 +186,7 @@ def test_memory_that_ran_out_may_be_there_later(
     monkeypatch.setattr(recorder, "fail", None)
     check(model)
     counts = counts_of(model)
-    assert counts.reasons == {"memory ran out": 2} and counts.served == 2
+    assert counts.reasons == {"memory ran out": 2} and counts.static_calls == 2
 
 
 def test_memory_that_runs_out_in_a_long_text_lets_stock_go_on(
@@ -204,7 +204,7 @@ def test_a_forward_that_asks_the_device_is_not_captured(model: Any, recorder: Re
     norm = model.model.language_model.norm
     norm.forward = lambda hidden: type(norm).forward(norm, hidden) * (1.0 if hidden.sum().item() > 0 else 2.0)
     check(model)
-    assert counts_of(model).served == 0
+    assert counts_of(model).static_calls == 0
     assert list(counts_of(model).reasons) == ["RuntimeError: operation not permitted when stream is capturing"]
 
 
@@ -217,7 +217,7 @@ def test_a_step_that_computes_otherwise_is_refused(model: Any, monkeypatch: pyte
     monkeypatch.setattr(step_module, "nn", type("nn", (), {"functional": functions}))
     check(model)
     counts = counts_of(model)
-    assert counts.served == 0
+    assert counts.static_calls == 0
     assert [reason.partition(" by ")[0] for reason in counts.reasons] == ["ArithmeticError: logits differ from stock's"]
     assert not steps_of(model)._steps
 
@@ -230,7 +230,7 @@ def test_a_window_that_fills_up_lets_stock_go_on() -> None:
     assert "sliding_attention" in model.config.get_text_config().layer_types
     outputs = dict(return_dict_in_generate=True, output_logits=True)
     both(model, TEXT, max_new_tokens=20, min_new_tokens=20, **outputs)
-    assert counts_of(model).served == 1
+    assert counts_of(model).static_calls == 1
     both(model, TEXT, max_new_tokens=60, min_new_tokens=60, **outputs)
     both(model, {"input_ids": torch.arange(3, 43)[None]}, max_new_tokens=20, **outputs)
     assert counts_of(model).reasons == {"a sliding window of 32 tokens": 2}

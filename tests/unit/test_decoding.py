@@ -59,13 +59,13 @@ def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> 
         both(model, inputs, max_new_tokens=20, **ALL_OUTPUTS)
         both(model, inputs, max_new_tokens=9, do_sample=True, num_return_sequences=2, temperature=1.5)
         assert not counts_of(model).reasons, name
-    assert counts_of(model).served == 12
+    assert counts_of(model).static_calls == 12
 
 
 @both_ways
 def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any) -> None:
     both(model, tiny.left_padded(model), max_new_tokens=300, min_new_tokens=300, **ALL_OUTPUTS)
-    assert counts_of(model).served == 1
+    assert counts_of(model).static_calls == 1
     assert len(hf_vit_accel.model.steps.steps_of(model)._steps) >= 2
 
 
@@ -108,7 +108,7 @@ def test_a_conversation_goes_on_in_the_cache_that_a_call_returned(model: Any) ->
     for ours, stock in zip(caches["ours"].layers, caches["stock"].layers, strict=True):
         torch.testing.assert_close(ours.keys, stock.keys, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours.values, stock.values, atol=1e-5, rtol=1e-4)
-    assert counts_of(model).served == 3
+    assert counts_of(model).static_calls == 3
 
 
 @both_ways
@@ -117,7 +117,7 @@ def test_prompts_of_embeddings(model: Any) -> None:
     embeddings = model.get_input_embeddings()(ids).detach()
     both(model, {"inputs_embeds": embeddings}, max_new_tokens=12, min_new_tokens=12)
     both(model, {"inputs_embeds": embeddings, "input_ids": ids}, max_new_tokens=12, **ALL_OUTPUTS)
-    assert counts_of(model).served == 2
+    assert counts_of(model).static_calls == 2
 
 
 @both_ways
@@ -152,7 +152,7 @@ def test_processors_and_criteria_of_the_user(model: Any) -> None:
             make_stopping_criteria=lambda: StoppingCriteriaList([Stop()]),
             **ALL_OUTPUTS,
         )
-    assert counts_of(model).served == 2
+    assert counts_of(model).static_calls == 2
 
 
 class Streamer(BaseStreamer):
@@ -232,7 +232,7 @@ def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
     layer._compiled_call_impl = None
     both(model, inputs, max_new_tokens=12)
     both(model, inputs, max_new_tokens=5)
-    assert counts_of(model).served == 2
+    assert counts_of(model).static_calls == 2
 
 
 @both_ways
@@ -242,7 +242,7 @@ def test_modes_of_autograd_may_change_between_calls(model: Any, mode: Any) -> No
     for context in (mode, torch.enable_grad, torch.inference_mode):
         with context():
             both(model, inputs, max_new_tokens=10, **ALL_OUTPUTS)
-    assert counts_of(model).served == 3
+    assert counts_of(model).static_calls == 3
 
 
 @both_ways
@@ -253,7 +253,7 @@ def test_autocast_keeps_its_steps_to_itself(model: Any) -> None:
             both(model, text([5, 6]), max_new_tokens=12)
         both(model, text([5, 6]), max_new_tokens=12)
     counts = counts_of(model)
-    assert counts.served == 2 and list(counts.reasons.values()) == [2]
+    assert counts.static_calls == 2 and list(counts.reasons.values()) == [2]
 
 
 @both_ways
@@ -262,14 +262,14 @@ def test_copies_begin_without_steps_and_files_know_nothing(model: Any, tmp_path:
     both(model, inputs, max_new_tokens=10)
     model.save_pretrained(tmp_path)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), type(model).from_pretrained(tmp_path)):
-        assert counts_of(twin).served == 0
+        assert counts_of(twin).static_calls == 0
         both(twin, inputs, max_new_tokens=10)
         with torch.no_grad():
             twin.lm_head.weight.neg_()
         assert_equal_outputs(
             both(twin, inputs, max_new_tokens=10), twin.generate(**inputs, max_new_tokens=10)
         )  # the twin's own weights
-        assert counts_of(twin).served == 2
+        assert counts_of(twin).static_calls == 2
     both(model, inputs, max_new_tokens=10)
 
 
@@ -295,7 +295,7 @@ def test_threads_decode_at_once(model: Any) -> None:
         thread.join()
     assert not errors
     counts = counts_of(model)
-    assert counts.served + counts.reasons.get("another call decodes", 0) == 12
+    assert counts.static_calls + counts.reasons.get("another call decodes", 0) == 12
 
 
 @both_ways
@@ -360,7 +360,7 @@ def test_half_precision_is_as_exact_as_stock(dtype: torch.dtype) -> None:
                     custom_generate=graphed_decoding if way == "ours" else None,
                     **ALL_OUTPUTS,
                 ).logits
-            assert counts_of(half).served == 1
+            assert counts_of(half).static_calls == 1
             for way in errors:
                 pairs = zip(outputs[way][1:], outputs["exact"][1:], strict=True)
                 errors[way] += [tiny.relative_error(logits, truth) for logits, truth in pairs]

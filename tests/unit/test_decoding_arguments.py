@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import tiny
+import transformers
+from packaging.version import Version
 from support.decoding import argument_names, both, counts_of
 from support.generate_arguments import ARGUMENTS, Argument
 
@@ -34,6 +36,8 @@ def test_an_argument_gives_what_stock_gives(model: Any, argument: Argument, call
     unknown = {name.removeprefix("make_") for name in call} - argument_names()
     if unknown:
         pytest.skip(f"this transformers has no {unknown}")
+    if "prefill_chunk_size" in call and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("stock raises")
     before = counts_of(model)
     inputs = tiny.left_padded(model)
     if "prompt_lookup_num_tokens" in call:  # for one row alone
@@ -43,7 +47,7 @@ def test_an_argument_gives_what_stock_gives(model: Any, argument: Argument, call
     both(model, inputs, **{"max_new_tokens": 12} | call)
     after = counts_of(model)
     new_reasons = {why for why, count in after.reasons.items() if count > before.reasons.get(why, 0)}
-    assert after.served - before.served == (argument.outcome == "served"), new_reasons
+    assert after.static_calls - before.static_calls == (argument.outcome == "served"), new_reasons
     if argument.outcome == "stock":
         assert len(new_reasons) == 1
         assert argument.why.startswith("the reason is") or new_reasons == {argument.why}
