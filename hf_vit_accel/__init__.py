@@ -5,8 +5,8 @@ The rooms, each importing only rooms before it: `config` (settings), `layout` (`
 versions of transformers); `ops` and `backends` (the operations and the attention of a tower); `engine` (one call on
 one device); `graphs` (the call replayed from a CUDA graph);
 `sharing` (one picture for many, one call for many ranks); `tower` (the accelerated forward, its state and its proof);
-`model` (the model around the tower: positions, one call a forward);
-`status`, `api` and `calibration` (what users call); `tools` (the command line).
+`model` (the whole model around the tower); `status`, `api` and `calibration` (what users call); `tools` (the command
+line).
 To follow a call, begin at `tower/forward.py`.
 
 Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers. It initialises no CUDA.
@@ -17,6 +17,7 @@ from hf_vit_accel.backends import BackendUnavailableError
 from hf_vit_accel.calibration import calibrate
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig
 from hf_vit_accel.machine import FallbackError
+from hf_vit_accel.model.decoding import graphed_decoding
 from hf_vit_accel.model.state import follow_name
 from hf_vit_accel.sharing.ranks import RankError
 from hf_vit_accel.status import ModelStatus, Status, TowerStatus, status
@@ -36,6 +37,7 @@ __all__ = [
     "Status",
     "TowerStatus",
     "calibrate",
+    "graphed_decoding",
     "patch",
     "patched",
     "status",

@@ -17,6 +17,7 @@ from hf_vit_accel.families.copies import CopyFamily, suggest
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.model import state as around
 from hf_vit_accel.model.state import ModelState
+from hf_vit_accel.model.steps import decoding_status
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
@@ -164,15 +165,19 @@ class Status:
     Attributes:
         towers: The status of every tower, in the order of the model.
         models: The status of every patched model around a tower.
+        decoding: The calls of `graphed_decoding`, and the reasons of those that stock decoded. None without any.
         untested: Packages that are newer than those that the tests ran with. Towers are proven there, too.
     """
 
     towers: tuple[TowerStatus, ...]
     models: tuple[ModelStatus, ...] = ()
+    decoding: str | None = None
     untested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [str(part) for part in (*self.towers, *self.models)]
+        if self.decoding is not None:
+            lines.append(f"decoding: {self.decoding}")
         lines += [f"not tested: {line}; towers that are fast are proven with it" for line in self.untested]
         return "\n".join(lines)
 
@@ -193,7 +198,9 @@ def status(model: nn.Module) -> Status:
     towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model)]
     states = [(path, around.state_of(holder)) for path, holder in around.holders_of(model)]
     models = [_model_status(path, state) for path, state in states if state is not None]
-    return Status(towers=tuple(towers), models=tuple(models), untested=tuple(untested()))
+    return Status(
+        towers=tuple(towers), models=tuple(models), decoding=decoding_status(model), untested=tuple(untested())
+    )
 
 
 def _model_status(path: str, state: ModelState) -> ModelStatus:

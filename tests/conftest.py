@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # tensors are tiny: more threads would only wait for each other
-    for fixtures in ("towers", "references", "cpu_graphs", "faults"):
+    for fixtures in ("towers", "references", "cpu_graphs", "faults", "decoding"):
         config.pluginmanager.import_plugin(f"support.{fixtures}")
 
 

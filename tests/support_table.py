@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from support import versions as record  # noqa: E402
+from support.generate_arguments import ARGUMENTS  # noqa: E402
 from support.matrix import ELSEWHERE, ORDERS, ROWS, Row  # noqa: E402
 from tiny import FAMILIES  # noqa: E402
 
@@ -26,7 +27,8 @@ from hf_vit_accel.ops import PARTS, rows  # noqa: E402
 PAGE = ROOT / "SUPPORT.md"
 NAMES = ("transformers", "torch")
 BLOCK = re.compile(r"(<!-- rows: (?P<form>\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
-"""Where a page of docs/ shows the modules that treat each row by itself."""
+"""Where a page of docs/ shows the modules that treat each row by itself, or the arguments of `generate`."""
+GENERATE_PAGE = ROOT / "docs" / "generate.md"
 PAGES_WITH_BLOCKS = [ROOT / "docs" / name for name in ("max-rows.md", "reuse.md", "data-parallel.md")]
 
 
@@ -124,7 +126,7 @@ def page() -> str:
 
 def with_blocks(text: str) -> str:
     """Return a page of docs/ with its blocks written anew."""
-    forms = {"table": rows_table, "list": rows_list}
+    forms = {"table": rows_table, "list": rows_list, "arguments": arguments_table}
     return BLOCK.sub(lambda block: f"{block[1]}\n{forms[block['form']]()}\n{block[3]}", text)
 
 
@@ -132,6 +134,16 @@ def rows_table() -> str:
     """Return the modules that treat each row by itself, with their conditions."""
     lines = _table(("module", "if"), ((entry.summary, entry.condition) for entry in rows.TABLE))
     return "\n".join((*lines, ""))
+
+
+def arguments_table() -> str:
+    """Return every argument of `generate`, and what becomes of it in `graphed_decoding`."""
+    words = {"none": "-", "raises": "raises in `generate`", "dropped": "dropped by `generate`"}
+    cells = [
+        (", ".join(f"`{name}`" for name in argument.names), words.get(argument.outcome, argument.outcome), argument.why)
+        for argument in ARGUMENTS
+    ]
+    return "\n".join((*_table(("argument", "outcome", "why, or how"), cells), ""))
 
 
 def rows_list() -> str:
@@ -188,5 +200,5 @@ def _outcome(row: Row) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    for path in PAGES_WITH_BLOCKS:
+    for path in (*PAGES_WITH_BLOCKS, GENERATE_PAGE):
         path.write_text(with_blocks(path.read_text()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support_table import BLOCK, PAGE, PAGES_WITH_BLOCKS, page, with_blocks
+from support_table import BLOCK, GENERATE_PAGE, PAGE, PAGES_WITH_BLOCKS, page, with_blocks
 
 from hf_vit_accel.ops import rows
 
@@ -25,3 +25,9 @@ def test_the_docs_show_the_modules_that_treat_each_row_by_itself(path: Path) -> 
     assert with_blocks(text) == text, "stale: run make support"
     assert text.count("<!-- rows:") == text.count("<!-- end of rows -->") == len(BLOCK.findall(text)) == 1
     assert all(entry.summary in text for entry in rows.TABLE)
+
+
+def test_the_docs_show_every_argument_of_generate() -> None:
+    text = GENERATE_PAGE.read_text()
+    assert with_blocks(text) == text, "stale: run make support"
+    assert "| `num_beams` | stock | num_beams=2 |" in text

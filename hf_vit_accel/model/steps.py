@@ -1,0 +1,199 @@
+"""The decode steps of one model: when they are stale, how many stay, which are proven, what `status` reports."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from hf_vit_accel import machine
+from hf_vit_accel.families import find_towers
+from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.model.step import Step, UnservedError
+
+_PLAIN = (bool, int, float, str, type(None))
+_IGNORED = {*vars(nn.Module()), "rope_deltas"} - {"training"}
+"""Attributes that every module has, and one that every call changes but no decode step reads."""
+
+
+def can_capture(device: torch.device) -> bool:
+    """Return whether a device replays graphs. A CPU runs every step."""
+    return device.type == "cuda"
+
+
+def _fingerprint(value: Any) -> Hashable:
+    """Return a value that changes with everything of an attribute that a captured step may have read."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    if isinstance(value, nn.Module):
+        return ref(value)
+    if isinstance(value, dict):
+        return tuple((_fingerprint(key), _fingerprint(item)) for key, item in value.items())
+    if isinstance(value, list | tuple | set):
+        return tuple(_fingerprint(item) for item in value)
+    return type(value), id(value)
+
+
+def _is_idle(hook: object) -> bool:
+    """Return whether a hook is transformers' own for hidden states, which stays after a call that asked for them."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def _reason_of_module(module: nn.Module) -> str | None:
+    """Return why a step that is replayed would not do what this module does, or None."""
+    attributes = vars(module)
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if not all(_is_idle(hook) for hook in hooks):
+        return "a forward hook"
+    if "_hf_hook" in attributes:
+        return "hooks of accelerate"
+    if module._compiled_call_impl is not None or hasattr(attributes.get("forward"), "_torchdynamo_orig_callable"):
+        return "torch.compile"
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
+            return f"weights of class {type(tensor).__name__}"
+    return None
+
+
+def read_model(model: nn.Module) -> Hashable:
+    """Return the identity of a model without its towers: it is equal while captured steps stay valid.
+
+    Raises:
+        UnservedError: If a step of the model must run module by module.
+    """
+    if torch.nn.modules.module._has_any_global_hook():
+        raise UnservedError("a global hook on all modules")
+    towers = {module for _, tower, _ in find_towers(model) for module in tower.modules()}
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    facts: list[Hashable] = [machine.numerics(), *autocast]
+    devices = set()
+    for name, module in model.named_modules(memo=towers):
+        reason = _reason_of_module(module)
+        if reason is not None:
+            raise UnservedError(f"{reason} on {name or 'the model'}")
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        devices |= {tensor.device for tensor in tensors if tensor is not None}
+        attributes = {key: value for key, value in vars(module).items() if key not in _IGNORED}
+        facts += [ref(module), _fingerprint(tensors), _fingerprint(attributes)]
+    if len(devices) > 1:
+        raise UnservedError("weights on several devices")
+    return tuple(facts)
+
+
+class Steps:
+    """The steps of one model, and the counts for `status`.
+
+    Attributes:
+        served: Calls that static steps decoded.
+        stock: Reason -> calls that stock decoded, wholly or from some token on.
+        refused: Form of a step -> why no static step computes it; None where one was proven to.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.served = 0
+        self.stock: Counter[str] = Counter()
+        self.refused: dict[Hashable, str | None] = {}
+        self._identity: Hashable = None
+        self._steps: OrderedDict[tuple[Hashable, ...], Step] = OrderedDict()
+        self._recorder: CudaRecorder | None = None
+
+    @contextmanager
+    def of_call(self, model: nn.Module, max_graphs: int, max_bytes: int) -> Iterator[None]:
+        """Decode a call: drop all steps before, if the model changed, and those beyond the bounds afterwards.
+
+        Raises:
+            UnservedError: If the model has no static steps, or another call decodes.
+        """
+        identity = read_model(model)
+        if not self._lock.acquire(blocking=False):
+            raise UnservedError("another call decodes")
+        try:
+            if identity != self._identity:
+                self._drop(0, 0)
+                self.refused.clear()
+                self._recorder = None
+                self._identity = identity
+            if self._recorder is not None:
+                self._recorder.wait()
+            try:
+                yield
+            finally:
+                if self._recorder is not None:
+                    self._recorder.done()
+                self._drop(max_graphs, max_bytes)
+        finally:
+            self._lock.release()
+
+    def _drop(self, max_graphs: int, max_bytes: int) -> None:
+        while len(self._steps) > max_graphs or self._nbytes > max_bytes:
+            if self._recorder is not None:
+                self._recorder.settle()
+            self._steps.popitem(last=False)
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(step.nbytes for step in self._steps.values())
+
+    def find(self, key: tuple[Hashable, ...]) -> Step | None:
+        """Return the step of a key, if there is one."""
+        if key in self._steps:
+            self._steps.move_to_end(key)
+        return self._steps.get(key)
+
+    def add(self, key: tuple[Hashable, ...], step: Step, model: nn.Module) -> None:
+        """Capture a new step, where the device can, and keep it. Its buffers hold nothing of a call yet."""
+        if can_capture(step.device):
+            if self._recorder is None:
+                self._recorder = CudaRecorder(step.device)
+            why = self._recorder.against()
+            if why is not None:
+                raise UnservedError(why)
+            [step.replay], nbytes = self._recorder.record(lambda: step.run(model))
+            step.nbytes += nbytes
+        self._steps[key] = step
+
+    def prove(self, form: Hashable, logits: Tensor, expected: Tensor) -> None:
+        """Remember that steps of a form compute stock's logits, to rounding. Raises `ArithmeticError` if not."""
+        is_exact = expected.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
+        bound = 1e-4 if is_exact else 0.05
+        difference = (logits.double() - expected.double()).norm(dim=-1)
+        error = float((difference / expected.double().norm(dim=-1)).max())
+        if not error <= bound:  # nor for NaN
+            raise ArithmeticError(f"logits differ from stock's by {error:.2g}")
+        self.refused[form] = None
+
+    def refuse(self, form: Hashable, reason: str) -> None:
+        """Remember that no static step computes a form, and drop those that were captured."""
+        self.refused[form] = reason
+        for key in [key for key in self._steps if key[0] == form]:
+            del self._steps[key]
+
+    def __str__(self) -> str:
+        text = f"{self.served} calls on a static cache ({len(self._steps)} held, {self._nbytes / 2**20:.0f} MiB)"
+        if self.stock:
+            reasons = "; ".join(f"{count} x {why}" for why, count in self.stock.items())
+            text += f", {self.stock.total()} by stock ({reasons})"
+        return text
+
+
+_STEPS: WeakKeyDictionary[nn.Module, Steps] = WeakKeyDictionary()
+
+
+def steps_of(model: nn.Module) -> Steps:
+    """Return the steps of a model. Copies and pickles of the model begin without any."""
+    return _STEPS.setdefault(model, Steps())
+
+
+def decoding_status(model: nn.Module) -> str | None:
+    """Describe what `graphed_decoding` did for a model; None before its first call."""
+    texts = [str(_STEPS[module]) for module in model.modules() if module in _STEPS]
+    return "; ".join(texts) or None

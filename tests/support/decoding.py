@@ -1,0 +1,124 @@
+"""Compare `graphed_decoding` with stock's `generate`, every output, and replay steps without Python on a CPU."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_vit_accel
+from hf_vit_accel.model import decoding
+from hf_vit_accel.model import steps as steps_module
+from hf_vit_accel.model.steps import Steps, steps_of
+from support.recorded_ops import OperationRecorder
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The calls that a model decoded by static steps, and the reasons of the others."""
+
+    static_calls: int
+    reasons: dict[str, int]
+
+
+def counts_of(model: Any) -> Counts:
+    """Return what `status` counts for a model."""
+    steps: Steps = steps_of(model)
+    return Counts(steps.served, dict(steps.stock))
+
+
+def both(model: Any, inputs: dict[str, Any], seed: int = 0, **kwargs: Any) -> Any:
+    """Generate by stock and by `graphed_decoding`; expect equal outputs, and return ours.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        seed: Seeds torch's generator before either call.
+        kwargs: Arguments of `generate`. Functions named `make_...` make a new argument for either call.
+    """
+    outputs = []
+    for custom_generate in (None, kwargs.pop("custom_generate", hf_vit_accel.graphed_decoding)):
+        new = {name.removeprefix("make_"): make() for name, make in kwargs.items() if name.startswith("make_")}
+        plain = {name: value for name, value in kwargs.items() if not name.startswith("make_")}
+        torch.manual_seed(seed)
+        outputs.append(model.generate(**inputs, **plain, **new, custom_generate=custom_generate))
+        outputs.append(torch.get_rng_state())
+    stock, stock_rng, ours, our_rng = outputs
+    assert torch.equal(stock_rng, our_rng), "another number of random values was drawn"
+    assert_equal_outputs(ours, stock)
+    return ours
+
+
+def assert_equal_outputs(ours: Any, stock: Any) -> None:
+    """Expect equal tokens, logits and scores to rounding, and equal caches."""
+    assert type(ours) is type(stock)
+    if isinstance(stock, Tensor):
+        assert torch.equal(ours, stock)
+        return
+    assert list(ours) == list(stock)
+    assert torch.equal(ours.sequences, stock.sequences)
+    for name in ("logits", "scores"):
+        for tensor, exact in zip(ours.get(name) or (), stock.get(name) or (), strict=True):
+            torch.testing.assert_close(tensor, exact, atol=1e-4, rtol=1e-4)
+    if stock.get("past_key_values") is not None:
+        assert_equal_caches(ours.past_key_values, stock.past_key_values)
+
+
+def assert_equal_caches(ours: Any, stock: Any) -> None:
+    """Expect caches of one class, length and content, to rounding."""
+    assert type(ours) is type(stock) and len(ours.layers) == len(stock.layers)
+    for layer, exact in zip(ours.layers, stock.layers, strict=True):
+        assert type(layer) is type(exact)
+        assert {name: value for name, value in vars(layer).items() if not _has_tensors(value)} == {
+            name: value for name, value in vars(exact).items() if not _has_tensors(value)
+        }
+        for tensor, other in zip(_tensors_of(layer), _tensors_of(exact), strict=True):
+            torch.testing.assert_close(tensor, other, atol=1e-4, rtol=1e-4)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values())
+    )
+
+
+def _tensors_of(layer: Any) -> list[Tensor]:
+    tensors = []
+    for value in vars(layer).values():
+        values = value.values() if isinstance(value, dict) else [value]
+        tensors += [item for item in values if isinstance(item, Tensor)]
+    return tensors
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[OperationRecorder]:
+    """Capture steps on the CPU, and replay their operations alone. Return the class, which only this test changes."""
+
+    class RecorderOfTest(OperationRecorder):
+        pass
+
+    monkeypatch.setattr(steps_module, "CudaRecorder", RecorderOfTest)
+    monkeypatch.setattr(steps_module, "can_capture", lambda device: True)
+    return RecorderOfTest
+
+
+@pytest.fixture(params=["replayed", pytest.param("run", marks=pytest.mark.matrix)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test twice: steps are replayed, or run by Python. Short texts are decoded by steps, too."""
+    monkeypatch.setattr(decoding, "FEWEST", 1)
+    if request.param == "replayed":
+        request.getfixturevalue("recorder")
+    return str(request.param)
+
+
+def argument_names() -> set[str]:
+    """Return all names that this transformers' `generate` takes, from its signature and its config."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    return parameters | fields | {"tokenizer", "past_key_values"}

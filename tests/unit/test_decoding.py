@@ -1,0 +1,368 @@
+"""`graphed_decoding` beside stock's `generate` in fp32: prompts, caches, streamers, criteria, wrapped models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import threading
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from support.decoding import assert_equal_outputs, both, counts_of
+from support.generate_arguments import make_static_cache
+from support.recorded_ops import OperationRecorder
+from tiny import TINY
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import hf_vit_accel
+from hf_vit_accel import graphed_decoding
+from hf_vit_accel.model import decoding
+
+ALL_OUTPUTS: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
+NO_PICTURES = dict(suppress_tokens=[tiny.IMAGE, tiny.VIDEO, tiny.START, tiny.END])
+both_ways = pytest.mark.usefixtures("way")
+
+
+@pytest.fixture
+def model() -> Any:
+    return TINY["qwen2_5_vl"].build()
+
+
+def text(*rows: list[int]) -> dict[str, Any]:
+    return {"input_ids": torch.tensor(rows)}
+
+
+def prompts(model: Any) -> dict[str, dict[str, Any]]:
+    """Return prompts of every kind: pictures, videos, padding on the left, text, one token."""
+    padded = text([2, 2, 7, 8], [9, 4, 3, 3])
+    return {
+        "pictures": tiny.chat_inputs(model, [(1, 4, 6), (1, 8, 8)]),
+        "picture and video": tiny.chat_inputs(model, [(1, 4, 6), (4, 4, 4)]),
+        "left padding": tiny.left_padded(model),
+        "text": text([5, 6, 7, 8], [9, 4, 3, 3]),
+        "one token": text([5]),
+        "padded text": padded | {"attention_mask": (padded["input_ids"] != 2).long()},
+    }
+
+
+@both_ways
+@pytest.mark.parametrize("family", TINY)
+def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> None:
+    model = TINY[family].build()
+    for name, inputs in prompts(model).items():
+        both(model, inputs, max_new_tokens=20, **ALL_OUTPUTS)
+        both(model, inputs, max_new_tokens=9, do_sample=True, num_return_sequences=2, temperature=1.5)
+        assert not counts_of(model).reasons, name
+    assert counts_of(model).static_calls == 12
+
+
+@both_ways
+def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any) -> None:
+    both(model, tiny.left_padded(model), max_new_tokens=300, min_new_tokens=300, **ALL_OUTPUTS)
+    assert counts_of(model).static_calls == 1
+    assert len(hf_vit_accel.model.steps.steps_of(model)._steps) >= 2
+
+
+def test_buckets_waste_at_most_a_quarter_from_512_tokens_on() -> None:
+    sizes = {decoding.slots_for(tokens) for tokens in range(1, 9000)}
+    assert min(sizes) == 128 and len(sizes) <= 21
+    for tokens in range(1, 9000):
+        slots = decoding.slots_for(tokens)
+        assert slots % 128 == 0 and tokens <= slots < tokens + max(128, tokens // 2)
+        assert tokens <= 512 or slots <= tokens * 1.25 + 1
+
+
+@both_ways
+def test_a_conversation_goes_on_in_the_cache_that_a_call_returned(model: Any) -> None:
+    inputs = tiny.chat_inputs(model, [(1, 4, 6)])
+    caches = {way: DynamicCache(config=model.config.get_text_config()) for way in ("stock", "ours")}
+    sequences = {}
+    for way, cache in caches.items():
+        custom_generate = graphed_decoding if way == "ours" else None
+        turn = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=9, custom_generate=custom_generate, **NO_PICTURES
+        )
+        for words in ([[7, 8, 9]], [[11]]):
+            ids = torch.cat([turn, torch.tensor(words)], 1)
+            types = torch.nn.functional.pad(
+                inputs["mm_token_type_ids"], (0, ids.shape[1] - inputs["input_ids"].shape[1])
+            )
+            turn = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                mm_token_type_ids=types,
+                past_key_values=cache,
+                max_new_tokens=12,
+                custom_generate=custom_generate,
+                **NO_PICTURES,
+            )
+        sequences[way] = turn
+    assert torch.equal(sequences["ours"], sequences["stock"])
+    assert caches["ours"].get_seq_length() == caches["stock"].get_seq_length()
+    for ours, stock in zip(caches["ours"].layers, caches["stock"].layers, strict=True):
+        torch.testing.assert_close(ours.keys, stock.keys, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours.values, stock.values, atol=1e-5, rtol=1e-4)
+    assert counts_of(model).static_calls == 3
+
+
+@both_ways
+def test_prompts_of_embeddings(model: Any) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    embeddings = model.get_input_embeddings()(ids).detach()
+    both(model, {"inputs_embeds": embeddings}, max_new_tokens=12, min_new_tokens=12)
+    both(model, {"inputs_embeds": embeddings, "input_ids": ids}, max_new_tokens=12, **ALL_OUTPUTS)
+    assert counts_of(model).static_calls == 2
+
+
+@both_ways
+def test_rows_end_by_themselves(model: Any) -> None:
+    """Every row ends at another token, and is padded from there on."""
+    inputs = text([5, 6, 7, 8], [9, 4, 3, 3], [11, 12, 13, 14])
+    free = both(model, inputs, max_new_tokens=24, min_new_tokens=24)
+    ends = [int(free[row, 4 + 5 * row + 3]) for row in range(3)]
+    ours = both(model, inputs, max_new_tokens=24, eos_token_id=ends, **ALL_OUTPUTS)
+    lengths = [int((row != 2).sum()) for row in ours.sequences]
+    assert len(set(lengths)) > 1
+
+
+@both_ways
+def test_processors_and_criteria_of_the_user(model: Any) -> None:
+    class Favour(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            assert scores.dtype == torch.float32
+            scores[:, (input_ids[:, -1] + 1) % 50] += 2.0
+            return scores
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return input_ids[:, 4:].sum(1) > 300
+
+    for _ in range(2):
+        both(
+            model,
+            text([5, 6, 7, 8], [9, 4, 3, 3]),
+            max_new_tokens=40,
+            make_logits_processor=lambda: LogitsProcessorList([Favour()]),
+            make_stopping_criteria=lambda: StoppingCriteriaList([Stop()]),
+            **ALL_OUTPUTS,
+        )
+    assert counts_of(model).static_calls == 2
+
+
+class Streamer(BaseStreamer):
+    """Collect the calls of a streamer."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(value.tolist())
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@both_ways
+@pytest.mark.parametrize("kwargs", [{}, {"use_cache": False}, {"do_sample": True}])
+def test_a_streamer_gets_what_it_gets_from_stock(model: Any, kwargs: dict[str, Any]) -> None:
+    inputs = text([5, 6, 7, 8])
+    stock = Streamer()
+    ours = Streamer()
+    torch.manual_seed(0)
+    model.generate(**inputs, max_new_tokens=10, streamer=stock, **kwargs)
+    torch.manual_seed(0)
+    custom_generate = functools.partial(graphed_decoding, streamer=ours)
+    model.generate(**inputs, max_new_tokens=10, custom_generate=custom_generate, **kwargs)
+    assert ours.calls == stock.calls and len(ours.calls) > 5
+    with pytest.raises(ValueError, match="stream"):
+        model.generate(**inputs, num_beams=2, custom_generate=custom_generate)
+
+
+def test_arguments_that_generate_drops_are_warned_of(model: Any, recwarn: pytest.WarningsRecorder) -> None:
+    inputs = text([5, 6, 7, 8])
+    with pytest.warns(UserWarning, match="drops streamer"):
+        model.generate(**inputs, max_new_tokens=3, streamer=Streamer(), custom_generate=graphed_decoding)
+    with pytest.warns(UserWarning, match="drops assistant_model"):
+        model.generate(**inputs, max_new_tokens=3, assistant_model=model, custom_generate=graphed_decoding)
+    recwarn.clear()
+    model.generate(**inputs, max_new_tokens=3, custom_generate=functools.partial(graphed_decoding, streamer=Streamer()))
+    assert not [warning for warning in recwarn if "drops" in str(warning.message)]
+    with pytest.raises(ValueError, match="custom_generate"):
+        model.generate(**inputs, max_new_tokens=3, penalty_alpha=0.5, top_k=4, custom_generate=graphed_decoding)
+
+
+def test_ranks_in_step_decode_by_stock(model: Any) -> None:
+    custom_generate = functools.partial(graphed_decoding, synced_gpus=True)
+    with pytest.raises(ValueError, match="process group"):  # stock waits for other ranks
+        model.generate(**text([5, 6]), custom_generate=custom_generate, max_new_tokens=12)
+    assert counts_of(model).reasons == {"synced_gpus": 1}
+
+
+def test_stock_decodes_a_call_without_a_static_step(model: Any) -> None:
+    inputs = text([5, 6, 7])
+    called = []
+    both(model, inputs, max_new_tokens=5)
+    both(model, inputs, max_new_tokens=12, make_past_key_values=lambda: make_static_cache(model))
+    model.train()
+    both(model, inputs, max_new_tokens=12)
+    model.eval()
+    handle = model.lm_head.register_forward_hook(lambda *args: called.append(1))
+    both(model, inputs, max_new_tokens=12, min_new_tokens=12)
+    assert len(called) == 24
+    handle.remove()
+    with torch.nn.modules.module.register_module_forward_hook(lambda *args: None):
+        both(model, inputs, max_new_tokens=12)
+    layer = model.model.language_model.layers[1]
+    layer.compile(backend="eager")
+    both(model, inputs, max_new_tokens=12)
+    assert counts_of(model).reasons == {
+        "fewer than 8 tokens to come, and no step captured": 1,
+        "a cache of class StaticCache": 1,
+        "the model is in training mode": 1,
+        "a forward hook on lm_head": 1,
+        "a global hook on all modules": 1,
+        "torch.compile on model.language_model.layers.1": 1,
+    }
+    layer._compiled_call_impl = None
+    both(model, inputs, max_new_tokens=12)
+    both(model, inputs, max_new_tokens=5)
+    assert counts_of(model).static_calls == 2
+
+
+@both_ways
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_modes_of_autograd_may_change_between_calls(model: Any, mode: Any) -> None:
+    inputs = tiny.left_padded(model)
+    for context in (mode, torch.enable_grad, torch.inference_mode):
+        with context():
+            both(model, inputs, max_new_tokens=10, **ALL_OUTPUTS)
+    assert counts_of(model).static_calls == 3
+
+
+@both_ways
+def test_autocast_keeps_its_steps_to_itself(model: Any) -> None:
+    """Keys and values of several dtypes have no static cache. Calls without autocast have one before and after."""
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            both(model, text([5, 6]), max_new_tokens=12)
+        both(model, text([5, 6]), max_new_tokens=12)
+    counts = counts_of(model)
+    assert counts.static_calls == 2 and list(counts.reasons.values()) == [2]
+
+
+@both_ways
+def test_copies_begin_without_steps_and_files_know_nothing(model: Any, tmp_path: Path) -> None:
+    inputs = tiny.left_padded(model)
+    both(model, inputs, max_new_tokens=10)
+    model.save_pretrained(tmp_path)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), type(model).from_pretrained(tmp_path)):
+        assert counts_of(twin).static_calls == 0
+        both(twin, inputs, max_new_tokens=10)
+        with torch.no_grad():
+            twin.lm_head.weight.neg_()
+        assert_equal_outputs(
+            both(twin, inputs, max_new_tokens=10), twin.generate(**inputs, max_new_tokens=10)
+        )  # the twin's own weights
+        assert counts_of(twin).static_calls == 2
+    both(model, inputs, max_new_tokens=10)
+
+
+@both_ways
+def test_threads_decode_at_once(model: Any) -> None:
+    inputs = [text([5, 6, 7 + index]) for index in range(4)]
+    expected = [model.generate(**prompt, max_new_tokens=40) for prompt in inputs]
+    results: list[Any] = [None] * 4
+    errors: list[BaseException] = []
+
+    def decode(index: int) -> None:
+        try:
+            for _ in range(3):
+                results[index] = model.generate(**inputs[index], max_new_tokens=40, custom_generate=graphed_decoding)
+                assert torch.equal(results[index], expected[index])
+        except BaseException as error:  # reported below
+            errors.append(error)
+
+    threads = [threading.Thread(target=decode, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    counts = counts_of(model)
+    assert counts.static_calls + counts.reasons.get("another call decodes", 0) == 12
+
+
+@both_ways
+def test_an_error_of_the_user_leaves_the_cache_and_later_calls_right(model: Any) -> None:
+    class Fail(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if input_ids.shape[1] == 12:
+                raise KeyError("the user's")
+            return scores
+
+    caches = [DynamicCache(), DynamicCache()]
+    for cache, custom_generate in zip(caches, (None, graphed_decoding), strict=True):
+        with pytest.raises(KeyError, match="the user's"):
+            model.generate(
+                **text([5, 6, 7]),
+                past_key_values=cache,
+                logits_processor=LogitsProcessorList([Fail()]),
+                custom_generate=custom_generate,
+                max_new_tokens=20,
+                min_new_tokens=20,
+            )
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 12
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
+    both(model, text([5, 6, 7]), max_new_tokens=20)
+
+
+def test_status_reports_the_calls(model: Any, recorder: type[OperationRecorder]) -> None:
+    assert hf_vit_accel.status(model).decoding is None
+    both(model, text([5, 6]), max_new_tokens=12)
+    both(model, text([5, 6]), max_new_tokens=12, num_beams=4)
+    line = str(hf_vit_accel.status(model)).splitlines()[-1]
+    assert line.startswith("decoding: 1 calls on a static cache (1 held, ")
+    assert line.endswith("), 1 by stock (1 x num_beams=4)")
+    assert "decoding" in hf_vit_accel.status(model).to_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@both_ways
+def test_half_precision_is_as_exact_as_stock(dtype: torch.dtype) -> None:
+    """Logits of every step, with the tokens forced, are as near to fp32 as stock's."""
+    for family in TINY:
+        exact = TINY[family].build()
+        errors: dict[str, list[float]] = {"ours": [], "stock": []}
+        for seed in range(3):
+            inputs = tiny.chat_inputs(exact, [(1, 4, 6)], seed)
+            forced = exact.generate(**inputs, max_new_tokens=24, min_new_tokens=24, **NO_PICTURES)
+
+            def force(batch: int, ids: torch.Tensor, forced: torch.Tensor = forced) -> list[int]:
+                return [int(forced[batch, len(ids)])]
+
+            half = copy.deepcopy(exact).to(dtype)
+            outputs = {}
+            for way, twin in {"exact": exact, "stock": half, "ours": half}.items():
+                outputs[way] = twin.generate(
+                    **{
+                        name: value.to(dtype) if name.startswith("pixel") and twin is half else value
+                        for name, value in inputs.items()
+                    },
+                    max_new_tokens=24,
+                    min_new_tokens=24,
+                    prefix_allowed_tokens_fn=force,
+                    custom_generate=graphed_decoding if way == "ours" else None,
+                    **ALL_OUTPUTS,
+                ).logits
+            assert counts_of(half).static_calls == 1
+            for way in errors:
+                pairs = zip(outputs[way][1:], outputs["exact"][1:], strict=True)
+                errors[way] += [tiny.relative_error(logits, truth) for logits, truth in pairs]
+        # the median, since an expert that is chosen otherwise at a rounding makes an error of its own size
+        assert median(errors["ours"]) <= 1.1 * median(errors["stock"]), family
