@@ -92,7 +92,7 @@ def uninstall(model: nn.Module) -> ModelState | None:
     for name in _REPLACED:
         if isinstance(vars(model).get(name), Method):
             del vars(model)[name]
-    every_rank.drop_hooks(model, (BeforeForward, AfterForward))
+    every_rank.drop_hooks(model, OWN_HOOKS)
     text = (vars(model).get("_modules") or {}).get("language_model")
     if isinstance(text, nn.Module):
         every_rank.drop_hooks(text, AddDummy)
@@ -265,6 +265,10 @@ class AfterForward:
         state = None if torch.compiler.is_compiling() else state_of(model)
         if state is not None:
             state.copies.in_forward = False
+
+
+OWN_HOOKS = (BeforeForward, AfterForward)
+"""The classes of our hooks on a model."""
 
 
 @torch.compiler.disable(reason="positions are computed on the host")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.families import find_towers
 from hf_vit_accel.graphs.recorder import CudaRecorder
+from hf_vit_accel.model.state import OWN_HOOKS
 from hf_vit_accel.model.step import Step, UnservedError
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -43,8 +44,11 @@ def _fingerprint(value: Any) -> Hashable:
 
 
 def _is_idle(hook: object) -> bool:
-    """Return whether a hook is transformers' own for hidden states, which stays after a call that asked for them."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    """Return whether a hook does nothing in a decode step.
+
+    transformers' own for hidden states stays after a call that asked for them. Ours on a model only act on pictures.
+    """
+    return isinstance(hook, OWN_HOOKS) or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _reason_of_module(module: nn.Module) -> str | None:

@@ -63,6 +63,21 @@ def test_every_prompt_gets_the_tokens_logits_and_cache_of_stock(family: str) -> 
 
 
 @both_ways
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_patched_models_decode_by_steps(family: str) -> None:
+    """`patch` leaves hooks on the model, which do nothing in a step."""
+    model = hf_vit_accel.patch(TINY[family].build())
+    for name, inputs in prompts(model).items():
+        both(model, inputs, max_new_tokens=20, **ALL_OUTPUTS)
+        assert not counts_of(model).reasons, name
+    hf_vit_accel.patch(model)
+    both(model, text([5, 6]), max_new_tokens=12)
+    hf_vit_accel.unpatch(model)
+    both(model, text([5, 6]), max_new_tokens=12)
+    assert not counts_of(model).reasons
+
+
+@both_ways
 def test_a_text_longer_than_its_cache_goes_on_in_a_larger_one(model: Any) -> None:
     both(model, tiny.left_padded(model), max_new_tokens=300, min_new_tokens=300, **ALL_OUTPUTS)
     assert counts_of(model).static_calls == 1
