@@ -169,7 +169,7 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
     towers = []
     for _, tower, family in towers_of(model):
         state = None if family.attention_only else state_of(tower)
-        if state is not None and (state.runner or calls is not None):
+        if state is not None and (state.inference_runner or calls is not None):
             towers.append((tower, state))
     if not towers:
         raise ValueError(
@@ -183,8 +183,8 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
 
 def _warm_up_tower(tower: Tower, state: TowerState, calls: list[Grid] | None, progress: bool) -> None:
     snapshot = state.snapshot(tower)
-    runner = state.runner
-    if snapshot.stock or snapshot.offloaded:
+    runner = state.inference_runner
+    if snapshot.reasons_stock or snapshot.offloaded:
         return  # every call runs the stock forward, as `status` reports, or its weights come with the call
     merge = snapshot.geometry.merge
     weight = snapshot.parts.projection.weight

@@ -21,7 +21,7 @@ from hf_vit_accel.ops import Ops
 from hf_vit_accel.ops.training.trained import TrainedLayer, layer_of
 from hf_vit_accel.ops.window_attention import LONGEST
 
-PLANS = "vision_plans"
+ROUTE = "vision_route"
 """The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`.
 
 Where a tower does not pass its keyword arguments on, the route is an attribute of this name on the offsets.
@@ -148,8 +148,8 @@ class Route:
         kwargs["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
             kwargs["max_window_seqlen"] = self.metadata.window.max_seqlen
-        kwargs[PLANS] = self
-        setattr(kwargs["cu_seqlens"], PLANS, self)  # for towers that do not pass keyword arguments on to layers
+        kwargs[ROUTE] = self
+        setattr(kwargs["cu_seqlens"], ROUTE, self)  # for towers that do not pass keyword arguments on to layers
         return kwargs
 
 

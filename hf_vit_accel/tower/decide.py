@@ -1,7 +1,6 @@
-"""Decide everything about a call before it runs.
+"""Decide everything about a call before it runs, but one thing: a runner picks the CUDA graph of each pass, or none.
 
-A call is fast, or goes one of the ways of `Way` through the stock forward. Its plan says which, with every reason, and
-holds whatever that way needs.
+A call goes one of the four ways of `Way`. Its plan says which, with every reason, and holds whatever that way needs.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,11 +35,16 @@ from hf_vit_accel.tower.state import SpecKey, TowerState
 
 
 class Way(Enum):
-    """The way of a call through the stock forward."""
+    """The way of a call: through our operations, or one of three ways through the stock forward.
 
-    METADATA = "with our metadata and attention"
-    ATTENTION = "with our attention alone, in families whose blocks we do not know"
-    STOCK = "untouched"
+    `reasons_stock` (of a `Snapshot`, of `checks`, of a `Call`) send a call the way STOCK. `reasons_slow` send it the
+    way METADATA, where stock calls the blocks one by one. `status` counts FAST and ATTENTION as fast calls.
+    """
+
+    FAST = "by our operations and attention"
+    METADATA = "through the stock forward, with our metadata and attention"
+    ATTENTION = "through the stock forward, with our attention alone: a family whose blocks we do not know"
+    STOCK = "through the stock forward, untouched"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,12 +52,12 @@ class Call:
     """One call, as it was read.
 
     Attributes:
-        inputs: Pixels and grid, checked; None for a call that must go the stock way.
-        reasons_stock: Why it must.
+        inputs: Pixels and grid, checked; None for a call that goes `Way.STOCK`.
+        reasons_stock: Why it does.
         reasons_slow: Why the blocks must be called one by one.
-        snapshot: The tower as it is now; None where it could not be looked at.
+        snapshot: The tower as it is now; None where it could not be read.
         parameters: Of the tower, as they are now.
-        weights: Where they lie in memory.
+        weights: Their addresses, dtypes and sizes.
     """
 
     inputs: Inputs | None = None
@@ -102,8 +106,8 @@ class StockPlan:
     """The decisions about a call that runs the stock forward.
 
     Attributes:
-        way: How it runs.
-        reasons: Why it is not fast, and features that it does not get.
+        way: Any but `Way.FAST`.
+        reasons: Why it is not fast, and why it gets less than was requested.
         injected: Keyword arguments that the stock forward is given.
         route: Of the layout, on the way METADATA.
         shared: Whether ranks share the call.
@@ -121,11 +125,11 @@ class FastPlan:
     """The decisions about a call that runs our operations.
 
     Attributes:
-        reasons: Features that the call does not get, with the cause of each.
+        reasons: Why the call gets less than was requested.
         inputs: Pixels and grid of the whole call, and which images are equal.
         snapshot: The tower as it is now.
         parameters: Of the tower, as they are now.
-        weights: Where they lie in memory.
+        weights: Their addresses, dtypes and sizes.
         spec: Of every route.
         passes: In order. More than one for a long call, none if there is nothing to encode.
         most_rows: Rows of a pass at most; None for a call that may not be cut.
@@ -135,6 +139,7 @@ class FastPlan:
         eager_reason: Why a tower with graphs runs this call eagerly, whatever its layout.
         marks_outputs: Whether the outputs of a frozen tower must require gradients.
         returns_tuple: Whether the caller asked for a tuple.
+        way: Always `Way.FAST`.
     """
 
     reasons: tuple[str, ...]
@@ -151,6 +156,7 @@ class FastPlan:
     eager_reason: str | None
     marks_outputs: bool
     returns_tuple: bool
+    way: ClassVar[Way] = Way.FAST
 
 
 CallPlan = StockPlan | FastPlan
@@ -163,7 +169,7 @@ class Outcome:
     Attributes:
         plan: The decisions that it ran by.
         output: An object of the stock output class, or a tuple.
-        reasons: Features that turned out to be missing while it ran.
+        reasons: More reasons why it got less than was requested, found while it ran.
     """
 
     plan: CallPlan
@@ -199,31 +205,34 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
             "A patched tower cannot be captured in an outer CUDA graph; use hf_vit_accel.patch(model, cuda_graphs=True)"
         )
     # A third-party module (an adapter) may train parameters outside of the tower.
-    trains = torch.is_grad_enabled()
-    grad = trains and bool(snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
+    grad_enabled = torch.is_grad_enabled()
+    grad = grad_enabled and bool(
+        snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters)
+    )
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     shared = _NOT_SHARED
     if state.sharing is not None:
         shared = _decide_sharing(state, state.sharing, call, checkpoints, not_shared)
-    slow = list(call.reasons_slow)
+    reasons_slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
-        slow.append("this family takes the frames of a video one by one")
-    spec = spec_of(state, snapshot, weights, device, fast=not slow, grad=grad)
+        reasons_slow.append("this family takes the frames of a video one by one")
+    spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad)
     if spec.ops is None:
-        return _decide_metadata(tower, state, call, spec, slow, shared)
+        return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
 
     reasons = list(shared.reasons)
     most_rows = spec.max_rows
-    if any(checkpoints) or isinstance(state.settings.max_rows, int):
+    if any(checkpoints) or isinstance(state.settings.max_rows, int):  # else there is nothing to add to the spec
         most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
         reasons += passes_reasons
     grid = inputs.grid
-    if inputs.looked is not None:
-        grid = inputs.looked.distinct(grid)
-        reasons += inputs.looked.unmet
+    if inputs.repeats is not None:
+        grid = inputs.repeats.distinct(grid)
+        reasons += inputs.repeats.unmet
     if shared.places is not None and state.sharing is not None:
         grid = shared.places.grid_of(state.sharing.ranks.rank)
-    if grid is inputs.grid and (most_rows is None or len(inputs.pixels) <= most_rows):
+    encodes_whole_call = grid is inputs.grid  # nothing is reused, and ranks do not share
+    if encodes_whole_call and (most_rows is None or len(inputs.pixels) <= most_rows):  # `_passes`, but faster
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
         passes = _passes(state, spec, grid, most_rows)
@@ -231,7 +240,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons += [reason for reason in one_pass.route.unmet if reason not in reasons]
     if state.settings.strict:
         refuse(reasons)
-    runner = state.training if grad else state.runner
+    runner = state.training_runner if grad else state.inference_runner
     if grad and len(passes) > 1:
         runner = None  # such passes run again in the backward pass
     return FastPlan(
@@ -247,7 +256,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         shared=shared,
         runner=runner,
         eager_reason=None if runner is None else _reason_against_graphs(snapshot, weights, device, checkpoints),
-        marks_outputs=trains and not grad and snapshot.marks_outputs(),
+        marks_outputs=grad_enabled and not grad and snapshot.marks_outputs(),
         returns_tuple=inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
 
@@ -258,7 +267,8 @@ def spec_of(
     """Return the spec of calls like this one; the same object while nothing of it changes."""
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.kinds, scales, len(state.passes.fewer))
+    halvings = len(state.pass_limit.rows_after_oom)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings)
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 
@@ -279,7 +289,7 @@ def _decide_sharing(
     inputs = call.inputs
     snapshot = call.snapshot
     assert inputs is not None and snapshot is not None
-    distinct = inputs.grid if inputs.looked is None else inputs.looked.distinct(inputs.grid)
+    distinct = inputs.grid if inputs.repeats is None else inputs.repeats.distinct(inputs.grid)
     places = sharing.split(inputs.grid, distinct, snapshot.facts)
     if places is None:
         return SharedCall(result="too small to share")
@@ -287,7 +297,7 @@ def _decide_sharing(
     reasons = sharing.reasons_against(snapshot.facts, reentrant=is_reentrant)
     if reasons:
         return SharedCall(reasons=tuple(reasons))
-    sharing.wait_for_me(inputs.grid)
+    sharing.note_others_wait(inputs.grid)
     return SharedCall(places=places, result="shared")
 
 
@@ -301,13 +311,13 @@ def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
 
 
 def _decide_metadata(
-    tower: Tower, state: TowerState, call: Call, spec: Spec, slow: list[str], shared: SharedCall
+    tower: Tower, state: TowerState, call: Call, spec: Spec, reasons_slow: list[str], shared: SharedCall
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None
     name = tower.config._attn_implementation
     route = state.routes.get(call.inputs.grid, spec)
-    reasons = slow + route.unmet
+    reasons = reasons_slow + route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
         refuse([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
     if state.settings.strict:
@@ -340,7 +350,10 @@ def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None) ->
 def _most_rows(
     state: TowerState, spec: Spec, snapshot: Snapshot, checkpoints: Sequence[Checkpoint | None], rows: int
 ) -> tuple[int | None, list[str]]:
-    """Return the rows of a pass; or None, and why the call is not cut."""
+    """Return the rows of a pass; or None, and why a call longer than the user's bound is not cut.
+
+    `spec.max_rows` is None for calls that are never cut. Checkpoints, which a spec does not know, may forbid it too.
+    """
     if spec.max_rows is not None and not any(checkpoints):
         return spec.max_rows, []
     reasons = reasons_whole(snapshot.facts, checkpoints)
@@ -363,6 +376,6 @@ def _reason_against_graphs(
         return snapshot.mixing[0]
     if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen
         return "a parameter is not contiguous"
-    if snapshot.sharded:
+    if snapshot.sharded_layers:
         return "FSDP2 gathers weights again at every call"
     return "gradient checkpointing runs layers again" if any(checkpoints) else None

@@ -63,7 +63,7 @@ class Backoff:
         self.calls = calls
         self._counted = 0
 
-    def is_due(self) -> bool:
+    def count_call(self) -> bool:
         """Count a call; return whether the next attempt is due."""
         self._counted += 1
         return self._counted >= self.calls
@@ -75,16 +75,16 @@ class Proof:
 
     Attributes:
         key: The class, and the fields of its config that the run depended on.
-        fast: Why our operations may not take the place of its forward; None where that is proven.
-        injected: Why its forward may not be given metadata of ours; None where that is proven.
+        why_not_fast: Why our operations may not take the place of its forward; None where that is proven.
+        why_not_metadata: Why its forward may not be given metadata of ours; None where that is proven.
         classes: The classes of all its modules.
         code: The functions that ran.
         backoff: When to try again, where no numbers could be compared; None for a verdict, which stands.
     """
 
     key: tuple[type, str]
-    fast: str | None
-    injected: str | None
+    why_not_fast: str | None
+    why_not_metadata: str | None
     classes: frozenset[type]
     code: Code
     backoff: Backoff | None = None
@@ -107,15 +107,15 @@ def prove(tower: nn.Module, family: Family) -> Proof:
     proof = _PROOFS.get(key)
     if proof is None or not proof.code.unchanged():
         proof = _PROOFS[key] = machine.run_isolated(_prove, key, config, family, Backoff())
-    elif proof.backoff is not None and proof.backoff.is_due():
+    elif proof.backoff is not None and proof.backoff.count_call():
         next_backoff = Backoff(2 * proof.backoff.calls)
         proof = _PROOFS[key] = machine.run_isolated(_prove, key, config, family, next_backoff)
     return proof
 
 
-def is_outdated(proof: Proof) -> bool:
-    """Return whether a proof that could not run has been made since, or is to be tried again now; counts a call."""
-    return proof.backoff is not None and (_PROOFS.get(proof.key) is not proof or proof.backoff.is_due())
+def count_call(proof: Proof) -> bool:
+    """Count a call; return whether a proof that could not run has been made since, or is to be tried again now."""
+    return proof.backoff is not None and (_PROOFS.get(proof.key) is not proof or proof.backoff.count_call())
 
 
 def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
@@ -127,7 +127,7 @@ def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
         reasons: Why this tower runs its own forward.
     """
     name = kind.__name__
-    why = proof.injected or proof.fast
+    why = proof.why_not_metadata or proof.why_not_fast
     if why is None and reasons and kind is not proof.code.kind:
         text = f"{name} stays stock: {reasons[0]}. Only towers of transformers' own classes are accelerated."
     elif why is None:
@@ -254,11 +254,13 @@ def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backo
             with torch.device("cpu"), _Isolated():
                 twin = _twin(kind, config, family, dtype)
                 classes = frozenset(type(module) for module in twin.modules())
-                fast, injected = _verdict(twin, family)
-            return Proof(key=key, fast=fast, injected=injected, classes=classes, code=Code(kind, classes))
+                not_fast, not_metadata = _verdict(twin, family)
+            code = Code(kind, classes)
+            return Proof(key=key, why_not_fast=not_fast, why_not_metadata=not_metadata, classes=classes, code=code)
         except Exception as error:
             why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
-    return Proof(key=key, fast=why, injected=why, classes=classes, code=Code(kind, classes), backoff=backoff)
+    code = Code(kind, classes)
+    return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=classes, code=code, backoff=backoff)
 
 
 def _verdict(twin: Tower, family: Family) -> tuple[str | None, str | None]:
@@ -269,13 +271,13 @@ def _verdict(twin: Tower, family: Family) -> tuple[str | None, str | None]:
     except (AttributeError, TypeError, ValueError) as error:
         why = f"{type(twin).__name__} is not built as {family.name} is known: {one_line(error)}"
         return why, why
-    fast, injected = _compare(twin, family, GRIDS[0], complete=True)
-    fast = fast or _compare(twin, family, GRIDS[1])[0]
+    why_not_fast, why_not_metadata = _compare(twin, family, GRIDS[0], complete=True)
+    why_not_fast = why_not_fast or _compare(twin, family, GRIDS[1])[0]
     with torch.no_grad():  # in a residual stream this small, a norm's epsilon counts
         for name, parameter in twin.named_parameters():
             parameter.mul_(0.02 if parameter.dim() > 1 or name.endswith("bias") else 1.0)
     # In training mode, stock may do what our operations do not.
-    return fast or _compare(twin.train(), family, GRIDS[0])[0], injected
+    return why_not_fast or _compare(twin.train(), family, GRIDS[0])[0], why_not_metadata
 
 
 def _spec(twin: Tower, family: Family) -> Spec:
@@ -326,27 +328,27 @@ def _compare(twin: Tower, family: Family, grid: Grid, *, complete: bool = False)
         output = twin(family.pixels(twin, pixels_TP), grid_thw=grid_thw)
         expected = family.tensors_of(output)
         ours = encode(lay_out(grid, spec).ready(), pixels_TP)
-    fast = None
+    why_not_fast = None
     if why := _difference(ours, expected, _OUTPUT_BOUND):
-        fast = f"{name} computes something else than our operations ({why})"
+        why_not_fast = f"{name} computes something else than our operations ({why})"
     elif type(family.output_of(family.output_class(twin), ours)) is not type(output):
-        fast = f"{name} returns another class, {type(output).__name__}"
+        why_not_fast = f"{name} returns another class, {type(output).__name__}"
     if not complete:
-        return fast, None
-    if fast is None:
+        return why_not_fast, None
+    if why_not_fast is None:
         inputs = [pixels_TP, *(parameter for parameter in twin.parameters() if parameter.requires_grad)]
         incoming = [torch.randn(x.shape, generator=generator, device="cpu", dtype=x.dtype) for x in expected]
         our_gradients = torch.autograd.grad(ours, inputs, incoming, allow_unused=True)
         gradients = torch.autograd.grad(expected, inputs, incoming, allow_unused=True)
         if why := _difference(list(our_gradients), list(gradients), _GRADIENT_BOUND):
-            fast = f"{name} has other gradients than our operations ({why})"
+            why_not_fast = f"{name} has other gradients than our operations ({why})"
     twin.config._attn_implementation_internal = "flash_vit_auto"
     metadata = lay_out(grid, replace(spec, ops=None)).ready().injected()
     with torch.no_grad():
         output = twin(family.pixels(twin, pixels_TP), grid_thw=grid_thw, **metadata)
-        injected = _difference(family.tensors_of(output), expected, _OUTPUT_BOUND)
+        difference = _difference(family.tensors_of(output), expected, _OUTPUT_BOUND)
     twin.config._attn_implementation_internal = _STOCK
-    return fast, injected and f"{name} computes something else with our metadata ({injected})"
+    return why_not_fast, difference and f"{name} computes something else with our metadata ({difference})"
 
 
 def _difference(ours: list[Any], expected: list[Any], bound: float) -> str | None:

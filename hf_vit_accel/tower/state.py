@@ -12,7 +12,7 @@ from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.passes import Passes
+from hf_vit_accel.engine.passes import PassLimit
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.graphs.runner import Runner
@@ -30,14 +30,17 @@ STATE = "_hf_vit_accel"
 
 
 class SpecKey(NamedTuple):
-    """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower."""
+    """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
+
+    `fast` is false for calls that go `decide.Way.METADATA`. `halvings` counts `PassLimit.rows_after_oom`: 0, 1 or 2.
+    """
 
     device: torch.device
     autocast: torch.dtype | None
     fast: bool
     grad: bool
     weights_dtype: torch.dtype
-    weights_kinds: tuple[Any, ...]
+    weights_key: tuple[Any, ...]
     scales: Scales | None
     halvings: int
 
@@ -52,7 +55,7 @@ class TowerState:
         former_forward: The forward that the instance had; None for the class's.
         calls: Calls that were fast.
         stock_calls: Calls that ran the stock forward.
-        fallbacks: Features that calls did not get, with the number of calls.
+        fallbacks: Why calls got less than was requested, with the number of calls.
         last: The route of the last call.
         warming: The thread that runs `warmup`.
         attention_backends: The backend of each kind of layer, where our attention alone runs.
@@ -82,27 +85,27 @@ class TowerState:
         self.rebuild_reason: str | None = None
 
         self.routes = Routes()
-        self.passes = Passes(settings.max_rows)
+        self.pass_limit = PassLimit(settings.max_rows)
         self.sharing: Sharing | None = None
-        self.runner: Runner | None = None
-        self.training: TrainingRunner | None = None
+        self.inference_runner: Runner | None = None
+        self.training_runner: TrainingRunner | None = None
         self.reuse: Reuse | None = None
         if not family.attention_only:
-            self._make_features()
+            self._make_options()
 
         self.attributes: dict[str, Any] = {}
         self.last_snapshot: Snapshot | None = None
         self._scales: Scales | None = None
 
-    def _make_features(self) -> None:
-        """Make what the settings ask for beside the forward itself."""
+    def _make_options(self) -> None:
+        """Make the objects for options beside the forward itself: sharing, graphs, reuse."""
         settings = self.settings
         graphs = settings.graphs
         if settings.ranks is not None:
             self.sharing = Sharing(settings.ranks, graphs=graphs is not None)
         if graphs is not None:
-            self.runner = Runner(graphs, self.routes)
-            self.training = TrainingRunner(graphs) if graphs.max_training_bytes else None
+            self.inference_runner = Runner(graphs, self.routes)
+            self.training_runner = TrainingRunner(graphs) if graphs.max_training_bytes else None
         if settings.reuse is not None:
             self.reuse = Reuse(settings.reuse)
 
@@ -139,7 +142,7 @@ class TowerState:
         self.follow_attention(tower)
         self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
         self.attributes = attributes_of(tower)
-        proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.stock)
+        proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.reasons_stock)
         return snapshot
 
     def follow_attention(self, tower: Tower) -> None:
@@ -165,11 +168,11 @@ class TowerState:
             weights=weights.dtype,
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
-            reads=snapshot.reads,
+            watched=snapshot.watched,
             grad=request.grad,
         )
         ops = build(snapshot.parts, context, requested_parts)
-        snapshot.reads.seal()
+        snapshot.watched.seal()
         self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
         return ops
 
@@ -182,8 +185,8 @@ class TowerState:
         if scales is not None and (scales.device, scales.layers, scales.heads) == (device, layers, snapshot.heads):
             return scales
         if scales is not None:
-            if self.runner is not None:
-                self.runner.close()  # its graphs write to the memory that goes
+            if self.inference_runner is not None:
+                self.inference_runner.close()  # its graphs write to the memory that goes
             scales.close()
         self._scales = Scales(
             device=device, layers=layers, heads=snapshot.heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
@@ -201,17 +204,19 @@ class TowerState:
             packed=key.fast,
             fp8=key.scales,
             grad=grad,
-            graphs=self.runner is not None and not grad,
-            replayed=self.training is not None and grad,
+            # A graph for inference is padded and replays other layouts; one for training replays its own layout.
+            replays_other_layouts=self.inference_runner is not None and not grad,
+            replays_this_layout=self.training_runner is not None and grad,
             score_mod=settings.score_mod,
         )
+        whole = bool(snapshot.sharded_layers or snapshot.mixing)
         spec = Spec(
             geometry=snapshot.geometry,
             request=request,
             ops=self._build(snapshot, weights, request) if key.fast else None,
             full_layers=snapshot.full_layers,
             faults=tuple(self.faults.items()),
-            max_rows=self.passes.most(key.device, grad=grad, whole=bool(snapshot.sharded or snapshot.mixing)),
+            max_rows=self.pass_limit.rows(key.device, grad=grad, whole=whole),
             settings=settings,
         )
         snapshot.specs[key] = spec
@@ -239,9 +244,9 @@ class TowerState:
 
     def close(self) -> None:
         """Drop everything that was cached, device memory included."""
-        for feature in (self.runner, self.training, self.reuse, self._scales):
-            if feature is not None:
-                feature.close()
+        for part in (self.inference_runner, self.training_runner, self.reuse, self._scales):
+            if part is not None:
+                part.close()
         self.routes.cache.clear()
         self.last_snapshot = None
         self._scales = None

@@ -109,8 +109,8 @@ def check_memory_in_backward(rank: int) -> None:
     encode = tower_module.encode
     error = torch.OutOfMemoryError("Tried to allocate 20 GiB")
 
-    def encode_and_fail_in_backward(*args: object) -> list[torch.Tensor]:
-        outputs = encode(*args)
+    def encode_and_fail_in_backward(*args: object, **options: object) -> list[torch.Tensor]:
+        outputs = encode(*args, **options)
         outputs[-1].register_hook(raiser(error))
         return outputs
 
