@@ -136,8 +136,9 @@ def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, find_repeats: FindR
             f"expected grid_thw on the CPU or with the pixel values on {device}, got it on {grid_thw.device}; "
             "move both to the model's device"
         )
+    repeats = None
     if find_repeats is None:
-        sizes, repeats = grid_thw.tolist(), None
+        sizes = grid_thw.tolist()
     else:
         sizes, repeats = find_repeats(pixels_TP, grid_thw)
     grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0])

@@ -40,7 +40,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slot:
-    """Where a module stores a tensor of any kind. (`ops.base.Slots` are for parameters alone.)
+    """The dictionary and the name under which a module stores a tensor. (`ops.base.Slots` are for parameters alone.)
 
     Attributes:
         attributes: The dictionary of the module.

@@ -137,7 +137,7 @@ def loads(grid: Grid, shares: Split, *, clips: bool, full: float) -> list[float]
 
 @dataclass(frozen=True)
 class Places:
-    """Where the rows of every rank's share are in a call."""
+    """Find the rows of every rank's share among those of a call."""
 
     grid: Grid
     shares: Split

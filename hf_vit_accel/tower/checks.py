@@ -192,13 +192,13 @@ def facts_for_reuse(
         no_kernels: Why Triton kernels are not tried; None if they are.
     """
     assert settings.reuse is not None
-    grad_enabled = torch.is_grad_enabled()
+    grad_mode = torch.is_grad_enabled()
     reasons = list(snapshot.mixing)
     if snapshot.third_party and snapshot.in_training_mode() and not reasons:
         reasons.append(f"{snapshot.third_party}, and may be random in training")
     against_keeping: list[str] = []
     watched: list[Tensor] = []
-    if settings.reuse.across_calls and not (grad_enabled and (snapshot.third_party or snapshot.trained(parameters))):
+    if settings.reuse.across_calls and not (grad_mode and (snapshot.third_party or snapshot.trained(parameters))):
         if snapshot.third_party:
             against_keeping.append(f"{snapshot.third_party}, and might act otherwise at a later call")
         if settings.score_mod is not None:

@@ -205,10 +205,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
             "A patched tower cannot be captured in an outer CUDA graph; use hf_vit_accel.patch(model, cuda_graphs=True)"
         )
     # A third-party module (an adapter) may train parameters outside of the tower.
-    grad_enabled = torch.is_grad_enabled()
-    grad = grad_enabled and bool(
-        snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters)
-    )
+    grad_mode = torch.is_grad_enabled()
+    grad = grad_mode and bool(snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     shared = _NOT_SHARED
     if state.sharing is not None:
@@ -231,8 +229,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons += inputs.repeats.unmet
     if shared.places is not None and state.sharing is not None:
         grid = shared.places.grid_of(state.sharing.ranks.rank)
-    encodes_whole_call = grid is inputs.grid  # nothing is reused, and ranks do not share
-    if encodes_whole_call and (most_rows is None or len(inputs.pixels) <= most_rows):  # `_passes`, but faster
+    if grid is inputs.grid and (most_rows is None or len(inputs.pixels) <= most_rows):  # nothing is reused or shared
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
         passes = _passes(state, spec, grid, most_rows)
@@ -256,7 +253,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         shared=shared,
         runner=runner,
         eager_reason=None if runner is None else _reason_against_graphs(snapshot, weights, device, checkpoints),
-        marks_outputs=grad_enabled and not grad and snapshot.marks_outputs(),
+        marks_outputs=grad_mode and not grad and snapshot.marks_outputs(),
         returns_tuple=inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
 

@@ -209,14 +209,14 @@ class TowerState:
             replays_this_layout=self.training_runner is not None and grad,
             score_mod=settings.score_mod,
         )
-        whole = bool(snapshot.sharded_layers or snapshot.mixing)
+        never_cut = bool(snapshot.sharded_layers or snapshot.mixing)
         spec = Spec(
             geometry=snapshot.geometry,
             request=request,
             ops=self._build(snapshot, weights, request) if key.fast else None,
             full_layers=snapshot.full_layers,
             faults=tuple(self.faults.items()),
-            max_rows=self.pass_limit.rows(key.device, grad=grad, whole=whole),
+            max_rows=self.pass_limit.rows(key.device, grad=grad, whole=never_cut),
             settings=settings,
         )
         snapshot.specs[key] = spec

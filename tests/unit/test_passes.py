@@ -516,7 +516,7 @@ def test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held(
     hf_vit_accel.patch(tower, max_rows=96, strict=True)
     tower(pixels, grid_thw=grid_thw)
 
-    def encode(taken: Any, *others: Any, **options: Any) -> Any:
+    def encode(taken: Any, *others: Any, **options: object) -> Any:
         layout = sum(array.nbytes for array in taken.arrays.values())
 
         def watched(layer: Any) -> Any:
@@ -571,7 +571,7 @@ def tight(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     tried = []
     encode = tower_module.encode
 
-    def encoded(route: Any, pixels_TP: torch.Tensor, *others: Any, **options: Any) -> Any:
+    def encoded(route: Any, pixels_TP: torch.Tensor, *others: Any, **options: object) -> Any:
         tried.append(len(pixels_TP))
         if len(pixels_TP) > limit:
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
@@ -676,7 +676,7 @@ def test_tensors_of_a_failed_pass_are_freed_before_the_next(monkeypatch: pytest.
     tight(monkeypatch, 64)
     encode = tower_module.encode
 
-    def watched(*arguments: Any, **options: Any) -> Any:
+    def watched(*arguments: Any, **options: object) -> Any:
         during.append(sys.exc_info()[1])
         return encode(*arguments, **options)
 
