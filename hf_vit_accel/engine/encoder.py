@@ -74,8 +74,7 @@ def encode(
         pixels_TP: The pixels, or their embedded rows (T, E).
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
-        output_slices: Slices of the call's outputs, for those of this pass. Deepstack features are written there at
-            once. Empty for none.
+        output_slices: The slices of the call's outputs for this pass. Deepstack features are written there at once.
         is_embedded: Whether `pixels_TP` is embedded rows. The caller keeps them, so they are not written to.
 
     Returns:
