@@ -3,7 +3,7 @@
 The rooms, each importing only rooms before it: `config` (settings), `layout` (`grid_thw` to metadata on the host) and
 `machine` (what this machine can do); `families` (what differs between models); `ops` and `backends` (the operations
 and the attention of a tower); `engine` (one call on one device); `graphs` (the call replayed from a CUDA graph);
-`sharing` (one picture for many, one call for many ranks); `tower` (the accelerated forward, its state and its proof);
+`sharing` (one image for many, one call for many ranks); `tower` (the accelerated forward, its state and its proof);
 `status`, `api` and `calibration` (what users call); `tools` (the command line).
 To follow a call, begin at `tower/forward.py`.
 

@@ -27,7 +27,7 @@ def patch(model: nn.Module, config: GraphConfig | bool = SMALL, **kwargs: object
 def patch_training(tower: nn.Module, config: GraphConfig, **kwargs: object) -> Any:
     """Patch with graphs and poison their buffers before every use; return the tower's runner of training graphs."""
     hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
-    return poison_before_use(state_of(tower).training)
+    return poison_before_use(state_of(tower).training_runner)
 
 
 def poison_before_use(runner: Any) -> Any:
