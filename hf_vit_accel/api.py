@@ -129,8 +129,8 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
             refuse([f"{option}: {why}" for option, why in beyond_attention(settings).items()], label)
         return tower, state, name
     snapshot = state.snapshot(tower)  # runs the proof now, not in the first call
-    if is_copy and snapshot.stock:
-        raise ValueError(snapshot.stock[0])
+    if is_copy and snapshot.reasons_stock:
+        raise ValueError(snapshot.reasons_stock[0])
     if settings.strict:
         reasons, spec = reasons_now(tower, state, snapshot, name, former_forward)
         if spec is not None and spec.ops is not None and settings.fuse is not None:
@@ -226,14 +226,14 @@ def warmup(model: nn.Module, sizes: Iterable[Grid] | None = None, *, progress: b
 def _captures_budgets(tower: nn.Module, state: TowerState) -> bool:
     """Return whether a tower has graphs to capture: always if they were asked for, else on a CUDA device."""
     if state.settings.graphs != "auto":
-        return state.runner is not None
+        return state.inference_runner is not None
     return any(parameter.is_cuda for parameter in tower.parameters())
 
 
 def _warm_up_tower(tower: Tower, state: TowerState, calls: list[Grid] | None, progress: bool) -> None:
     snapshot = state.snapshot(tower)
-    runner = state.runner
-    if snapshot.stock or snapshot.offloaded:
+    runner = state.inference_runner
+    if snapshot.reasons_stock or snapshot.offloaded:
         return  # every call runs the stock forward, as `status` reports, or its weights come with the call
     merge = snapshot.geometry.merge
     weight = snapshot.parts.projection.weight

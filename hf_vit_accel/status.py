@@ -244,6 +244,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
             against = [*against, str(error)]
             spec = None
     ops = None if spec is None else spec.ops
+    training_runner = state.training_runner
     if ops is not None and last is not None and last.spec.ops is not None:
         ops = last.spec.ops
     backends: dict[str, str] = {kind: choice.backend.name for kind, choice in choices.items()}
@@ -257,9 +258,9 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         unfused=dict(ops.unfused) if ops is not None else {},
         against_fast=tuple(against),
         graphs=_graph_status(state),
-        training=None if state.training is None or not state.training.used else state.training.status(),
+        training=None if training_runner is None or not training_runner.used else training_runner.status(),
         fp8=_fp8_status(state, choices),
-        passes=str(state.passes) or None,
+        passes=str(state.pass_limit) or None,
         ranks=None if state.sharing is None else str(state.sharing),
         reuse=None if state.reuse is None else state.reuse.status(),
     )
@@ -267,9 +268,9 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
 
 def _graph_status(state: TowerState) -> GraphStatus | None:
     """Return the counters of graphs of inference; None without, and for automatic ones before their first call."""
-    if state.runner is None or (state.settings.graphs == "auto" and not state.runner.used):
+    if state.inference_runner is None or (state.settings.graphs == "auto" and not state.inference_runner.used):
         return None
-    return state.runner.status()
+    return state.inference_runner.status()
 
 
 def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Route | None:
@@ -277,8 +278,8 @@ def _last_route(state: TowerState, snapshot: Snapshot, spec: Spec | None) -> Rou
     last = state.last
     if last is None or spec is None:
         return last
-    places = {id(known_spec): (key.device, key.weights_dtype) for key, known_spec in snapshot.specs.items()}
-    return last if places.get(id(last.spec)) == places.get(id(spec)) else None
+    targets = {id(known_spec): (key.device, key.weights_dtype) for key, known_spec in snapshot.specs.items()}
+    return last if targets.get(id(last.spec)) == targets.get(id(spec)) else None
 
 
 def _choices_now(spec: Spec, family: Family) -> dict[Kind, Choice]:
@@ -314,7 +315,7 @@ def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> Weights:
     """
     weights = snapshot.weights()[1]
     if snapshot.uses_fsdp and weights.reasons:
-        holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded.values()))
+        holder = tower if isinstance(tower, fsdp.wrapper()) else next(iter(snapshot.sharded_layers.values()))
         weights = copy.copy(weights)
         weights.dtype = fsdp.gathered_dtype(holder, weights.dtype)
         weights.reasons = []
@@ -337,7 +338,7 @@ def reasons_now(
         The reasons, and the spec of a call without gradients. The spec is None if no call can be fast.
     """
     reasons = checks.reasons_stock(tower, former_forward, name, snapshot, {})
-    if snapshot.stock:
+    if snapshot.reasons_stock:
         return reasons, None
     weights = _weights_of_calls(tower, snapshot)
     reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})

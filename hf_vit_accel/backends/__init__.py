@@ -77,7 +77,7 @@ class Rule:
             request.kind == self.kind
             and request.max_seqlen >= self.longest
             and request.rows >= self.rows
-            and (request.replayed or not self.replayed)
+            and (request.replays_this_layout or not self.replayed)
             and (request.grad or not self.grad)
         )
 
@@ -210,7 +210,7 @@ def require(name: str, *, fp8: bool = False) -> None:
 def resolve(
     name: str, request: Request, segments: Segments | None = None, faults: Mapping[str, str] = MappingProxyType({})
 ) -> Choice:
-    """Choose the backend for a request: the named one if it can run it, else the fastest that can by measurement.
+    """Choose the backend for a request: the named one if it can run it, else the first in `AUTO`'s order that can.
 
     If FP8 is requested, full layers use it where it is supported and faster.
 

@@ -51,8 +51,8 @@ class Request:
         fp8: The scales of the tower's layers, if attention in FP8 is requested.
         max_seqlen: Rows of the longest segment; 0 if unknown.
         rows: Rows T; 0 if unknown.
-        graphs: Whether a CUDA graph of this request will replay other layouts, too.
-        replayed: Whether a CUDA graph may replay this exact layout, so that the host's work does not count.
+        replays_other_layouts: Whether a CUDA graph of this request will replay other layouts, too.
+        replays_this_layout: Whether a CUDA graph may replay this exact layout, so that the host's work does not count.
     """
 
     device: torch.device
@@ -67,8 +67,8 @@ class Request:
     fp8: Scales | None = None
     max_seqlen: int = 0
     rows: int = 0
-    graphs: bool = False
-    replayed: bool = False
+    replays_other_layouts: bool = False
+    replays_this_layout: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +230,9 @@ class Backend(ABC):
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         """Return the attention function of every layer.
+
+        A layer that trains is one autograd node only if its function is a `Trained` (`ops.training.trained.layer_of`).
+        The functions returned here are none, so such a layer runs in steps, each a node of its own.
 
         Args:
             plan: The bound plan of the layers.

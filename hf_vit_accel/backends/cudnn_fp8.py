@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_vit_accel import machine
 from hf_vit_accel.backends.base import Attend, Plan, Request
-from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, FlashinferCudnn, Graph, Tensors, graph_for
+from hf_vit_accel.backends.flashinfer_cudnn import INT32_END, CudnnPlan, FlashinferCudnn, Tensors, cudnn_plan_for
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.ops.fp8.e4m3 import E4M3
 from hf_vit_accel.ops.fp8.quantize import dequantize, quantize
@@ -92,7 +92,7 @@ class CudnnFp8(FlashinferCudnn):
     def prepare(self, plan: Plan) -> None:
         request = plan.request
         row_THP = torch.empty(1, request.heads, _padded(request.head_dim), dtype=E4M3, device=request.device)
-        _graph(plan, (row_THP, row_THP, row_THP))
+        _cudnn_plan(plan, (row_THP, row_THP, row_THP))
 
     def attend_layers(self, plan: Plan, layers: int, rotate: Attend) -> list[Attend]:
         scales = plan.request.fp8
@@ -130,13 +130,13 @@ def _written(request: Request) -> torch.dtype:
     return request.dtype if machine.cuda_capability(request.device.index)[0] >= 10 else E4M3
 
 
-def _graph(plan: Plan, qkv: Tensors) -> tuple[Graph, Tensors]:
+def _cudnn_plan(plan: Plan, qkv: Tensors) -> tuple[CudnnPlan, Tensors]:
     """Return cuDNN's plan for q, k and v (T, H, P), and its lengths and offsets."""
     offsets = plan.tensors["offsets"]
     sequences = (plan.tensors["lengths"], offsets, offsets, offsets, offsets)
     request = plan.request
-    graph = graph_for(qkv, sequences, plan.host["max_seqlen"], request.scale, _written(request))
-    return graph, sequences
+    cudnn_plan = cudnn_plan_for(qkv, sequences, plan.host["max_seqlen"], request.scale, _written(request))
+    return cudnn_plan, sequences
 
 
 def _attend_of_layer(plan: Plan, scales: Scales, layer: int) -> Attend:
@@ -165,9 +165,9 @@ def _attend(plan: Plan, qkv_3THP: Tensor, descale_1: Tensor) -> Tensor:
     """Call cuDNN. Return rows (T, H, P) in v's quantised units."""
     out_THP = torch.empty_like(qkv_3THP[0], dtype=_written(plan.request))
     qkv = qkv_3THP.unbind(0)
-    graph, sequences = _graph(plan, qkv)
+    cudnn_plan, sequences = _cudnn_plan(plan, qkv)
     one = plan.tensors["one"]
     # Only the product of q's and k's scales matters, so it is declared for q. v has none: its units come back.
     scales = (descale_1, one, one, plan.tensors["weights_scale"], plan.tensors["weights_descale"], one)
-    graph.run(qkv, sequences, out_THP, scales)
+    cudnn_plan.run(qkv, sequences, out_THP, scales)
     return out_THP

@@ -4,8 +4,7 @@ FlashInfer's public call resolves metadata, cache key and cuDNN plan every time:
 happens once per class of layouts and strides, and every layer only rebinds pointers. Segment offsets are in elements
 and follow the strides. So q, k and v may be views of the packed projection.
 
-`T` packed rows, `S` segments, `H` heads, `D` head dim. A cuDNN plan is a `Graph`, as cuDNN calls it; it is no CUDA
-graph.
+`T` packed rows, `S` segments, `H` heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class FlashinferCudnn(Backend):
         if request.packed:
             row_T3HD = torch.empty(1, 3, request.heads, request.head_dim, dtype=request.dtype, device=request.device)
             sequences = _sequences(plan, (True, True, True))
-            graph_for(row_T3HD.unbind(1), sequences, plan.host["max_seqlen"], request.scale)
+            cudnn_plan_for(row_T3HD.unbind(1), sequences, plan.host["max_seqlen"], request.scale)
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tensor:
         heads, head_dim = q_THD.shape[1:]
@@ -174,8 +173,8 @@ class Workspaces:
 WORKSPACES = Workspaces()
 
 
-class Graph:
-    """One built cuDNN plan.
+class CudnnPlan:
+    """One built cuDNN plan, which cuDNN calls a graph: neither a `Plan` of a backend nor a CUDA graph.
 
     Args:
         qkv: q, k and v, (T, H, D) each; their shapes and strides are built into the plan.
@@ -215,18 +214,19 @@ class Graph:
         stream = torch.cuda.current_stream(out_THD.device)
         workspace = WORKSPACES.get(stream, self._workspace_bytes)
         handle = _prefill_module()._create_cudnn_handle(stream)
-        # Tensors in the order of the uids: the frontend would search a dict at every call.
+        # Tensors in the order of the uids: the frontend would search a dict at every call. The first of `sequences` are
+        # the lengths, which are those of q and those of kv.
         tensors = *qkv, out_THD, sequences[0], *sequences, *fp8
         self._graph.execute(tensors, tensor_uids=self._uids, workspace=workspace, handle=handle)
 
 
-GRAPHS: machine.LRU[Graph] = machine.LRU(entries=256, cost=256)
-"""The built cuDNN plans; `GRAPHS.misses` counts builds."""
+CUDNN_PLANS: machine.LRU[CudnnPlan] = machine.LRU(entries=256, cost=256)
+"""The built cuDNN plans; `CUDNN_PLANS.misses` counts builds."""
 
 
-def graph_for(
+def cudnn_plan_for(
     qkv: Tensors, sequences: Tensors, max_seqlen: int, scale: float, out_dtype: torch.dtype | None = None
-) -> Graph:
+) -> CudnnPlan:
     """Return the cuDNN plan for these shapes and strides; build it if it is not cached.
 
     Args:
@@ -245,12 +245,12 @@ def graph_for(
     count = sequences[0].shape[0]
     key = (q_THD.device, q_THD.dtype, out_dtype, q_THD.shape[1:], strides, count, max_seqlen, scale)
 
-    def make() -> tuple[Graph, int]:
+    def make() -> tuple[CudnnPlan, int]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a cuDNN plan must be built before a CUDA graph is captured; run the same sizes once")
-        return Graph(qkv, sequences, max_seqlen, scale, out_dtype), 1
+        return CudnnPlan(qkv, sequences, max_seqlen, scale, out_dtype), 1
 
-    return GRAPHS.get(key, make)
+    return CUDNN_PLANS.get(key, make)
 
 
 def _attend_cuda(
@@ -268,7 +268,7 @@ def _attend_cuda(
     qkv = (q_THD, k_THD, v_THD)
     sequences = (lengths, q_offsets, k_offsets, v_offsets, out_offsets)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    graph_for(qkv, sequences, max_seqlen, scale).run(qkv, sequences, out_THD)
+    cudnn_plan_for(qkv, sequences, max_seqlen, scale).run(qkv, sequences, out_THD)
     return out_THD
 
 

@@ -18,7 +18,7 @@ from hf_vit_accel.layout import Segments
 
 
 class Sdpa(Backend):
-    """Attend segments of equal length as one batch. Rows are gathered only if equal lengths are not neighbours."""
+    """Attend segments of equal length as one batch. Rows are gathered only if segments are not sorted by length."""
 
     name = "sdpa"
     needs = Needs(cuda=False, differentiable=True)

@@ -16,10 +16,10 @@ from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families.base import Parts
 from hf_vit_accel.ops import LayerOps, Ops
 
-Stream = tuple[Tensor, Tensor | None]
-"""The residual stream x (T, E), and delta (T, E), which the next norm adds to it."""
-RunLayer = Callable[[tuple[int, ...], Tensor, Tensor, Tensor, Tensor | None], Stream]
-"""(heads, cos, sin, x, delta) to the stream after one layer."""
+Residual = tuple[Tensor, Tensor | None]
+"""The residual stream: x (T, E), and delta (T, E), which the next norm adds to it."""
+RunLayer = Callable[[tuple[int, ...], Tensor, Tensor, Tensor, Tensor | None], Residual]
+"""(heads, cos, sin, x, delta) to the residual stream after one layer."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def reentrant(self) -> bool:
-        """Whether it makes a gradient only where the rows require one."""
+        """The `use_reentrant` of transformers: no gradient reaches weights unless the layer's input requires one."""
         return bool(getattr(self.function, "keywords", {}).get("use_reentrant", True))
 
     def needed(self, x_TE: Tensor, delta_TE: Tensor | None) -> bool:
@@ -60,8 +60,8 @@ def encode(
     route: Route,
     pixels_TP: Tensor,
     checkpoints: Sequence[Checkpoint | None] = (),
-    through: Mapping[int, nn.Module] = MappingProxyType({}),
-    into: Sequence[Tensor] = (),
+    blocks_to_call: Mapping[int, nn.Module] = MappingProxyType({}),
+    output_slices: Sequence[Tensor] = (),
     is_embedded: bool = False,
 ) -> list[Tensor]:
     """Encode pixels: return the last rows, the merged features if the tower merges them, and deepstack features.
@@ -73,8 +73,8 @@ def encode(
         route: The operations, the attention of every layer, and the metadata on the device.
         pixels_TP: The pixels, or their embedded rows (T, E).
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
-        through: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
-        into: The places of a pass's outputs. Deepstack features are written there at once.
+        blocks_to_call: By layer, the block whose call must surround the layer, since hooks on it gather the weights.
+        output_slices: The slices of the call's outputs for this pass. Deepstack features are written there at once.
         is_embedded: Whether `pixels_TP` is embedded rows. The caller keeps them, so they are not written to.
 
     Returns:
@@ -89,18 +89,18 @@ def encode(
     request = route.spec.request
     assert ops is not None
     x_TE = pixels_TP.clone() if is_embedded else ops.embed(pixels_TP)
-    x_TE, cos_TD, sin_TD = _placed(ops, tensors, x_TE)
+    x_TE, cos_TD, sin_TD = _with_positions(ops, tensors, x_TE)
     heads = 3, request.heads, request.head_dim
     merged_by_layer: list[Tensor] = []
-    deepstack_places = into[len(into) - len(ops.deepstack) :]
+    deepstack_slices = output_slices[len(output_slices) - len(ops.deepstack) :]
     delta_TE: Tensor | None = None
     for index, (layer, attend, node) in enumerate(zip(ops.layers, route.attends, route.nodes, strict=True)):
         checkpoint = checkpoints[index] if checkpoints else None
         if checkpoint is not None and not checkpoint.needed(x_TE, delta_TE):
             checkpoint = None
-        if checkpoint is not None or index in through:
+        if checkpoint is not None or index in blocks_to_call:
             run = node or _in_steps(layer, attend)
-            block = through.get(index)
+            block = blocks_to_call.get(index)
             x_TE, delta_TE = _run_wrapped(run, block, checkpoint, heads, cos_TD, sin_TD, x_TE, delta_TE)
         elif node is not None:
             x_TE, delta_TE = node(heads, cos_TD, sin_TD, x_TE, delta_TE)
@@ -110,7 +110,7 @@ def encode(
             x_TE, delta_TE = _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, handed_over)
         if index in ops.deepstack:
             x_TE, merged = ops.deepstack[index](x_TE, delta_TE)
-            merged_by_layer.append(deepstack_places[len(merged_by_layer)].copy_(merged) if into else merged)
+            merged_by_layer.append(deepstack_slices[len(merged_by_layer)].copy_(merged) if output_slices else merged)
             del merged
             delta_TE = None
     outputs = list(ops.finish(x_TE, delta_TE))
@@ -119,7 +119,7 @@ def encode(
     return outputs + merged_by_layer
 
 
-def _placed(ops: Ops, tensors: Mapping[str, Tensor], x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_positions(ops: Ops, tensors: Mapping[str, Tensor], x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Add learned positions to embedded rows, in the order of the windows; also return cos and sin of the rotation."""
     if ops.add_positions is not None:
         x_TE = ops.add_positions(x_TE, tensors["interp_indices"], tensors["interp_weights"])
@@ -141,7 +141,7 @@ def _layer(
     sin_TD: Tensor,
     x_TE: Tensor,
     handed_over: list[Tensor | None],
-) -> Stream:
+) -> Residual:
     """Run one layer, operation by operation.
 
     Args:
@@ -151,7 +151,8 @@ def _layer(
         cos_TD: Cosines of the rotation.
         sin_TD: Sines of the rotation.
         x_TE: The residual stream.
-        handed_over: A list with delta, emptied here: after torch.compile, the frames of callers keep arguments alive.
+        handed_over: A list of one element, delta, which is popped here. So no caller holds delta, and its memory is
+            freed: after torch.compile, the frames of callers keep arguments alive.
     """
     x_TE, normed_TE = layer.norm1(x_TE, handed_over.pop())
     delta_TE = layer.proj(attend(layer.qkv(normed_TE).view(-1, *heads), cos_TD, sin_TD).flatten(1))
@@ -163,7 +164,7 @@ def _layer(
 def _in_steps(layer: LayerOps, attend: Attend) -> RunLayer:
     """Return a function that runs a layer operation by operation."""
 
-    def run(heads: tuple[int, ...], cos_TD: Tensor, sin_TD: Tensor, x_TE: Tensor, delta_TE: Tensor | None) -> Stream:
+    def run(heads: tuple[int, ...], cos_TD: Tensor, sin_TD: Tensor, x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
         return _layer(layer, attend, heads, cos_TD, sin_TD, x_TE, [delta_TE])
 
     return run
@@ -178,7 +179,7 @@ def _run_wrapped(
     sin_TD: Tensor,
     x_TE: Tensor,
     delta_TE: Tensor | None,
-) -> Stream:
+) -> Residual:
     """Run a layer inside its block's call, or checkpointed, or both.
 
     Args:
@@ -192,7 +193,7 @@ def _run_wrapped(
         delta_TE: What the next norm adds to it.
     """
 
-    def run_layer(x_TE: Tensor, delta_TE: Tensor | None) -> Stream:
+    def run_layer(x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
         if block is None:
             return run(heads, cos_TD, sin_TD, x_TE, delta_TE)
         return _run_through(block, run, heads, cos_TD, sin_TD, x_TE, delta_TE)
@@ -210,23 +211,23 @@ def _run_through(
     sin_TD: Tensor,
     x_TE: Tensor,
     delta_TE: Tensor | None,
-) -> Stream:
+) -> Residual:
     """Run a layer in the place of its block's forward. The block's hooks run, also if the layer runs again."""
 
-    def forward(x_TE: Tensor, delta_TE: Tensor | None) -> Stream:
+    def forward(x_TE: Tensor, delta_TE: Tensor | None) -> Residual:
         return run(heads, cos_TD, sin_TD, x_TE, delta_TE)
 
     vars(block)["forward"] = forward
     try:
-        stream: Stream = nn.Module.__call__(block, x_TE, delta_TE)
-        return stream
+        residual: Residual = nn.Module.__call__(block, x_TE, delta_TE)
+        return residual
     finally:
         del vars(block)["forward"]
 
 
 def _run_checkpointed(
     checkpoint: Checkpoint,
-    run_layer: Callable[[Tensor, Tensor | None], Stream],
+    run_layer: Callable[[Tensor, Tensor | None], Residual],
     x_TE: Tensor,
     delta_TE: Tensor | None,
 ) -> Tensor:

@@ -44,25 +44,25 @@ class Inputs:
         pixels: (T, P), a view of the caller's tensor.
         grid: Frames, height and width of each image and video, in patches, on the host.
         options: The other keyword arguments.
-        looked: What `look` read in the same sync.
+        repeats: The repeated images, found in the same sync (`sharing.reuse.Repeats`); None without `reuse`.
     """
 
     pixels: Tensor
     grid: Grid
     options: Mapping[str, Any]
-    looked: Any = None
+    repeats: Any = None
 
 
-Look = Callable[[Tensor, Tensor], tuple[list[list[int]], Any]]
-"""Maps pixels (T, P) and the grid (N, 3) to the grid on the host and to whatever is read in the same sync."""
+FindRepeats = Callable[[Tensor, Tensor], tuple[list[list[int]], Any]]
+"""Maps pixels (T, P) and the grid (N, 3) to the grid on the host and to `Inputs.repeats`, in one sync."""
 
 
-def read(expected: Expected, look: Look | None, /, *args: object, **options: Any) -> Inputs | None:
+def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object, **options: Any) -> Inputs | None:
     """Return the inputs of a tower's forward, with the grid on the host: the one sync of a call.
 
     Args:
         expected: The inputs that the tower takes.
-        look: Reads the grid and more; None for the grid alone.
+        find_repeats: Watched the grid and finds repeated images; None to read the grid alone.
         *args: Positional arguments of the call.
         **options: Keyword arguments of the call.
 
@@ -92,7 +92,7 @@ def read(expected: Expected, look: Look | None, /, *args: object, **options: Any
     if isinstance(grid_thw, Tensor) and type(grid_thw) not in _PLAIN:
         return None
     pixels = pixels if pixels.dim() == 2 else pixels.flatten(0, 1).flatten(1)
-    grid, looked = _read_grid(grid_thw, pixels, expected.merge, look)
+    grid, repeats = _read_grid(grid_thw, pixels, expected.merge, find_repeats)
     rows = sum([t * h * w for t, h, w in grid])
     width = expected.width
     if width is not None and pixels.numel() == rows * width and pixels.is_contiguous():
@@ -112,11 +112,11 @@ def read(expected: Expected, look: Look | None, /, *args: object, **options: Any
             f"expected the pixel values on the tower's device {expected.device}, got them on {pixels.device}; "
             f"move them with .to({str(expected.device)!r})"
         )
-    return Inputs(pixels=pixels, grid=grid, options=options, looked=looked)
+    return Inputs(pixels=pixels, grid=grid, options=options, repeats=repeats)
 
 
-def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, look: Look | None) -> tuple[Grid, Any]:
-    """Return the grid on the host, without the rows of no frames that pad a batch, and what `look` read.
+def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, find_repeats: FindRepeats | None) -> tuple[Grid, Any]:
+    """Return the grid on the host, without the rows of no frames that pad a batch, and the repeated images.
 
     Raises:
         ValueError: The grid is empty, or no integer tensor (N, 3) on the CPU or beside the pixels. Sizes are not
@@ -136,8 +136,12 @@ def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, look: Look | None) 
             f"expected grid_thw on the CPU or with the pixel values on {device}, got it on {grid_thw.device}; "
             "move both to the model's device"
         )
-    rows, looked = (grid_thw.tolist(), None) if look is None else look(pixels_TP, grid_thw)
-    grid: Grid = tuple([(t, h, w) for t, h, w in rows if t or h < 0 or w < 0])
+    repeats = None
+    if find_repeats is None:
+        sizes = grid_thw.tolist()
+    else:
+        sizes, repeats = find_repeats(pixels_TP, grid_thw)
+    grid: Grid = tuple([(t, h, w) for t, h, w in sizes if t or h < 0 or w < 0])
     for t, h, w in grid:
         if t < 1 or h < 1 or w < 1:
             raise ValueError(f"expected positive sizes in grid_thw, got {(t, h, w)}; drop that entry")
@@ -148,7 +152,7 @@ def _read_grid(grid_thw: Any, pixels_TP: Tensor, merge: int, look: Look | None) 
             )
     if not grid:
         raise ValueError("expected at least one image or video, got an empty grid_thw; skip the vision tower instead")
-    return grid, looked
+    return grid, repeats
 
 
 def _describe(value: object) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class JoinedOutputs:
-    """The outputs of the passes of one call. Without gradients each pass writes to its place in the whole outputs.
+    """The outputs of the passes of one call. Without gradients each pass writes to its slices of the whole outputs.
 
     Args:
         rows: T of the whole call.
@@ -25,17 +25,17 @@ class JoinedOutputs:
         self._outputs: list[Tensor] = []
         self._outputs_by_pass: list[list[Tensor]] = []
 
-    def places(self, rows: slice) -> list[Tensor]:
-        """Return where the outputs of a pass belong; empty before the first pass, which tells their shapes."""
-        places = []
+    def slices(self, rows: slice) -> list[Tensor]:
+        """Return the slices of the outputs that are a pass's; none before the first pass, which shows their shapes."""
+        slices = []
         for output in self._outputs:  # one row of it for each patch row, or for each merged token
             start = rows.start * len(output) // self._rows
             stop = rows.stop * len(output) // self._rows
-            places.append(output[start:stop])
-        return places
+            slices.append(output[start:stop])
+        return slices
 
     def add(self, rows: slice, outputs: Sequence[Tensor]) -> None:
-        """Add the outputs of the next pass. Outputs that were written to their place already are not copied."""
+        """Add the outputs of the next pass. Outputs that were written to their slice already are not copied."""
         if self._grad:
             self._outputs_by_pass.append(list(outputs))
             return
@@ -44,9 +44,9 @@ class JoinedOutputs:
             self._outputs = [
                 output.new_empty(len(output) * self._rows // count, *output.shape[1:]) for output in outputs
             ]
-        for place, output in zip(self.places(rows), outputs, strict=True):
-            if place.data_ptr() != output.data_ptr():
-                place.copy_(output)
+        for target, output in zip(self.slices(rows), outputs, strict=True):
+            if target.data_ptr() != output.data_ptr():
+                target.copy_(output)
 
     def complete(self) -> list[Tensor]:
         """Return the outputs of the whole call."""

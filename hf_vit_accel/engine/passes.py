@@ -1,6 +1,6 @@
 """Split long inputs into passes to bound peak memory.
 
-Attention never crosses a frame (in a geometry of clips: an entry of the grid), and nothing else crosses a merged token.
+Attention never crosses a frame (in a geometry of clips: a video), and nothing else crosses a merged token.
 So a call is cut between frames, and every pass computes what one forward does, on fewer rows. A frame is never cut.
 
 `T` packed patch rows, `P` pixels of a patch, `E` width.
@@ -29,13 +29,14 @@ FREE = 36864
 A row takes 15 to 19 kB in bf16 while an MLP runs: docs/max-rows.md has the table.
 """
 
-NEVER = sys.maxsize
+NO_LIMIT = sys.maxsize
+"""Rows of a pass that is cut only after memory ran out."""
 
 
 class _Unit(NamedTuple):
-    """Frames that stay together: one frame, or all frames of an entry."""
+    """Frames that stay together: one frame, or all frames of a video."""
 
-    entry: int
+    image: int
     frames: int
     height: int
     width: int
@@ -53,13 +54,13 @@ def cut(grid: Grid, max_rows: int, *, clips: bool) -> tuple[Grid, ...]:
     Passes of one long video differ by a frame at most, so that they share routes.
 
     Args:
-        grid: the images and videos of the call.
+        grid: the grid of the call.
         max_rows: rows of a pass; only a frame that has more is a longer pass.
-        clips: whether all frames of an entry stay together.
+        clips: whether all frames of a video stay together.
     """
     units: list[_Unit] = []
-    for entry, (t, h, w) in enumerate(grid):
-        units += [_Unit(entry, t, h, w)] if clips else [_Unit(entry, 1, h, w)] * t
+    for image, (t, h, w) in enumerate(grid):
+        units += [_Unit(image, t, h, w)] if clips else [_Unit(image, 1, h, w)] * t
     fewest = _fewest_passes(units, max_rows)
     remaining_rows = rows_of(grid)
     passes: list[Grid] = []
@@ -96,12 +97,12 @@ def _fewest_passes(units: Sequence[_Unit], max_rows: int) -> list[int]:
 
 
 def _grid_of(units: Sequence[_Unit]) -> Grid:
-    """Join the frames of every entry again."""
-    entries: dict[int, tuple[int, int, int]] = {}
+    """Join the frames of every image again."""
+    images: dict[int, tuple[int, int, int]] = {}
     for unit in units:
-        frames = entries[unit.entry][0] if unit.entry in entries else 0
-        entries[unit.entry] = (frames + unit.frames, unit.height, unit.width)
-    return tuple(entries.values())
+        frames = images[unit.image][0] if unit.image in images else 0
+        images[unit.image] = (frames + unit.frames, unit.height, unit.width)
+    return tuple(images.values())
 
 
 def reasons_whole(facts: TowerFacts, checkpoints: Sequence[Checkpoint | None]) -> list[str]:
@@ -111,31 +112,31 @@ def reasons_whole(facts: TowerFacts, checkpoints: Sequence[Checkpoint | None]) -
         facts: of the tower.
         checkpoints: those of its layers, in a call with gradients.
     """
-    # Ranks with other pictures would have to make as many passes.
+    # Ranks with other images would have to make as many passes.
     reasons = ["FSDP2 gathers weights at each pass"] if facts.sharded_layers else []
     if any(layer is not None and layer.reentrant for layer in checkpoints):
         reasons.append("reentrant checkpoints bring gradients to weights at each pass")
     return [f"not cut by max_rows: {why}" for why in (*reasons, *facts.mixing)]
 
 
-class Passes:
-    """Cut the calls of one tower, and remember what its memory could not hold.
+class PassLimit:
+    """The limit for the rows of a pass of one tower, which is halved when memory runs out; and counts of its passes.
 
     Attributes:
         max_rows: the setting of the user.
-        fewer: rows of a pass since memory ran out, of calls with gradients and without.
+        rows_after_oom: by whether gradients flow, the rows of a pass since memory ran out; empty before.
         calls: how many calls were cut.
         count: how many passes they had.
     """
 
     def __init__(self, max_rows: int | Literal["auto"] | None) -> None:
         self.max_rows = max_rows
-        self.fewer: dict[bool, int] = {}
+        self.rows_after_oom: dict[bool, int] = {}
         self.calls = 0
         self.count = 0
 
-    def most(self, device: torch.device, *, grad: bool, whole: bool) -> int | None:
-        """Return the rows of a pass: NEVER to cut only when memory runs out, None not even then.
+    def rows(self, device: torch.device, *, grad: bool, whole: bool) -> int | None:
+        """Return the rows of a pass at most: `NO_LIMIT` if only memory that runs out cuts a call; None to never cut.
 
         With gradients a pass runs forward twice, so "auto" waits until memory runs out.
 
@@ -146,8 +147,8 @@ class Passes:
         """
         if self.max_rows is None or whole or (self.max_rows == "auto" and device.type != "cuda"):
             return None
-        automatic = NEVER if grad else FREE
-        return self.fewer.get(grad, automatic if self.max_rows == "auto" else self.max_rows)
+        automatic = NO_LIMIT if grad else FREE
+        return self.rows_after_oom.get(grad, automatic if self.max_rows == "auto" else self.max_rows)
 
     def halve(self, grid: Grid, spec: Spec) -> bool:
         """Halve the rows of a pass once, after its memory ran out; later calls keep to that.
@@ -156,17 +157,17 @@ class Passes:
             False if passes were halved before, may not be cut, or cannot be cut further.
         """
         grad = spec.request.grad
-        if spec.max_rows is None or grad in self.fewer:
+        if spec.max_rows is None or grad in self.rows_after_oom:
             return False
-        fewer = (rows_of(grid) if spec.max_rows == NEVER else spec.max_rows) // 2
-        if len(cut(grid, fewer, clips=spec.geometry.clips)) == 1:
+        half = (rows_of(grid) if spec.max_rows == NO_LIMIT else spec.max_rows) // 2
+        if len(cut(grid, half, clips=spec.geometry.clips)) == 1:
             return False  # a frame that alone is too large
-        self.fewer[grad] = fewer
+        self.rows_after_oom[grad] = half
         return True
 
     def __str__(self) -> str:
         lines = [f"{self.calls} calls in {self.count} passes"] if self.calls else []
-        for grad, rows in self.fewer.items():
+        for grad, rows in self.rows_after_oom.items():
             lines.append(f"at most {rows} rows{' with gradients' if grad else ''} since memory ran out")
         return ", ".join(lines)
 
@@ -190,13 +191,14 @@ class TrainedPasses:
         """Return the outputs of a pass.
 
         Args:
-            encode: Maps rows, no places and whether the rows are embedded to the outputs.
+            encode: Called with rows and `is_embedded`, see `engine.encoder.encode`. It returns the outputs.
             pixels_TP: The pixels of the pass.
         """
         rows_TE = self._embedded(pixels_TP)
         is_embedded = rows_TE is not None
         rows = rows_TE if is_embedded else pixels_TP
-        return checkpoint(encode, rows, (), is_embedded, use_reentrant=False, context_fn=self._recorded.contexts)
+        contexts = self._recorded.contexts
+        return checkpoint(encode, rows, is_embedded=is_embedded, use_reentrant=False, context_fn=contexts)
 
     def _embedded(self, pixels_TP: Tensor) -> Tensor | None:
         """Return the embedded rows (T, E) where no gradient reaches them; None where one does.

@@ -28,29 +28,29 @@ class Change(NamedTuple):
     """An entry of a module's dictionary that differs from the forward.
 
     Attributes:
-        place: The dictionary.
+        dictionary: The dictionary.
         name: The name in it.
         value: The value during the forward; `_ABSENT` for none.
     """
 
-    place: Attributes
+    dictionary: Attributes
     name: str
     value: object
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slot:
-    """The place where a module stores a tensor.
+    """The dictionary and the name under which a module stores a tensor. (`ops.base.Slots` are for parameters alone.)
 
     Attributes:
         attributes: The dictionary of the module.
-        place: The dictionary that holds the tensor: `_parameters`, `_buffers`, or `attributes` itself.
+        dictionary: The dictionary that holds the tensor: `_parameters`, `_buffers`, or `attributes` itself.
         name: The name in it.
         is_weight: Whether the tensor is a parameter.
     """
 
     attributes: Attributes
-    place: Attributes
+    dictionary: Attributes
     name: str
     is_weight: bool
 
@@ -58,15 +58,15 @@ class Slot:
 def slots_of(module: nn.Module, *, with_weights: bool) -> list[Slot]:
     """Return the slots of a module's buffers and plain attributes, and of its parameters if they are included."""
     attributes = vars(module)
-    places = [attributes["_buffers"], attributes]
+    dictionaries = [attributes["_buffers"], attributes]
     if with_weights:
-        places.append(attributes["_parameters"])
+        dictionaries.append(attributes["_parameters"])
     slots = []
-    for place in places:
-        is_weight = place is attributes["_parameters"]
-        for name, value in place.items():
+    for dictionary in dictionaries:
+        is_weight = dictionary is attributes["_parameters"]
+        for name, value in dictionary.items():
             if isinstance(value, Tensor):
-                slots.append(Slot(attributes=attributes, place=place, name=name, is_weight=is_weight))
+                slots.append(Slot(attributes=attributes, dictionary=dictionary, name=name, is_weight=is_weight))
     return slots
 
 
@@ -77,11 +77,11 @@ class _RecordedTensor:
     small buffers, so they are copied.
 
     Args:
-        slot: The place of the tensor.
+        slot: Where the module stores it.
         tensor: The tensor.
 
     Attributes:
-        slot: The place of the tensor.
+        slot: Where the module stores it.
         is_copied: Whether `value` is a copy.
         value: The tensor to run the forward with again.
     """
@@ -102,37 +102,37 @@ class _RecordedTensor:
         return _version(self._counted) != self._version
 
     @property
-    def is_in_place(self) -> bool:
+    def is_still_held(self) -> bool:
         """Whether the module still holds this tensor, over the same memory and trained alike."""
         tensor = self._tensor
-        if self.slot.place.get(self.slot.name) is not tensor or tensor.requires_grad != self.value.requires_grad:
+        if self.slot.dictionary.get(self.slot.name) is not tensor:
             return False
-        return tensor.data_ptr() == self._pointer
+        return tensor.requires_grad == self.value.requires_grad and tensor.data_ptr() == self._pointer
 
     @property
     def is_shadowed(self) -> bool:
         """Whether a plain attribute now hides a parameter or buffer."""
         slot = self.slot
-        return slot.place is not slot.attributes and slot.name in slot.attributes
+        return slot.dictionary is not slot.attributes and slot.name in slot.attributes
 
 
 class RecordedTensors:
     """The tensors of modules during a forward that may run again for its gradients.
 
     Args:
-        slots: The places of the tensors.
+        slots: Where modules store the tensors.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._tensors = []
         for slot in slots:
-            tensor = slot.place.get(slot.name)
+            tensor = slot.dictionary.get(slot.name)
             if isinstance(tensor, Tensor):
                 self._tensors.append(_RecordedTensor(slot, tensor))
 
     def is_unchanged(self) -> bool:
         """Return whether modules hold the same tensors, at the same addresses, and none was written to."""
-        return all(tensor.is_in_place and not tensor.is_written for tensor in self._tensors)
+        return all(tensor.is_still_held and not tensor.is_written for tensor in self._tensors)
 
     def restored(self) -> AbstractContextManager[None]:
         """Return a context in which modules hold what they held during the forward.
@@ -153,8 +153,8 @@ class RecordedTensors:
         """Yield every entry that differs from the forward. Copied tensors count, since some writes go unseen."""
         for tensor in self._tensors:
             slot = tensor.slot
-            if tensor.is_copied or not tensor.is_in_place:
-                yield Change(slot.place, slot.name, tensor.value)
+            if tensor.is_copied or not tensor.is_still_held:
+                yield Change(slot.dictionary, slot.name, tensor.value)
             if tensor.is_shadowed:
                 yield Change(slot.attributes, slot.name, _ABSENT)
 
@@ -218,7 +218,8 @@ class _Restored(AbstractContextManager[None]):
         if reason is not None:
             raise RuntimeError(f"{reason} since its forward, which runs again for its gradients; call backward first")
         for change in list(self._recorded.changes()):
-            self._current.append(Change(change.place, change.name, change.place.get(change.name, _ABSENT)))
+            value = change.dictionary.get(change.name, _ABSENT)
+            self._current.append(Change(change.dictionary, change.name, value))
             _put(change)
 
     def __exit__(self, *_: object) -> None:
@@ -230,9 +231,9 @@ class _Restored(AbstractContextManager[None]):
 def _put(change: Change) -> None:
     """Write an entry of a dictionary, or remove it."""
     if change.value is _ABSENT:
-        change.place.pop(change.name, None)
+        change.dictionary.pop(change.name, None)
     else:
-        change.place[change.name] = change.value
+        change.dictionary[change.name] = change.value
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from hf_vit_accel.ops.training.trained import TrainedLayer, layer_of
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.versions import METADATA, keyword_arguments
 
-PLANS = "vision_plans"
+ROUTE = "vision_route"
 """The keyword argument that takes a route to the registered attention function, through stock's `**kwargs`.
 
 Where a tower does not pass its keyword arguments on, the route is an attribute of this name on the offsets.
@@ -154,14 +154,14 @@ class Route:
         """Return the keyword arguments that a stock tower takes: the metadata that it pops, and the route itself.
 
         Args:
-            taken: The names of those that this tower takes, `PLANS` among them where it passes that on to its layers.
+            taken: The names of those that this tower takes, `ROUTE` among them where it passes that on to its layers.
         """
         metadata: dict[str, Any] = {name: self.tensors[name] for name in METADATA if name in self.tensors}
         metadata["max_seqlen"] = self.metadata.full.max_seqlen
         if self.metadata.window is not None:
             metadata["max_window_seqlen"] = self.metadata.window.max_seqlen
-        setattr(self.tensors["cu_seqlens"], PLANS, self)  # for towers that do not pass keyword arguments on to layers
-        return keyword_arguments({**metadata, PLANS: self}, taken)
+        setattr(self.tensors["cu_seqlens"], ROUTE, self)  # for towers that do not pass keyword arguments on to layers
+        return keyword_arguments({**metadata, ROUTE: self}, taken)
 
 
 def lay_out(layout: Grid | VisionMetadata, spec: Spec) -> Route:

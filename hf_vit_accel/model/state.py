@@ -30,7 +30,7 @@ from hf_vit_accel.model.positions import (
 )
 from hf_vit_accel.model.proof import ModelProof, known_class, parameters_of, prove, tower_in
 from hf_vit_accel.tower import checks, fsdp
-from hf_vit_accel.tower.forward import is_ours, redirect_copies
+from hf_vit_accel.tower.forward import is_our_forward, redirect_copies
 from hf_vit_accel.tower.modules import is_inert
 from hf_vit_accel.tower.state import state_of as tower_state_of
 
@@ -321,7 +321,7 @@ def _fetch(model: Model, state: ModelState, proof: ModelProof, arguments: Argume
 def _takes_host_grids(tower: Tower) -> bool:
     """Return whether our forward gets the grid as it is: no wrapper or hook of others sees it."""
     hooks = [*tower._forward_pre_hooks.values(), *tower._forward_hooks.values()]
-    return is_ours(vars(tower).get("forward")) and all(
+    return is_our_forward(vars(tower).get("forward")) and all(
         hook is redirect_copies or is_inert(hook) or fsdp.hooked_by_fsdp(hook) for hook in hooks
     )
 

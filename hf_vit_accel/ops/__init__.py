@@ -1,7 +1,8 @@
 """The operations of a tower, one file each, and the table from which they are chosen.
 
-A new operation is one file and one line in `TABLE`; `fuse`, status and tests pick it up. Its plain-torch reference
-defines what it computes: tests compare kernels with it, and `tower.proof` compares it with transformers.
+A new operation is one file, one line in `TABLE`, and its use in `build`. `fuse`, status and tests pick it up. Its
+plain-torch reference defines what it computes: tests compare kernels with it, and `tower.proof` compares it with
+transformers. `project` and `linear` have no name in `fuse`, so `TABLE` has no line for them.
 """
 
 from __future__ import annotations

@@ -127,9 +127,16 @@ def add_norm_rows(
     """Launch the kernel and return the normed rows, (T, E).
 
     Args:
+        x_TE: contiguous rows.
         sum_TE: receives x + delta; may be x.
+        delta_TE: None for nothing to add.
+        weight_E: the weight of the norm.
+        bias_E: its bias; None for an RMSNorm.
+        eps: its epsilon.
+        rms: RMSNorm instead of LayerNorm.
         dtype: dtype of the normed rows; None for x's.
-        statistics_2T: receives one over the deviation of every row, then (LayerNorm) its mean.
+        statistics_2T: receives 1 / standard deviation of every row, then its mean. Of an RMSNorm it is (1, T), and
+            receives 1 / root mean square.
     """
     rows, width = x_TE.shape
     assert rms or bias_E is not None
@@ -139,6 +146,7 @@ def add_norm_rows(
     if bias_E is not None:
         bias_E = bias_E.contiguous()
     out_TE = torch.empty_like(x_TE, dtype=dtype)
+    # The kernel does not read the pointers that stand for a missing delta, bias or statistics.
     _add_norm_kernel[(rows,)](
         x_TE,
         x_TE if delta_TE is None else delta_TE,

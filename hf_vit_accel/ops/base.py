@@ -22,14 +22,14 @@ from hf_vit_accel.families.base import Parts
 Apply = Callable[[Tensor], Tensor]
 """Rows to rows."""
 ReadWeights = Callable[[], list[Any]]
-"""Reads weights as they are now, in the order of a function's arguments; biases may be None."""
+"""Watched weights as they are now, in the order of a function's arguments; biases may be None."""
 Attributes = dict[str, Any]
 """The dictionary of a module."""
 AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(x, delta), both (T, E), to (x + delta, a function of that sum)."""
 
 
-def placed_by_accelerate(module: nn.Module) -> object:
+def accelerate_device(module: nn.Module) -> object:
     """Return the device to which accelerate's hook moves a module's inputs; None for no hook, or one that offloads.
 
     With `device_map`, accelerate puts such a hook on every module. Inside a tower on one device it does nothing.
@@ -44,7 +44,8 @@ def own_forward(module: nn.Module) -> object:
 
     A removed accelerate hook leaves the class's forward on the instance: that counts as none.
     """
-    forward = vars(module).get("forward" if placed_by_accelerate(module) is None else "_old_forward")
+    is_hooked = accelerate_device(module) is not None  # such a hook sets `forward`, and keeps the former one beside it
+    forward = vars(module).get("_old_forward" if is_hooked else "forward")
     function = getattr(forward, "__func__", None)
     is_of_class = function is type(module).forward and getattr(forward, "__self__", None) is module
     return None if is_of_class else forward
@@ -67,14 +68,14 @@ def reasons_replaced(
     if own_forward(module) is not None:
         return [f"a {name} has a forward of its own"]
     if type(module) not in trusted and not machine.is_upstream(type(module).forward):
-        home = type(module).__module__
-        if home.startswith(("torch.", "transformers.")):
+        module_name = type(module).__module__
+        if module_name.startswith(("torch.", "transformers.")):
             return [f"the forward of {name} was replaced by another"]
-        return [f"a {home}.{name} is neither torch's nor transformers'"]
+        return [f"a {module_name}.{name} is neither torch's nor transformers'"]
     return []
 
 
-class Reads:
+class Watched:
     """Record attributes of modules with their values, to notice changes."""
 
     def __init__(self) -> None:
@@ -99,7 +100,7 @@ class Reads:
         """
         for child in module.modules():
             if type(child) is not nn.Linear:
-                for name in vars(child).keys() - vars(_BARE).keys():
+                for name in vars(child).keys() - vars(_EMPTY_MODULE).keys():
                     self.read(child, name)
 
     def seal(self) -> None:
@@ -139,27 +140,30 @@ def filled(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[T
 
 
 Slots = Sequence[tuple[Attributes, str]]
-"""Places of parameters: the dictionary of a module, and the name in it."""
+"""Where modules store parameters: the `_parameters` of a module, and the name in it.
+
+(`engine.recorded.Slot` is for tensors of every kind.)
+"""
 
 
 @contextmanager
 def replaced(slots: Slots, by: Sequence[object]) -> Iterator[None]:
-    """Replace parameters of modules by other tensors within the with block. A removed parameter is removed again."""
-    former = [parameters.get(name, _REMOVED) for parameters, name in slots]
+    """Replace parameters of modules by other tensors within the with block. An entry that was absent goes again."""
+    former = [parameters.get(name, _ABSENT) for parameters, name in slots]
     try:
         for (parameters, name), tensor in zip(slots, by, strict=True):
             parameters[name] = tensor
         yield
     finally:
         for (parameters, name), tensor in zip(slots, former, strict=True):
-            if tensor is _REMOVED:
+            if tensor is _ABSENT:
                 del parameters[name]
             else:
                 parameters[name] = tensor
 
 
-_REMOVED = object()
-_BARE = nn.Module()
+_ABSENT = object()
+_EMPTY_MODULE = nn.Module()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,7 +179,7 @@ class Context:
         grad: whether gradients flow through the operations.
         classes: classes whose forwards the proof covers; None for all of transformers.
         trusted: those of them that belong to a copy's own code.
-        reads: attributes of modules that were read.
+        watched: attributes of modules that were read.
         fused: operations earlier in the table that are fused.
         activations: results of `ops.mlp.activation_of`.
     """
@@ -188,29 +192,29 @@ class Context:
     grad: bool = False
     classes: frozenset[type] | None = None
     trusted: frozenset[type] = frozenset()
-    reads: Reads = field(default_factory=Reads)
+    watched: Watched = field(default_factory=Watched)
     fused: set[str] = field(default_factory=set)
     activations: dict[tuple[type, str], str | None] = field(default_factory=dict)
 
     def read(self, module: nn.Module, name: str, default: object = None) -> Any:
-        """Read and record an attribute of a module; see `Reads`."""
-        return self.reads.read(module, name, default)
+        """Read and record an attribute of a module; see `Watched`."""
+        return self.watched.read(module, name, default)
 
-    def reader(self, *places: tuple[nn.Module, str], cast: bool = True) -> ReadWeights:
+    def reader(self, *names: tuple[nn.Module, str], cast: bool = True) -> ReadWeights:
         """Build a function that reads weights, and biases that may be None, as they are at its call.
 
         It reads the modules' dictionaries, where any replacement of a weight is stored: `__getattr__` takes ten times
         as long.
 
         Args:
-            places: modules, and the names of their weights.
+            names: modules, and the names of their weights.
             cast: cast the weights to the dtype of the rows.
         """
-        slots = [(vars(module), name) for module, name in places]
+        named = [(vars(module), name) for module, name in names]
 
         def read() -> list[Any]:
             weights = []
-            for attributes, name in slots:
+            for attributes, name in named:
                 parameters = attributes["_parameters"]
                 if name in parameters:
                     weights.append(parameters[name])
@@ -227,7 +231,7 @@ class Context:
 
     def called(self, module: nn.Module) -> nn.Module:
         """Record all attributes of a module that is called as it is, and return it."""
-        self.reads.all_of(module)
+        self.watched.all_of(module)
         return module
 
     @property

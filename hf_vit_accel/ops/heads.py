@@ -124,8 +124,8 @@ def _shape_heads_backward_kernel(
     dout,
     dqkv,
     partial,
-    count,
-    length,
+    head_count,
+    heads_per_program,
     eps,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -135,27 +135,29 @@ def _shape_heads_backward_kernel(
     BLOCK_D: tl.constexpr,
 ):
     # A tile is BLOCK heads as they were before any was repeated. Each adds up the gradients of its repetitions.
+    # partial (P, 2, D) receives, for every program, its part of the gradients of q's weight and of k's.
     groups: tl.constexpr = HEADS // KEY_HEADS
-    total: tl.constexpr = HEADS + 2 * KEY_HEADS
+    heads_per_row: tl.constexpr = HEADS + 2 * KEY_HEADS
     d = tl.arange(0, BLOCK_D)[None, :]
     dq_weight = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     dk_weight = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     dtype: tl.constexpr = dqkv.dtype.element_ty
     q = tl.load(q_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
     k = tl.load(k_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
-    for first in tl.range(0, length, BLOCK):
-        index = (tl.program_id(0) * length + first + tl.arange(0, BLOCK))[:, None]
-        inside = (index < count) & (d < DIM)
-        t = (index // total).to(tl.int64)
-        head = index % total
+    for first in tl.range(0, heads_per_program, BLOCK):
+        index = (tl.program_id(0) * heads_per_program + first + tl.arange(0, BLOCK))[:, None]
+        inside = (index < head_count) & (d < DIM)
+        t = (index // heads_per_row).to(tl.int64)
+        head = index % heads_per_row
         is_q = head < HEADS
         is_v = head >= HEADS + KEY_HEADS
-        target = tl.where(is_q, head, HEADS + (head - HEADS) * groups)
-        dy = tl.load(dout + (t * 3 * HEADS + target) * DIM + d, mask=inside, other=0.0).to(tl.float32)
+        source = tl.where(is_q, head, HEADS + (head - HEADS) * groups)  # the first repetition of the head in dout
+        dy = tl.load(dout + (t * 3 * HEADS + source) * DIM + d, mask=inside, other=0.0).to(tl.float32)
         for repetition in tl.static_range(1, groups):
-            repeated = dout + (t * 3 * HEADS + target + repetition) * DIM + d
+            repeated = dout + (t * 3 * HEADS + source + repetition) * DIM + d
             dy += tl.load(repeated, mask=inside & (head >= HEADS), other=0.0).to(tl.float32)
-        cell = (t * total + head) * DIM + d
+        cell = (t * heads_per_row + head) * DIM + d
+        dx = dy
         if NORM:
             x = tl.load(qkv + cell, mask=inside, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
@@ -164,8 +166,8 @@ def _shape_heads_backward_kernel(
             dk_weight += tl.where(is_q | is_v, 0.0, dy * normed)
             dn = dy * tl.where(is_q, q, k)
             dx = scale * (dn - normed * (tl.sum(dn * normed, axis=1, keep_dims=True) / DIM))
-            dy = tl.where(is_v, dy, dx)
-        tl.store(dqkv + cell, dy.to(dtype), mask=inside)
+            dx = tl.where(is_v, dy, dx)
+        tl.store(dqkv + cell, dx.to(dtype), mask=inside)
     if NORM:
         row = partial + tl.program_id(0) * 2 * DIM
         e = tl.arange(0, BLOCK_D)
@@ -196,11 +198,11 @@ class ShapeHeads(torch.autograd.Function):
         qkv_TF, *weights_D = ctx.saved_tensors
         heads, key_heads, eps, dim = ctx.settings
         dout_TF = dout_TF.contiguous()
-        total = heads + 2 * key_heads
-        dqkv_TF = dout_TF.new_empty(len(dout_TF), total * dim)
-        count = len(dout_TF) * total
-        programs = min(-(-count // _BLOCK), _PROGRAMS)
-        length = -(-count // (programs * _BLOCK)) * _BLOCK
+        heads_per_row = heads + 2 * key_heads
+        dqkv_TF = dout_TF.new_empty(len(dout_TF), heads_per_row * dim)
+        head_count = len(dout_TF) * heads_per_row
+        programs = min(-(-head_count // _BLOCK), _PROGRAMS)
+        heads_per_program = -(-head_count // (programs * _BLOCK)) * _BLOCK
         partial_P2D = torch.empty(programs, 2, dim, dtype=torch.float32, device=dout_TF.device)
         q_D, k_D = (weight_D.contiguous() for weight_D in weights_D or (dout_TF, dout_TF))
         _shape_heads_backward_kernel[(programs,)](
@@ -210,8 +212,8 @@ class ShapeHeads(torch.autograd.Function):
             dout_TF,
             dqkv_TF,
             partial_P2D,
-            count,
-            length,
+            head_count,
+            heads_per_program,
             eps,
             HEADS=heads,
             KEY_HEADS=key_heads,

@@ -61,7 +61,7 @@ def fused(merger: Part, context: Context) -> AddNorm:
     for module in modules:
         context.called(module)
     trained = _differentiable(modules, context) if context.trains_by_kernels else None
-    # Norms that are not fused received x and may keep it: then the kernel must not write to it.
+    # A plain norm before may keep a reference to x: then x is cloned before the kernel writes to it.
     in_place = context.reference or "norms" in context.fused
 
     def merge(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def _differentiable(modules: list[Part], context: Context) -> Trained | None:
             return None
     first, activation, last = modules
     kind = "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    weights = context.reader(*mlps.places([first], last))
+    weights = context.reader(*mlps.weight_names([first], last))
     return Trained(function=GeluMlp, weights=weights, settings=(kind,), takes_norm=True)
 
 

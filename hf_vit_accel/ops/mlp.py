@@ -92,7 +92,7 @@ def fused(mlp: Part, context: Context) -> Apply:
     layers = layers_of(mlp)
     assert layers is not None
     before, activation, after = layers
-    context.reads.all_of(activation)
+    context.watched.all_of(activation)
     kind = str(activation_of(activation, context))
     limit = context.read(mlp, "swiglu_limit")
     loras: list[Lora] = []
@@ -104,7 +104,7 @@ def fused(mlp: Part, context: Context) -> Apply:
         return lora_mlp.mlp(loras[:-1], loras[-1], kind, limit, context)
     if context.reference or context.grad:
         return _differentiable(before, after, kind, limit, context)
-    weights = context.reader(*places(before, after))
+    weights = context.reader(*weight_names(before, after))
     fits_descriptors = why_not_descriptors(context.device) is None and before[0].weight.shape[1] % 8 == 0
     if kind == "silu":
         return _swiglu_in_one_launch(weights, limit) if fits_descriptors else _swiglu(weights, limit)
@@ -116,7 +116,7 @@ def fused(mlp: Part, context: Context) -> Apply:
 
 def _differentiable(before: list[Part], after: Part, kind: str, limit: float | None, context: Context) -> Apply:
     """Build an MLP with gradients: by kernels that save little or, as reference, in plain torch."""
-    weights = context.reader(*places(before, after))
+    weights = context.reader(*weight_names(before, after))
     setting = limit if kind == "silu" else kind
     if context.reference:
         reference: Callable[..., Tensor] = swiglu_mlp_reference if kind == "silu" else gelu_mlp_reference
@@ -125,7 +125,7 @@ def _differentiable(before: list[Part], after: Part, kind: str, limit: float | N
     return Trained(function=function, weights=weights, settings=(setting,), takes_norm=True)
 
 
-def places(before: Sequence[Part], after: Part) -> list[tuple[Part, str]]:
+def weight_names(before: Sequence[Part], after: Part) -> list[tuple[Part, str]]:
     """List (module, name) of the weights and biases of an MLP, in the order of the functions' arguments."""
     weights = [(linear, "weight") for linear in before]
     biases = [(linear, "bias") for linear in before]

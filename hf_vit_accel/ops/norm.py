@@ -34,12 +34,9 @@ def fused(norm: Part, context: Context) -> AddNorm:
     rms = _is_rms(norm)
     if rms:
         weights = context.reader((norm, "weight"), cast=False)
-        settings: tuple[object, ...] = (
-            None,
-            context.read(norm, "variance_epsilon"),
-            rms,
-            context.rows_dtype,
-        )  # no bias
+        no_bias = None  # a bias is a weight of a LayerNorm; an RMSNorm has none, which is a setting
+        eps = context.read(norm, "variance_epsilon")
+        settings: tuple[object, ...] = (no_bias, eps, rms, context.rows_dtype)
     else:
         weights = context.reader((norm, "weight"), (norm, "bias"), cast=False)
         settings = context.read(norm, "eps"), rms, context.rows_dtype

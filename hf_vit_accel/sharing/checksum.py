@@ -1,9 +1,9 @@
 """Sum up the bits of images and weights to find candidates, and compare images bit for bit to decide.
 
-A checksum adds up 32-bit words, in any order. `_mix` turns a word and its place into 64 bits by steps that can be
+A checksum adds up 32-bit words, in any order. `_mix` turns a word and its position into 64 bits by steps that can be
 undone. So one changed word always changes the checksum, and other changes go unseen with a probability near 2**-64.
 
-`T` packed patch rows, `W` 32-bit words of a row, `N` items (images or videos), `C` chunks of weights, `I` any words.
+`T` packed patch rows, `W` 32-bit words of a row, `N` images and videos, `C` chunks of weights, `I` any words.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def words_of(rows_TP: Tensor) -> Tensor:
     return rows_TP.view(torch.int32)
 
 
-def _mix(words_I: Tensor, places_I: Tensor) -> Tensor:
-    """Mix words with their places: twice multiply by an odd number and fold the upper half into the lower one."""
-    mixed_I = (words_I.long() & _LOW) | (places_I << 32)
+def _mix(words_I: Tensor, positions_I: Tensor) -> Tensor:
+    """Mix words with their positions: twice multiply by an odd number and fold the upper half into the lower one."""
+    mixed_I = (words_I.long() & _LOW) | (positions_I << 32)
     for factor in _FACTORS:
         mixed_I = mixed_I * factor
         mixed_I = mixed_I ^ ((mixed_I >> 32) & _LOW)
@@ -49,30 +49,30 @@ def _mix(words_I: Tensor, places_I: Tensor) -> Tensor:
 # --- references in plain torch ----------------------------------------------------------------------------------------
 
 
-def sum_items_reference(words_TW: Tensor, grid_N3: Tensor, out: Tensor) -> None:
-    """Write the grid row and the checksum of every item to `out[1:]`, as rows of four. No host sync."""
+def sum_images_reference(words_TW: Tensor, grid_N3: Tensor, out: Tensor) -> None:
+    """Write the grid row and the checksum of every image to `out[1:]`, as rows of four. No host sync."""
     rows, width = words_TW.shape
     count_N = grid_N3.prod(1).clamp(0, rows)
     end_N = count_N.cumsum(0)
     column_W = torch.arange(width, device=words_TW.device)
     sum_N = torch.zeros_like(end_N)
     for row_T in torch.arange(rows, device=words_TW.device).split(_ROWS):
-        item_T = torch.searchsorted(end_N, row_T, right=True).clamp(max=len(grid_N3) - 1)
-        row_of_item_T = row_T - (end_N - count_N)[item_T]
-        mixed_TW = _mix(words_TW[row_T], row_of_item_T[:, None] * width + column_W)
-        sum_N.index_add_(0, item_T, mixed_TW.sum(1))
+        image_T = torch.searchsorted(end_N, row_T, right=True).clamp(max=len(grid_N3) - 1)
+        row_of_image_T = row_T - (end_N - count_N)[image_T]
+        mixed_TW = _mix(words_TW[row_T], row_of_image_T[:, None] * width + column_W)
+        sum_N.index_add_(0, image_T, mixed_TW.sum(1))
     out[1:] = torch.cat([grid_N3, sum_N[:, None]], 1).flatten()
 
 
 def sum_weights_reference(tensors: list[Tensor], table_2C: Tensor, out: Tensor) -> None:
     """Add the checksum of contiguous tensors to `out[0]`. The kernel reads the table of addresses instead."""
-    place_I = torch.arange(CHUNK, device=out.device)
+    position_I = torch.arange(CHUNK, device=out.device)
     for tensor in tensors:
         if not tensor.numel():
             continue
         for words_I in words_of(tensor.reshape(1, -1))[0].split(CHUNK):
-            out[0] += _mix(words_I, place_I[: len(words_I)]).sum()
-            place_I = place_I + CHUNK
+            out[0] += _mix(words_I, position_I[: len(words_I)]).sum()
+            position_I = position_I + CHUNK
 
 
 def equal_pairs_reference(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
@@ -84,7 +84,7 @@ def equal_pairs_reference(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 
 
 @jit
-def _sum_words(words, count, place, start, step):
+def _sum_words(words, count, position, start, step):
     """Return the sum of mixed words: blocks of 1024, from `start` on, every `step` words."""
     BLOCK: tl.constexpr = 1024
     sums = tl.zeros((BLOCK,), tl.int64)
@@ -92,7 +92,7 @@ def _sum_words(words, count, place, start, step):
         index = first + tl.arange(0, BLOCK)
         inside = index < count
         word = tl.load(words + index, mask=inside, other=0).to(tl.uint32, bitcast=True)
-        mixed = (word.to(tl.int64) | ((place + index).to(tl.int64) << 32)) * 0x1E3779B97F4A7C15
+        mixed = (word.to(tl.int64) | ((position + index).to(tl.int64) << 32)) * 0x1E3779B97F4A7C15
         mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * 0x3F58476D1CE4E5B9
         mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
         sums += tl.where(inside, mixed, 0)
@@ -100,29 +100,29 @@ def _sum_words(words, count, place, start, step):
 
 
 @partial(jit, do_not_specialize=range(5))
-def _items_kernel(words, grid, out, rows, width):
-    """Add up the blocks of one item; the programs of its second axis take turns."""
-    item = tl.program_id(0)
+def _images_kernel(words, grid, out, rows, width):
+    """Add up the blocks of one image; the programs of its second axis take turns."""
+    image = tl.program_id(0)
     begin = tl.zeros((), tl.int64)
-    for start in range(0, item, 256):  # items before this one
+    for start in range(0, image, 256):  # images before this one
         index = start + tl.arange(0, 256)
-        before = index < item
+        before = index < image
         frames = tl.load(grid + 3 * index, mask=before, other=0)
         size = frames * tl.load(grid + 3 * index + 1, mask=before, other=0)
         size *= tl.load(grid + 3 * index + 2, mask=before, other=0)
         begin += tl.sum(tl.minimum(tl.maximum(size, 0), rows), 0)
-    frames = tl.load(grid + 3 * item)
-    height = tl.load(grid + 3 * item + 1)
-    columns = tl.load(grid + 3 * item + 2)
+    frames = tl.load(grid + 3 * image)
+    height = tl.load(grid + 3 * image + 1)
+    columns = tl.load(grid + 3 * image + 2)
     begin = tl.minimum(begin, rows)  # the host refuses a grid that does not fit only after this kernel
     end = tl.minimum(begin + tl.minimum(tl.maximum(frames * height * columns, 0), rows), rows)
     stripe = tl.program_id(1).to(tl.int64)
     sums = _sum_words(words + begin * width, (end - begin) * width, 0, stripe * 1024, tl.num_programs(1) * 1024)
-    tl.atomic_add(out + 4 * item + 4, sums, sem="relaxed")
+    tl.atomic_add(out + 4 * image + 4, sums, sem="relaxed")
     if stripe == 0:
-        tl.store(out + 4 * item + 1, frames)
-        tl.store(out + 4 * item + 2, height)
-        tl.store(out + 4 * item + 3, columns)
+        tl.store(out + 4 * image + 1, frames)
+        tl.store(out + 4 * image + 2, height)
+        tl.store(out + 4 * image + 3, columns)
 
 
 @partial(jit, do_not_specialize=range(3))
@@ -150,13 +150,13 @@ def _compare_kernel(table, out):
         tl.store(out + pair, 1)
 
 
-def sum_items(words_TW: Tensor, grid_N3: Tensor, out: Tensor) -> None:
-    """Run `sum_items_reference` as one kernel."""
+def sum_images(words_TW: Tensor, grid_N3: Tensor, out: Tensor) -> None:
+    """Run `sum_images_reference` as one kernel."""
     rows, width = words_TW.shape
-    items = len(grid_N3)
+    images = len(grid_N3)
     # Items differ in size: the largest needs more programs than an average one.
-    stripes = min(4 * -(-rows * width // (_PROGRAM * items)), 1024)
-    _items_kernel[(items, stripes)](words_TW, grid_N3, out, rows, width, num_warps=4)
+    stripes = min(4 * -(-rows * width // (_PROGRAM * images)), 1024)
+    _images_kernel[(images, stripes)](words_TW, grid_N3, out, rows, width, num_warps=4)
 
 
 def sum_weights(tensors: list[Tensor], table_2C: Tensor, out: Tensor) -> None:

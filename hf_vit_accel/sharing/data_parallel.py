@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_vit_accel.engine.facts import TowerFacts
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.sharing.checksum import words_of
-from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, Status, digest
+from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, ShareResult, digest
 from hf_vit_accel.sharing.ranks import RankError, Ranks
 from hf_vit_accel.sharing.share import Share
 from hf_vit_accel.sharing.split import Places, loads, split
@@ -72,9 +72,9 @@ class Sharing:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._others_wait and isinstance(error, Exception):
-            status = Status.OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else Status.FAILED
+            result = ShareResult.OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else ShareResult.FAILED
             with suppress(RankError):  # this rank raises its own error
-                self.exchange_headers(status, text=f"{type(error).__name__}: {error}")
+                self.exchange_headers(result, text=f"{type(error).__name__}: {error}")
         self._others_wait = False
 
     def split(self, grid: Grid, distinct: Grid, facts: TowerFacts) -> Places | None:
@@ -115,7 +115,7 @@ class Sharing:
             reasons.append(f"more than {MOST_OUTPUTS} outputs")
         return [f"not shared by ranks: {reason}" for reason in reasons]
 
-    def wait_for_me(self, grid: Grid) -> None:
+    def note_others_wait(self, grid: Grid) -> None:
         """Note that the other ranks now wait for this rank's header of a call."""
         self._grid = grid
         self._others_wait = True
@@ -124,7 +124,7 @@ class Sharing:
         """Tell waiting ranks that this rank takes no share, since it runs the stock forward."""
         if self._others_wait:
             with suppress(NotSharedError):
-                self.exchange_headers(Status.ALONE, text="; ".join(reasons))
+                self.exchange_headers(ShareResult.ALONE, text="; ".join(reasons))
 
     def start(self, places: Places, facts: TowerFacts, tower: nn.Module, pixels_TP: Tensor, *, grad: bool) -> Share:
         """Return this rank's share of a call.
@@ -139,26 +139,26 @@ class Sharing:
         embedding = checksum(facts.parts.projection.weight.flatten(1))
         # One more sync only where words are exchanged by the host.
         call_checksum = (embedding + checksum(pixels_TP)).to(self.ranks.device)
-        exchange_headers = partial(self.exchange_headers, checksum_1=call_checksum)
+        exchange_headers = partial(self.exchange_headers, call_checksum=call_checksum)
         roots = [tower, *facts.parts.modules()]
         return Share(self.ranks, places, roots, pixels_TP, exchange_headers, grad=grad)
 
     def exchange_headers(
         self,
-        status: Status,
+        result: ShareResult,
         *,
         options: object = None,
         outputs: Sequence[OutputShape] = (),
-        checksum_1: Tensor | None = None,
+        call_checksum: Tensor | None = None,
         text: str = "",
     ) -> list[Header]:
         """Send this rank's header and return those of all ranks, by rank.
 
         Args:
-            status: The result of this rank's share.
+            result: The result of this rank's share.
             options: Whatever must be equal on all ranks beside the call.
             outputs: Shapes of this rank's outputs.
-            checksum_1: Of pixels and weight, shape (1,); ignored unless the share is done.
+            call_checksum: Of pixels and weight, shape (1,); ignored unless the share is done.
             text: The reason, if it is not done.
 
         Raises:
@@ -168,32 +168,32 @@ class Sharing:
         """
         self._others_wait = False
         header = Header(
-            status=status,
+            result=result,
             call=digest((self._calls, self._grid)),
             options=digest(options),
             outputs=tuple(outputs),
             text=text,
         )
-        if status is not Status.DONE or checksum_1 is None:
-            checksum_1 = torch.zeros(1, dtype=torch.int64, device=self.ranks.device)
+        if result is not ShareResult.DONE or call_checksum is None:
+            call_checksum = torch.zeros(1, dtype=torch.int64, device=self.ranks.device)
         words_by_rank = self.ranks.words(
-            header.pack(), checksum_1, when="for word that they are through with their shares"
+            header.pack(), call_checksum, when="for word that they are through with their shares"
         )
         headers = [Header.unpack(words) for words in words_by_rank]
-        if status < Status.FAILED:
+        if result < ShareResult.FAILED:
             _check_headers(headers)
         return headers
 
 
 def _check_headers(headers: Sequence[Header]) -> None:
     """Raise what any rank's header reports; the same on every rank that is done."""
-    failed = {rank: header for rank, header in enumerate(headers) if header.status >= Status.FAILED}
+    failed = {rank: header for rank, header in enumerate(headers) if header.result >= ShareResult.FAILED}
     if failed:
         message = "; ".join(f"rank {rank} of the group failed: {header.text}" for rank, header in failed.items())
-        only_memory = all(header.status is Status.OUT_OF_MEMORY for header in failed.values())
+        only_memory = all(header.result is ShareResult.OUT_OF_MEMORY for header in failed.values())
         raise torch.OutOfMemoryError(message) if only_memory else RankError(message)
     _check_same([header.call for header in headers], "grid_thw, and as many calls before it")
-    alone = {rank: header for rank, header in enumerate(headers) if header.status is Status.ALONE}
+    alone = {rank: header for rank, header in enumerate(headers) if header.result is ShareResult.ALONE}
     if alone:
         raise NotSharedError(
             "; ".join(f"not shared: rank {rank} of the group: {header.text}" for rank, header in alone.items())
@@ -209,7 +209,10 @@ def _check_headers(headers: Sequence[Header]) -> None:
 def checksum(rows_TP: Tensor) -> Tensor:
     """Return an int64 checksum of the bits of rows and of their order, shape (1,), without a host sync.
 
-    It detects mistakes: another picture, channels in another order. It is not a cryptographic hash.
+    It detects mistakes: another image, channels in another order. It is not a cryptographic hash.
+
+    `sharing/checksum.py` has a stronger one, which mixes every word. It finds candidates for reuse, by a kernel. This
+    one compares the inputs of ranks, by a few operations of torch.
     """
     words_TW = words_of(rows_TP)
     total = torch.zeros((), dtype=torch.int64, device=words_TW.device)

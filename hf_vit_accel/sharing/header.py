@@ -17,7 +17,7 @@ _TEXT_AT = 28  # 4 words, then 3 words for each output
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Status(IntEnum):
+class ShareResult(IntEnum):
     """The result of a rank's share."""
 
     DONE = 0
@@ -45,7 +45,7 @@ class Header:
     """The report of a rank on its share of a call.
 
     Attributes:
-        status: The result of its share.
+        result: The result of its share.
         call: Digest of the grid and of the number of calls so far, equal on all ranks.
         options: Digest of gradients, dtype and trained weights, equal on all ranks that are done.
         outputs: Shapes of its outputs; empty for a rank without a share.
@@ -53,7 +53,7 @@ class Header:
         checksum: Of the pixels of the whole call and of the weight that embeds them.
     """
 
-    status: Status
+    result: ShareResult
     call: int
     options: int
     outputs: tuple[OutputShape, ...] = ()
@@ -62,7 +62,7 @@ class Header:
 
     def pack(self) -> list[int]:
         """Return the words of this header, without its checksum."""
-        words = [int(self.status), self.call, self.options, len(self.outputs)]
+        words = [int(self.result), self.call, self.options, len(self.outputs)]
         for output in self.outputs:
             words += [output.rows, output.width, _DTYPES.index(output.dtype)]
         words += [0] * (_TEXT_AT - len(words))
@@ -80,7 +80,7 @@ class Header:
             outputs.append(OutputShape(rows, width, _DTYPES[dtype_index]))
         letters = b"".join(word.to_bytes(8, "little", signed=True) for word in words[_TEXT_AT:WORDS])
         return cls(
-            status=Status(words[0]),
+            result=ShareResult(words[0]),
             call=words[1],
             options=words[2],
             outputs=tuple(outputs),

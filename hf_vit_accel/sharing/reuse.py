@@ -1,13 +1,13 @@
 """Encode equal images and videos once: those of one call, and with `across_calls` those of earlier calls, too.
 
-`look` computes a checksum of every item (image or video) on the device, and reads it together with the grid, in one
-host sync. Items of equal checksums are compared bit for bit. `select` picks the items to encode, `collect` puts the
-outputs of the call together.
+An image is one row of the grid: an image, or a video with all its frames. `find_repeats` computes a checksum of every
+image on the device, and reads it together with the grid, in one host sync. Images of equal checksums are compared bit
+for bit. `select` picks the images to encode, `collect` puts the outputs of the call together.
 
 Features of earlier calls are used while a checksum of all parameters and buffers stays the same. Version counters would
 not do: they miss writes through `.data`, by which adapters are merged and some optimisers update weights.
 
-`T` packed patch rows, `P` pixels of a patch, `W` 32-bit words of a row, `N` items, `C` chunks of weights.
+`T` packed patch rows, `P` pixels of a patch, `W` 32-bit words of a row, `N` images, `C` chunks of weights.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from hf_vit_accel.ops import why_not_triton
 from hf_vit_accel.sharing import checksum
 from hf_vit_accel.sharing.checksum import CHUNK, words_of
 
-_IN_TORCH = checksum.sum_items_reference, checksum.sum_weights_reference, checksum.equal_pairs_reference
+_IN_TORCH = checksum.sum_images_reference, checksum.sum_weights_reference, checksum.equal_pairs_reference
 _BY_KERNELS = (
-    guarded(KERNELS, checksum.sum_items),
+    guarded(KERNELS, checksum.sum_images),
     guarded(KERNELS, checksum.sum_weights),
     guarded(KERNELS, checksum.equal_pairs),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Facts about a tower at one call, which the tower hands down.
+class ReuseFacts:
+    """Facts about a tower at one call that decide what is reused (`engine.facts.TowerFacts` hold for every call).
 
     Attributes:
         applies: False where nothing is reused and no reason is reported, as under transforms of torch.func.
-        reasons: Why no item of this call is reused.
+        reasons: Why no image of this call is reused.
         reasons_against_keeping: Why no features are kept for later calls.
         watched: All parameters and buffers; empty where no features are kept.
         context: Settings that decide features beside the weights, such as the dtype of autocast.
@@ -65,9 +65,9 @@ class ReuseStatus:
 
     Attributes:
         items: Images and videos of the calls that were searched for copies.
-        encoded: Items that were encoded.
-        hits: Items whose features came from an earlier call. All others were copies of an item in their call.
-        held: Items whose features are kept now.
+        encoded: Images that were encoded.
+        hits: Images whose features came from an earlier call. All others were copies of an image in their call.
+        held: Images whose features are kept now.
         nbytes: Device memory of the kept features and pixels.
     """
 
@@ -87,7 +87,7 @@ class ReuseStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Pixels and outputs of one item of an earlier call, which a CUDA stream finished at an event."""
+    """Pixels and outputs of one image of an earlier call, which a CUDA stream finished at an event."""
 
     bits_TW: Tensor
     outputs: list[Tensor]
@@ -103,19 +103,19 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
-    """The grid of a call on the host, and where the features of every item come from.
+class Repeats:
+    """The repeated images of a call: where the features of every image come from. Also the grid on the host.
 
     Attributes:
-        rows: The grid as it was given, unchecked.
+        grid: The grid as it was given, unchecked.
         unmet: Why less is reused than was requested.
-        sources: For every item: its own index if it must be encoded, the index of an equal item of this call, or
+        sources: For every image: its own index if it must be encoded, the index of an equal image of this call, or
             features of an earlier call. Empty where nothing is reused.
-        bits: The words of every item, (rows of the item, W).
+        bits: The words of every image, (rows of the image, W).
         keys: Keys under which features are kept; empty where they are not.
     """
 
-    rows: list[list[int]]
+    grid: list[list[int]]
     unmet: list[str] = field(default_factory=list)
     sources: list[int | Kept] = field(default_factory=list)
     bits: tuple[Tensor, ...] = ()
@@ -123,11 +123,11 @@ class Looked:
 
     @property
     def encoded(self) -> list[int]:
-        """Return the indices of the items that must be encoded."""
+        """Return the indices of the images that must be encoded."""
         return [index for index, source in enumerate(self.sources) if source == index]
 
     def distinct(self, grid: Grid) -> Grid:
-        """Return the grid of the items that must be encoded."""
+        """Return the grid of the images that must be encoded."""
         return tuple(grid[index] for index in self.encoded) if self.sources else grid
 
 
@@ -136,7 +136,7 @@ class Reuse:
 
     def __init__(self, config: ReuseConfig) -> None:
         self.config = config
-        self._items = 0
+        self._images = 0
         self._encoded = 0
         self._hits = 0
         self._kept: LRU[Kept] = LRU(entries=1 << 20, cost=int(config.gigabytes * 1e9))
@@ -144,7 +144,7 @@ class Reuse:
 
     def status(self) -> ReuseStatus:
         """Return the counts so far."""
-        counts = dict(items=self._items, encoded=self._encoded, hits=self._hits)
+        counts = dict(items=self._images, encoded=self._encoded, hits=self._hits)
         return ReuseStatus(**counts, held=len(self._kept), nbytes=self._kept.total_cost)
 
     def close(self) -> None:
@@ -152,50 +152,50 @@ class Reuse:
         self._kept.clear()
         self._table = None
 
-    def look(self, pixels_TP: Tensor, grid_N3: Tensor, facts: Facts) -> Looked:
-        """Read the grid in one host sync, and find equal items. With candidates, their comparison is a second sync.
+    def find_repeats(self, pixels_TP: Tensor, grid_N3: Tensor, facts: ReuseFacts) -> Repeats:
+        """Read the grid in one host sync, and find equal images. With candidates, their comparison is a second sync.
 
         Args:
             pixels_TP: The packed patches of the call.
-            grid_N3: Frames, height and width of every item, unchecked.
+            grid_N3: Frames, height and width of every image, unchecked.
             facts: Facts about the tower.
         """
-        rows = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
+        grid = grid_N3.tolist() if grid_N3.device.type == "cpu" else None
         # Copies of pixels that require gradients have gradients of their own.
         applies = facts.applies and not (torch.is_grad_enabled() and pixels_TP.requires_grad)
         if not applies or facts.reasons or pixels_TP.is_meta:
-            return Looked(rows=rows or grid_N3.tolist(), unmet=facts.reasons if applies else [])
+            return Repeats(grid=grid or grid_N3.tolist(), unmet=facts.reasons if applies else [])
         device = pixels_TP.device
-        items = len(grid_N3)
+        images = len(grid_N3)
         table, unmet = self._watch(facts, device)
-        has_no_copies = items < 2 or (rows is not None and len({tuple(row) for row in rows}) == items)
-        if not pixels_TP.numel() or not items or (has_no_copies and table is None):
-            return Looked(rows=rows or grid_N3.tolist(), unmet=unmet)
+        has_no_copies = images < 2 or (grid is not None and len({tuple(sizes) for sizes in grid}) == images)
+        if not pixels_TP.numel() or not images or (has_no_copies and table is None):
+            return Repeats(grid=grid or grid_N3.tolist(), unmet=unmet)
 
         runs_kernels = facts.no_kernels is None and why_not_triton(device, torch.float16) is None  # pixels of any dtype
-        sum_items, sum_weights, equal_pairs = _BY_KERNELS if runs_kernels else _IN_TORCH
+        sum_images, sum_weights, equal_pairs = _BY_KERNELS if runs_kernels else _IN_TORCH
         words_TW = words_of(pixels_TP)
-        sums = torch.zeros(1 + 4 * items, dtype=torch.int64, device=device)
+        sums = torch.zeros(1 + 4 * images, dtype=torch.int64, device=device)
         if table is not None:
             sum_weights(facts.watched, table.chunks_2C, sums)
-        sum_items(words_TW, grid_N3.to(device, torch.int64, non_blocking=True).contiguous(), sums)
+        sum_images(words_TW, grid_N3.to(device, torch.int64, non_blocking=True).contiguous(), sums)
         weights_sum, *flat = sums.tolist()
 
-        entries = [tuple(flat[start : start + 4]) for start in range(0, len(flat), 4)]
-        rows = [list(entry[:3]) for entry in entries]
-        present = [entry for entry in entries if entry[0]]  # rows without frames pad a batch
+        fingerprints = [tuple(flat[start : start + 4]) for start in range(0, len(flat), 4)]  # sizes and checksum
+        grid = [list(fingerprint[:3]) for fingerprint in fingerprints]
+        present = [fingerprint for fingerprint in fingerprints if fingerprint[0]]  # images without frames pad a batch
         counts = [frames * height * width for frames, height, width, _ in present]
         if min(counts, default=0) < 1 or sum(counts) != len(words_TW):
-            return Looked(rows=rows, unmet=unmet)  # the caller refuses this grid
+            return Repeats(grid=grid, unmet=unmet)  # the caller refuses this grid
         bits = words_TW.split(counts)
         keys: list[Hashable] = []
         if table is not None:
             identity = weights_sum, table.form, pixels_TP.dtype, device, facts.context, *machine.numerics()
-            keys = [(identity, entry) for entry in present]
+            keys = [(identity, fingerprint) for fingerprint in present]
         sources = self._find_sources(present, keys, bits, equal_pairs)
-        return Looked(rows=rows, unmet=unmet, sources=sources, bits=bits, keys=keys)
+        return Repeats(grid=grid, unmet=unmet, sources=sources, bits=bits, keys=keys)
 
-    def _watch(self, facts: Facts, device: torch.device) -> tuple[WeightTable | None, list[str]]:
+    def _watch(self, facts: ReuseFacts, device: torch.device) -> tuple[WeightTable | None, list[str]]:
         """Return the table of the weights; or None, and the reasons why no features are kept."""
         if not facts.watched:
             return None, facts.reasons_against_keeping
@@ -210,88 +210,88 @@ class Reuse:
         return table, []
 
     def _find_sources(
-        self, entries: list[Any], keys: list[Hashable], bits: tuple[Tensor, ...], equal_pairs: Any
+        self, fingerprints: list[Any], keys: list[Hashable], bits: tuple[Tensor, ...], equal_pairs: Any
     ) -> list[int | Kept]:
-        """Return the `sources` of a call. Every item is compared with one candidate; where they differ, it is new."""
+        """Return the `sources` of a call. Every image is compared with one candidate; where they differ, it is new."""
         first_index: dict[Any, int] = {}
         candidates: dict[int, int | Kept] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
-        for index, entry in enumerate(entries):
+        for index, fingerprint in enumerate(fingerprints):
             earlier = self._kept.find(keys[index]) if keys else None
             if earlier is not None:
                 earlier.wait(_stream_of(bits[index]))
                 candidates[index] = earlier
                 pairs.append((bits[index], earlier.bits_TW))
-            elif entry in first_index:
-                candidates[index] = first_index[entry]
-                pairs.append((bits[index], bits[first_index[entry]]))
+            elif fingerprint in first_index:
+                candidates[index] = first_index[fingerprint]
+                pairs.append((bits[index], bits[first_index[fingerprint]]))
             else:
-                first_index[entry] = index
-        sources: list[int | Kept] = list(range(len(entries)))
+                first_index[fingerprint] = index
+        sources: list[int | Kept] = list(range(len(fingerprints)))
         are_equal = equal_pairs(pairs) if pairs else []
         for (index, candidate), is_equal in zip(candidates.items(), are_equal, strict=True):
             if is_equal:
                 sources[index] = candidate
         return sources
 
-    def select(self, looked: Looked, grid: Grid, pixels_TP: Tensor) -> tuple[Grid, Tensor]:
-        """Return grid and pixels of the items that must be encoded; an empty grid if all features are known."""
-        encoded = looked.encoded
-        if len(encoded) == len(looked.sources):
-            return grid, pixels_TP
+    def select(self, repeats: Repeats, grid: Grid, pixels_TP: Tensor) -> Tensor:
+        """Return the pixels of the images that must be encoded, `repeats.distinct(grid)`; no rows if there are none."""
+        encoded = repeats.encoded
+        if len(encoded) == len(repeats.sources):
+            return pixels_TP
         pieces_of_call = pixels_TP.split([frames * height * width for frames, height, width in grid])
         pieces = [pieces_of_call[index] for index in encoded] or [pixels_TP[:0]]
-        return looked.distinct(grid), torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
-    def collect(self, looked: Looked, grid: Grid, fresh: list[Tensor]) -> list[Tensor]:
+    def collect(self, repeats: Repeats, grid: Grid, fresh: list[Tensor]) -> list[Tensor]:
         """Return the outputs of a call.
 
         Args:
-            looked: The result of `look`.
+            repeats: The result of `find_repeats`.
             grid: The grid of the call.
-            fresh: The outputs of the items that `select` returned; empty if there were none.
+            fresh: The outputs of the images that `select` returned; empty if there were none.
         """
-        sources = looked.sources
-        encoded = looked.encoded
-        self._items += len(sources)
+        sources = repeats.sources
+        encoded = repeats.encoded
+        self._images += len(sources)
         self._encoded += len(encoded)
         self._hits += sum(isinstance(source, Kept) for source in sources)
         is_complete = len(encoded) == len(sources)
-        if is_complete and not looked.keys:
+        if is_complete and not repeats.keys:
             return fresh
-        patches = [frames * height * width for frames, height, width in looked.distinct(grid)]
+        patches = [frames * height * width for frames, height, width in repeats.distinct(grid)]
         sizes_by_output = [[count * len(rows) // sum(patches) for count in patches] for rows in fresh]
-        if not looked.keys:
-            place = {index: position for position, index in enumerate(encoded)}
-            order = [place[source] for source in sources if not isinstance(source, Kept)]
+        if not repeats.keys:
+            position_of = {index: position for position, index in enumerate(encoded)}
+            order = [position_of[source] for source in sources if not isinstance(source, Kept)]
             return [_Repeat.apply(rows, sizes, order) for rows, sizes in zip(fresh, sizes_by_output, strict=True)]
 
         fresh_by_index: dict[int, list[Tensor]] = {index: [] for index in encoded}
         for rows, sizes in zip(fresh, sizes_by_output, strict=True):
             for index, piece in zip(encoded, rows.split(sizes), strict=True):
                 fresh_by_index[index].append(piece)
-        self._keep(looked, fresh_by_index)
+        self._keep(repeats, fresh_by_index)
         if is_complete:
             return fresh
         by_item = [source.outputs if isinstance(source, Kept) else fresh_by_index[source] for source in sources]
         return [torch.cat(pieces) for pieces in zip(*by_item, strict=True)]
 
-    def _keep(self, looked: Looked, fresh_by_index: dict[int, list[Tensor]]) -> None:
+    def _keep(self, repeats: Repeats, fresh_by_index: dict[int, list[Tensor]]) -> None:
         """Keep copies of pixels and outputs, since callers may write to both, unless they exceed the bound."""
         copies_by_index: dict[int, list[Tensor]] = {}
         # Inference tensors could not be used where gradients are recorded later.
         with torch.inference_mode(False), torch.no_grad():
             for index, outputs in fresh_by_index.items():
-                tensors = [looked.bits[index], *outputs]
+                tensors = [repeats.bits[index], *outputs]
                 if sum(tensor.nbytes for tensor in tensors) <= self._kept.cost:
                     copies_by_index[index] = [tensor.clone() for tensor in tensors]
         if not copies_by_index:
             return
-        stream = _stream_of(looked.bits[0])
+        stream = _stream_of(repeats.bits[0])
         ready = None if stream is None else stream.record_event()
         for index, tensors in copies_by_index.items():
             features = Kept(bits_TW=tensors[0], outputs=tensors[1:], stream=stream, ready=ready)
-            self._kept.keep(looked.keys[index], features, sum(tensor.nbytes for tensor in tensors))
+            self._kept.keep(repeats.keys[index], features, sum(tensor.nbytes for tensor in tensors))
 
 
 def _stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
@@ -342,9 +342,10 @@ def _layout_of(tensors: list[Tensor]) -> list[Any]:
 
 
 class _Repeat(torch.autograd.Function):
-    """Repeat pieces of rows, of these sizes, in an order. Back, add up the gradients of copies in fp32 and round once.
+    """Repeat pieces of rows, of these sizes, in an order.
 
-    `backward` consists of plain torch operations, so `is_grads_batched` works.
+    The backward adds up the gradients of copies, in fp32 and rounded once. It consists of plain torch operations, so
+    that `torch.autograd.grad(is_grads_batched=True)` works.
     """
 
     @staticmethod
@@ -360,8 +361,8 @@ class _Repeat(torch.autograd.Function):
         if grad is None:
             return None, None, None
         starts = list(accumulate(ctx.sizes, initial=0))
-        rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in ctx.order])
-        index = to_device({"rows": rows}, grad.device)["rows"]
+        source_rows = np.concatenate([np.arange(starts[piece], starts[piece + 1]) for piece in ctx.order])
+        source_rows_T = to_device({"rows": source_rows}, grad.device)["rows"]
         dtype = torch.promote_types(grad.dtype, torch.float32)
         zeros = torch.zeros(starts[-1], *grad.shape[1:], dtype=dtype, device=grad.device)
-        return zeros.index_add(0, index, grad.to(dtype)).to(grad.dtype), None, None
+        return zeros.index_add(0, source_rows_T, grad.to(dtype)).to(grad.dtype), None, None

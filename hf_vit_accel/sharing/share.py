@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Slots, replaced
 from hf_vit_accel.ops.training.context import FunctionContext
-from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, Status
+from hf_vit_accel.sharing.header import MOST_OUTPUTS, Header, OutputShape, ShareResult
 from hf_vit_accel.sharing.ranks import Ranks
 from hf_vit_accel.sharing.split import Places
 
@@ -46,16 +46,17 @@ class Share(AbstractContextManager[None]):
         self._replaced: AbstractContextManager[Any] = nullcontext()
         self.grid = places.grid_of(ranks.rank)
         slots = _trained_slots(roots) if grad else []
-        weights = {id(home[name]): home[name] for home, name in slots}  # a weight that modules share counts once
+        # A weight that modules share counts once.
+        weights = {id(parameters[name]): parameters[name] for parameters, name in slots}
         self._options: tuple[object, ...] = (
             grad,
             pixels_TP.requires_grad,
             [tuple(weight.shape) for weight in weights.values()],
         )
         if grad:
-            self._token, self.pixels_TP, *copies = _Share.apply(ranks, places, pixels_TP, *weights.values())
+            self._token, self.pixels_TP, *copies = _TakeShare.apply(ranks, places, pixels_TP, *weights.values())
             copy_of = dict(zip(weights, copies, strict=True))
-            self._replaced = replaced(slots, [copy_of[id(home[name])] for home, name in slots])
+            self._replaced = replaced(slots, [copy_of[id(parameters[name])] for parameters, name in slots])
         else:
             self.pixels_TP = places.taken(pixels_TP, ranks.rank)
 
@@ -91,7 +92,7 @@ class Share(AbstractContextManager[None]):
         message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
         # Allocate before the other ranks hear that this one is done: it may fail.
         buffers = _Buffers(places, shapes, rank, rank, device) if shapes else None
-        headers = self._exchange_headers(Status.DONE, options=self._options, outputs=shapes)
+        headers = self._exchange_headers(ShareResult.DONE, options=self._options, outputs=shapes)
         if buffers is None:
             outputs_by_rank = [header.outputs for header in headers]
             first = max(range(len(headers)), key=lambda index: len(outputs_by_rank[index]))
@@ -147,7 +148,7 @@ class _Buffers:
 
 
 def _trained_slots(roots: Sequence[nn.Module]) -> Slots:
-    """List the places where modules hold parameters that require a gradient.
+    """List where modules store parameters that require a gradient.
 
     Args:
         roots: The tower, and modules that torch does not find inside it, as in a plain list of blocks.
@@ -162,8 +163,8 @@ def _trained_slots(roots: Sequence[nn.Module]) -> Slots:
     return slots
 
 
-class _Share(torch.autograd.Function):
-    """Maps pixels and weights to a token, this rank's pixels and the weights. Its backward sums over all ranks.
+class _TakeShare(torch.autograd.Function):
+    """Return a token, this rank's pixels, and aliases of the weights. The backward sums gradients over all ranks.
 
     The token comes back from `_Gather` on every rank, also on one without a share: all take part, in one order.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_vit_accel.layout import Grid, rows_of
 
-EVEN = 6000
+BALANCED_ROWS = 6000
 """Rows of a frame whose attention takes as long as everything else: 4,700 to 6,700 in all three families (H200, bf16,
 times at 1,024 and 14,416 rows a frame)."""
 
@@ -25,9 +25,9 @@ _STEPS = 256
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Consecutive frames of one entry (a row) of a grid: the index of the entry, the first frame, and a count."""
+    """Consecutive frames of one image or video: its index in the grid, the first frame, and their number."""
 
-    entry: int
+    image: int
     first: int
     frames: int
 
@@ -43,32 +43,32 @@ def cost(rows: int, full: float) -> float:
         rows: Patch rows of the frame.
         full: Share of the layers that attend per frame.
     """
-    return rows * (1 + full * rows / EVEN)
+    return rows * (1 + full * rows / BALANCED_ROWS)
 
 
 @lru_cache(maxsize=128)
 def split(grid: Grid, ranks: int, *, clips: bool, full: float) -> Split:
     """Assign frames to ranks such that the largest load is nearly minimal.
 
-    MULTIFIT (Coffman, Garey, Johnson 1978) searches the lowest bound under which all frames find a place. Each rank in
+    MULTIFIT (Coffman, Garey, Johnson 1978) searches the lowest bound under which all frames fit. Each rank in
     its turn takes the costliest frames that still fit under the bound.
 
     Frames of equal cost are interchangeable, so each rank gets consecutive ones: few pieces, which share a layout.
 
     Args:
-        grid: Frames, height and width of every entry.
+        grid: Frames, height and width of every image or video.
         ranks: The number of ranks.
-        clips: Whether all frames of an entry attend to each other, and stay together.
+        clips: Whether all frames of a video attend to each other, and stay together.
         full: Share of the layers that attend per frame.
     """
     units: dict[float, list[Piece]] = {}
-    for entry, (t, h, w) in enumerate(grid):
+    for image, (t, h, w) in enumerate(grid):
         frames = t if clips else 1
         equal_units = units.setdefault(cost(h * w * frames, full), [])
-        equal_units += [Piece(entry, first, frames) for first in range(0, t, frames)]
+        equal_units += [Piece(image, first, frames) for first in range(0, t, frames)]
     counts = {unit_cost: len(equal_units) for unit_cost, equal_units in units.items()}
-    # No bound below the first one suffices. Twice that always does: a unit fits nowhere only if every rank carries more
-    # than the mean.
+    # `least` is a lower bound of the largest load. Twice that always suffices, since a unit fits nowhere only if every
+    # rank carries more than the mean. So the search is between them.
     total = sum(unit_cost * count for unit_cost, count in counts.items())
     least = max(total / ranks, max(counts)) * (1 + 1e-9)
     bounds = [least * (1 + step / _STEPS) for step in range(_STEPS + 1)]
@@ -87,7 +87,7 @@ def _fit(counts: Mapping[float, int], ranks: int, bound: float) -> tuple[list[di
     """Let each rank take the costliest units that fit under a bound.
 
     Returns:
-        For every rank its number of units of each cost, and the numbers of units that find no place.
+        For every rank its number of units of each cost, and the numbers of units that fit nowhere.
     """
     unplaced = dict(counts)
     costs = sorted(counts)
@@ -110,10 +110,10 @@ def _fit(counts: Mapping[float, int], ranks: int, bound: float) -> tuple[list[di
 
 
 def _joined(units: list[Piece]) -> tuple[Piece, ...]:
-    """Join neighbouring frames of an entry to one piece."""
+    """Join neighbouring frames of a video to one piece."""
     joined: list[Piece] = []
     for unit in units:
-        if joined and (joined[-1].entry, joined[-1].first + joined[-1].frames) == (unit.entry, unit.first):
+        if joined and (joined[-1].image, joined[-1].first + joined[-1].frames) == (unit.image, unit.first):
             joined[-1] = replace(joined[-1], frames=joined[-1].frames + unit.frames)
         else:
             joined.append(unit)
@@ -126,7 +126,7 @@ def loads(grid: Grid, shares: Split, *, clips: bool, full: float) -> list[float]
     for share in shares:
         load = 0.0
         for piece in share:
-            _, height, width = grid[piece.entry]
+            _, height, width = grid[piece.image]
             if clips:
                 load += cost(height * width * piece.frames, full)
             else:
@@ -137,14 +137,14 @@ def loads(grid: Grid, shares: Split, *, clips: bool, full: float) -> list[float]
 
 @dataclass(frozen=True)
 class Places:
-    """The rows of every rank's share in a call."""
+    """Find the rows of every rank's share among those of a call."""
 
     grid: Grid
     shares: Split
 
     def grid_of(self, rank: int) -> Grid:
         """Return the grid that a rank encodes."""
-        return tuple((piece.frames, *self.grid[piece.entry][1:]) for piece in self.shares[rank])
+        return tuple((piece.frames, *self.grid[piece.image][1:]) for piece in self.shares[rank])
 
     @cached_property
     def total(self) -> int:
@@ -164,8 +164,8 @@ class Places:
         for share in self.shares:
             runs_of_rank = []
             for piece in share:
-                _, height, width = self.grid[piece.entry]
-                first_row = starts[piece.entry] + piece.first * height * width
+                _, height, width = self.grid[piece.image]
+                first_row = starts[piece.image] + piece.first * height * width
                 runs_of_rank.append((first_row, first_row + piece.frames * height * width))
             runs.append(runs_of_rank)
         return runs

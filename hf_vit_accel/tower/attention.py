@@ -1,4 +1,4 @@
-"""The attention function behind the registered names, for towers with a plan, and for others without one."""
+"""The attention function behind the registered names, for towers with a route, and for others without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_vit_accel.backends import Plan, Request, ScoreMod, plan_alone, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import OFFSETS, PLANS, Offsets, Route
+from hf_vit_accel.engine.route import OFFSETS, ROUTE, Offsets, Route
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError
 from hf_vit_accel.tower import unknown
@@ -37,9 +37,9 @@ def vision_attention(
 ) -> tuple[Tensor, None]:
     """Attend to q, k, v (1, H, T, D); the function behind the registered names.
 
-    A patched tower passes its plan in the keyword arguments. A stock tower under one of our names gets a plan here, at
-    the price of a host sync. Any other attention (of a text decoder that slipped through the routing) goes to
-    transformers' own sdpa function, with its mask.
+    A patched tower passes its route in the keyword arguments; the route holds the plan. A stock tower under one of our
+    names gets a plan here, at the price of a host sync. Any other attention (of a text decoder that slipped through the
+    routing) goes to transformers' own sdpa function, with its mask.
 
     Returns:
         The outputs (1, T, H, D), and None for the weights of attention.
@@ -52,7 +52,7 @@ def vision_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    route = kwargs.get(PLANS, getattr(cu_seq_lens_q, PLANS, None))
+    route = kwargs.get(ROUTE, getattr(cu_seq_lens_q, ROUTE, None))
     offsets: Offsets | None = getattr(cu_seq_lens_q, OFFSETS, None)
     if route is None and offsets is None:
         unknown.warn()
@@ -190,7 +190,7 @@ _LAST = threading.local()
 
 
 def _plan_offsets(name: str, request: Request, rows: int, cu_seqlens_S1: Tensor) -> Plan:
-    """Read offsets from the device, check them, and plan them for a backend of that name."""
+    """Read offsets from the device, check them, and plan them for the named backend, or for another if it cannot."""
     host_S1 = cu_seqlens_S1.detach().cpu().numpy()
     lengths_S = np.diff(host_S1)
     if host_S1[0] != 0 or host_S1[-1] != rows or (lengths_S < 0).any():

@@ -22,7 +22,7 @@ from hf_vit_accel.config import Settings
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.sharing.reuse import Facts
+from hf_vit_accel.sharing.reuse import ReuseFacts
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.differences import Kind
@@ -64,7 +64,7 @@ def reasons_stock(
         snapshot: The tower as it is now.
         kwargs: The keyword arguments of the call.
     """
-    reasons = list(snapshot.stock)
+    reasons = list(snapshot.reasons_stock)
     # accelerate leaves the class's forward on the instance when its hooks come off: that is no other forward.
     if former_forward is not None and getattr(former_forward, "__func__", None) is not type(tower).forward:
         reasons.append("the tower has a forward of its own")
@@ -178,18 +178,18 @@ def reasons_slow(
     Args:
         tower: The tower.
         snapshot: The tower as it is now.
-        weights: Where its parameters lie.
+        weights: Addresses, dtypes and sizes of its parameters.
         options: The other keyword arguments of the call.
         grad: Whether gradients may be required.
     """
-    reasons = [*snapshot.slow, *weights.reasons]
+    reasons = [*snapshot.reasons_slow, *weights.reasons]
     if any(_GLOBAL_HOOKS):
         reasons.append("global module hooks")
     for hooks_of in HOOKS if grad else HOOKS[:2]:
         if any(map(hooks_of, snapshot.attributes_inside)):
             reasons += _reasons_hooked(snapshot, hooks_of)
-    if snapshot.sharded:
-        reasons += fsdp.reasons_against(snapshot.sharded.values(), weights.dtype)
+    if snapshot.sharded_layers:
+        reasons += fsdp.reasons_against(snapshot.sharded_layers.values(), weights.dtype)
     for name in ("output_hidden_states", "output_attentions"):
         if options.get(name, getattr(tower.config, name, False)):
             reasons.append(f"{name} is requested")
@@ -200,7 +200,7 @@ def reasons_slow(
 
 def _reasons_hooked(snapshot: Snapshot, hooks_of: Callable[[dict[str, Any]], Mapping[int, Any]]) -> list[str]:
     """Return the first module inside with a hook that the fast path would skip."""
-    sharded_ids = {id(vars(block)) for block in snapshot.sharded.values()}
+    sharded_ids = {id(vars(block)) for block in snapshot.sharded_layers.values()}
     for name, attributes in zip(snapshot.names_inside, snapshot.attributes_inside, strict=True):
         is_sharded = id(attributes) in sharded_ids
         for hook in hooks_of(attributes).values():
@@ -216,36 +216,36 @@ def facts_for_reuse(
     weights: Weights,
     device: torch.device,
     no_kernels: str | None,
-) -> Facts:
+) -> ReuseFacts:
     """Return the facts that decide which images of a call are reused.
 
     Args:
         settings: Of the tower.
         snapshot: The tower as it is now.
         parameters: Of the tower, as they are now.
-        weights: Where they lie in memory.
+        weights: Their addresses, dtypes and sizes.
         device: Of the pixels.
         no_kernels: Why Triton kernels are not tried; None if they are.
     """
     assert settings.reuse is not None
-    trains = torch.is_grad_enabled()
+    grad_mode = torch.is_grad_enabled()
     reasons = list(snapshot.mixing)
-    if snapshot.third_party and snapshot.training() and not reasons:
+    if snapshot.third_party and snapshot.in_training_mode() and not reasons:
         reasons.append(f"{snapshot.third_party}, and may be random in training")
     against_keeping: list[str] = []
     watched: list[Tensor] = []
-    if settings.reuse.across_calls and not (trains and (snapshot.third_party or snapshot.trained(parameters))):
+    if settings.reuse.across_calls and not (grad_mode and (snapshot.third_party or snapshot.trained(parameters))):
         if snapshot.third_party:
             against_keeping.append(f"{snapshot.third_party}, and might act otherwise at a later call")
         if settings.score_mod is not None:
             against_keeping.append("a score_mod may read what changes between calls")
-        if snapshot.sharded or snapshot.offloaded or weights.pointers is None:
+        if snapshot.sharded_layers or snapshot.offloaded or weights.pointers is None:
             against_keeping.append("weights are sharded, offloaded or of a class of their own: changes go unseen")
-        if not against_keeping and snapshot.loose():
+        if not against_keeping and snapshot.holds_plain_tensors():
             against_keeping.append("a module holds a tensor that is neither parameter nor buffer")
         if not against_keeping:
             watched = [*parameters, *snapshot.buffers()]
-    return Facts(
+    return ReuseFacts(
         applies=not reasons_untraceable(),
         reasons=reasons,
         reasons_against_keeping=against_keeping,

@@ -37,8 +37,10 @@ class Code:
     def __init__(self, kind: type, classes: frozenset[type]) -> None:
         self.kind = kind
         self.classes = classes
-        self.home = vars(sys.modules[kind.__module__])
-        self.names = [name for name, value in self.home.items() if callable(value) and not isinstance(value, type)]
+        self.module_globals = vars(sys.modules[kind.__module__])
+        self.names = [
+            name for name, value in self.module_globals.items() if callable(value) and not isinstance(value, type)
+        ]
         self.methods = [name for name, value in vars(kind).items() if isinstance(value, FunctionType | property)]
         self.methods.remove("forward")  # checked by itself
         self._readers = method_readers(classes)
@@ -46,7 +48,7 @@ class Code:
 
     def _current_functions(self) -> list[Any]:
         own_methods = [vars(self.kind).get(name) for name in self.methods]
-        functions = [self.home.get(name) for name in self.names]
+        functions = [self.module_globals.get(name) for name in self.names]
         return [*own_methods, *functions, *(read(kind) for read, kind in self._readers)]
 
     def unchanged(self) -> bool:
@@ -72,22 +74,22 @@ class Code:
 
     def attributes_of_tower(self, tower: nn.Module) -> frozenset[str]:
         """Return every attribute name in the methods of a tower's class, and in the functions that these may call."""
-        return _names_in_class(type(tower)) | self._names_in_home()
+        return _names_in_class(type(tower)) | self._names_in_module()
 
     def config_fields(self, tower: Tower) -> list[str]:
         """List the fields of a tower's config that its code may read at a call."""
         fields = vars(tower.config).keys() - _FIELDS_OF_A_CALL
         renamed = getattr(tower.config, "attribute_map", {})
-        names = set(self._names_in_home())
+        names = set(self._names_in_module())
         for kind in {*self.classes, type(tower)}:
             names |= _names_in_class(kind)
         names |= {renamed[name] for name in names & renamed.keys()}
         return sorted(fields & names)
 
-    def _names_in_home(self) -> frozenset[str]:
+    def _names_in_module(self) -> frozenset[str]:
         names: set[str] = set()
         for name in self.names:
-            names |= _names_in(self.home.get(name))
+            names |= _names_in(self.module_globals.get(name))
         return frozenset(names)
 
 
@@ -105,7 +107,9 @@ class CopyCode(Code):
         for module_class in self.classes:
             names |= _names_in_class(module_class)
         ignored = type | ModuleType
-        self.names = sorted(name for name in names if name in self.home and not isinstance(self.home[name], ignored))
+        self.names = sorted(
+            name for name in names if name in self.module_globals and not isinstance(self.module_globals[name], ignored)
+        )
         self._functions = self._current_functions()
 
     def reasons_overridden(self, tower: nn.Module) -> list[str]:
@@ -174,7 +178,7 @@ def _names_of_forward(kind: type) -> frozenset[str]:
 
 
 def _names_in(function: Any) -> frozenset[str]:
-    """Return the names of attributes in the code of a function, a property, or what stands around one."""
+    """Return the names of attributes in the code of a function or property, also of one inside a decorator."""
     if isinstance(function, property):
         function = function.fget
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)

@@ -61,8 +61,8 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         why = _refusal(tower, family, why)
     return CopyProof(
         key=(type(tower), ""),
-        fast=why,
-        injected=why,
+        why_not_fast=why,
+        why_not_metadata=why,
         classes=code.classes | {CopiedRotaryEmbedding},
         code=code,
         trusted=trusted_classes(tower),

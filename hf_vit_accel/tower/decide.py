@@ -1,7 +1,6 @@
-"""Decide everything about a call before it runs.
+"""Decide everything about a call before it runs, but one thing: a runner picks the CUDA graph of each pass, or none.
 
-A call is fast, or goes one of the ways of `Way` through the stock forward. Its plan says which, with every reason, and
-holds whatever that way needs.
+A call goes one of the four ways of `Way`. Its plan says which, with every reason, and holds whatever that way needs.
 
 `T` packed patch rows, `P` pixels of a patch.
 """
@@ -75,40 +74,40 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
             "A patched tower cannot be captured in an outer CUDA graph; use hf_vit_accel.patch(model, cuda_graphs=True)"
         )
     # A third-party module (an adapter) may train parameters outside of the tower.
-    trains = torch.is_grad_enabled()
-    grad = trains and bool(snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
+    grad_mode = torch.is_grad_enabled()
+    grad = grad_mode and bool(snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     shared = NOT_SHARED
     if state.sharing is not None:
         shared = _decide_sharing(state, state.sharing, call, checkpoints, not_shared)
-    slow = list(call.reasons_slow)
+    reasons_slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
-        slow.append("this family takes the frames of a video one by one")
+        reasons_slow.append("this family takes the frames of a video one by one")
     autocast = checks.autocast_dtype(device, weights.dtype)
     if snapshot.proof.autocast is not None and autocast not in (None, weights.dtype):
-        slow.append(snapshot.proof.autocast)
+        reasons_slow.append(snapshot.proof.autocast)
     grid = inputs.grid
-    if inputs.looked is not None:
-        grid = inputs.looked.distinct(grid)
+    if inputs.repeats is not None:
+        grid = inputs.repeats.distinct(grid)
     if shared.places is not None and state.sharing is not None:
         grid = shared.places.grid_of(state.sharing.ranks.rank)
     graphs = NO_GRAPHS
     is_auto = state.settings.graphs == "auto"
     # A score_mod may capture tensors and numbers that a graph would never read again.
     may_replay = not is_auto or (device.type in AUTOMATIC_ON and state.settings.score_mod is None)
-    if may_replay and grid and not slow:
+    if may_replay and grid and not reasons_slow:
         graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
-    spec = spec_of(state, snapshot, weights, device, fast=not slow, grad=grad, graphs=graphs.decides_backend)
+    spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad, graphs=graphs.decides_backend)
     if spec.ops is None:
-        return _decide_metadata(tower, state, call, spec, slow, shared)
+        return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
 
     reasons = list(shared.reasons)
     most_rows = spec.max_rows
-    if any(checkpoints) or isinstance(state.settings.max_rows, int):
+    if any(checkpoints) or isinstance(state.settings.max_rows, int):  # else there is nothing to add to the spec
         most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
         reasons += passes_reasons
-    if inputs.looked is not None:
-        reasons += inputs.looked.unmet
+    if inputs.repeats is not None:
+        reasons += inputs.repeats.unmet
     if grid is inputs.grid and (most_rows is None or len(inputs.pixels) <= most_rows):
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
@@ -134,7 +133,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         runner=runner,
         graph_use=graphs.use,
         graph_spec=spec if graphs.spec is None else graphs.spec,
-        marks_outputs=trains and not grad and snapshot.marks_outputs(),
+        marks_outputs=grad_mode and not grad and snapshot.marks_outputs(),
         returns_tuple=snapshot.copy_proof is None
         and snapshot.output_class is not None
         and inputs.options.get("return_dict", tower.config.return_dict) is False,
@@ -164,7 +163,8 @@ def spec_of(
     """
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.kinds, scales, len(state.passes.fewer), graphs)
+    halvings = len(state.pass_limit.rows_after_oom)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, graphs)
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 
@@ -185,7 +185,7 @@ def _decide_sharing(
     inputs = call.inputs
     snapshot = call.snapshot
     assert inputs is not None and snapshot is not None
-    distinct = inputs.grid if inputs.looked is None else inputs.looked.distinct(inputs.grid)
+    distinct = inputs.grid if inputs.repeats is None else inputs.repeats.distinct(inputs.grid)
     places = sharing.split(inputs.grid, distinct, snapshot.facts)
     if places is None:
         return SharedCall(result="too small to share")
@@ -193,7 +193,7 @@ def _decide_sharing(
     reasons = sharing.reasons_against(snapshot.facts, reentrant=is_reentrant)
     if reasons:
         return SharedCall(reasons=tuple(reasons))
-    sharing.wait_for_me(inputs.grid)
+    sharing.note_others_wait(inputs.grid)
     return SharedCall(places=places, result="shared")
 
 
@@ -207,18 +207,18 @@ def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
 
 
 def _decide_metadata(
-    tower: Tower, state: TowerState, call: Call, spec: Spec, slow: list[str], shared: SharedCall
+    tower: Tower, state: TowerState, call: Call, spec: Spec, reasons_slow: list[str], shared: SharedCall
 ) -> StockPlan:
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None and call.snapshot is not None
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
-        state.refuse_stock(slow)
+        state.refuse_stock(reasons_slow)
         declined = shared if shared.places is None else SharedCall(result="encoded by each rank alone")
-        return StockPlan(way=Way.STOCK, reasons=tuple(slow), shared=declined)
+        return StockPlan(way=Way.STOCK, reasons=tuple(reasons_slow), shared=declined)
     name = tower.config._attn_implementation
     taken = call.snapshot.proof.taken
     route = state.routes.get(call.inputs.grid, spec)
-    reasons = slow + route.unmet
+    reasons = reasons_slow + route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
         refuse([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
     if state.settings.strict:
@@ -251,7 +251,10 @@ def _passes(state: TowerState, spec: Spec, grid: Grid, most_rows: int | None) ->
 def _most_rows(
     state: TowerState, spec: Spec, snapshot: Snapshot, checkpoints: Sequence[Checkpoint | None], rows: int
 ) -> tuple[int | None, list[str]]:
-    """Return the rows of a pass; or None, and why the call is not cut."""
+    """Return the rows of a pass; or None, and why a call longer than the user's bound is not cut.
+
+    `spec.max_rows` is None for calls that are never cut. Checkpoints, which a spec does not know, may forbid it too.
+    """
     if spec.max_rows is not None and not any(checkpoints):
         return spec.max_rows, []
     reasons = reasons_whole(snapshot.facts, checkpoints)
@@ -284,7 +287,7 @@ def _choose_graphs(
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         grad: Whether gradients are required.
     """
-    runner = state.training if grad else state.runner
+    runner = state.training_runner if grad else state.inference_runner
     is_auto = state.settings.graphs == "auto"
     if runner is None:
         return NO_GRAPHS
@@ -323,6 +326,6 @@ def _reason_against_graphs(
         return snapshot.mixing[0]
     if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen
         return "a parameter is not contiguous"
-    if snapshot.sharded:
+    if snapshot.sharded_layers:
         return "FSDP2 gathers weights again at every call"
     return "gradient checkpointing runs layers again" if any(checkpoints) else None

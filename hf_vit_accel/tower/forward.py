@@ -1,4 +1,4 @@
-"""Replacement for the forward of a tower: read the call, decide everything, run.
+"""Replacement for the forward of a tower: read the call, decide about it, run.
 
 Only the `forward` of a tower instance is replaced. `decide` names the ways of a call. A call that cannot be fast
 runs the original forward, on our metadata and attention if it can.
@@ -13,7 +13,7 @@ import inspect
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.engine import inputs
 from hf_vit_accel.engine.encoder import encode
 from hf_vit_accel.engine.joined import JoinedOutputs
@@ -31,14 +30,14 @@ from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
-from hf_vit_accel.layout import rows_of
 from hf_vit_accel.machine import KERNELS, Fault, refuse
 from hf_vit_accel.sharing.data_parallel import NotSharedError
-from hf_vit_accel.sharing.reuse import Looked
+from hf_vit_accel.sharing.reuse import Repeats
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import decide
 from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.plan import Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way
+from hf_vit_accel.tower.retry import disable, halve_passes
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import STATE, TowerState, state_of
 
@@ -52,7 +51,7 @@ Options = dict[str, object]
 CALLED_ON = "_hf_vit_accel_called_on"
 """Keyword argument that names the instance of a call, where it is not the forward's own (a shallow copy)."""
 
-SLOTS = ("forward", "_old_forward")
+FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 """Attributes of an instance that may hold our forward: accelerate's hooks keep the one that they wrap in the second."""
 
 
@@ -140,13 +139,13 @@ def redirect_copies(module: nn.Module, args: Arguments, kwargs: Options) -> tupl
     forward = vars(module).get("forward")
     if type(forward) is AcceleratedForward and forward._tower() is module:
         return None
-    slot = slot_of_ours(module)
+    attribute = our_forward_attribute(module)
     state = state_of(module)
-    if slot is None or state is None or vars(module)[slot].__self__ is module:
+    if attribute is None or state is None or vars(module)[attribute].__self__ is module:
         return None
     state = state.copy()
     vars(module)[STATE] = state
-    vars(module)[slot] = AcceleratedForward(module, state)
+    vars(module)[attribute] = AcceleratedForward(module, state)
     own_hooks(module)
     return args, {**kwargs, CALLED_ON: module}
 
@@ -157,12 +156,12 @@ def own_hooks(tower: nn.Module) -> None:
         vars(tower)[name] = OrderedDict(vars(tower)[name])
 
 
-def slot_of_ours(tower: nn.Module) -> str | None:
+def our_forward_attribute(tower: nn.Module) -> str | None:
     """Return the attribute that holds our forward; None where other code has replaced or wrapped it."""
-    return next((slot for slot in SLOTS if is_ours(vars(tower).get(slot))), None)
+    return next((name for name in FORWARD_ATTRIBUTES if is_our_forward(vars(tower).get(name))), None)
 
 
-def is_ours(forward: Any) -> bool:
+def is_our_forward(forward: Any) -> bool:
     """Return whether a forward is ours, also where accelerate's `unwrap_model` has bound it as a method."""
     return isinstance(getattr(forward, "__func__", forward), AcceleratedForward)
 
@@ -171,11 +170,11 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
     """Serve one call, again without a backend, a kernel or a way of sharing that failed, and in shorter passes."""
     pixels: Any = args[0] if args else kwargs.get(state.family.arguments[0])
     on_cuda = isinstance(pixels, Tensor) and pixels.is_cuda
-    faults_before = state.faults
+    faults_at_call = state.faults
     not_shared: str | None = None
     with torch.cuda.device(pixels.device) if on_cuda else nullcontext(), state.sharing or nullcontext():
         while True:
-            faults = state.faults
+            faults_at_attempt = state.faults
             plan: CallPlan | None = None
             try:
                 call = read(tower, state, args, kwargs)
@@ -183,11 +182,11 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
                 outcome = run(tower, state, plan, partial(_call_original, original, args, kwargs))
                 return _count(state, outcome)
             except Fault as fault:
-                _disable(state, faults_before, faults, fault)
+                disable(state, faults_at_call, faults_at_attempt, fault)
             except NotSharedError as error:
                 not_shared = str(error)
             except torch.OutOfMemoryError:
-                if not isinstance(plan, FastPlan) or not (plan.lost_graphs() or _halve_passes(state, plan)):
+                if not isinstance(plan, FastPlan) or not (plan.lost_graphs() or halve_passes(state, plan)):
                     raise
             # Nothing holds what the failed attempt allocated when the next one begins.
 
@@ -199,38 +198,6 @@ def _call_original(original: Original, args: Arguments, kwargs: Options, **injec
     if isinstance(pixels, Tensor) and isinstance(grid, Tensor) and grid.device != pixels.device:
         injected["grid_thw"] = grid.to(pixels.device)
     return original(*args, **(kwargs | injected))
-
-
-def _halve_passes(state: TowerState, plan: FastPlan) -> bool:
-    """Halve the rows of a pass after memory ran out; return False if that is impossible."""
-    if plan.most_rows is None or not plan.passes:
-        return False
-    longest = max((one_pass.grid for one_pass in plan.passes), key=rows_of)
-    return state.passes.halve(longest, plan.spec)
-
-
-def _disable(state: TowerState, faults_before: Mapping[str, str], faults: Mapping[str, str], fault: Fault) -> None:
-    """Disable the failed backend or kernel for the retry, or re-raise its error.
-
-    Args:
-        state: Of the tower.
-        faults_before: What was disabled when the call came.
-        faults: What was disabled in the attempt that failed.
-        fault: The failure.
-    """
-    if fault.name in state.faults and fault.name not in faults:
-        return  # another thread disabled it meanwhile
-    error = fault.__cause__ or fault
-    needs_backend = state.settings.score_mod is not None and fault.name != KERNELS  # only its backend applies it
-    if needs_backend or fault.name in faults or fault.name == BACKENDS[-1].name:
-        if state.faults is not faults_before:
-            failures = "; ".join(f"{name} {why}" for name, why in state.faults.items())
-            error.add_note(f"This call was run again, as before {failures}.")
-            state.set_faults(dict(faults_before))
-        raise error
-    if state.settings.strict:
-        refuse([f"{fault.name} {fault.why}"])
-    state.set_faults({**state.faults, fault.name: fault.why})
 
 
 def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> Call:
@@ -250,37 +217,36 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
     reasons = checks.reasons_of_copy(tower, state.family, snapshot, weights, kwargs)
     if reasons:
         return Call(reasons_stock=reasons)
-    slow = checks.reasons_slow(tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
-    look = None
+    reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
+    find_repeats = None
     if state.reuse is not None and state.warming != threading.get_ident():
-        look = partial(_look, state, snapshot, parameters, weights)
-    read_inputs = inputs.read(snapshot.expected, look, *args, **kwargs)
+        find_repeats = partial(_find_repeats, state, snapshot, parameters, weights)
+    read_inputs = inputs.read(snapshot.expected, find_repeats, *args, **kwargs)
+    why_not_read = "arguments are missing, or pixel values are in a shape or of a class of their own"
     return Call(
         inputs=read_inputs,
-        reasons_stock=[]
-        if read_inputs
-        else ["arguments are missing, or pixel values are in a shape or of a class of their own"],
-        reasons_slow=slow,
+        reasons_stock=[] if read_inputs else [why_not_read],
+        reasons_slow=reasons_slow,
         snapshot=snapshot,
         parameters=parameters,
         weights=weights,
     )
 
 
-def _look(
+def _find_repeats(
     state: TowerState,
     snapshot: Snapshot,
     parameters: list[nn.Parameter],
     weights: Weights,
     pixels_TP: Tensor,
     grid_N3: Tensor,
-) -> tuple[list[list[int]], Looked]:
-    """Return the grid on the host, and which images are equal."""
+) -> tuple[list[list[int]], Repeats]:
+    """Return the grid on the host, and the repeated images."""
     assert state.reuse is not None
     no_kernels = state.faults.get(KERNELS)
     facts = checks.facts_for_reuse(state.settings, snapshot, parameters, weights, pixels_TP.device, no_kernels)
-    looked = state.reuse.look(pixels_TP, grid_N3, facts)
-    return looked.rows, looked
+    repeats = state.reuse.find_repeats(pixels_TP, grid_N3, facts)
+    return repeats.grid, repeats
 
 
 def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> Outcome:
@@ -304,7 +270,7 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
         unserved = attention_only.reasons_unserved(state) if plan.way is Way.ATTENTION else ()
         return Outcome(plan=plan, output=output, reasons=unserved)
     with torch.no_grad() if plan.marks_outputs else nullcontext():
-        if plan.inputs.looked is None and plan.shared.places is None and len(plan.passes) == 1:
+        if plan.inputs.repeats is None and plan.shared.places is None and len(plan.passes) == 1:  # for speed
             outputs = _encode_pass(state, plan, plan.passes[0], plan.inputs.pixels)
         else:
             outputs = _encode_call(tower, state, plan)
@@ -320,8 +286,8 @@ def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor
     places = plan.shared.places
     reuse = state.reuse
     pixels_TP = inputs.pixels
-    if reuse is not None and inputs.looked is not None:
-        _, pixels_TP = reuse.select(inputs.looked, inputs.grid, pixels_TP)
+    if reuse is not None and inputs.repeats is not None:
+        pixels_TP = reuse.select(inputs.repeats, inputs.grid, pixels_TP)
     if state.sharing is not None and places is not None:
         request = plan.spec.request
         share = state.sharing.start(places, plan.snapshot.facts, tower, pixels_TP, grad=request.grad)
@@ -330,8 +296,8 @@ def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor
         outputs = share.gather(outputs, request.dtype)
     else:
         outputs = _encode_passes(state, plan, pixels_TP)
-    if reuse is not None and inputs.looked is not None:
-        outputs = reuse.collect(inputs.looked, inputs.grid, outputs)
+    if reuse is not None and inputs.repeats is not None:
+        outputs = reuse.collect(inputs.repeats, inputs.grid, outputs)
     return outputs
 
 
@@ -349,7 +315,7 @@ def _encode_passes(state: TowerState, plan: FastPlan, pixels_TP: Tensor) -> list
         if trained is not None:
             outputs = trained.run(partial(_encode_pass, state, plan, one_pass), rows_TP)
         else:
-            outputs = _encode_pass(state, plan, one_pass, rows_TP, joined.places(one_pass.rows))
+            outputs = _encode_pass(state, plan, one_pass, rows_TP, output_slices=joined.slices(one_pass.rows))
         joined.add(one_pass.rows, outputs)
         del outputs  # before the next pass begins
     return joined.complete()
@@ -360,10 +326,11 @@ def _encode_pass(
     plan: FastPlan,
     one_pass: Pass,
     pixels_TP: Tensor,
-    into: Sequence[Tensor] = (),
+    *,
+    output_slices: Sequence[Tensor] = (),
     is_embedded: bool = False,
 ) -> list[Tensor]:
-    """Return the outputs of one pass, replayed from a CUDA graph or encoded. For the last two see `encode`."""
+    """Return the outputs of one pass, replayed from a CUDA graph or encoded. The arguments are those of `encode`."""
     runner = plan.runner
     if runner is not None and not is_embedded:
         reason = plan.graph_use.eager_reason
@@ -372,7 +339,9 @@ def _encode_pass(
             return outputs
         if state.settings.strict and not outputs.by_choice:
             refuse([f"not replayed from a CUDA graph: {outputs.why}"])
-    return encode(one_pass.route.ready(), pixels_TP, plan.checkpoints, plan.snapshot.sharded, into, is_embedded)
+    route = one_pass.route.ready()
+    blocks = plan.snapshot.sharded_layers
+    return encode(route, pixels_TP, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded)
 
 
 def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pixels_TP: Tensor) -> list[Tensor] | Eager:
@@ -381,7 +350,7 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     memory += [buffer.data_ptr() for buffer in plan.snapshot.buffers()]
     if isinstance(runner, Runner):
         return runner.run(one_pass.route, pixels_TP, memory, plan.graph_spec, plan.graph_use.exactly)
-    return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.places, memory)
+    return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
 
 
 def _count(state: TowerState, outcome: Outcome) -> Any:
@@ -390,16 +359,16 @@ def _count(state: TowerState, outcome: Outcome) -> Any:
     state.fallbacks.update((*plan.reasons, *outcome.reasons))
     if state.sharing is not None and plan.shared.result is not None:
         state.sharing.counts[plan.shared.result] += 1
+    if plan.way is Way.FAST or (plan.way is Way.ATTENTION and not outcome.reasons):
+        state.calls += 1
+    else:
+        state.stock_calls += 1
     if isinstance(plan, StockPlan):
-        attended = plan.way is Way.ATTENTION and not outcome.reasons
-        state.calls += attended
-        state.stock_calls += not attended
-        state.last = plan.route or state.last
+        state.last = plan.route or state.last  # an untouched call has no route
         return outcome.output
-    state.calls += 1
     if plan.passes:
         state.last = plan.passes[-1].route
     if len(plan.passes) > 1:
-        state.passes.calls += 1
-        state.passes.count += len(plan.passes)
+        state.pass_limit.calls += 1
+        state.pass_limit.count += len(plan.passes)
     return outcome.output

@@ -1,4 +1,4 @@
-"""The modules of a tower, the places of its parameters, the parameters in memory, and the hooks that do nothing."""
+"""The modules of a tower, the dictionaries and the memory of its parameters, and the hooks that do nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ from hf_vit_accel.families import Parts
 class Weights:
     """The parameters of a tower as they are in memory now, adapters' last.
 
+    CUDA graphs compare it by identity: the snapshot makes a new one when an address changes.
+
     Args:
         parameters: All of them, in the order of the snapshot.
-        pointers: Their addresses; None if a tensor class has none.
+        pointers: See the attribute.
         offloaded: Whether accelerate moves weights or inputs itself.
         adapters: How many of the last parameters are adapters'.
 
     Attributes:
-        kinds: The number of parameters, and the dtype of every adapter's.
+        indices: 0, 1, 2, ...: all parameters, for torch's comparison of addresses.
+        pointers: The addresses of all parameters; None if a tensor class has none.
+        dtype: Of the first parameter.
+        contiguous: Whether every parameter is contiguous.
+        count: The number of parameters.
+        nbytes: Their bytes in all.
+        key: Their part of the key of a spec: the number of parameters, and the dtype of every adapter's.
         reasons: Why kernels cannot read them.
-        loose: The answer of `Snapshot.loose` for them; None before it was computed.
+        holds_plain_tensors: The answer of `Snapshot.holds_plain_tensors`; None before it was computed.
     """
 
     def __init__(
@@ -36,11 +44,11 @@ class Weights:
         self.contiguous = all(map(Tensor.is_contiguous, parameters))
         self.count = len(parameters)
         self.nbytes = sum(parameter.nbytes for parameter in parameters)
-        self.loose: bool | None = None
+        self.holds_plain_tensors: bool | None = None
         self.reasons: list[str] = []
         own_count = self.count - adapters  # adapters may have other dtypes: PEFT casts their inputs and outputs
         dtypes = {parameter.dtype for parameter in parameters[:own_count]}
-        self.kinds = (self.count, *(parameter.dtype for parameter in parameters[own_count:]))
+        self.key = (self.count, *(parameter.dtype for parameter in parameters[own_count:]))
         classes = {type(parameter) for parameter in parameters} - {nn.Parameter}
         if len(dtypes) > 1:
             self.reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
@@ -59,12 +67,12 @@ def modules_of(tower: nn.Module, parts: Parts | None) -> dict[str, nn.Module]:
         parts: What its family finds; None where that is not known.
     """
     modules = dict(tower.named_modules())
-    return modules if parts is None else modules | _modules_outside(parts, modules)
+    return modules if parts is None else modules | _unregistered_modules(parts, modules)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ParameterPlaces:
-    """The `_parameters` of modules.
+class ParameterDicts:
+    """The `_parameters` of modules: the dictionaries that hold a tower's parameters.
 
     Attributes:
         complete: Of modules none of whose parameters is None.
@@ -79,39 +87,39 @@ class ParameterPlaces:
     sharded: list[dict[str, Any]] = field(default_factory=list)
 
 
-def places_of(modules: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> ParameterPlaces:
-    """Sort the places of parameters.
+def parameter_dicts_of(modules: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> ParameterDicts:
+    """Sort the dictionaries that hold parameters.
 
     Args:
         modules: The tower and the modules inside.
         wrapped: The modules inside that FSDP2 wraps.
     """
-    places = ParameterPlaces()
+    dicts = ParameterDicts()
     sharded_ids = {id(inner) for module in wrapped for inner in module.modules()}
     adapter_ids = {id(adapter) for module in modules for adapter in _adapters_of(module)}
     for module in modules:
         parameters = module._parameters
         if id(module) in sharded_ids:
-            places.sharded.append(parameters)
+            dicts.sharded.append(parameters)
         elif id(module) in adapter_ids:
-            places.adapters.append(parameters)
+            dicts.adapters.append(parameters)
         elif parameters and any(value is None for value in parameters.values()):
-            places.partial.append(parameters)
+            dicts.partial.append(parameters)
         elif parameters:
-            places.complete.append(parameters)
-    return places
+            dicts.complete.append(parameters)
+    return dicts
 
 
-def _modules_outside(parts: Parts, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules among the parts, and inside them, that are not among the tower's named modules."""
+def _unregistered_modules(parts: Parts, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules among the parts, and inside them, that torch does not list: those in a plain list."""
     seen = {id(module) for module in modules.values()}
-    outside: dict[str, nn.Module] = {}
+    unregistered: dict[str, nn.Module] = {}
     for name, part in _named_parts(parts):
         for path, module in part.named_modules(prefix=name):
             if id(module) not in seen:
                 seen.add(id(module))
-                outside[path] = module
-    return outside
+                unregistered[path] = module
+    return unregistered
 
 
 def _named_parts(parts: Parts) -> Iterator[tuple[str, nn.Module]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -22,11 +22,16 @@ from hf_vit_accel.tower.snapshot import Snapshot
 
 
 class Way(Enum):
-    """The way of a call through the stock forward."""
+    """The way of a call: through our operations, or one of three ways through the stock forward.
 
-    METADATA = "with our metadata and attention"
-    ATTENTION = "with our attention alone, in families whose blocks we do not know"
-    STOCK = "untouched"
+    `reasons_stock` (of a `Snapshot`, of `checks`, of a `Call`) send a call the way STOCK. `reasons_slow` send it the
+    way METADATA, where stock calls the blocks one by one. `status` counts FAST and ATTENTION as fast calls.
+    """
+
+    FAST = "by our operations and attention"
+    METADATA = "through the stock forward, with our metadata and attention"
+    ATTENTION = "through the stock forward, with our attention alone: a family whose blocks we do not know"
+    STOCK = "through the stock forward, untouched"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,12 +39,12 @@ class Call:
     """One call, as it was read.
 
     Attributes:
-        inputs: Pixels and grid, checked; None for a call that must go the stock way.
-        reasons_stock: Why it must.
+        inputs: Pixels and grid, checked; None for a call that goes `Way.STOCK`.
+        reasons_stock: Why it does.
         reasons_slow: Why the blocks must be called one by one.
-        snapshot: The tower as it is now; None where it could not be looked at.
+        snapshot: The tower as it is now; None where it could not be read.
         parameters: Of the tower, as they are now.
-        weights: Where they lie in memory.
+        weights: Their addresses, dtypes and sizes.
     """
 
     inputs: Inputs | None = None
@@ -88,8 +93,8 @@ class StockPlan:
     """The decisions about a call that runs the stock forward.
 
     Attributes:
-        way: How it runs.
-        reasons: Why it is not fast, and features that it does not get.
+        way: Any but `Way.FAST`.
+        reasons: Why it is not fast, and why it gets less than was requested.
         injected: Keyword arguments that the stock forward is given.
         route: Of the layout, on the way METADATA.
         shared: Whether ranks share the call.
@@ -107,11 +112,11 @@ class FastPlan:
     """The decisions about a call that runs our operations.
 
     Attributes:
-        reasons: Features that the call does not get, with the cause of each.
+        reasons: Why the call gets less than was requested.
         inputs: Pixels and grid of the whole call, and which images are equal.
         snapshot: The tower as it is now.
         parameters: Of the tower, as they are now.
-        weights: Where they lie in memory.
+        weights: Their addresses, dtypes and sizes.
         spec: Of every route.
         passes: In order. More than one for a long call, none if there is nothing to encode.
         most_rows: Rows of a pass at most; None for a call that may not be cut.
@@ -122,6 +127,7 @@ class FastPlan:
         graph_spec: The spec that all graphs of the runner share.
         marks_outputs: Whether the outputs of a frozen tower must require gradients.
         returns_tuple: Whether the caller asked for a tuple.
+        way: Always `Way.FAST`.
     """
 
     reasons: tuple[str, ...]
@@ -139,6 +145,7 @@ class FastPlan:
     graph_spec: Spec
     marks_outputs: bool
     returns_tuple: bool
+    way: ClassVar[Way] = Way.FAST
 
     def lost_graphs(self) -> bool:
         """Return whether memory ran out in a call that was to be replayed, and its graphs have given theirs back."""
@@ -155,7 +162,7 @@ class Outcome:
     Attributes:
         plan: The decisions that it ran by.
         output: An object of the stock output class, or a tuple.
-        reasons: Features that turned out to be missing while it ran.
+        reasons: More reasons why it got less than was requested, found while it ran.
     """
 
     plan: CallPlan

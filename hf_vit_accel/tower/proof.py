@@ -25,7 +25,7 @@ from hf_vit_accel import machine, versions
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.encoder import encode
-from hf_vit_accel.engine.route import PLANS, Spec, lay_out
+from hf_vit_accel.engine.route import ROUTE, Spec, lay_out
 from hf_vit_accel.families import Config, Family, Tower
 from hf_vit_accel.layout import Grid, rows_of
 from hf_vit_accel.machine import one_line
@@ -60,7 +60,7 @@ class Backoff:
         self.calls = calls
         self._counted = 0
 
-    def is_due(self) -> bool:
+    def count_call(self) -> bool:
         """Count a call; return whether the next attempt is due."""
         self._counted += 1
         return self._counted >= self.calls
@@ -72,8 +72,8 @@ class Proof:
 
     Attributes:
         key: The class, and the fields of its config that the run depended on.
-        fast: Why our operations may not take the place of its forward; None where that is proven.
-        injected: Why its forward may not be given metadata of ours; None where that is proven.
+        why_not_fast: Why our operations may not take the place of its forward; None where that is proven.
+        why_not_metadata: Why its forward may not be given metadata of ours; None where that is proven.
         autocast: Why our operations may not run under autocast; None where that is proven.
         taken: The keyword arguments of ours that its forward takes.
         is_bare: Whether it returns tensors without an output class.
@@ -84,8 +84,8 @@ class Proof:
     """
 
     key: tuple[type, str]
-    fast: str | None
-    injected: str | None
+    why_not_fast: str | None
+    why_not_metadata: str | None
     autocast: str | None = None
     taken: frozenset[str] = frozenset()
     is_bare: bool = False
@@ -112,15 +112,15 @@ def prove(tower: nn.Module, family: Family) -> Proof:
     proof = _PROOFS.get(key)
     if proof is None or not proof.code.unchanged():
         proof = _PROOFS[key] = machine.run_isolated(_prove, key, config, family, Backoff())
-    elif proof.backoff is not None and proof.backoff.is_due():
+    elif proof.backoff is not None and proof.backoff.count_call():
         next_backoff = Backoff(2 * proof.backoff.calls)
         proof = _PROOFS[key] = machine.run_isolated(_prove, key, config, family, next_backoff)
     return proof
 
 
-def is_outdated(proof: Proof) -> bool:
-    """Return whether a proof that could not run has been made since, or is to be tried again now; counts a call."""
-    return proof.backoff is not None and (_PROOFS.get(proof.key) is not proof or proof.backoff.is_due())
+def count_call(proof: Proof) -> bool:
+    """Count a call; return whether a proof that could not run has been made since, or is to be tried again now."""
+    return proof.backoff is not None and (_PROOFS.get(proof.key) is not proof or proof.backoff.count_call())
 
 
 def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
@@ -132,7 +132,7 @@ def warn_stock(kind: type, proof: Proof, reasons: list[str]) -> None:
         reasons: Why this tower runs its own forward.
     """
     name = kind.__name__
-    why = proof.injected or proof.fast
+    why = proof.why_not_metadata or proof.why_not_fast
     if why is None and reasons and kind is not proof.code.kind:
         text = f"{name} stays stock: {reasons[0]}. Only towers of transformers' own classes are accelerated."
     elif why is None:
@@ -178,7 +178,8 @@ def _prove(key: tuple[type, str], config: Config, family: Family, backoff: Backo
                 return _verdict(key, twin, family, Code(kind, classes))
         except Exception as error:
             why = f"{kind.__name__} could not be run beside our operations: {one_line(error)}"
-    return Proof(key=key, fast=why, injected=why, classes=classes, code=Code(kind, classes), backoff=backoff)
+    code = Code(kind, classes)
+    return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=classes, code=code, backoff=backoff)
 
 
 def _classes(twin: Tower) -> frozenset[type]:
@@ -191,25 +192,25 @@ def _verdict(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> 
     unknown = [name for name in family.arguments if name not in parameters]
     if unknown:
         why = f"{type(twin).__name__} takes other arguments than {family.name} is known for: no {unknown[0]}"
-        return Proof(key=key, fast=why, injected=why, classes=code.classes, code=code)
+        return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=code.classes, code=code)
     try:
         family.parts(twin)
         family.geometry(twin)
     except (AttributeError, TypeError, ValueError) as error:
         why = f"{type(twin).__name__} is not built as {family.name} is known: {one_line(error)}"
-        return Proof(key=key, fast=why, injected=why, classes=code.classes, code=code)
-    fast, expected = _compare(twin, family, GRIDS[0], gradients=True)
-    taken, injected = _injectable(twin, family, expected, versions.popped_by(code.called_names()))
-    fast = fast or _compare(twin, family, GRIDS[1])[0]
-    autocast = fast or _compare_under_autocast(twin, family)
+        return Proof(key=key, why_not_fast=why, why_not_metadata=why, classes=code.classes, code=code)
+    why_not_fast, expected = _compare(twin, family, GRIDS[0], gradients=True)
+    taken, why_not_metadata = _injectable(twin, family, expected, versions.popped_by(code.called_names()))
+    why_not_fast = why_not_fast or _compare(twin, family, GRIDS[1])[0]
+    autocast = why_not_fast or _compare_under_autocast(twin, family)
     with torch.no_grad():  # in a residual stream this small, a norm's epsilon counts
         for name, parameter in twin.named_parameters():
             parameter.mul_(0.02 if parameter.dim() > 1 or name.endswith("bias") else 1.0)
     # In training mode, stock may do what our operations do not.
     return Proof(
         key=key,
-        fast=fast or _compare(twin.train(), family, GRIDS[0])[0],
-        injected=injected,
+        why_not_fast=why_not_fast or _compare(twin.train(), family, GRIDS[0])[0],
+        why_not_metadata=why_not_metadata,
         autocast=autocast,
         taken=taken,
         is_bare=expected.is_bare,
@@ -332,7 +333,7 @@ def _injectable(
         popped: The metadata that its code seems to pop.
     """
     first: str | None = None
-    for taken in (popped | {PLANS}, frozenset({PLANS}), frozenset[str]()):
+    for taken in (popped | {ROUTE}, frozenset({ROUTE}), frozenset[str]()):
         why = _compare_injected(twin, family, expected, taken)
         if why is None:
             return taken, None

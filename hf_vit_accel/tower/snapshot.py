@@ -27,11 +27,11 @@ from hf_vit_accel.families import Family, Parts, Tower
 from hf_vit_accel.families.copies import CopyFamily, heads_of
 from hf_vit_accel.layout import Geometry
 from hf_vit_accel.machine import is_upstream
-from hf_vit_accel.ops.base import Reads, copied, placed_by_accelerate, reasons_replaced
+from hf_vit_accel.ops.base import Watched, accelerate_device, copied, reasons_replaced
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import method_readers
-from hf_vit_accel.tower.modules import Weights, is_output_marker, modules_of, places_of
+from hf_vit_accel.tower.modules import Weights, is_output_marker, modules_of, parameter_dicts_of
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
@@ -40,7 +40,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 # Only CUDA builds have it. `data_ptr` takes 25 us for 400 parameters, five times as long.
 _SAME_POINTERS: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 # No tower has any of these: people add them to fine-tune. They behave otherwise in training, or at every call.
-_MOODY = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
+_RANDOM_OR_STATEFUL = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -48,29 +48,29 @@ class Snapshot:
     """One reading of a tower, with everything that is derived from it.
 
     Args:
-        tower: The tower. It holds the snapshot, so it is held weakly and freed at once.
+        tower: The tower. It is held weakly: it holds this snapshot, and a reference back would delay freeing it.
         family: Its family.
         attention: The attention name that its config had before; None for none.
 
     Attributes:
         proof: What was proven of its class.
         copy_proof: The same for a copy, of which the tower itself was proven; None for any other tower.
-        stock: Why its own forward must run as it is, without metadata of ours.
-        slow: Why its blocks must be called.
-        parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `stock` is empty.
+        reasons_stock: Why its own forward must run as it is, without metadata of ours (`plan.Way.STOCK`).
+        reasons_slow: Why its blocks must be called, on our metadata (`plan.Way.METADATA`).
+        parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `reasons_stock` is empty.
         third_party: A sentence about a module inside whose code is neither torch's nor transformers', or that may
             behave otherwise at every call; None without one.
         mixing: Why all rows of a call must be encoded together.
         dropout: Whether training drops out attention weights.
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
-        places: The `_parameters` of modules, in the order of the parameters of `weights`.
-        sharded: The layers whose weights FSDP2 gathers when their block is called, by index.
+        parameter_dicts: The `_parameters` of modules, in the order of the parameters of `weights`.
+        sharded_layers: The blocks whose weights FSDP2 gathers when they are called, by the index of their layer.
         names_inside: The names of all modules but the tower itself.
         attributes_inside: Their attribute dictionaries.
         uses_fsdp: Whether FSDP2 gathers any weights.
         expected: What inputs have to fit; set by `weights`.
-        reads: The attributes of modules that this reading, and the operations built from it, depend on.
-        specs: What decides routes, by kind of call.
+        watched: The attributes of modules that this reading, and the operations built from it, depend on.
+        specs: The decisions behind routes, by kind of call.
         output_class: The stock output class; None for a tower that returns bare tensors.
     """
 
@@ -84,7 +84,7 @@ class Snapshot:
         if isinstance(family, CopyFamily):
             self.copy_proof = copies.prove(tower, family)
         self.proof = self.copy_proof or proof.prove(tower, family)
-        self.reads = Reads()
+        self.watched = Watched()
         self.specs: dict[Any, Spec] = {}
         self.output_class = None
         if self.copy_proof is not None:
@@ -96,16 +96,16 @@ class Snapshot:
         self._weights = Weights([], None, False)
         self._arguments = family.arguments
         self._pixel_dims = family.pixel_dims
-        self.stock = list(self._reasons_stock(tower, family))
+        self.reasons_stock = self._read_parts(tower, family)
         self._read_modules(tower)
         self._read_parameters(tower)
         self._read_attributes(tower, attention)
         self._find_reasons(tower)
-        self.reads.seal()
+        self.watched.seal()
 
     def _read_modules(self, tower: Tower) -> None:
         """List the modules inside, also those that the family finds but torch does not, as in a plain list."""
-        modules = modules_of(tower, None if self.stock else self.parts)
+        modules = modules_of(tower, None if self.reasons_stock else self.parts)
         complete = list(modules.values())
         self.names_inside = list(modules)[1:]  # the first is the tower itself
         self._modules = complete[1:]
@@ -116,13 +116,13 @@ class Snapshot:
 
     def _read_parameters(self, tower: Tower) -> None:
         """Note where modules hold parameters."""
-        self._wrapped = [module for module in self._modules if isinstance(module, fsdp.wrapper())]
-        places = places_of([tower, *self._modules], self._wrapped)
-        self.places = [*places.complete, *places.partial, *places.adapters]
-        self._parameters = [parameters.values() for parameters in places.complete]
-        self._partial = [parameters.values() for parameters in places.partial]
-        self._adapters = [parameters.values() for parameters in places.adapters]
-        self._sharded = [parameters.values() for parameters in places.sharded]
+        self._fsdp_modules = [module for module in self._modules if isinstance(module, fsdp.wrapper())]
+        dicts = parameter_dicts_of([tower, *self._modules], self._fsdp_modules)
+        self.parameter_dicts = [*dicts.complete, *dicts.partial, *dicts.adapters]
+        self._parameters = [parameters.values() for parameters in dicts.complete]
+        self._partial = [parameters.values() for parameters in dicts.partial]
+        self._adapters = [parameters.values() for parameters in dicts.adapters]
+        self._sharded_parameters = [parameters.values() for parameters in dicts.sharded]
 
     def _read_attributes(self, tower: Tower, attention: str | None) -> None:
         """Remember the attributes that a forward may read: of the tower, of its config and of the modules inside.
@@ -131,7 +131,9 @@ class Snapshot:
         """
         code = self.proof.code
         self._attention = attention
-        self._tower_names = code.attributes_of_tower(tower) - _BARE - {"forward", "_old_forward"}  # `checks` reads them
+        self._tower_names = (
+            code.attributes_of_tower(tower) - _BASE_NAMES - {"forward", "_old_forward"}
+        )  # `checks` reads them
         present = vars(tower).keys() | set(dir(type(tower)))
         # A tensor there is what a hook keeps of a call.
         tensors = {name for name, value in vars(tower).items() if isinstance(value, Tensor)}
@@ -141,10 +143,10 @@ class Snapshot:
             kind = fsdp.class_of(module)
             if kind in self.proof.classes:
                 attributes = vars(module)
-                for name in (code.attributes_of(kind) & attributes.keys()) - _BARE:
+                for name in (code.attributes_of(kind) & attributes.keys()) - _BASE_NAMES:
                     if not isinstance(attributes[name], Tensor):
-                        self.reads.read(module, name)
-        self._read = copied(self._now())
+                        self.watched.read(module, name)
+        self._as_read = copied(self._now())
 
     def _find_reasons(self, tower: Tower) -> None:
         """Collect what stands against the fast path, against cutting a call, and what FSDP2 shards."""
@@ -154,28 +156,28 @@ class Snapshot:
             if reasons:
                 self.third_party = reasons[0]
                 break
-        moody = [type(module).__name__ for module in self._modules if isinstance(module, _MOODY)]
-        if self.third_party is None and moody:
-            self.third_party = f"a {moody[0]} is inside"
+        random = [type(module).__name__ for module in self._modules if isinstance(module, _RANDOM_OR_STATEFUL)]
+        if self.third_party is None and random:
+            self.third_party = f"a {random[0]} is inside"
         self.offloaded = any("_hf_hook" in attributes for attributes in self.attributes_inside)
-        self.sharded: dict[int, nn.Module] = {}
+        self.sharded_layers: dict[int, nn.Module] = {}
         self.mixing: list[str] = []
-        if not self.stock:
+        if not self.reasons_stock:
             patches = self.parts.projection, self.parts.downsample
             trusted = self.proof.trusted
             self.mixing = reasons_mixing(self._modules, self.proof.classes, patches, fsdp.class_of, trusted)
             for index, block in enumerate(self.parts.blocks):
-                if block.module in self._wrapped:
-                    self.sharded[index] = block.module
-        self._alone = [module for module in self._wrapped if module not in self.sharded.values()]
-        self.uses_fsdp = isinstance(tower, fsdp.wrapper()) or bool(self.sharded)
-        self.slow = [] if self.stock else list(self._reasons_slow(tower))
-        if not self.stock:
+                if block.module in self._fsdp_modules:
+                    self.sharded_layers[index] = block.module
+        self._sharded_others = [module for module in self._fsdp_modules if module not in self.sharded_layers.values()]
+        self.uses_fsdp = isinstance(tower, fsdp.wrapper()) or bool(self.sharded_layers)
+        self.reasons_slow = [] if self.reasons_stock else list(self._find_reasons_slow(tower))
+        if not self.reasons_stock:
             self.facts = TowerFacts(
                 parts=self.parts,
                 geometry=self.geometry,
                 full_layers=self.full_layers,
-                sharded_layers=self.sharded,
+                sharded_layers=self.sharded_layers,
                 third_party=self.third_party,
                 mixing=self.mixing,
             )
@@ -191,7 +193,7 @@ class Snapshot:
             list(map(len, self.attributes_inside)),  # a forward that is set on an instance is an attribute more
             [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own_forwards],
             [read(kind) for read, kind in self._methods],
-            list(map(code.home.get, code.names)),
+            list(map(code.module_globals.get, code.names)),
             modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self._attention),
             attributes.keys() & self._tower_names,
             list(map(attributes.get, self._watched_names)),
@@ -200,10 +202,10 @@ class Snapshot:
 
     def current(self) -> bool:
         """Return whether the tower still holds the modules, methods and attributes that were read."""
-        if self.proof.backoff is not None and proof.is_outdated(self.proof):
+        if self.proof.backoff is not None and proof.count_call(self.proof):
             return False
         try:
-            return self._now() == self._read and self.reads.unchanged() and self._reason_watched() is None
+            return self._now() == self._as_read and self.watched.unchanged() and self._reason_watched() is None
         except (AttributeError, RuntimeError, ValueError):  # a method is gone; tensors or arrays are compared
             return False
 
@@ -211,13 +213,13 @@ class Snapshot:
         """Return what of the tower is not as it was read; None if nothing changed."""
         try:
             now = self._now()
-            changed = [index for index, value in enumerate(now) if value != self._read[index]]
+            changed = [index for index, value in enumerate(now) if value != self._as_read[index]]
             if not changed:
-                return self._reason_watched() if self.reads.unchanged() else "an attribute of a module inside changed"
+                return self._reason_watched() if self.watched.unchanged() else "an attribute of a module inside changed"
             label = _COMPARED[changed[0]]
             names = {_WATCHED: self._watched_names, _CONFIG: self._config_fields}.get(label)
             if names is not None:
-                pairs = zip(names, now[changed[0]], self._read[changed[0]], strict=True)
+                pairs = zip(names, now[changed[0]], self._as_read[changed[0]], strict=True)
                 label = f"{label} {next(name for name, value, former in pairs if value != former)!r}"
             return f"{label} changed"
         except (AttributeError, RuntimeError, ValueError):
@@ -228,56 +230,55 @@ class Snapshot:
         watch = None if self.copy_proof is None else self.copy_proof.watch
         return None if watch is None else watch.reason_changed()
 
-    def _reasons_stock(self, tower: Tower, family: Family) -> Iterator[str]:
-        """Yield why the tower's own forward must run; set what is known of it otherwise."""
+    def _read_parts(self, tower: Tower, family: Family) -> list[str]:
+        """Read the tower's parts, geometry and heads. Return `reasons_stock`; parts may be unread if there are any."""
+        reasons = []
         if self.copy_proof is None and not is_upstream(type(tower).forward):
-            yield f"the forward of {type(tower).__name__} is not transformers' own"
-        yield from self.proof.code.reasons_overridden(tower)
-        if self.proof.injected is not None:
-            yield self.proof.injected
-            return
+            reasons.append(f"the forward of {type(tower).__name__} is not transformers' own")
+        reasons += self.proof.code.reasons_overridden(tower)
+        if self.proof.why_not_metadata is not None:
+            return [*reasons, self.proof.why_not_metadata]
         try:
             self.parts = family.parts(tower)
             self.geometry = family.geometry(tower)
             weight = self.parts.projection.weight
         except (AttributeError, TypeError, ValueError) as error:
-            yield f"the tower is not built as {family.name} is known: {error}"
-            return
+            return [*reasons, f"the tower is not built as {family.name} is known: {error}"]
         blocks = self.parts.blocks
         if not blocks:
-            yield "the tower has no blocks"
-            return
+            return [*reasons, "the tower has no blocks"]
         self.full_layers = tuple(self.parts.full(index) for index in range(len(blocks)))
         heads_of_layers = []
         for block in blocks:
-            heads = [self.reads.read(block.attention, name) for name in _HEADS]
+            heads = [self.watched.read(block.attention, name) for name in _HEADS]
             heads_of_layers.append(heads if self.copy_proof is None else heads_of(self.parts, heads))
-            if self.reads.read(block.attention, "attention_dropout", 0.0):
+            if self.watched.read(block.attention, "attention_dropout", 0.0):
                 self.dropout = True
         self.heads, self.head_dim, self.scale = heads_of_layers[0]
         self.varied = any(heads != heads_of_layers[0] for heads in heads_of_layers)
         dims = 2 if isinstance(self.parts.projection, nn.Linear) else 4
         is_packed = not isinstance(weight, Tensor) or weight.dim() < dims or not weight.is_floating_point()
         self.width = None if is_packed else weight.shape[1:].numel()
+        return reasons
 
-    def _reasons_slow(self, tower: Tower) -> Iterator[str]:
-        """Yield what the fast path would miss, on modules that it never calls."""
-        if self.proof.fast is not None:
-            yield self.proof.fast
+    def _find_reasons_slow(self, tower: Tower) -> Iterator[str]:
+        """Yield `reasons_slow`: what the fast path would miss, on modules that it never calls."""
+        if self.proof.why_not_fast is not None:
+            yield self.proof.why_not_fast
         if self.varied:
             yield "layers have different heads, or scale attention differently"
-        place = placed_by_accelerate(tower)
+        device = accelerate_device(tower)
         named_modules = list(zip(self.names_inside, self._modules, strict=True))
         for name, module in named_modules:
             if any(isinstance(vars(module).get(weight), Tensor) for weight in ("weight", "bias")):
                 yield f"a weight of {name} is not a parameter"
                 break
         for name, module in named_modules:
-            if "_hf_hook" in vars(module) and (place is None or placed_by_accelerate(module) != place):
+            if "_hf_hook" in vars(module) and (device is None or accelerate_device(module) != device):
                 yield f"accelerate hooks on {name}"
                 break
-        if self._alone:
-            yield f"FSDP2 shards a {type(self._alone[0]).__name__}, which is no layer, by itself"
+        if self._sharded_others:
+            yield f"FSDP2 shards a {type(self._sharded_others[0]).__name__}, which is no layer, by itself"
         skipped = [("the tower", module) for module in self.parts.around]
         for index, block in enumerate(self.parts.blocks):
             skipped += [(f"layer {index}", block.module), (f"layer {index}", block.attention)]
@@ -291,7 +292,7 @@ class Snapshot:
                 return
 
     def weights(self) -> tuple[list[nn.Parameter], Weights]:
-        """Return the parameters as they are now, and what is known of them since they last moved.
+        """Return the parameters as they are now, and their `Weights`: the same object until an address changes.
 
         Parameters are not held between calls: that would keep weights alive that the user has replaced.
         """
@@ -332,21 +333,23 @@ class Snapshot:
         """Return whether any of the given parameters, or of a sharded layer's, requires a gradient."""
         if any(map(_REQUIRES_GRAD, parameters)):
             return True
-        return any(value is not None and value.requires_grad for value in chain.from_iterable(self._sharded))
+        return any(value is not None and value.requires_grad for value in chain.from_iterable(self._sharded_parameters))
 
     def buffers(self) -> list[Tensor]:
-        """Return every buffer as it is now."""
+        """Return every buffer as it is now. `weights` must have run before."""
         return [buffer for buffers in self._buffers for buffer in buffers.values() if buffer is not None]
 
-    def loose(self) -> bool:
+    def holds_plain_tensors(self) -> bool:
         """Return whether a module holds a tensor as an attribute that is neither parameter nor buffer."""
         weights = self._weights
-        if weights.loose is None:
+        if weights.holds_plain_tensors is None:
             modules = [*self.attributes_inside, vars(self._tower())]
-            weights.loose = any(isinstance(value, Tensor) for attributes in modules for value in attributes.values())
-        return weights.loose
+            weights.holds_plain_tensors = any(
+                isinstance(value, Tensor) for attributes in modules for value in attributes.values()
+            )
+        return weights.holds_plain_tensors
 
-    def training(self) -> bool:
+    def in_training_mode(self) -> bool:
         """Return whether a module inside is in training mode."""
         return any(attributes["training"] for attributes in self.attributes_inside)
 
@@ -391,7 +394,7 @@ _COMPARED = (
     _WATCHED,
     _CONFIG,
 )
-"""What `Snapshot._now` returns, for `status`."""
+"""The values that `Snapshot._now` returns, as `status` names them."""
 
 
-_BARE = vars(nn.Module()).keys() | {"config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel"}
+_BASE_NAMES = {"config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel", *vars(nn.Module())}

@@ -12,7 +12,7 @@ from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig, Settings
-from hf_vit_accel.engine.passes import Passes
+from hf_vit_accel.engine.passes import PassLimit
 from hf_vit_accel.engine.route import Route, Routes, Spec
 from hf_vit_accel.families import Family, Tower
 from hf_vit_accel.graphs import automatic
@@ -32,14 +32,17 @@ STATE = "_hf_vit_accel"
 
 
 class SpecKey(NamedTuple):
-    """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower."""
+    """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
+
+    `fast` is false for calls that go `decide.Way.METADATA`. `halvings` counts `PassLimit.rows_after_oom`: 0, 1 or 2.
+    """
 
     device: torch.device
     autocast: torch.dtype | None
     fast: bool
     grad: bool
     weights_dtype: torch.dtype
-    weights_kinds: tuple[Any, ...]
+    weights_key: tuple[Any, ...]
     scales: Scales | None
     halvings: int
     graphs: bool
@@ -55,7 +58,7 @@ class TowerState:
         former_forward: The forward that the instance had; None for the class's.
         calls: Calls that were fast.
         stock_calls: Calls that ran the stock forward.
-        fallbacks: Features that calls did not get, with the number of calls.
+        fallbacks: Why calls got less than was requested, with the number of calls.
         last: The route of the last call.
         warming: The thread that runs `warmup`.
         attention_backends: The backend of each kind of layer, where our attention alone runs.
@@ -87,30 +90,30 @@ class TowerState:
         self.rebuild_reason: str | None = None
 
         self.routes = Routes()
-        self.passes = Passes(settings.max_rows)
+        self.pass_limit = PassLimit(settings.max_rows)
         self.sharing: Sharing | None = None
-        self.runner: Runner | None = None
-        self.training: TrainingRunner | None = None
+        self.inference_runner: Runner | None = None
+        self.training_runner: TrainingRunner | None = None
         self.reuse: Reuse | None = None
         if not family.attention_only:
-            self._make_features()
+            self._make_options()
 
         self.attributes: dict[str, Any] = {}
         self.last_snapshot: Snapshot | None = None
         self._scales: Scales | None = None
 
-    def _make_features(self) -> None:
-        """Make what the settings ask for beside the forward itself."""
+    def _make_options(self) -> None:
+        """Make the objects for options beside the forward itself: sharing, graphs, reuse."""
         settings = self.settings
         graphs = settings.graphs
         if settings.ranks is not None:
             self.sharing = Sharing(settings.ranks, graphs=isinstance(graphs, GraphConfig))
         if graphs == "auto":
-            self.runner = Runner(automatic.CONFIG, self.routes, AutoGraphs())
-            self.training = TrainingRunner(automatic.CONFIG, AutoGraphs())
+            self.inference_runner = Runner(automatic.CONFIG, self.routes, AutoGraphs())
+            self.training_runner = TrainingRunner(automatic.CONFIG, AutoGraphs())
         elif graphs is not None:
-            self.runner = Runner(graphs, self.routes)
-            self.training = TrainingRunner(graphs) if graphs.max_training_bytes else None
+            self.inference_runner = Runner(graphs, self.routes)
+            self.training_runner = TrainingRunner(graphs) if graphs.max_training_bytes else None
         if settings.reuse is not None:
             self.reuse = Reuse(settings.reuse)
 
@@ -148,9 +151,9 @@ class TowerState:
         self.last_snapshot = snapshot = Snapshot(tower, self.family, self.former_name)
         self.attributes = attributes_of(tower)
         if snapshot.copy_proof is None:
-            proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.stock)
-        elif snapshot.stock and state_of(tower) is self:  # `patch` raises instead
-            proof.warn_once(f"{type(tower).__name__} stays stock: {snapshot.stock[0]}")
+            proof.warn_stock(fsdp.class_of(tower), snapshot.proof, snapshot.reasons_stock)
+        elif snapshot.reasons_stock and state_of(tower) is self:  # `patch` raises instead
+            proof.warn_once(f"{type(tower).__name__} stays stock: {snapshot.reasons_stock[0]}")
         return snapshot
 
     def follow_attention(self, tower: Tower) -> None:
@@ -177,11 +180,11 @@ class TowerState:
             no_kernels=self.faults.get(KERNELS) or why_not_triton(request.device, request.dtype),
             classes=snapshot.proof.classes,
             trusted=snapshot.proof.trusted,
-            reads=snapshot.reads,
+            watched=snapshot.watched,
             grad=request.grad,
         )
         ops = build(snapshot.parts, context, requested_parts)
-        snapshot.reads.seal()
+        snapshot.watched.seal()
         self.routes.cache.cost = max(1 << 20, weights.nbytes // 50)
         return ops
 
@@ -194,8 +197,8 @@ class TowerState:
         if scales is not None and (scales.device, scales.layers, scales.heads) == (device, layers, snapshot.heads):
             return scales
         if scales is not None:
-            if self.runner is not None:
-                self.runner.close()  # its graphs write to the memory that goes
+            if self.inference_runner is not None:
+                self.inference_runner.close()  # its graphs write to the memory that goes
             scales.close()
         self._scales = Scales(
             device=device, layers=layers, heads=snapshot.heads, fixed=self.settings.amax, min_seqlen=fp8.min_seqlen
@@ -213,17 +216,18 @@ class TowerState:
             packed=key.fast,
             fp8=key.scales,
             grad=grad,
-            graphs=key.graphs and not grad,
-            replayed=key.graphs and grad,
+            replays_other_layouts=key.graphs and not grad,
+            replays_this_layout=key.graphs and grad,
             score_mod=settings.score_mod,
         )
+        never_cut = bool(snapshot.sharded_layers or snapshot.mixing)
         spec = Spec(
             geometry=snapshot.geometry,
             request=request,
             ops=self._build(snapshot, weights, request) if key.fast else None,
             full_layers=snapshot.full_layers,
             faults=tuple(self.faults.items()),
-            max_rows=self.passes.most(key.device, grad=grad, whole=bool(snapshot.sharded or snapshot.mixing)),
+            max_rows=self.pass_limit.rows(key.device, grad=grad, whole=never_cut),
             settings=settings,
         )
         snapshot.specs[key] = spec
@@ -251,9 +255,9 @@ class TowerState:
 
     def close(self) -> None:
         """Drop everything that was cached, device memory included."""
-        for feature in (self.runner, self.training, self.reuse, self._scales):
-            if feature is not None:
-                feature.close()
+        for part in (self.inference_runner, self.training_runner, self.reuse, self._scales):
+            if part is not None:
+                part.close()
         self.routes.cache.clear()
         self.last_snapshot = None
         self._scales = None

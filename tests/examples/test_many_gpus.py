@@ -157,10 +157,10 @@ def test_half_as_many_frames_are_tried_until_all_fits(
 ) -> None:
     encode = tower_module.encode
 
-    def encode_at_most_100_rows(route: object, pixels_TP: torch.Tensor, *arguments: object) -> object:
+    def encode_at_most_100_rows(route: object, pixels_TP: torch.Tensor, *others: object, **options: object) -> object:
         if len(pixels_TP) > 100:
             raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
-        return encode(route, pixels_TP, *arguments)
+        return encode(route, pixels_TP, *others, **options)
 
     monkeypatch.setattr(tower_module, "encode", encode_at_most_100_rows)
     monkeypatch.setattr(long_video, "build", lambda *_, **__: model)

@@ -260,14 +260,14 @@ def _break_flex(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def _break_fp8(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     run_fp8_on_cpu(monkeypatch)
-    monkeypatch.setattr(cudnn_fp8, "graph_for", lambda *args: SimpleNamespace(run=raises(error)))
+    monkeypatch.setattr(cudnn_fp8, "cudnn_plan_for", lambda *args: SimpleNamespace(run=raises(error)))
 
 
 def _break_fp8_plan(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Fail in the code that FP8 shares with FlashInfer's backend, which may work all the same."""
     run_fp8_on_cpu(monkeypatch)
-    monkeypatch.setattr(cudnn_fp8, "graph_for", cudnn_backend.graph_for)
-    monkeypatch.setattr(cudnn_backend, "Graph", raises(error))
+    monkeypatch.setattr(cudnn_fp8, "cudnn_plan_for", cudnn_backend.cudnn_plan_for)
+    monkeypatch.setattr(cudnn_backend, "CudnnPlan", raises(error))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 

@@ -134,18 +134,18 @@ def test_graphs_do_not_grow(on_cpu: type[Recorder], monkeypatch: pytest.MonkeyPa
 
 def test_cudnn_plans_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every new class of layouts builds a plan; the least recently used plans go."""
-    monkeypatch.setattr(cudnn_backend, "Graph", lambda *arguments: object())
+    monkeypatch.setattr(cudnn_backend, "CudnnPlan", lambda *arguments: object())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cudnn_backend.GRAPHS.clear()
+    cudnn_backend.CUDNN_PLANS.clear()
     qkv = torch.zeros(1, 3, 2, 8).unbind(1)
-    misses = cudnn_backend.GRAPHS.misses
+    misses = cudnn_backend.CUDNN_PLANS.misses
     try:
         for count in range(CALLS):
             sequences = (torch.empty(1 + count, 0),) * 5
-            cudnn_backend.graph_for(qkv, sequences, 64 << count % 3, 1.0)
-        assert cudnn_backend.GRAPHS.misses == misses + CALLS and len(cudnn_backend.GRAPHS) == 256
+            cudnn_backend.cudnn_plan_for(qkv, sequences, 64 << count % 3, 1.0)
+        assert cudnn_backend.CUDNN_PLANS.misses == misses + CALLS and len(cudnn_backend.CUDNN_PLANS) == 256
     finally:
-        cudnn_backend.GRAPHS.clear()
+        cudnn_backend.CUDNN_PLANS.clear()
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

@@ -51,7 +51,7 @@ def afresh(stock_models: StockModels) -> Iterator[None]:
 def forget_machine() -> None:
     """Clear probes, and what backends have built."""
     machine.reset()
-    cudnn_backend.GRAPHS.clear()
+    cudnn_backend.CUDNN_PLANS.clear()
     cudnn_backend.WORKSPACES.close()
     flex_backend.compiled.cache_clear()
 

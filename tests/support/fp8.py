@@ -84,5 +84,5 @@ def run_fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_fp8, "why_not_triton", lambda device, dtype: None)
     monkeypatch.setattr(cudnn_fp8, "quantize", quantize_on_cpu)
     monkeypatch.setattr(cudnn_fp8, "dequantize", dequantize_reference)
-    monkeypatch.setattr(cudnn_fp8, "graph_for", graph_on_cpu)
+    monkeypatch.setattr(cudnn_fp8, "cudnn_plan_for", graph_on_cpu)
     monkeypatch.setattr(cudnn_fp8, "machine", SimpleNamespace(cuda_capability=lambda index: (9, 0)))

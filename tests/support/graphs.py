@@ -21,13 +21,13 @@ Grid = list[tuple[int, int, int]]
 def patch(model: nn.Module, config: GraphConfig | bool | str = SMALL, **kwargs: object) -> Any:
     """Patch with graphs and poison their buffers before every use; return the tower's runner of inference graphs."""
     hf_vit_accel.patch(model, cuda_graphs=config, **kwargs)
-    return poison_before_use(state_of(tower_of(model)).runner)
+    return poison_before_use(state_of(tower_of(model)).inference_runner)
 
 
 def patch_training(tower: nn.Module, config: GraphConfig | str, **kwargs: object) -> Any:
     """Patch with graphs and poison their buffers before every use; return the tower's runner of training graphs."""
     hf_vit_accel.patch(tower, cuda_graphs=config, **kwargs)
-    return poison_before_use(state_of(tower).training)
+    return poison_before_use(state_of(tower).training_runner)
 
 
 def poison_before_use(runner: Any) -> Any:

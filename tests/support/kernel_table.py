@@ -133,7 +133,7 @@ SEPARATE_KERNELS: dict[str, Kernel] = {
         (quantize, "_quantize_kernel"),
     ),
     "dequantize": _row(quantize.dequantize, quantize.dequantize_reference, (quantize, "_dequantize_kernel")),
-    "sum_items": _row(checksum.sum_items, checksum.sum_items_reference, (checksum, "_items_kernel")),
+    "sum_images": _row(checksum.sum_images, checksum.sum_images_reference, (checksum, "_images_kernel")),
     "sum_weights": _row(checksum.sum_weights, checksum.sum_weights_reference, (checksum, "_weights_kernel")),
     "equal_pairs": _row(checksum.equal_pairs, checksum.equal_pairs_reference, (checksum, "_compare_kernel")),
 }

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_vit_accel
 from hf_vit_accel import backends
 from hf_vit_accel.backends import Plan
-from hf_vit_accel.engine.route import PLANS
+from hf_vit_accel.engine.route import ROUTE
 from hf_vit_accel.tower import attention as tower_attention
 from hf_vit_accel.tower.state import state_of
 
@@ -81,7 +81,7 @@ def test_plans_are_made_once_per_forward_and_shared(saved: Saved, monkeypatch: p
     arguments: list[Any] = []
 
     def keep_plans(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        arguments.append(kwargs[PLANS])
+        arguments.append(kwargs[ROUTE])
 
     for block in tower.blocks:
         block.attn.register_forward_pre_hook(keep_plans, with_kwargs=True)

@@ -53,7 +53,7 @@ def replay_once(tower: nn.Module) -> list[torch.Tensor]:
 
 def test_random_calls_with_poisoned_buffers(tower: nn.Module) -> None:
     """No call is wrong, and memory stays flat once the common sizes are captured."""
-    poison_before_use(state_of(tower).runner)
+    poison_before_use(state_of(tower).inference_runner)
     eager = hf_vit_accel.patch(copy.deepcopy(tower), cuda_graphs=False)
     rng = np.random.default_rng(0)
     layouts = [draw_grid(rng) for _ in range(60)]
@@ -178,7 +178,7 @@ def small_device() -> object:
 def test_memory_that_a_program_needs_is_given_back(tower: nn.Module, small_device: object) -> None:
     """After a failed allocation of the program's own the graphs are gone, so that it can try again."""
     expected = replay_once(tower)
-    runner = state_of(tower).runner
+    runner = state_of(tower).inference_runner
     held = runner.nbytes
     assert runner in automatic._stores and held > 0
     with pytest.raises(torch.OutOfMemoryError):

@@ -112,13 +112,13 @@ def test_cudnn_plans_are_built_once_per_class_of_layouts() -> None:
     if reasons:
         pytest.skip("; ".join(reasons))
     call = request("cuda", torch.bfloat16, 72, packed=True)
-    before = cudnn_backend.GRAPHS.misses
+    before = cudnn_backend.CUDNN_PLANS.misses
     for lengths in ([333] * 16, [400] * 15 + [257], [512] * 16):  # same count, same power of two
         plan = plan_alone(backend, segments_of(lengths), call)
         qkv = draw(sum(lengths), 72, torch.bfloat16, "cuda", 0, True)
         assert relative_error(plan.attend(*qkv), exact(qkv, lengths, call.scale)) < 1e-2
         plan.attend(*qkv)
-    assert cudnn_backend.GRAPHS.misses == before + 1
+    assert cudnn_backend.CUDNN_PLANS.misses == before + 1
 
 
 @pytest.mark.gpu
@@ -322,14 +322,14 @@ VARLEN = "torch_varlen"
     [
         ([784], {}, FA3, CUDNN),
         ([1024] * 16, {}, CUDNN, CUDNN),
-        ([1024] * 16, dict(graphs=True), FA3, FA4),
+        ([1024] * 16, dict(replays_other_layouts=True), FA3, FA4),
         ([576] * 28, {}, FA3, FA4),
         ([576] * 2, {}, FA3, CUDNN),
         ([1024, 512] * 8, {}, FA3, FA4),
         ([1024, 512], {}, FA3, "flashinfer_cudnn"),
         ([4096], {}, FA3, CUDNN),
         ([14416], {}, FA4, FA4),
-        ([14416], dict(graphs=True), FA4, FA4),
+        ([14416], dict(replays_other_layouts=True), FA4, FA4),
         ([784, 4096, 3772, 600, 5184], {}, FA4, FA4),
         ([784], dict(grad=True), CUDNN, CUDNN),
         ([4096], dict(grad=True), CUDNN, CUDNN),
@@ -349,7 +349,7 @@ def test_auto_takes_the_backend_that_measured_fastest(
     def reasons(self: Backend, request: Request) -> list[str]:
         if self.name in missing or (request.grad and not self.needs.differentiable):
             return ["not here"]
-        return ["no graph"] if request.graphs and self.name == CUDNN else []
+        return ["no graph"] if request.replays_other_layouts and self.name == CUDNN else []
 
     for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "reasons_against", reasons)
@@ -357,12 +357,12 @@ def test_auto_takes_the_backend_that_measured_fastest(
     missing.add(FA3)
     assert resolve("auto", call, segments_of(lengths)).backend.name == best_without_fa3
     assert resolve(VARLEN, call, segments_of(lengths)).backend.name == VARLEN
-    if "graphs" not in options and len(set(lengths)) < 17:
+    if "replays_other_layouts" not in options and len(set(lengths)) < 17:
         assert resolve(CUDNN, call, segments_of(lengths)).backend.name == CUDNN, "a named backend runs if it can"
 
 
 def test_cudnn_refuses_a_graph_for_many_layouts() -> None:
-    call = request("cuda", torch.bfloat16, 72, graphs=True)
+    call = request("cuda", torch.bfloat16, 72, replays_other_layouts=True)
     assert any("CUDA graph" in why for why in backends.backend_named(CUDNN).reasons_against(call))
 
 

@@ -812,7 +812,8 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "shape_heads": (
         "ops.heads",
         "_shape_heads_backward_kernel",
-        "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 dout:*bf16 dqkv:*bf16 partial:*fp32 count:i32 length:i32 eps:fp32",
+        "qkv:*bf16 q_weight:*bf16 k_weight:*bf16 dout:*bf16 dqkv:*bf16 partial:*fp32 head_count:i32 "
+        "heads_per_program:i32 eps:fp32",
         dict(HEADS=16, KEY_HEADS=8, DIM=80, NORM=True, BLOCK=16, BLOCK_D=128),
     ),
     "window_attention": (

@@ -409,7 +409,7 @@ def test_a_family_that_states_something_wrong_is_caught(
     stated = getattr(family, name)
     if same(stated(typical), change(stated(typical))):
         pytest.skip("the family states nothing of the kind")
-    assert prove(typical, replace(family, **{name: lambda tower: change(stated(tower))})).fast is not None
+    assert prove(typical, replace(family, **{name: lambda tower: change(stated(tower))})).why_not_fast is not None
 
 
 def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +419,7 @@ def test_an_operation_that_ignores_the_limit_is_caught(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         mlp, "swiglu_mlp_reference", lambda *arguments: function(*arguments[:-1])
     )  # the limit comes last
-    assert "something else" in (prove(build(family, *tower), family).fast or "")
+    assert "something else" in (prove(build(family, *tower), family).why_not_fast or "")
 
 
 def test_an_operation_that_mixes_up_groups_of_heads_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +432,7 @@ def test_an_operation_that_mixes_up_groups_of_heads_is_caught(monkeypatch: pytes
         return torch.cat([q, *[k] * (heads // key_heads), *[v] * (heads // key_heads)], dim=1).flatten(1)
 
     monkeypatch.setattr(heads, "shape_heads_reference", mixed)
-    assert "something else" in (prove(build(family, *tower), family).fast or "")
+    assert "something else" in (prove(build(family, *tower), family).why_not_fast or "")
 
 
 def test_every_module_of_a_family_is_importable_by_its_name() -> None:

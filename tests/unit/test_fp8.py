@@ -31,7 +31,7 @@ from hf_vit_accel import BackendUnavailableError, FallbackError, FlexConfig, Fp8
 from hf_vit_accel.backends import FP8, Needs, Request, cudnn_fp8, plan_alone, resolve
 from hf_vit_accel.backends.cudnn_fp8 import CudnnFp8, round_max_seqlen
 from hf_vit_accel.engine import passes
-from hf_vit_accel.engine.passes import Passes
+from hf_vit_accel.engine.passes import PassLimit
 from hf_vit_accel.graphs.buffers import pad_segments
 from hf_vit_accel.ops.fp8 import scales as scales_module
 from hf_vit_accel.ops.fp8.e4m3 import E4M3, fit
@@ -189,7 +189,7 @@ def test_a_stream_of_layouts_through_graphs(
     hf_vit_accel.patch(model, fp8=ALWAYS)
     expected = [run_tower(tower_of(model), grid, seed) for seed, grid in enumerate(grids)]
     patch(model, SMALL, fp8=ALWAYS)
-    monkeypatch.setattr(cudnn_fp8, "graph_for", counted)
+    monkeypatch.setattr(cudnn_fp8, "cudnn_plan_for", counted)
     for seed, grid in enumerate(grids):
         actual = run_tower(tower_of(model), grid, seed)
         assert largest_error(actual, expected[seed]) < 0.04, grid
@@ -390,9 +390,9 @@ def test_calibration_sees_all_of_a_long_video(
     video = {"pixel_values_videos": pixels_for(tower, grid), "video_grid_thw": torch.tensor(grid)}
     video["pixel_values_videos"][:60] *= 20  # the first frames hold what is large
     expected = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
-    most_rows = Passes.most
+    most_rows = PassLimit.rows
     monkeypatch.setattr(passes, "FREE", 60)
-    monkeypatch.setattr(Passes, "most", lambda self, device, **kw: most_rows(self, torch.device("cuda"), **kw))
+    monkeypatch.setattr(PassLimit, "rows", lambda self, device, **kw: most_rows(self, torch.device("cuda"), **kw))
     actual = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
     assert torch.equal(actual, expected)
 

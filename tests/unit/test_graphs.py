@@ -537,7 +537,7 @@ def test_the_next_call_frees_replaced_modules(
     for _ in range(3):
         call()
     state = state_of(tower)
-    assert (state.training if trains else state.runner).status().captures == (replace is not _adapter)
+    assert (state.training_runner if trains else state.inference_runner).status().captures == (replace is not _adapter)
     replaced = [weakref.ref(parameter) for parameter in replace(tower).parameters()]
     call()
     gc.collect()
@@ -677,7 +677,7 @@ def test_gpu_a_stream_of_layouts(model: nn.Module, attention: str) -> None:
         hf_vit_accel.patch(tower, attention=attention, cuda_graphs=config, strict=True)
         replayed = []
         for seed, grid in enumerate(grids):
-            poison(state_of(tower).runner)
+            poison(state_of(tower).inference_runner)
             replayed.append(run_tower(tower, grid, seed))
         for seed, (outputs, expected) in enumerate(zip(replayed, eager, strict=True)):
             if exact_after:

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
 from hf_vit_accel.engine import passes, route
-from hf_vit_accel.engine.passes import FREE, NEVER, Passes, cut
+from hf_vit_accel.engine.passes import FREE, NO_LIMIT, PassLimit, cut
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.towers import weight_of
 from hf_vit_accel.tower import forward as tower_module
@@ -96,7 +96,7 @@ CUDA = torch.device("cuda")
     ("max_rows", "device", "grad", "is_complete", "limit"),
     [
         ("auto", CUDA, False, False, FREE),
-        ("auto", CUDA, True, False, NEVER),
+        ("auto", CUDA, True, False, NO_LIMIT),
         ("auto", CPU, False, False, None),
         ("auto", CUDA, False, True, None),
         (None, CUDA, False, False, None),
@@ -105,7 +105,7 @@ CUDA = torch.device("cuda")
     ],
 )
 def test_the_limit_of_rows(max_rows: Any, device: Any, grad: bool, is_complete: bool, limit: int | None) -> None:
-    assert Passes(max_rows).most(device, grad=grad, whole=is_complete) == limit
+    assert PassLimit(max_rows).rows(device, grad=grad, whole=is_complete) == limit
 
 
 @pytest.mark.parametrize("max_rows", [0, -1, 1.5, True, "all"])
@@ -516,14 +516,14 @@ def test_beside_an_mlp_only_the_stream_its_norm_and_the_tables_are_held(
     hf_vit_accel.patch(tower, max_rows=96, strict=True)
     tower(pixels, grid_thw=grid_thw)
 
-    def encode(taken: Any, *others: Any) -> Any:
+    def encode(taken: Any, *others: Any, **options: object) -> Any:
         layout = sum(array.nbytes for array in taken.arrays.values())
 
         def watched(layer: Any) -> Any:
             return replace(layer, mlp=lambda rows: seen.append(memory.now() - layout) or layer.mlp(rows))
 
         ops = replace(taken.spec.ops, layers=tuple(watched(layer) for layer in taken.spec.ops.layers))
-        return real(replace(taken, spec=replace(taken.spec, ops=ops)), *others)
+        return real(replace(taken, spec=replace(taken.spec, ops=ops)), *others, **options)
 
     monkeypatch.setattr(tower_module, "encode", encode)
     with torch.no_grad(), held_by(tower, pixels) as memory:
@@ -571,11 +571,11 @@ def tight(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     tried = []
     encode = tower_module.encode
 
-    def encoded(route: Any, pixels_TP: torch.Tensor, *others: Any) -> Any:
+    def encoded(route: Any, pixels_TP: torch.Tensor, *others: Any, **options: object) -> Any:
         tried.append(len(pixels_TP))
         if len(pixels_TP) > limit:
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
-        return encode(route, pixels_TP, *others)
+        return encode(route, pixels_TP, *others, **options)
 
     monkeypatch.setattr(tower_module, "encode", encoded)
     return tried
@@ -676,9 +676,9 @@ def test_tensors_of_a_failed_pass_are_freed_before_the_next(monkeypatch: pytest.
     tight(monkeypatch, 64)
     encode = tower_module.encode
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments: Any, **options: object) -> Any:
         during.append(sys.exc_info()[1])
-        return encode(*arguments)
+        return encode(*arguments, **options)
 
     monkeypatch.setattr(tower_module, "encode", watched)
     run_tower(tower, grid)

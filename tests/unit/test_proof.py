@@ -117,7 +117,7 @@ def test_a_proof_does_not_depend_on_its_moment(tower: nn.Module, moment: str) ->
     with MOMENTS[moment](), warnings.catch_warnings():
         warnings.filterwarnings("error", ".*stays stock")
         hf_vit_accel.patch(tower)
-    assert prove(tower).fast is None
+    assert prove(tower).why_not_fast is None
     assert_close(run_tower(tower, GRID), expected)
     assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
 
@@ -208,7 +208,7 @@ def test_attempts_from_several_threads(tower: nn.Module, monkeypatch: pytest.Mon
         calls = [threads.submit(run_tower, tower, GRID) for _ in range(4)]
         for call in calls:
             assert_close(call.result(), expected)
-    assert prove(tower).fast is None
+    assert prove(tower).why_not_fast is None
 
 
 def test_a_verdict_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_verdict_is_kept(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(proofs, "_PROOFS", {})
     monkeypatch.setattr(proofs, "_verdict", lambda *_: replace(first, fast="differs"))
     differing = prove(tower)
-    assert (differing.fast, differing.backoff) == ("differs", None) and prove(tower) is differing
+    assert (differing.why_not_fast, differing.backoff) == ("differs", None) and prove(tower) is differing
 
 
 def test_missing_parts_are_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_missing_parts_are_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(tower.blocks[0]), "__init__", init_with_another_name)
     with pytest.warns(UserWarning, match="look for a newer hf_vit_accel"):
         hf_vit_accel.patch(tower)
-    assert "is not built as qwen2_vl is known" in (prove(tower).fast or "") and prove(tower).backoff is None
+    assert "is not built as qwen2_vl is known" in (prove(tower).why_not_fast or "") and prove(tower).backoff is None
 
 
 # --- proofs of a class ------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_a_proof_is_made_once_per_class_and_short(tower: nn.Module) -> None:
     start = time.process_time()
     first = prove(tower)
     assert time.process_time() - start <= 0.3, "150 ms, and as much for a busy machine"
-    assert first.fast is None and first.injected is None
+    assert first.why_not_fast is None and first.why_not_metadata is None
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert torch.cuda.is_initialized() == was_cuda_initialized
     start = time.process_time()
@@ -261,11 +261,11 @@ def test_a_proof_is_made_once_per_class_and_short(tower: nn.Module) -> None:
 def test_a_proof_from_several_threads_at_once(tower: nn.Module) -> None:
     with ThreadPoolExecutor(4) as threads:
         class_proofs = list(threads.map(prove, [tower] * 4))
-    assert [proof.fast for proof in class_proofs] == [None] * 4
+    assert [proof.why_not_fast for proof in class_proofs] == [None] * 4
 
 
 def prove_in_child(tower: nn.Module, queue: Queue[str]) -> None:
-    queue.put(prove(tower).fast or "proven")
+    queue.put(prove(tower).why_not_fast or "proven")
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -39,7 +39,7 @@ class RankFailure(RuntimeError):
 def raiser(error: Exception) -> Callable[..., NoReturn]:
     """Return a function that raises an error, whatever it is called with."""
 
-    def fail(*args: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise error
 
     return fail
@@ -85,7 +85,7 @@ def check_fault(rank: int) -> None:
     hf_vit_accel.patch(tower, data_parallel=True)
     encode = tower_module.encode
 
-    def fail_once(*args: object) -> NoReturn:
+    def fail_once(*_: object, **__: object) -> NoReturn:
         tower_module.encode = encode
         raise machine.Fault("kernels", RankFailure("no compiler")) from RankFailure("no compiler")
 
@@ -109,8 +109,8 @@ def check_memory_in_backward(rank: int) -> None:
     encode = tower_module.encode
     error = torch.OutOfMemoryError("Tried to allocate 20 GiB")
 
-    def encode_and_fail_in_backward(*args: object) -> list[torch.Tensor]:
-        outputs = encode(*args)
+    def encode_and_fail_in_backward(*args: object, **options: object) -> list[torch.Tensor]:
+        outputs = encode(*args, **options)
         outputs[-1].register_hook(raiser(error))
         return outputs
 

@@ -19,6 +19,7 @@ from torch import nn
 import hf_vit_accel
 from hf_vit_accel import FallbackError, FlexConfig, ReuseConfig
 from hf_vit_accel.config import Settings
+from hf_vit_accel.engine.route import Route
 from hf_vit_accel.families import FAMILIES
 from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.sharing import checksum
@@ -48,11 +49,11 @@ kernel_devices = pytest.mark.parametrize(
 
 
 def item_sums(
-    pixels_TP: torch.Tensor, grid: list[Entry], sum_items: Callable[..., None] = checksum.sum_items_reference
+    pixels_TP: torch.Tensor, grid: list[Entry], sum_images: Callable[..., None] = checksum.sum_images_reference
 ) -> list[int]:
     """Return the checksum of every item, and check the grid beside it."""
     out = torch.zeros(1 + 4 * len(grid), dtype=torch.int64, device=pixels_TP.device)
-    sum_items(checksum.words_of(pixels_TP), torch.tensor(grid, device=pixels_TP.device), out)
+    sum_images(checksum.words_of(pixels_TP), torch.tensor(grid, device=pixels_TP.device), out)
     assert out[1:].view(-1, 4)[:, :3].tolist() == [list(row) for row in grid] and not out[0]
     return out[1:].view(-1, 4)[:, 3].tolist()
 
@@ -98,7 +99,7 @@ def test_kernels_equal_their_references(device: str, dtype: torch.dtype, width: 
     """Cover items of one block and of several, more items than are read together, and weights of several chunks."""
     grid = [(1, 2, 2), (2, 2, 4), (0, 2, 2), (1, 4, 4)] if width > 6 else [(0, 2, 2)] * 256 + [(1, 1, 1), (1, 2, 1)]
     pixels = torch.randn(sum(t * h * w for t, h, w in grid), width).to(dtype).to(device)
-    assert item_sums(pixels, grid, checksum.sum_items) == item_sums(pixels, grid)
+    assert item_sums(pixels, grid, checksum.sum_images) == item_sums(pixels, grid)
 
     tensors = [torch.randn(size).to(device, dtype) for size in (17_000, 3000, 2, 0, 8)]
     table = WeightTable(tensors, _layout_of(tensors))
@@ -123,9 +124,9 @@ def test_kernels_equal_their_references(device: str, dtype: torch.dtype, width: 
 def test_grids_that_do_not_fit_write_nothing_else(device: str, grid: list[Entry]) -> None:
     """The host refuses such a grid only after the kernel has run."""
     words = torch.ones(8, 300, dtype=torch.int32, device=device)
-    for sum_items in (checksum.sum_items, checksum.sum_items_reference):
+    for sum_images in (checksum.sum_images, checksum.sum_images_reference):
         out = torch.zeros(1 + 4 * len(grid) + 4, dtype=torch.int64, device=device)
-        sum_items(words, torch.tensor(grid, device=device), out[:-4])
+        sum_images(words, torch.tensor(grid, device=device), out[:-4])
         assert not out[-4:].any() and out[:4].tolist() == [0, *grid[0]]
 
 
@@ -255,10 +256,10 @@ def test_pixels_of_any_dtype_are_reused(tower: nn.Module, dtype: torch.dtype) ->
 def use_constant_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all items the same checksum; weights keep theirs."""
 
-    def sum_items(words_TW: torch.Tensor, grid_N3: torch.Tensor, out: torch.Tensor) -> None:
+    def sum_images(words_TW: torch.Tensor, grid_N3: torch.Tensor, out: torch.Tensor) -> None:
         out[1:] = nn.functional.pad(grid_N3, (0, 1)).flatten()
 
-    monkeypatch.setattr(reuse_module, "_IN_TORCH", (sum_items, *reuse_module._IN_TORCH[1:]))
+    monkeypatch.setattr(reuse_module, "_IN_TORCH", (sum_images, *reuse_module._IN_TORCH[1:]))
 
 
 @both_ways
@@ -297,16 +298,16 @@ def test_calls_without_copies_are_encoded_as_they_are(tower: nn.Module, monkeypa
     encoded: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     summed: list[torch.Tensor] = []
     encode = tower_module.encode
-    sum_items, *others = reuse_module._IN_TORCH
+    sum_images, *others = reuse_module._IN_TORCH
 
-    def encode_and_keep(*args: object) -> list[torch.Tensor]:
-        outputs = encode(*args)
+    def encode_and_keep(*args: object, **options: object) -> list[torch.Tensor]:
+        outputs = encode(*args, **options)
         encoded.append((args[1], outputs))
         return outputs
 
     def sum_and_keep(words_TW: torch.Tensor, *args: torch.Tensor) -> None:
         summed.append(words_TW)
-        sum_items(words_TW, *args)
+        sum_images(words_TW, *args)
 
     monkeypatch.setattr(tower_module, "encode", encode_and_keep)
     monkeypatch.setattr(reuse_module, "_IN_TORCH", (sum_and_keep, *others))
@@ -420,9 +421,12 @@ def test_gradients_of_copies_are_added_up_in_fp32_and_rounded_once(sizes: list[i
 def test_known_items_are_not_encoded_again(tower: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded_grids: list[tuple[Entry, ...]] = []
     encode = tower_module.encode
-    monkeypatch.setattr(
-        tower_module, "encode", lambda *args: encoded_grids.append(args[0].metadata.grid) or encode(*args)
-    )
+
+    def note_and_encode(route: Route, *args: object, **options: object) -> list[torch.Tensor]:
+        encoded_grids.append(route.metadata.grid)
+        return encode(route, *args, **options)
+
+    monkeypatch.setattr(tower_module, "encode", note_and_encode)
     a, b, c, d = (item(tower, entry, seed) for seed, entry in enumerate([(1, 4, 6), (2, 4, 4), (1, 8, 8), (1, 4, 6)]))
     calls = [([a, b], (a[1], b[1])), ([b, a], None), ([c, a, c, d, b], (c[1], d[1])), ([a], None), ([d, d, c], None)]
     expected = [alone(copy.deepcopy(tower), items) for items, _ in calls]

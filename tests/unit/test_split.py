@@ -29,7 +29,7 @@ def costs_of_units(grid: Grid, clips: bool) -> list[float]:
 def frames_in(shares: Split) -> list[tuple[int, int]]:
     """Return the entry and the number of every frame, in the order of the call."""
     pieces = sorted(piece for share in shares for piece in share)
-    return [(piece.entry, piece.first + n) for piece in pieces for n in range(piece.frames)]
+    return [(piece.image, piece.first + n) for piece in pieces for n in range(piece.frames)]
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -42,7 +42,7 @@ def test_a_split_holds_every_frame_once_and_is_balanced(clips: bool) -> None:
         assert frames_in(shares) == [(entry, n) for entry, (frames, _, _) in enumerate(grid) for n in range(frames)]
         for share in shares:
             assert list(share) == sorted(share)
-            assert not clips or all(piece.frames == grid[piece.entry][0] for piece in share)
+            assert not clips or all(piece.frames == grid[piece.image][0] for piece in share)
         costs = costs_of_units(grid, clips)
         loads_by_rank = loads(grid, shares, clips=clips, full=0.5)
         assert sum(loads_by_rank) == pytest.approx(sum(costs))
@@ -70,7 +70,7 @@ def test_equal_frames_are_split_into_consecutive_runs() -> None:
     video = split(((64, 36, 64),), 2, clips=False, full=1.0)
     assert video == ((Piece(0, 0, 32),), (Piece(0, 32, 32),))
     images = split(((1, 32, 32),) * 16, 4, clips=False, full=1.0)
-    entries = [[piece.entry for piece in share] for share in images]
+    entries = [[piece.image for piece in share] for share in images]
     assert entries == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
 
 

@@ -282,7 +282,7 @@ class Doubled(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        assert "vision_plans" not in kwargs, "keyword arguments of ours are for transformers' own blocks"
+        assert "vision_route" not in kwargs, "keyword arguments of ours are for transformers' own blocks"
         return self.inner(x, **kwargs) * 2
 
 

@@ -98,10 +98,10 @@ def test_plans_are_built_once(tower: nn.Module) -> None:
     skip_unless_usable("flashinfer_cudnn")
     hf_vit_accel.patch(tower, attention="flashinfer_cudnn", strict=True)
     run_tower(tower, GRIDS["mixed"])
-    misses = cudnn_backend.GRAPHS.misses
+    misses = cudnn_backend.CUDNN_PLANS.misses
     for seed in range(3):
         run_tower(tower, GRIDS["mixed"], seed)
-    assert cudnn_backend.GRAPHS.misses == misses
+    assert cudnn_backend.CUDNN_PLANS.misses == misses
     assert state_of(tower).calls == 4
 
 

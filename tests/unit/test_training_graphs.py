@@ -755,7 +755,7 @@ def test_small_layouts_that_come_often_are_captured(one_pair: Pair) -> None:
     for config in (GraphConfig(max_training_bytes=0), GraphConfig(exact_after=0)):
         hf_vit_accel.patch(tower, cuda_graphs=config)
         assert_same(train(tower, SMALL), train(stock, SMALL))
-        training = state_of(tower).training
+        training = state_of(tower).training_runner
         assert training is None or not training.status().captures
 
 
@@ -1004,7 +1004,7 @@ def test_gpu_replayed_steps_equal_eager_steps(family: str, dtype: torch.dtype) -
             optimiser.zero_grad()
         for source, target in zip(eager.parameters(), tower.parameters(), strict=True):
             target.data.copy_(source.data)
-    status = state_of(tower).training.status()
+    status = state_of(tower).training_runner.status()
     assert status.replays == 24 and not status.eager
 
 
@@ -1030,7 +1030,7 @@ def test_gpu_changes_before_the_backward(family: str) -> None:
     expected = run_all(eager)
     for gradients, eager_gradients in zip(run_all(tower), expected, strict=True):
         assert_same(gradients, eager_gradients, bound=2e-2)
-    assert state_of(tower).training.status().replays == 6
+    assert state_of(tower).training_runner.status().replays == 6
 
 
 def poison_free_memory() -> None:
@@ -1065,7 +1065,7 @@ def test_gpu_a_step_waits_for_nothing_and_runs_on_any_stream() -> None:
                 torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
             assert_same(take_gradients(tower), expected, bound=2e-2)
-    assert state_of(tower).training.status().replays == 5
+    assert state_of(tower).training_runner.status().replays == 5
 
 
 @pytest.mark.gpu
@@ -1116,9 +1116,9 @@ def test_gpu_status_counts_the_memory_of_graphs_which_is_bounded() -> None:
     hf_vit_accel.patch(tower, cuda_graphs=GraphConfig(max_tokens=4096, exact_after=1, max_training_bytes=bound))
     for seed in range(3):
         for tokens in range(512, 4096, 256):
-            before = state_of(tower).training.status()
+            before = state_of(tower).training_runner.status()
             train(tower, [(1, 8, tokens // 2)], seed)
-            after = state_of(tower).training.status()
+            after = state_of(tower).training_runner.status()
             assert bytes_in_pools() - bytes_before <= after.nbytes + (24 << 20), (tokens, after)
             times_dropped += len(after.graphs) < len(before.graphs)
             if after.captures > before.captures:

@@ -99,9 +99,9 @@ def _sample_kernel(
     FINAL: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    # A program takes a head of v or, unless FINAL, of q or k, as pairs (j, j + DIM / 2).
+    # A program takes a head of v or, unless FINAL, of q or k, as pairs (j, j + DIM / 2). `call`: see `quantize`.
     head = tl.program_id(0)
-    part = 2 - tl.program_id(1)
+    part = 2 - tl.program_id(1)  # v first: a FINAL launch has one column of programs, for v alone
     j = tl.arange(0, BLOCK_J)
     half: tl.constexpr = DIM // 2
     t = (tl.arange(0, SAMPLES).to(tl.int64) * tl.load(used_rows) // SAMPLES)[:, None]
@@ -122,9 +122,10 @@ def _sample_kernel(
         amax = call + part * HEADS + head
         size1 = tl.abs(x1)
         size2 = tl.abs(x2)
+        # A rotated number is at most the sum of its pair's absolute values.
         size = tl.where(part == 2, tl.maximum(size1, size2), size1 + size2)
         tl.store(amax, tl.max(tl.max(size, 1), 0) * 4.0)  # _ROOM
-        tl.store(amax + 3 * HEADS, 0.0)
+        tl.store(amax + 3 * HEADS, 0.0)  # the true amax, which _quantize_kernel raises by atomic_max
 
 
 @jit
@@ -275,7 +276,7 @@ def quantize(
 
 
 def dequantize_reference(out_THP: Tensor, scales_H: Tensor, center_HD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo the scaling, centring and padding of values in the attention's result: (T, H, P) to (T, H, D)."""
+    """Divide the attention's result by v's scales, add v's mean and cut off the padding: (T, H, P) to (T, H, D)."""
     return (out_THP[..., : center_HD.shape[1]].float() / scales_H[:, None] + center_HD).to(dtype)
 
 

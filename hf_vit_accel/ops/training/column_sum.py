@@ -19,7 +19,11 @@ BLOCK_T = 32
 BLOCK_F = 128
 """Columns of such a tile: 256 bytes of a row are complete lines of memory."""
 FEW_ROWS = 8192
-"""With fewer rows, launching a kernel takes longer than summing."""
+"""From this many rows on, an extra kernel pays in a backward.
+
+A kernel sums columns here; `norm_recipe` computes normed rows again; `rope` and `window_attention` add up columns on
+the way.
+"""
 
 
 def column_sum_reference(dy_TF: Tensor) -> Tensor:

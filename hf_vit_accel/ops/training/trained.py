@@ -113,7 +113,10 @@ class TrainedLayer:
 
 
 def layer_of(operations: Any, attend: Any) -> TrainedLayer | None:
-    """Build one node from a layer's operations and its attention; None where one of them is not `Trained`."""
+    """Build one node from a layer's operations and its attention; None where one of these six is not `Trained`.
+
+    Attention is `Trained` by the window kernel, and by backends whose `attend_layers` returns such functions.
+    """
     built = operations.norm1, operations.qkv, attend, operations.proj, operations.norm2, operations.mlp
     # `guarded` wraps an operation; inside the node each part's forward is guarded by itself.
     parts = [getattr(part, "__wrapped__", part) for part in built]
@@ -215,6 +218,7 @@ class _Layer(torch.autograd.Function):
         attended_THD = attend.forward(contexts.attend, qkv_T3HD, cos_TD, sin_TD, *attend.settings)
         attended_TF = attended_THD.flatten(1)
         del attended_THD
+        # None: no recipe, since attended rows come from no norm.
         projected_TE = proj.forward(contexts.proj, attended_TF, *flat_weights[weights.proj], *proj.settings, None)
         norm2_weights = flat_weights[weights.norm2]
         sum_TE, normed_TE = norm2.forward(contexts.norm2, sum_TE, projected_TE, *norm2_weights, *norm2.settings)

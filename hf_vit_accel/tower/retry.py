@@ -1,0 +1,44 @@
+"""Prepares a call to be run again: without a backend or a kernel that failed, or in shorter passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_vit_accel.backends import BACKENDS
+from hf_vit_accel.layout import rows_of
+from hf_vit_accel.machine import KERNELS, Fault, refuse
+from hf_vit_accel.tower.plan import FastPlan
+from hf_vit_accel.tower.state import TowerState
+
+
+def halve_passes(state: TowerState, plan: FastPlan) -> bool:
+    """Halve the rows of a pass after memory ran out; return False if that is impossible."""
+    if plan.most_rows is None or not plan.passes:
+        return False
+    longest = max((one_pass.grid for one_pass in plan.passes), key=rows_of)
+    return state.pass_limit.halve(longest, plan.spec)
+
+
+def disable(state: TowerState, at_call: Mapping[str, str], at_attempt: Mapping[str, str], fault: Fault) -> None:
+    """Disable the failed backend or kernel for the retry, or re-raise its error.
+
+    Args:
+        state: Of the tower.
+        at_call: The faults when the call came.
+        at_attempt: The faults when the attempt that failed began.
+        fault: The failure.
+    """
+    if fault.name in state.faults and fault.name not in at_attempt:
+        return  # another thread disabled it meanwhile
+    error = fault.__cause__ or fault
+    needs_backend = state.settings.score_mod is not None and fault.name != KERNELS  # only its backend applies it
+    is_last_resort = fault.name == BACKENDS[-1].name  # sdpa
+    if needs_backend or is_last_resort or fault.name in at_attempt:  # disabling it gains nothing
+        if state.faults is not at_call:  # earlier attempts disabled others in vain: enable them again
+            failures = "; ".join(f"{name} {why}" for name, why in state.faults.items())
+            error.add_note(f"This call was run again, as before {failures}.")
+            state.set_faults(dict(at_call))
+        raise error
+    if state.settings.strict:
+        refuse([f"{fault.name} {fault.why}"])
+    state.set_faults({**state.faults, fault.name: fault.why})
