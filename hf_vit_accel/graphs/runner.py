@@ -113,7 +113,15 @@ class Runner(GraphStore[_Graph]):
         padding = self._rows_replayed / self._rows_called if self._rows_called else 1.0
         return replace(super().status(), budgets=self.budgets, padding=padding)
 
-    def choose(self, grid: Grid, merge: int, device: torch.device, is_padding_slower: Callable[[], bool]) -> GraphUse:
+    def choose(
+        self,
+        grid: Grid,
+        merge: int,
+        device: torch.device,
+        is_padding_slower: Callable[[], bool],
+        *,
+        can_pad: bool = True,
+    ) -> GraphUse:
         """Decide how a call uses graphs, before it is planned.
 
         Args:
@@ -121,6 +129,7 @@ class Runner(GraphStore[_Graph]):
             merge: Patches along the side of a merged token.
             device: The device of the call.
             is_padding_slower: Whether graphs of budgets need a slower backend than an eager call would use.
+            can_pad: Whether the backend that was asked for can replay other layouts than the captured one.
         """
         if self.auto is None:
             return CHOSEN_BY_RUNNER
@@ -131,7 +140,7 @@ class Runner(GraphStore[_Graph]):
             return GraphUse(why)
         bins = budgets.pack(grid, merge, self.budgets_of(merge))
         budgets_of_call = None
-        if not isinstance(bins, str) and budgets.pays(bins, merge):
+        if can_pad and not isinstance(bins, str) and budgets.pays(bins, merge):
             budgets_of_call = tuple(bin_.budget for bin_ in bins)
         return self.auto.use(grid, budgets_of_call, self, partial(free_bytes, device), is_padding_slower)
 

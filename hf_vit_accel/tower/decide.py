@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_vit_accel.backends import backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
 from hf_vit_accel.engine.passes import cut, reasons_whole
 from hf_vit_accel.engine.route import Spec
@@ -91,13 +92,10 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         grid = inputs.repeats.distinct(grid)
     if shared.places is not None and state.sharing is not None:
         grid = shared.places.grid_of(state.sharing.ranks.rank)
-    graphs = NO_GRAPHS
+    runner = state.training_runner if grad else state.inference_runner
     is_auto = state.settings.graphs == "auto"
-    # A score_mod may capture tensors and numbers that a graph would never read again.
-    may_replay = not is_auto or (device.type in AUTOMATIC_ON and state.settings.score_mod is None)
-    if may_replay and grid and not reasons_slow:
-        graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
-    spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad, graphs=graphs.decides_backend)
+    has_graphs = runner is not None and not is_auto
+    spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad, graphs=has_graphs)
     if spec.ops is None:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
 
@@ -108,7 +106,15 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons += passes_reasons
     if inputs.repeats is not None:
         reasons += inputs.repeats.unmet
-    if grid is inputs.grid and (most_rows is None or len(inputs.pixels) <= most_rows):
+    is_whole = most_rows is None or len(inputs.pixels) <= most_rows
+    graphs = NO_GRAPHS
+    # Automatic graphs replay calls of one pass. A score_mod may capture tensors that a graph would never read again.
+    may_be_automatic = is_whole and device.type in AUTOMATIC_ON and state.settings.score_mod is None
+    if grid and runner is not None and (has_graphs or may_be_automatic):
+        graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
+        if is_auto and graphs.decides_backend:
+            spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, graphs=True)
+    if grid is inputs.grid and is_whole:
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
         passes = _passes(state, spec, grid, most_rows)
@@ -117,8 +123,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if state.settings.strict:
         refuse(reasons)
     runner = graphs.runner
-    if len(passes) > 1 and (grad or is_auto):
-        runner = None  # passes with gradients run again in the backward pass, and automatic graphs were chosen for one
+    if grad and len(passes) > 1:
+        runner = None  # such passes run again in the backward pass
     return FastPlan(
         reasons=tuple(reasons),
         inputs=inputs,
@@ -306,7 +312,9 @@ def _choose_graphs(
         choices = state.routes.get(grid, eager_spec).choices.values()
         return not all(choice.backend.capturable for choice in choices)
 
-    use = runner.choose(grid, snapshot.geometry.merge, device, is_padding_slower)
+    attention = state.settings.attention
+    can_pad = attention == "auto" or backend_named(attention).capturable
+    use = runner.choose(grid, snapshot.geometry.merge, device, is_padding_slower, can_pad=can_pad)
     if use.eager_reason is not None:
         return GraphChoice(runner=runner, use=use)
     spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, graphs=True)

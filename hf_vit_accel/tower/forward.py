@@ -214,9 +214,10 @@ def read(tower: Tower, state: TowerState, args: Arguments, kwargs: Options) -> C
     if reasons:
         return Call(reasons_stock=reasons)
     parameters, weights = snapshot.weights()
-    reasons = checks.reasons_of_copy(tower, state.family, snapshot, weights, kwargs)
-    if reasons:
-        return Call(reasons_stock=reasons)
+    if snapshot.copy_proof is not None:
+        reasons = checks.reasons_of_copy(tower, state.family, snapshot, weights, kwargs)
+        if reasons:
+            return Call(reasons_stock=reasons)
     reasons_slow = checks.reasons_slow(tower, snapshot, weights, kwargs, grad=torch.is_grad_enabled())
     find_repeats = None
     if state.reuse is not None and state.warming != threading.get_ident():

@@ -86,11 +86,9 @@ class Snapshot:
         self.proof = self.copy_proof or proof.prove(tower, family)
         self.watched = Watched()
         self.specs: dict[Any, Spec] = {}
-        self.output_class = None
+        self.output_class = None if self.proof.is_bare else family.output_class(tower)
         if self.copy_proof is not None:
             self.output_class = self.copy_proof.form
-        elif not self.proof.is_bare:
-            self.output_class = family.output_class(tower)
         self.dropout = False
         self._tower = weakref.ref(tower)
         self._weights = Weights([], None, False)
@@ -205,7 +203,9 @@ class Snapshot:
         if self.proof.backoff is not None and proof.count_call(self.proof):
             return False
         try:
-            return self._now() == self._as_read and self.watched.unchanged() and self._reason_watched() is None
+            if self.copy_proof is not None and self._reason_watched() is not None:
+                return False
+            return self._now() == self._as_read and self.watched.unchanged()
         except (AttributeError, RuntimeError, ValueError):  # a method is gone; tensors or arrays are compared
             return False
 

@@ -135,6 +135,24 @@ def test_an_exact_shape_is_replayed_by_the_backend_of_eager_calls(
     assert "masked" not in status.eager and any("cannot be captured" in why for why in status.eager)
 
 
+def test_a_named_backend_that_serves_one_layout_is_never_padded(
+    on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`strict` would raise if another backend took its place."""
+    monkeypatch.setattr(Masked, "capturable", False)
+    patch(model, "auto", attention="sdpa", strict=True)
+    for _ in range(4):
+        run_tower(tower_of(model), IMAGE)
+    assert status_of(model).replays == 2 and status_of(model).captures == 1
+
+
+def test_calls_of_several_passes_keep_the_backends_of_eager_calls(on_cpu: type[Recorder], model: nn.Module) -> None:
+    patch(model, "auto", max_rows=24)
+    for _ in range(4):
+        run_tower(tower_of(model), [(2, 4, 6)])
+    assert status_of(model) is None
+
+
 def test_little_free_memory_prevents_captures(on_cpu: type[Recorder], model: nn.Module) -> None:
     on_cpu.free_bytes = 4000  # an eighth is less than one graph takes
     patch(model, "auto")

@@ -224,9 +224,10 @@ def test_kernels_interpreted(name: str, autocast: bool, monkeypatch: pytest.Monk
     Frozen parameters have no gradient, and the others keep theirs.
     """
     amp = torch.autocast("cpu", torch.float16, enabled=autocast)
+    tower = build(*entry_of(name))
+    hf_vit_accel.unpatch(hf_vit_accel.patch(tower))  # the proof comes before the kernels take torch's place
     monkeypatch.setattr(mlp, "why_not_descriptors", lambda device: None)
     nodes = one_node_a_layer(monkeypatch)
-    tower = build(*entry_of(name))
     grid = [(1, 4, 4), (1, 2, 2)]
     layers = next(module for module in tower.modules() if isinstance(module, ModuleList))
     del layers[2:]  # the interpreter is slow

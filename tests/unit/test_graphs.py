@@ -531,7 +531,7 @@ def test_the_next_call_frees_replaced_modules(
     def call() -> None:
         outputs = outputs_of(tower(pixels_for(tower, grid), grid_thw=torch.tensor(grid)))
         if trains:
-            torch.stack([output.square().mean() for output in outputs]).sum().backward()
+            torch.stack([output.square().mean() for output in outputs[1:]]).sum().backward()
             tower.zero_grad(set_to_none=True)
 
     for _ in range(3):
