@@ -7,7 +7,8 @@ and the attention of a tower); `engine` (one call on one device); `graphs` (the 
 `status`, `api` and `calibration` (what users call); `tools` (the command line).
 To follow a call, begin at `tower/forward.py`.
 
-Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers. It initialises no CUDA.
+Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers: now, or when transformers
+imports its models' base class, which takes two seconds. It initialises no CUDA.
 """
 
 from hf_vit_accel.api import patch, patched, unpatch, warmup
@@ -18,6 +19,7 @@ from hf_vit_accel.machine import FallbackError
 from hf_vit_accel.sharing.ranks import RankError
 from hf_vit_accel.status import Status, TowerStatus, status
 from hf_vit_accel.tower.loading import register
+from hf_vit_accel.tower.on_import import after_import
 
 __version__ = "0.1.0"
 
@@ -39,4 +41,4 @@ __all__ = [
     "warmup",
 ]
 
-register()
+after_import("transformers.modeling_utils", register)

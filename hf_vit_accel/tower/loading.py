@@ -15,8 +15,6 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import modeling_utils
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import BACKENDS, require
 from hf_vit_accel.config import Settings
@@ -35,16 +33,17 @@ def is_ours(name: object) -> bool:
 
 def register() -> None:
     """Register the names and wrap the two routing functions; once, however often it is called."""
+    masks = transformers.masking_utils
     for name in NAMES:
-        modeling_utils.AttentionInterface.register(name, vision_attention)
-        AttentionMaskInterface.register(name, sdpa_mask)
+        transformers.modeling_utils.AttentionInterface.register(name, vision_attention)
+        masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
     missing = [
-        wrap(modeling_utils, "lazy_import_flash_attention", _guarded),
-        wrap(modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed),
+        wrap(transformers.modeling_utils, "lazy_import_flash_attention", _guarded),
+        wrap(transformers.modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed),
     ]
     MISSING[:] = [why for why in missing if why is not None]
     if MISSING:
-        wrap(modeling_utils.PreTrainedModel, "__init__", _refused)
+        wrap(transformers.modeling_utils.PreTrainedModel, "__init__", _refused)
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
@@ -223,7 +222,7 @@ def restore_name(model: nn.Module, former_name: str | None) -> None:
         former_name: The name that its config had before; None for stock's default.
     """
     config: Config = getattr(model, "config", None)
-    if isinstance(model, modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
+    if isinstance(model, transformers.modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
         if former_name is None:
             text = config.get_text_config()._attn_implementation
             former_name = model.get_correct_attn_implementation(None if is_ours(text) else text)
