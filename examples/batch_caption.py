@@ -72,6 +72,7 @@ from media.pictures import REFUSE_ABOVE
 from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
+from hf_vit_accel.backends import require
 
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 _SHOWN_FILES = 20
@@ -88,6 +89,13 @@ class Here(Options):
         Literal["auto", "cpu", "gpu"],
         typer.Option(help="Where pictures are resized and cut into patches; auto: on the GPU, with torchvision."),
     ] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            require("auto" if self.no_patch else self.attention)
+        except hf_vit_accel.BackendUnavailableError as error:
+            raise typer.BadParameter(str(error), param_hint="--attention") from None
 
 
 @command(app)
