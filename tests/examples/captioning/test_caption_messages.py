@@ -303,6 +303,23 @@ def test_progress_moves_before_the_first_batch_is_done(
     progress.close()
 
 
+def test_progress_moves_within_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_module, "_WRITE_EVERY", 0.0)
+    monkeypatch.setattr(progress_module, "_LINE_EVERY", 0.0)
+    progress = Progress(tmp_path, 0, 1, of=40, of_cost=4.0)
+    for answered in (3, 5, 0):  # memory ran out after the second count
+        progress.answer(answered)
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"{answered} of 40 items after 0 s")
+    progress.answer(7)
+    progress.add(items=20, cost=2.0)
+    assert "20 of 40 items after 0 s" in capsys.readouterr().err
+    progress.answer(2)
+    assert "22 of 40 items after 0 s" in capsys.readouterr().err
+    progress.close()
+
+
 def test_pictures_with_a_text_beside_are_passed_over_on_request(photos: Path, output: Path) -> None:
     (photos / "a.txt").write_text("by hand")
     done = words(caption(photos, output, "--skip-with=.txt"))
