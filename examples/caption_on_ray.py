@@ -16,9 +16,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import ray
 import typer
-from ray.data.exceptions import ExecutionTimeoutError
+
+try:
+    import ray
+    from ray.data.exceptions import ExecutionTimeoutError
+except ImportError as error:
+    raise SystemExit(f"caption_on_ray.py needs Ray ({error}): pip install 'ray[data]'") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from batch_caption import processor_for
