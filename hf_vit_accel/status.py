@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
+from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, Family, Tower, find_towers
 from hf_vit_accel.graphs.store import GraphStatus
-from hf_vit_accel.ops import PARTS
+from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks, fsdp
@@ -22,6 +23,8 @@ from hf_vit_accel.tower.decide import spec_of
 from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class TowerStatus:
         rebuilds: How often all caches were dropped because the tower changed.
         rebuild_reason: What changed last; None without rebuilds.
         attention_only: Whether only attention is ours, and the tower's own forward runs.
+        on_cpu: Whether the weights are on a CPU. Then the text leaves out what needs CUDA, and parts that the tower
+            lacks. `rejected` and `unfused` hold them.
         graphs: The CUDA graphs for inference; None unless requested.
         training: The CUDA graphs for training; None before the first step with gradients.
         fp8: How attention in FP8 is scaled, and in which layers values were cut off. None unless requested.
@@ -70,6 +75,7 @@ class TowerStatus:
     rebuilds: int = 0
     rebuild_reason: str | None = None
     attention_only: bool = False
+    on_cpu: bool = False
     graphs: GraphStatus | None = None
     training: GraphStatus | None = None
     fp8: str | None = None
@@ -104,7 +110,14 @@ class TowerStatus:
         first_reasons: dict[str, str] = {}
         for reasons_by_backend in self.rejected.values():
             first_reasons |= {name: reasons[0] for name, reasons in reasons_by_backend.items()}
-        lines += _lines_by_reason("not fused", self.unfused)
+        unfused = dict(self.unfused)
+        if self.on_cpu:
+            hidden_reasons = {operation.missing for operation in TABLE} | {why_not_triton(_CPU, torch.float32)}
+            hidden_backends = {backend.name for backend in BACKENDS if backend.needs.cuda} - {self.attention}
+            unfused = {part: why for part, why in unfused.items() if why not in hidden_reasons}
+            first_reasons = {name: why for name, why in first_reasons.items() if name not in hidden_backends}
+            lines.append("  on a CPU   the kernels and other backends need CUDA; to_dict() has every reason")
+        lines += _lines_by_reason("not fused", unfused)
         lines += _lines_by_reason("not used ", first_reasons)
         return "\n".join(lines)
 
@@ -182,6 +195,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         backends["window"] = "fused kernel"
     return TowerStatus(
         **fields,
+        on_cpu=spec is not None and spec.request.device.type == "cpu",
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),

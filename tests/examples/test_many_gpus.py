@@ -164,7 +164,8 @@ def test_half_as_many_frames_are_tried_until_all_fits(
 
     monkeypatch.setattr(tower_module, "encode", encode_at_most_100_rows)
     monkeypatch.setattr(long_video, "build", lambda *_, **__: model)
-    options = {"random": "qwen3-vl-8b", "seconds": 6, "height": 16, "width": 24, "tokens": 3, "json": tmp_path / "rows.json"}
+    options = {"random": "qwen3-vl-8b", "seconds": 6, "height": 16, "width": 24, "tokens": 3}
+    options["json"] = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["x", *(f"--{name}={value}" for name, value in options.items())])
     long_video.main()
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -8,13 +8,14 @@ import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Literal
 
 import pytest
 import torch
+from support.backends import hide_gpu
 from support.exactness import check_error_bound
 from support.towers import ONE_TOWER
 from tiny import (
@@ -555,7 +556,8 @@ def test_status_reports_a_reason_once() -> None:
     patched, stock = [str(tower) for tower in hf_vit_accel.status(pair).towers]
     assert patched in str(hf_vit_accel.status(pair)) and "\n" not in stock
     hf_vit_accel.patch(pair)
-    texts = [str(tower) for tower in hf_vit_accel.status(pair).towers]
+    towers = [replace(tower, on_cpu=False) for tower in hf_vit_accel.status(pair).towers]  # as on a GPU
+    texts = [str(tower) for tower in towers]
     for text in texts:
         lines = [line for line in text.split("\n") if line.startswith("  not ")]
         reasons = [line.split(": ", 1)[1] for line in lines]
@@ -563,7 +565,22 @@ def test_status_reports_a_reason_once() -> None:
         assert any(", " in line.split(": ")[0] for line in lines), "a line names all parts that a reason holds for"
     assert "not fused  window_attention: the tower has no windows" in texts[0]
     assert "not fused  positions: the tower has no position table" in texts[1]
-    assert str(hf_vit_accel.status(pair)) == "\n".join(texts)
+    assert str(replace(hf_vit_accel.status(pair), towers=tuple(towers))) == "\n".join(texts)
+
+
+def test_status_on_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_gpu(monkeypatch)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build())
+    [tower] = hf_vit_accel.status(model).towers
+    labels = [line[:12].strip() for line in str(tower).splitlines()[1:]]
+    assert labels == ["attention", "fused", "calls", "layouts", "on a CPU"], str(tower)
+    assert len(tower.unfused) > 3 and len(tower.rejected["full"]) > 3  # the reasons are still there
+    reason = "the module is of another class"
+    changed = replace(tower, unfused={**tower.unfused, "patch_embed": reason}, attention="flash_attention_3")
+    lines = str(changed).splitlines()
+    assert f"  not fused  patch_embed: {reason}" in lines  # it would run on a CPU
+    assert [line.split(": ")[0] for line in lines if "not used" in line] == ["  not used   flash_attention_3"]
 
 
 def test_the_name_that_models_are_loaded_with_is_explained() -> None:
