@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from functools import partial, wraps
 from typing import Any
 
@@ -120,7 +121,13 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
 def _leave(model: Model, name: str | None, original: Callable[[], Any]) -> Any:
     """Give a model another attention than ours, and take ours off the towers that had it."""
     is_unchanged = name == model.config._attn_implementation  # where only the text of a model gets another
-    applicable = original()
+    try:
+        applicable = original()
+    except ValueError as error:  # transformers' own, which lists its own names
+        similar = get_close_matches(str(name), NAMES, n=1, cutoff=0.7)
+        if similar:
+            error.add_note(f"Did you mean {similar[0]!r}, of hf_vit_accel?")
+        raise
     if not is_unchanged:
         for tower in (model, *_wrapped(model)):
             uninstall(tower)

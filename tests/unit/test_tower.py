@@ -583,6 +583,16 @@ def test_status_on_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split(": ")[0] for line in lines if "not used" in line] == ["  not used   flash_attention_3"]
 
 
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("flash_attn_3", "flash_attention_3"), ("varlen", "torch_varlen"), ("SDPA", "sdpa"), ("Auto", "auto"), ("nonsense", None), (3, None)],
+)
+def test_a_typo_of_a_backend_is_met_with_a_suggestion(typo: str, meant: str | None) -> None:
+    with pytest.raises(ValueError, match=r"expected attention to be one of 'auto', .*'sdpa', got") as error:
+        hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention=typo)
+    assert str(error.value).endswith(f"; did you mean '{meant}'?" if meant else f"got {typo!r}")
+
+
 def test_the_name_that_models_are_loaded_with_is_explained() -> None:
     with pytest.raises(ValueError, match="what models are loaded with, here it is 'auto'"):
         hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention="flash_vit_auto")
