@@ -585,7 +585,10 @@ def test_status_on_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("typo", "meant"),
-    [("flash_attn_3", "flash_attention_3"), ("varlen", "torch_varlen"), ("SDPA", "sdpa"), ("Auto", "auto"), ("nonsense", None), (3, None)],
+    [
+        *[("flash_attn_3", "flash_attention_3"), ("varlen", "torch_varlen"), ("SDPA", "sdpa"), ("Auto", "auto")],
+        *[("nonsense", None), (3, None)],
+    ],
 )
 def test_a_typo_of_a_backend_is_met_with_a_suggestion(typo: str, meant: str | None) -> None:
     with pytest.raises(ValueError, match=r"expected attention to be one of 'auto', .*'sdpa', got") as error:
