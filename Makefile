@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What pytest rewrites, and every process that tests start, is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: test quick suite lint style types matrix demo gpu-test support tables docs dist format clean
 .DELETE_ON_ERROR:
@@ -37,6 +37,7 @@ types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 demo: $(VENV)/.installed-examples
+	@echo "demo: draw scenes, caption them stock and patched, show both in build/demo/contact_sheet.png: about a minute"
 	$(BIN)/python examples/demo.py --output build/demo
 
 gpu-test: $(VENV)/.installed-test,cuda
@@ -67,6 +68,8 @@ clean:
 
 # The stem names the extras. The constraint holds any build of that torch version, so an installed one is never replaced.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
+	@echo "set-up, 1 of 2, only once: make a virtual environment in $(VENV): some 5 seconds"
 	$(PYTHON) -m venv $(VENV)
+	@echo "set-up, 2 of 2, only once: install this package with the extras $*; torch alone may be 2 GB: some minutes"
 	$(PIP) install -c constraints.txt -e '.[$*]'
 	touch $@

@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,7 +62,7 @@ except ModuleNotFoundError:
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from captioning.captioner import Captioner, load_model, reuse_for, why_not_on_gpu
-from captioning.exports import Export, Texts
+from captioning.exports import NOT_OURS, Export, Texts
 from captioning.journal import Journal
 from captioning.messages import cannot_load, exit_by, manifest_entry, refused, stop
 from captioning.options import MaxFailures, Options, command
@@ -76,6 +76,7 @@ from media.pictures import REFUSE_ABOVE
 from media.processors import limit_pixels, load_processor
 
 import hf_vit_accel
+from hf_vit_accel.backends import require
 
 _SLACK_ON_GPU = 4.0  # the GPU resizes fast, so only much larger pictures are reduced on the CPU
 _SHOWN_FILES = 20
@@ -92,6 +93,13 @@ class Here(Options):
         Literal["auto", "cpu", "gpu"],
         typer.Option(help="Where pictures are resized and cut into patches; auto: on the GPU, with torchvision."),
     ] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            require("auto" if self.no_patch else self.attention)
+        except hf_vit_accel.BackendUnavailableError as error:
+            raise typer.BadParameter(str(error), param_hint="--attention") from None
 
 
 @command(app)
@@ -297,11 +305,16 @@ def merge(
     ] = False,
     max_failures: MaxFailures = 0.5,
 ) -> None:
-    """Join the shards into one file, sorted by key. Exits with 1 if records are missing or were not written."""
+    """Join the shards into one file, sorted by key. Exits with 1 if records are missing or were not written.
+
+    If other runs have captions of pictures that the newest one has not, name the run to merge.
+    """
     journal = Journal(folder)
     try:
         entry = journal.newest(run)
         selection = journal.select(run, all_prompts=all_prompts)
+        if run is None and selection.elsewhere:
+            raise ValueError(_partial(entry["run"], len(selection.records), selection.elsewhere))
         texts = Texts(extension=extension, prefix=prefix, suffix=suffix)
         export = Export(folder, entry, texts=texts, overwrite=overwrite, samples=shard_size)
         try:
@@ -312,12 +325,23 @@ def merge(
             raise typer.Exit(1) from None
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
+    if export.written:
+        print(f"wrote {export.contents} of run {entry['run']} to {result}")
     if selection.prompts:
         print(f"{selection.prompts} records of other prompts are here, too: --all-prompts merges them")
     if selection.runs:
         print(f"{selection.runs} records of other runs are here, too: --run NAME, of {folder / 'manifest.json'}")
     _print_unwritten(export, result)
     exit_by(selection.records, entry["records"], max_failures, bool(export.refused) or not export.written)
+
+
+def _partial(run: str, records: int, elsewhere: Mapping[str, int]) -> str:
+    """Return why the newest run is not merged unless it is named."""
+    others = ", ".join(f"run {name} of {count}" for name, count in elsewhere.items())
+    return (
+        f"the newest run ({run}) has {records} records, and others have captions of more pictures ({others} more); "
+        f"name the run to merge: --run {run} or --run {next(iter(elsewhere))}"
+    )
 
 
 def _print_unwritten(export: Export, result: Path) -> None:
@@ -329,9 +353,9 @@ def _print_unwritten(export: Export, result: Path) -> None:
     for line in export.refused[:_SHOWN_FILES]:
         say(f"not written: {line}")
     if export.refused:
-        print(
-            f"{len(export.refused)} not written; --extension .caption names texts otherwise, --overwrite replaces files"
-        )
+        has_files = any(line.endswith(NOT_OURS) for line in export.refused)
+        advice = "; --extension .caption names texts otherwise, --overwrite replaces files" if has_files else ""
+        print(f"{len(export.refused)} not written{advice}")
 
 
 if __name__ == "__main__":

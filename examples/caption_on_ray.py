@@ -21,8 +21,8 @@ import typer
 try:
     import ray
     from ray.data.exceptions import ExecutionTimeoutError
-except ModuleNotFoundError:
-    raise SystemExit("This program needs Ray Data: pip install 'ray[data]'") from None
+except ImportError as error:
+    raise SystemExit(f"caption_on_ray.py needs Ray ({error}): pip install 'ray[data]'") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from batch_caption import processor_for

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from benchmark.first_token import build, inputs_for
+from benchmark.first_token import TEXT, build, inputs_for
 from media.pictures import read_frames
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.video_utils import VideoMetadata
@@ -135,7 +135,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="a checkpoint of Qwen3-VL")
-    source.add_argument("--random", help="a shape with random weights, such as qwen3-vl-8b")
+    source.add_argument("--random", choices=list(TEXT), help="a shape with random weights")
     parser.add_argument("--video", type=Path, help="a video file; by default frames are generated")
     parser.add_argument("--seconds", type=float, default=600, help="length of the video")
     parser.add_argument("--fps", type=float, default=2.0)

@@ -9,19 +9,25 @@ one device); `graphs` (the call replayed from a CUDA graph);
 line).
 To follow a call, begin at `tower/forward.py`.
 
-Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers. It initialises no CUDA.
+Importing registers the names "flashinfer_cudnn" and "flash_vit_auto" with transformers: now, or when transformers
+imports its models' base class, which takes two seconds. It initialises no CUDA.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from hf_vit_accel.api import patch, patched, unpatch, warmup
 from hf_vit_accel.backends import BackendUnavailableError
 from hf_vit_accel.calibration import calibrate
 from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig
 from hf_vit_accel.machine import FallbackError
-from hf_vit_accel.model.decoding import graphed_decoding
 from hf_vit_accel.model.state import follow_name
 from hf_vit_accel.sharing.ranks import RankError
 from hf_vit_accel.status import ModelStatus, Status, TowerStatus, status
 from hf_vit_accel.tower.loading import register
+from hf_vit_accel.tower.on_import import after_import
+
+if TYPE_CHECKING:
+    from hf_vit_accel.model.decoding import graphed_decoding
 
 __version__ = "0.1.0"
 
@@ -45,4 +51,13 @@ __all__ = [
     "warmup",
 ]
 
-register(follow_name)
+after_import("transformers.modeling_utils", lambda: register(follow_name))
+
+
+def __getattr__(name: str) -> Any:
+    """Import `graphed_decoding` when it is used: transformers' generation takes a second."""
+    if name != "graphed_decoding":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_vit_accel.model.decoding import graphed_decoding
+
+    return graphed_decoding

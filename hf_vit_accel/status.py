@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from hf_vit_accel.backends import BackendUnavailableError, Choice, Kind, resolve
+from hf_vit_accel.backends import BACKENDS, BackendUnavailableError, Choice, Kind, resolve
 from hf_vit_accel.config import GraphConfig, Settings
 from hf_vit_accel.engine.route import Route, Spec
 from hf_vit_accel.families import FAMILIES, Family, Tower
@@ -17,8 +18,7 @@ from hf_vit_accel.families.copies import CopyFamily, suggest
 from hf_vit_accel.graphs.store import GraphStatus
 from hf_vit_accel.model import state as around
 from hf_vit_accel.model.state import ModelState
-from hf_vit_accel.model.steps import decoding_status
-from hf_vit_accel.ops import PARTS
+from hf_vit_accel.ops import PARTS, TABLE, why_not_triton
 from hf_vit_accel.ops.window_attention import LONGEST
 from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks, fsdp
@@ -28,6 +28,8 @@ from hf_vit_accel.tower.modules import Weights
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
 from hf_vit_accel.versions import untested
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class TowerStatus:
         rebuild_reason: What changed last; None without rebuilds.
         attention_only: Whether only attention is ours, and the tower's own forward runs.
         graphs: The CUDA graphs for inference; None without, and before the first call that may use automatic ones.
+        on_cpu: Whether the weights are on a CPU. Then the text leaves out what needs CUDA, and parts that the tower
+            lacks. `rejected` and `unfused` hold them.
         training: The CUDA graphs for training; None before the first step with gradients.
         fp8: How attention in FP8 is scaled, and in which layers values were cut off. None unless requested.
         passes: The calls that were split into passes, and halvings after running out of memory. None without.
@@ -80,6 +84,7 @@ class TowerStatus:
     attention_only: bool = False
     like: str | None = None
     proven: str | None = None
+    on_cpu: bool = False
     graphs: GraphStatus | None = None
     training: GraphStatus | None = None
     fp8: str | None = None
@@ -117,7 +122,14 @@ class TowerStatus:
         first_reasons: dict[str, str] = {}
         for reasons_by_backend in self.rejected.values():
             first_reasons |= {name: reasons[0] for name, reasons in reasons_by_backend.items()}
-        lines += _lines_by_reason("not fused", self.unfused)
+        unfused = dict(self.unfused)
+        if self.on_cpu:
+            hidden_reasons = {operation.missing for operation in TABLE} | {why_not_triton(_CPU, torch.float32)}
+            hidden_backends = {backend.name for backend in BACKENDS if backend.needs.cuda} - {self.attention}
+            unfused = {part: why for part, why in unfused.items() if why not in hidden_reasons}
+            first_reasons = {name: why for name, why in first_reasons.items() if name not in hidden_backends}
+            lines.append("  on a CPU   the kernels and other backends need CUDA; to_dict() has every reason")
+        lines += _lines_by_reason("not fused", unfused)
         lines += _lines_by_reason("not used ", first_reasons)
         return "\n".join(lines)
 
@@ -195,6 +207,8 @@ def status(model: nn.Module) -> Status:
     Raises:
         ValueError: If the model has no supported tower.
     """
+    from hf_vit_accel.model.steps import decoding_status  # imports transformers' generation
+
     towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model)]
     states = [(path, around.state_of(holder)) for path, holder in around.holders_of(model)]
     models = [_model_status(path, state) for path, state in states if state is not None]
@@ -252,6 +266,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         backends["window"] = "fused kernel"
     return TowerStatus(
         **fields,
+        on_cpu=spec is not None and spec.request.device.type == "cpu",
         backends=backends,
         rejected={kind: choice.rejected for kind, choice in choices.items() if choice.rejected},
         fused=tuple(part for part in PARTS if ops is not None and part in ops.fused),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     ProcessorMixin,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
@@ -40,6 +43,7 @@ __all__ = [
 ]
 
 _PIXELS = frozenset({"pixel_values", "pixel_values_videos"})
+_REPORT_EVERY = 1.0  # seconds between two counts of complete captions
 _SMALLEST = 1e-300  # a uniform sample of 0 has no logarithm
 Inputs = dict[str, Any]
 """Inputs of the model: tensors by name, and under "arrived" the event that ends their way to the GPU."""
@@ -110,6 +114,37 @@ class _Sampler(LogitsProcessor):
         return scores.double() - torch.log(-torch.log(noise))  # type: ignore[return-value]
 
 
+class _Watch(StoppingCriteria):
+    """Count complete captions while a batch is generated, and stop none.
+
+    Args:
+        model: The model, whose generation config names the tokens that end a caption.
+        inputs: The inputs of the batch.
+        report: Takes how many pictures' worth of captions are complete.
+        earlier: Captions of earlier prompts of the batch.
+        prompts: Prompts of every picture.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, inputs: Inputs, report: Callable[[int], None], earlier: int, prompts: int
+    ) -> None:
+        ends = model.generation_config.eos_token_id
+        self.ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device=model.device).flatten()
+        self.length = inputs["input_ids"].shape[1]
+        self.report = report
+        self.earlier = earlier
+        self.prompts = prompts
+        self.reported_at = time.perf_counter()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:
+        now = time.perf_counter()
+        if now - self.reported_at > _REPORT_EVERY:  # a count waits for the GPU
+            self.reported_at = now
+            complete = int(torch.isin(input_ids[:, self.length :], self.ends).any(1).sum())
+            self.report((self.earlier + complete) // self.prompts)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+
 @dataclass
 class Captioner:
     """A model and its processor, with all settings that decide the captions.
@@ -122,6 +157,7 @@ class Captioner:
         top_p: Share of the probability that is sampled from.
         seed: The seed of a run.
         pictures_on: Device that resizes pictures and cuts them into patches.
+        on_answers: Takes the number of rows whose captions are complete, while a batch is generated.
     """
 
     model: PreTrainedModel | Absent
@@ -131,6 +167,7 @@ class Captioner:
     top_p: float = 1.0
     seed: int = 0
     pictures_on: torch.device = field(default_factory=_cpu)
+    on_answers: Callable[[int], None] | None = None
     _threads: threading.local = field(default_factory=threading.local, repr=False)
 
     def encode(self, media: Sequence[Image.Image | Clip], prompts: Sequence[str]) -> Inputs:
@@ -227,14 +264,18 @@ class Captioner:
             The captions of the rows for every prompt.
         """
         encoded: Inputs | None = None
-        captions = []
+        captions: list[list[Caption]] = []
         for inputs, row_seeds in zip(inputs_by_prompt, seeds, strict=True):
             on_device = self._on_device(inputs)
             if len(inputs_by_prompt) > 1 and takes_encoded(self.model):
                 encoded = encoded or self._encode(on_device)
                 on_device = {name: value for name, value in on_device.items() if name not in _PIXELS}
                 on_device["mm_encoder_outputs"] = dict(encoded)
-            captions.append(self._generate(on_device, row_seeds))
+            watches = StoppingCriteriaList()
+            if self.on_answers is not None:
+                earlier = len(captions) * len(row_seeds)
+                watches.append(_Watch(self.model, on_device, self.on_answers, earlier, len(inputs_by_prompt)))
+            captions.append(self._generate(on_device, row_seeds, watches))
         return captions
 
     def _on_device(self, inputs: Inputs) -> Inputs:
@@ -257,7 +298,7 @@ class Captioner:
         )
         return {"video": features}
 
-    def _generate(self, inputs: Inputs, seeds: Sequence[int]) -> list[Caption]:
+    def _generate(self, inputs: Inputs, seeds: Sequence[int], watches: StoppingCriteriaList) -> list[Caption]:
         samplers = LogitsProcessorList()
         if self.temperature > 0:
             samplers.append(TemperatureLogitsWarper(self.temperature))
@@ -265,7 +306,11 @@ class Captioner:
                 samplers.append(TopPLogitsWarper(self.top_p))
             samplers.append(_Sampler(seeds, self.model.device))
         tokens = self.model.generate(
-            **inputs, max_new_tokens=self.max_new_tokens, do_sample=False, logits_processor=samplers
+            **inputs,
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+            logits_processor=samplers,
+            stopping_criteria=watches,
         )
         new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
         tokenizer = self.processor.tokenizer

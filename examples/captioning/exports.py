@@ -22,9 +22,10 @@ from captioning.journal import SHARDS, Entry
 from captioning.plan import same_picture
 from captioning.records import Record, json_lines, write_table
 
-__all__ = ["Export", "Texts"]
+__all__ = ["NOT_OURS", "Export", "Texts"]
 
 FORMATS = "a folder, or a name that ends in .jsonl, .parquet or .tar"
+NOT_OURS = "it is there, and was not written by merge"
 _BLOCK = 1 << 20
 Sample = dict[str, bytes]
 """The files of one sample of a webdataset, by suffix."""
@@ -70,6 +71,7 @@ class Export:
         overwrite: Replace files that `merge` did not write, too.
         samples: Pictures in a `.tar` whose name holds a number.
         written: How many files were written.
+        contents: What they hold, such as "12 records"; for the console.
         absent: Keys of pictures that are not there, or have changed.
         refused: Files that were not written, with the reasons.
     """
@@ -80,6 +82,7 @@ class Export:
     overwrite: bool = False
     samples: int = 10_000
     written: int = 0
+    contents: str = ""
     absent: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     _sources: set[Path] = field(default_factory=set)
@@ -96,16 +99,22 @@ class Export:
         captioned = [record for record in records if record.caption is not None]
         if path.is_dir():
             self._write_texts(captioned, path)
+            self.contents = f"{self.written} texts"
         elif path.name == "metadata.jsonl":
-            text = "".join(self._imagefolder_lines(captioned, path.parent))
-            if text:
-                self._write_file(path, lambda part: part.write_bytes(_encoded(text)))
+            lines = list(self._imagefolder_lines(captioned, path.parent))
+            self.contents = f"lines for {len(lines)} pictures"
+            if lines:
+                self._write_file(path, lambda part: part.write_bytes(_encoded("".join(lines))))
         elif path.suffix == ".jsonl":
+            self.contents = f"{len(records)} records"
             self._write_file(path, lambda part: part.write_bytes(_encoded(json_lines(records))))
         elif path.suffix == ".parquet":
+            self.contents = f"{len(records)} records"
             self._write_file(path, lambda part: write_table(part, records))
         elif path.suffix == ".tar":
             self._write_webdataset(captioned, path)
+            pictures = len({record.key for record in captioned}) - len(self.absent)
+            self.contents = f"{pictures} pictures with captions in {self.written} files"
         else:
             raise ValueError(f"expected {FORMATS}, got {path}")
 
@@ -181,7 +190,7 @@ class Export:
                 return
             is_own = file.is_file() and not file.is_symlink() and _digest(key, file) in own_digests
             if not is_own and not (self.overwrite and not file.is_dir()):
-                self.refused.append(f"{file}: it is there, and was not written by merge")
+                self.refused.append(f"{file}: {NOT_OURS}")
                 return
         self._note(_digest(key, data))
         with part_of(file) as part:

@@ -38,11 +38,13 @@ class Selection:
         records: The records, sorted by key.
         prompts: How many records of the run are not selected, since they answer other prompts.
         runs: How many records belong to other runs.
+        elsewhere: How many items have captions of other runs only, by the name of the run.
     """
 
     records: list[Record]
     prompts: int
     runs: int
+    elsewhere: dict[str, int]
 
 
 class Batches:
@@ -182,17 +184,23 @@ class Journal:
         prompts = entry.get("prompts")
         by_name: dict[tuple[str, str], Record] = {}
         unselected: set[tuple[str, str, str]] = set()
+        captioned: dict[str, set[str]] = {}  # keys by the name of another run
         for record in self.records():
             has_prompt = all_prompts or prompts is None or record.prompt in prompts
             if record.run == run_name and has_prompt:
                 by_name[record.key, record.prompt] = record
             else:
                 unselected.add((record.run, record.key, record.prompt))
+                if record.run != run_name and record.caption is not None:
+                    captioned.setdefault(record.run, set()).add(record.key)
         ranks = {prompt: rank for rank, prompt in enumerate(prompts or ())}
         order = sorted(by_name, key=lambda name: (name[0], ranks.get(name[1], len(ranks)), name[1]))
         of_this_run = sum(name == run_name for name, _, _ in unselected)
         records = [by_name[name] for name in order]
-        return Selection(records=records, prompts=of_this_run, runs=len(unselected) - of_this_run)
+        keys = {record.key for record in records}
+        elsewhere = {name: len(others - keys) for name, others in captioned.items() if others - keys}
+        of_others = len(unselected) - of_this_run
+        return Selection(records=records, prompts=of_this_run, runs=of_others, elsewhere=elsewhere)
 
     def merged(self, run: str | None = None) -> list[Record]:
         """Return the records of `select`."""

@@ -13,6 +13,7 @@ import typer
 from media.pictures import REFUSE_ABOVE
 
 from captioning.prepare import Request
+from hf_vit_accel.backends import backend_named
 
 __all__ = ["MaxFailures", "OnRay", "Options", "command"]
 
@@ -77,6 +78,11 @@ class Options:
                 "only",
                 param_hint="--model",
             )
+        try:
+            if self.attention != "auto":
+                backend_named(self.attention)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--attention") from None
 
     @property
     def named(self) -> str:

@@ -16,7 +16,16 @@ from media.prompts import fill, named
 
 from captioning.journal import Record
 
-__all__ = ["Plan", "differences", "filled", "holds", "make_plan", "missing_processes", "same_picture"]
+__all__ = [
+    "Plan",
+    "differences",
+    "filled",
+    "holds",
+    "make_plan",
+    "missing_processes",
+    "same_picture",
+    "unknown_fields",
+]
 
 _FIELDS_OF_NAME = {"name", "stem", "folder", "key", "kind"}
 _LIMIT = re.compile(r"TooLarge: .* the limit is (\d+)")
@@ -176,6 +185,27 @@ def filled(prompt: str, item: Item) -> str:
     """
     kind = "video" if item.kind == "video" else "picture"
     return fill(prompt, fields(item, named([prompt])) | {"kind": kind})
+
+
+def unknown_fields(prompts: Iterable[str], items: Iterable[Item]) -> tuple[set[str], set[str]]:
+    """Find fields of prompts that no item has, before a model is loaded for them.
+
+    Reads metadata until every field was seen once. An item whose metadata cannot be read may have any field.
+
+    Returns:
+        The unknown fields, and the fields that there are.
+    """
+    unknown = named(prompts) - _FIELDS_OF_NAME
+    available = set(_FIELDS_OF_NAME)
+    for item in items:
+        if not unknown:
+            break
+        try:
+            available |= fields(item, unknown).keys()
+        except Exception:
+            return set(), available
+        unknown -= available
+    return unknown, available
 
 
 def differences(old: Settings, new: Settings) -> list[str]:

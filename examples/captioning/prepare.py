@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from media.items import Item
 from media.sources import Found, find
 
 from captioning.journal import Entry, Journal
-from captioning.plan import Plan, differences, make_plan
+from captioning.plan import Plan, differences, make_plan, unknown_fields
 
 __all__ = ["Prepared", "Request", "prepare"]
 
@@ -96,6 +97,9 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
     plan = make_plan(
         items, request.prompts, records, retry_errors=request.retry_errors, refuse_above=request.refuse_above
     )
+    if plan.tasks:
+        captioned = {record.prompt for record in records if record.caption is not None}
+        _check_prompts([prompt for prompt in request.prompts if prompt not in captioned], items)
     _say_plan(plan, len(items), run)
     if last_run and not records and not request.overwrite:
         say("a new run: " + ("; ".join(differences(last_settings, settings)) or "the last run left no records"))
@@ -110,6 +114,15 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
         root=found_items.root,
         clashed=bool(found_items.clashes),
     )
+
+
+def _check_prompts(prompts: Sequence[str], items: Sequence[Item]) -> None:
+    """Raise ValueError for a prompt that no item can fill: every record of it would be an error."""
+    unknown, available = unknown_fields(prompts, items)
+    if unknown:
+        names = ", ".join(f"{{{name}}}" for name in sorted(unknown))
+        there = ", ".join(f"{{{name}}}" for name in sorted(available))
+        raise ValueError(f"a prompt names {names}, which no picture has; there are {there}")
 
 
 def _root(request: Request, last_run: Entry) -> str | None:

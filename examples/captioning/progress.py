@@ -31,6 +31,7 @@ class Counts:
         of: Items of its share.
         of_cost: Cost of its share.
         items: Items that are done.
+        answered: Items of the batch under way whose captions are complete.
         read: Items that are decoded, or failed to be.
         failed: Records without a caption.
         cost: Cost of the items that are done.
@@ -45,6 +46,7 @@ class Counts:
     of: int
     of_cost: float
     items: int = 0
+    answered: int = 0
     read: int = 0
     failed: int = 0
     cost: float = 0.0
@@ -64,6 +66,9 @@ class Tally(Counter[str]):
 
     def read(self, items: int) -> None:
         """Ignore decoded items: a batch is counted when it is done."""
+
+    def answer(self, items: int) -> None:
+        """Ignore answered items, for the same reason."""
 
 
 class Progress:
@@ -97,6 +102,8 @@ class Progress:
             now = time.perf_counter() - self._begin
             sums = {name: getattr(self.counts, name) + value for name, value in increments.items()}
             self.counts = replace(self.counts, **sums, seconds=now)  # type: ignore[arg-type]
+            if "items" in increments:  # the batch is done
+                self.counts = replace(self.counts, answered=0)
             if not increments or now - self._written_at > _WRITE_EVERY:
                 self._write(now)
 
@@ -104,13 +111,17 @@ class Progress:
         """Count decoded items, which show that a run works before its first batch is done."""
         self.add(read=items)
 
+    def answer(self, items: int) -> None:
+        """Count the items of the batch under way whose captions are complete; no record is written yet."""
+        self.add(answered=items - self.counts.answered)
+
     def _write(self, now: float) -> None:
         self._written_at = now
         replace_file(self.folder / f"{self.counts.process:05d}.json", json.dumps(asdict(self.counts)))
         if not self._is_first or not self.counts.of:
             return
         all_counts = read_counts(self.folder, self.processes)
-        done = sum(counts.items for counts in all_counts)
+        done = sum(counts.items + counts.answered for counts in all_counts)
         total = sum(counts.of for counts in all_counts)
         if not self._bar.disable:
             self._bar.total = total

@@ -149,6 +149,7 @@ class Worker:
         decoders: Threads that decode.
         memory: Bytes for pictures in decoding (a quarter) and for batches ahead of the model (the rest).
         slack: Reduce pictures before the processor does, if it makes them smaller by more than this factor.
+        answered: Rows of the batch under way that have captions.
     """
 
     captioner: Captioner
@@ -162,6 +163,7 @@ class Worker:
     decoders: int = 8
     memory: int = 2 << 30
     slack: float = 1.0
+    answered: int = 0
 
     def work(self, tasks: Sequence[Task]) -> None:
         """Caption all tasks. A batch that exceeds the memory is halved, and later batches are no larger."""
@@ -231,6 +233,8 @@ class Worker:
     def caption(self, ready: Ready) -> None:
         """Caption a batch that is ready, and write its records."""
         captions: list[list[Caption] | Exception] = []
+        self.answered = 0
+        self.captioner.on_answers = lambda rows: self.progress.answer(self.answered + rows)
         for rows in _split(ready.rows, self.batch_tokens):
             inputs = ready.inputs if len(rows) == len(ready.rows) else []
             captions += halve_on_oom(lambda part, inputs=inputs: self._caption(part, inputs), rows)
@@ -265,6 +269,7 @@ class Worker:
                 self.progress.add(halved=1)
             raise
         self.progress.add(vision=self.captioner.vision_tokens(prepared[0]))
+        self.answered += len(rows)
         return [list(captions) for captions in zip(*captions_by_prompt, strict=True)]
 
     def _records_of(self, row: Row, captions: Sequence[Caption]) -> list[Record]:

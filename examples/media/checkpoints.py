@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PretrainedConfig
 
 from media.files import Settings, fingerprint, replace_file
 
@@ -73,10 +73,21 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
     checksums, computed = checkpoint(Path(model), cached)
     if not checksums:
         raise ValueError(f"{model} holds no checkpoint")
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{model} holds no checkpoint: {str(error).strip().splitlines()[0]}") from None
+    _check_kind(model, config)
     if write and not computed.items() <= cached.items():
         with suppress(OSError):  # the run can do without this file; other writes report a full disk
             replace_file(cache_file, json.dumps(cached | computed))
     return {"files": checksums}, f"{model} (checksum {fingerprint(checksums)})"
+
+
+def _check_kind(model: str, config: PretrainedConfig) -> None:
+    """Raise ValueError for a model that takes no pictures, before its weights are loaded."""
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ValueError(f"{model} ({config.model_type}) is not a vision-language model that transformers can load")
 
 
 def _identity_on_hub(model: str, revision: str | None) -> tuple[Settings, str]:
@@ -85,5 +96,6 @@ def _identity_on_hub(model: str, revision: str | None) -> tuple[Settings, str]:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot load {model}: no folder is there, and as a name on the Hub: {reason}") from None
+    _check_kind(model, config)
     commit = getattr(config, "_commit_hash", None) or revision
     return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from types import MappingProxyType
 
 from hf_vit_accel.backends.base import (
@@ -164,14 +165,17 @@ def backend_named(name: str) -> Backend:
     """Return the backend with a name.
 
     Raises:
-        ValueError: If there is no such backend. The message lists all names.
+        ValueError: If there is no such backend. The message lists all names, and suggests a similar one.
     """
     for backend in BACKENDS:
         if backend.name == name:
             return backend
-    names = ", ".join(repr(possible) for possible in ("auto", *(backend.name for backend in BACKENDS)))
-    hint = f"; {name} is what models are loaded with, here it is 'auto'" if name == "flash_vit_auto" else ""
-    raise ValueError(f"expected attention to be one of {names}, got {name!r}{hint}")
+    names = ["auto", *(backend.name for backend in BACKENDS)]
+    similar = get_close_matches(str(name).lower(), names, n=1)
+    hint = f"; did you mean {similar[0]!r}?" if similar else ""
+    if name == "flash_vit_auto":
+        hint = f"; {name} is what models are loaded with, here it is 'auto'"
+    raise ValueError(f"expected attention to be one of {', '.join(repr(name) for name in names)}, got {name!r}{hint}")
 
 
 def require(name: str, *, fp8: bool = False) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import Cache
 
 from hf_vit_accel.families import Family, Model, Tower
 from hf_vit_accel.model.positions import Arguments, Result
@@ -46,7 +46,7 @@ class Features:
         return self.outputs.pop(kind)[1]
 
 
-def applies(tower: Tower, cache: Cache | None) -> bool:
+def applies(tower: Tower, cache: transformers.Cache | None) -> bool:
     """Return whether a forward calls the tower exactly once.
 
     It does so with gradients enabled. Without them, it does so for weights that FSDP2 or ZeRO-3 gather, except where

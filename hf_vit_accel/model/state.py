@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ def state_of(model: nn.Module) -> ModelState | None:
 def install(model: nn.Module, state: ModelState) -> None:
     """Give a model its state, and put our methods and hooks on the instance. Methods of the instance stay."""
     uninstall(model)
+    _exclude_from_compile()
     vars(model)[STATE] = state
     for name in _REPLACED:
         vars(model).setdefault(name, Method(model, name))
@@ -271,7 +273,12 @@ OWN_HOOKS = (BeforeForward, AfterForward)
 """The classes of our hooks on a model."""
 
 
-@torch.compiler.disable(reason="positions are computed on the host")
+@cache
+def _exclude_from_compile() -> None:
+    """Exclude `_before` from `torch.compile`, once: a decorator would import `torch._dynamo` in a second."""
+    globals()["_before"] = torch.compiler.disable(_before, reason="positions are computed on the host")
+
+
 def _before(model: Model, args: tuple[object, ...], kwargs: Arguments) -> Result:
     """Return the arguments of a forward, with grids on the host where that is proven."""
     state = _own_state(model)

@@ -22,8 +22,10 @@ from hf_vit_accel.tools import doctor as examination
 MODELS = "qwen2-vl-7b,qwen2.5-vl-7b,qwen3-vl-8b"
 """Models timed by default on a GPU."""
 CPU_MODEL = "qwen3-vl-2b"
-CPU_SIZE = "1x8x8"
-"""Model and size timed by default on a CPU, small enough to end within a few minutes."""
+CPU_SIZE = "1x4x4"
+"""Model and size timed by default on a CPU, small enough to end within a minute."""
+NOISE = "one round on a CPU: the errors count, the times are noise; take --rounds 5, or a GPU"
+"""The warning beside times that nobody should quote."""
 TRAIN_SIZES = "one 448²,one 1024²,16 x 512²,one page"
 TRAIN_BASELINES = "sdpa,flash_attention_2,liger,compile_blocks"
 """Sizes and baselines timed by default with --train."""
@@ -123,7 +125,8 @@ DtypeOption = Annotated[
     str | None, typer.Option(help=f"One of {', '.join(benchmark.DTYPES)}; by default bf16 on CUDA, fp32 on CPU.")
 ]
 RoundsOption = Annotated[
-    int | None, typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5, on a CPU 1.")
+    int | None,
+    typer.Option(min=1, help="Interleaved rounds of four timed forwards; by default 5. On a CPU 1, of two forwards."),
 ]
 PeakOption = Annotated[
     float | None,
@@ -268,7 +271,7 @@ def _job(
     device = benchmark.device_of_choice()
     on_cpu = device.type == "cpu"
     torch_dtype = benchmark.default_dtype(device) if dtype is None else benchmark.DTYPES[dtype]
-    if train or (on_cpu and model is None):
+    if train or on_cpu:
         backends = backends or "auto"
     if not sizes:
         default_sizes = TRAIN_SIZES if train else ",".join(benchmark.SIZES)
@@ -293,6 +296,7 @@ def _print_blocks(blocks: Iterator[list[benchmark.Row]], job: _Job, json_path: P
     times = ", three times," if job.train else ""
     floor = f"floor: all matrix FLOPs{times} at {job.peak:.4g} TFLOP/s" if job.peak else "no floor on a CPU"
     typer.echo(f"{job.dtype_name}; {floor}")
+    is_noise = job.rounds == 1 and benchmark.device_of_choice().type == "cpu"
     rows: list[benchmark.Row] = []
     output = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries may print when they are first used
@@ -301,6 +305,8 @@ def _print_blocks(blocks: Iterator[list[benchmark.Row]], job: _Job, json_path: P
             rows += block
             for line in benchmark.lines(block, train=job.train, skipped=not is_known_model):
                 typer.echo(line, file=output)
+            if is_noise:
+                typer.echo(f"  {NOISE}", file=output)
             if json_path is not None:  # after every block, so that a stopped run keeps its results
                 json_path.write_text(json.dumps(job.document(rows), indent=1, allow_nan=False) + "\n")
     return rows

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_vit_accel.backends import Plan, Request, ScoreMod, plan_alone, resolve
 from hf_vit_accel.config import Settings
@@ -48,6 +47,8 @@ def vision_attention(
         FallbackError: A score_mod cannot be applied to this call.
     """
     if cu_seq_lens_q is None or kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it
+
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -116,6 +117,8 @@ def _attend_as_stock(
     module: Any, qkv: tuple[Tensor, ...], cu_seqlens_S1: Tensor, dropout: float, scaling: float | None
 ) -> Tensor:
     """Attend segment by segment, as stock does without varlen kernels: torch can drop out, transform and trace that."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it
+
     lengths = cu_seqlens_S1.diff().tolist()
     segments = zip(*(x.split(lengths, dim=2) for x in qkv), strict=True)
     outs = [

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
-from transformers import modeling_utils
 
 from hf_vit_accel import versions
 from hf_vit_accel.config import Settings
@@ -141,7 +141,7 @@ def reasons_own_attention(tower: Tower, name: str | None) -> list[str]:
     if name == "eager":  # not registered, but a function in the tower's file
         function: Any = getattr(sys.modules.get(type(tower).forward.__module__), "eager_attention_forward", None)
     else:
-        function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
+        function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(name)
     if function is None or "/" in str(name) or str(function.__module__).startswith("hf_vit_accel."):
         return []
     if is_upstream(function):

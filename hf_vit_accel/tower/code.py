@@ -13,13 +13,10 @@ from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_vit_accel.families import Tower
-
-_SHARED_CLASSES = frozenset(PreTrainedModel.__mro__)
-"""The classes that every tower inherits: what they define is the same for all models."""
 
 _FUNCTION_TYPES = (FunctionType, property, staticmethod, classmethod)
 
@@ -144,7 +141,9 @@ def method_readers(kinds: Iterable[type]) -> list[tuple[Callable[[type], Any], t
 
 
 def _own_classes(kind: type) -> list[type]:
-    return [owner for owner in kind.__mro__ if owner not in _SHARED_CLASSES]
+    """List the classes that a class inherits, without those that all models share."""
+    shared_classes = transformers.PreTrainedModel.__mro__
+    return [owner for owner in kind.__mro__ if owner not in shared_classes]
 
 
 def _methods(kind: type) -> list[str]:

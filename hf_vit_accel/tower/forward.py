@@ -15,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class AcceleratedForward:
     __slots__ = ("__signature__", "__weakref__", "_class", "_state", "_tower")
 
     def __init__(self, tower: nn.Module, state: TowerState) -> None:
+        _exclude_from_compile()
         self._tower = weakref.ref(tower)
         self._state = state
         self._class: Any = type(tower)
@@ -97,7 +98,6 @@ class AcceleratedForward:
             vars(tower).update(self._state.attributes)
         return tower
 
-    @torch.compiler.disable(reason="the layout is decided on the host, and the layers are fused already")
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the outputs of a call.
 
@@ -128,6 +128,14 @@ class AcceleratedForward:
         if state is None or current is not state:
             return original(*args, **kwargs)  # unpatched or patched again, while other code (a hook) holds this forward
         return _call(tower, state, original, args, kwargs)
+
+
+@cache
+def _exclude_from_compile() -> None:
+    """Exclude `AcceleratedForward` from `torch.compile`, once: a decorator would import `torch._dynamo` in a second."""
+    reason = "the layout is decided on the host, and the layers are fused already"
+    call = torch.compiler.disable(AcceleratedForward.__call__, reason=reason)
+    AcceleratedForward.__call__ = call  # type: ignore[method-assign]
 
 
 def redirect_copies(module: nn.Module, args: Arguments, kwargs: Options) -> tuple[Arguments, Options] | None:

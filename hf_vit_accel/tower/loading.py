@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from functools import partial, wraps
 from typing import Any
 
 import transformers
 from torch import nn
-from transformers import modeling_utils
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_vit_accel.backends import BACKENDS, require
 from hf_vit_accel.config import Settings
@@ -39,18 +38,19 @@ def register(follow: Callable[[nn.Module, bool], None] | None = None) -> None:
     Args:
         follow: Called with every model of a composite, also under construction, and whether its tower is to be fast.
     """
+    masks = transformers.masking_utils
     if follow is not None:
         _FOLLOWERS[:] = [follow]
     for name in NAMES:
-        modeling_utils.AttentionInterface.register(name, vision_attention)
-        AttentionMaskInterface.register(name, sdpa_mask)
+        transformers.modeling_utils.AttentionInterface.register(name, vision_attention)
+        masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
     missing = [
-        wrap(modeling_utils, "lazy_import_flash_attention", _guarded),
-        wrap(modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed),
+        wrap(transformers.modeling_utils, "lazy_import_flash_attention", _guarded),
+        wrap(transformers.modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed),
     ]
     MISSING[:] = [why for why in missing if why is not None]
     if MISSING:
-        wrap(modeling_utils.PreTrainedModel, "__init__", _refused)
+        wrap(transformers.modeling_utils.PreTrainedModel, "__init__", _refused)
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
@@ -132,7 +132,13 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
 def _leave(model: Model, name: str | None, original: Callable[[], Any]) -> Any:
     """Give a model another attention than ours, and take ours off the towers that had it."""
     is_unchanged = name == model.config._attn_implementation  # where only the text of a model gets another
-    applicable = original()
+    try:
+        applicable = original()
+    except ValueError as error:  # transformers' own, which lists its own names
+        similar = get_close_matches(str(name), NAMES, n=1, cutoff=0.7)
+        if similar:
+            error.add_note(f"Did you mean {similar[0]!r}, of hf_vit_accel?")
+        raise
     if not is_unchanged:
         for tower in (model, *_wrapped(model)):
             uninstall(tower)
@@ -241,7 +247,7 @@ def restore_name(model: nn.Module, former_name: str | None) -> None:
         former_name: The name that its config had before; None for stock's default.
     """
     config: Config = getattr(model, "config", None)
-    if isinstance(model, modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
+    if isinstance(model, transformers.modeling_utils.PreTrainedModel) and is_ours(config._attn_implementation):
         if former_name is None:
             text = config.get_text_config()._attn_implementation
             former_name = model.get_correct_attn_implementation(None if is_ours(text) else text)

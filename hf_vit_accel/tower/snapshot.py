@@ -16,8 +16,8 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.engine.facts import TowerFacts
@@ -192,7 +192,7 @@ class Snapshot:
             [(attributes.get("forward"), attributes.get("_old_forward")) for attributes in self._own_forwards],
             [read(kind) for read, kind in self._methods],
             list(map(code.module_globals.get, code.names)),
-            modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self._attention),
+            transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self._attention),
             attributes.keys() & self._tower_names,
             list(map(attributes.get, self._watched_names)),
             list(map(vars(tower.config).get, self._config_fields)),

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
-from transformers import modeling_utils
 
 from hf_vit_accel.backends import Request
 from hf_vit_accel.config import GraphConfig, Settings
@@ -76,7 +76,7 @@ class TowerState:
         self.former_name = former_name
         self.former_forward: Callable[..., Any] | None = None
         self.keeps_attention = False
-        self._attention_function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(former_name)
+        self._attention_function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(former_name)
 
         self.calls = 0
         self.stock_calls = 0
@@ -161,7 +161,7 @@ class TowerState:
 
         Its former name may stand for a function of the user's that was registered, or replaced, after `patch`.
         """
-        function = modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self.former_name)
+        function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(self.former_name)
         if function is self._attention_function:
             return
         self._attention_function = function

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import modeling_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_vit_accel.families import Config, Family
 
@@ -63,7 +62,9 @@ STOCK = "hf_vit_accel_stock"
 
 def build_twin(kind: Any, config: Config, family: Family, dtype: torch.dtype) -> Any:
     """Build a tiny tower of a class on the CPU, whose weights are random: none zero, and no norm's one."""
-    modeling_utils.AttentionInterface.register(STOCK, sdpa_attention_forward)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # slow; models have imported it
+
+    transformers.modeling_utils.AttentionInterface.register(STOCK, sdpa_attention_forward)
     config = copy.deepcopy(config)
     for name, value in family.tiny.items():
         setattr(config, name, copy.deepcopy(value))

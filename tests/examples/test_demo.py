@@ -23,7 +23,7 @@ import hf_vit_accel
 sys.path[:0] = [str(EXAMPLES / "benchmark")]
 
 import captioning_benchmark  # noqa: E402
-from demo import CELL, COLUMNS, contact_sheet, main  # noqa: E402
+from demo import CELL, COLUMNS, HEADER, contact_sheet, main  # noqa: E402
 from tiny_captioner.scenes import draw, scene  # noqa: E402
 
 DEMO = typer.Typer()
@@ -42,12 +42,38 @@ def test_the_demo_captions_scenes_that_it_never_saw(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # the demo changes it
     done = RUNNER.invoke(DEMO, ["--output", str(tmp_path / "demo"), "--family=qwen3_vl", "--scenes=12"])
     assert done.exit_code == 0, done.output
-    records = [json.loads(line) for line in (tmp_path / "demo" / "captions.jsonl").read_text().splitlines()]
-    assert len(records) == 12 and {record["status"] for record in records} == {"ok"}
-    for words in ("captions are exactly right", "relative L2 error", "patched"):
-        assert words in done.output
+    texts = []
+    for name in ("captions.jsonl", "captions_stock.jsonl"):
+        records = [json.loads(line) for line in (tmp_path / "demo" / name).read_text().splitlines()]
+        assert len(records) == 12 and {record["status"] for record in records} == {"ok"}
+        texts.append({record["key"]: record["caption"] for record in records})
+    assert texts[0] == texts[1]
+    statuses = []
+    for way in ("stock", "patched"):
+        manifest = json.loads((tmp_path / "demo" / "records" / way / "manifest.json").read_text())
+        statuses.append(manifest["runs"][-1]["status"])
+    assert statuses[0] == "stock" and "qwen3_vl, patched" in statuses[1]  # not one of them twice
+    steps = [line for line in done.output.splitlines() if line.startswith("--- ")]
+    assert [step[4:10] for step in steps] == [f"{number} of 4" for number in range(1, 5)]
+    assert "stock, 12 of 12 patched; 0 differ between stock and patched" in done.output
+    assert "relative L2 error" in done.output
     sheet = Image.open(tmp_path / "demo" / "contact_sheet.png")
-    assert sheet.size == (COLUMNS * CELL[0], 2 * CELL[1])
+    assert sheet.size == (COLUMNS * CELL[0], HEADER + 2 * CELL[1])
+    assert (np.asarray(sheet)[:HEADER] < 128).sum() > 500, "the times stand above the pictures"
+
+
+def test_every_slow_step_of_make_demo_is_announced(tmp_path: Path) -> None:
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    slow = [
+        number
+        for number, line in enumerate(printed)
+        if any(part in line for part in (" -m venv", " install ", "demo.py"))
+    ]
+    assert len(slow) == 3
+    for number in slow:
+        assert printed[number - 1].startswith("echo "), printed[number]
+    assert not any(" -q" in line for line in printed)  # pip shows what it downloads
 
 
 def test_the_demo_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
@@ -69,12 +95,15 @@ def test_the_contact_sheet_shows_right_captions_green_and_wrong_ones_red(tmp_pat
     drawn = scene(1, video=False)
     draw(drawn, 112, 112)[0].save(tmp_path / "a.png")
     expected = {"a.png": drawn.caption}
-    sheets = [
-        np.asarray(contact_sheet(tmp_path, [{"key": "a.png", "caption": caption, "error": None}], expected))
-        for caption in (drawn.caption, "a small red circle")
-    ]
-    greens = [(sheet[210:, :, 1].astype(int) - sheet[210:, :, 0] > 60).sum() for sheet in sheets]
-    reds = [(sheet[210:, :, 0].astype(int) - sheet[210:, :, 1] > 60).sum() for sheet in sheets]
+    right = [{"key": "a.png", "caption": drawn.caption, "error": None}]
+    wrong = [{"key": "a.png", "caption": "a small red circle", "error": None}]
+    sheet = np.asarray(contact_sheet(tmp_path, {"stock": right, "patched": wrong}, expected, ["stock 2 ms"])).astype(
+        int
+    )
+    stock_top = HEADER + 212
+    halves = (sheet[stock_top : stock_top + 48], sheet[stock_top + 50 :])
+    greens = [(half[:, :, 1] - half[:, :, 0] > 60).sum() for half in halves]
+    reds = [(half[:, :, 0] - half[:, :, 1] > 60).sum() for half in halves]
     assert greens[0] > 50 > greens[1] and reds[1] > 50 > reds[0]
 
 

@@ -164,7 +164,8 @@ def test_half_as_many_frames_are_tried_until_all_fits(
 
     monkeypatch.setattr(tower_module, "encode", encode_at_most_100_rows)
     monkeypatch.setattr(long_video, "build", lambda *_, **__: model)
-    options = {"random": "tiny", "seconds": 6, "height": 16, "width": 24, "tokens": 3, "json": tmp_path / "rows.json"}
+    options = {"random": "qwen3-vl-8b", "seconds": 6, "height": 16, "width": 24, "tokens": 3}
+    options["json"] = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["x", *(f"--{name}={value}" for name, value in options.items())])
     long_video.main()
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -174,6 +175,17 @@ def test_half_as_many_frames_are_tried_until_all_fits(
         ("patched", 2.0, 144, False),
         ("patched", 1.0, 72, True),
     ]
+
+
+def test_a_shape_that_does_not_exist_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["long_video.py", "--random", "qwen3-vl-2b"])
+    with pytest.raises(SystemExit) as stopped:
+        long_video.main()
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and "qwen3-vl-2b" in last_line
+    assert all(name in last_line for name in ("--random", *long_video.TEXT))
 
 
 def test_the_processor_gets_the_generated_frames_unchanged(model: transformers.PreTrainedModel) -> None:

@@ -125,7 +125,10 @@ def test_sizes() -> None:
 
 
 def test_command(checkpoint: Path, tmp_path: Path) -> None:
-    result = command("--model", checkpoint, "--sizes", f"{SIZE},1x2x2", "--rounds", 1, "--json", tmp_path / "r.json")
+    sizes = f"{SIZE},1x2x2"
+    backends_here = "auto,flex,sdpa"
+    options = ("--sizes", sizes, "--backends", backends_here, "--rounds", 1, "--json", tmp_path / "r.json")
+    result = command("--model", checkpoint, *options)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["device"], report["dtype"], report["peak_tflops"]) == ("cpu", "float32", None)
@@ -194,15 +197,33 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_default_on_a_cpu_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     options = record_options(monkeypatch)
     assert command().exit_code == 0
-    assert (options["models"], list(options["sizes"]), options["attentions"]) == (["qwen3-vl-2b"], ["1x8x8"], ["auto"])
+    assert (options["models"], list(options["sizes"]), options["attentions"]) == (["qwen3-vl-2b"], ["1x4x4"], ["auto"])
     assert (options["rounds"], options["peak"]) == (1, None)
     assert command("--model", "qwen2-vl-2b", "--sizes", "one 448^2", "--rounds", 2).exit_code == 0
-    assert (options["models"], list(options["sizes"]), options["attentions"]) == (["qwen2-vl-2b"], ["one 448²"], None)
+    assert (options["models"], list(options["sizes"])) == (["qwen2-vl-2b"], ["one 448²"])
+    assert options["attentions"] == ["auto"]  # every other backend would take minutes more
     pretend_gpu(monkeypatch)
     assert command().exit_code == 0
     assert len(options["models"]) == 3 and list(options["sizes"]) == list(bench.SIZES)
     assert options["attentions"] is None
     assert (options["rounds"], options["peak"]) == (5, 123.0)
+
+
+def test_one_round_on_a_cpu_is_called_noise(checkpoint: Path) -> None:
+    options = ("--model", checkpoint, "--sizes", f"{SIZE},1x2x2", "--backends", "sdpa")
+    assert command(*options).stdout.count("the times are noise") == 2  # below every table
+    assert "noise" not in command(*options, "--rounds", 2).output
+
+
+def test_a_gpu_gets_more_timed_steps_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_time.__globals__, "milliseconds", lambda step, **_: step())  # no GPU here
+    steps: dict[bool, int] = {}
+    for cuda in (False, True):
+        ran: list[int] = []
+        times = _time({"a": lambda ran=ran: ran.append(1)}, 1, cuda=cuda)
+        steps[cuda] = len(ran)
+        assert len(times["a"]) == (4 if cuda else 2)
+    assert steps == {False: 3, True: 6}
 
 
 def test_the_floor_is_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +476,7 @@ def test_checkpointing(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, tmp_pa
 def test_the_defaults_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     options = record_options(monkeypatch)
     assert command("--train", "--model", "qwen3-vl-2b").exit_code == 0
-    assert options["train"] and options["attentions"] == ["auto"] and list(options["sizes"]) == ["1x8x8"]
+    assert options["train"] and options["attentions"] == ["auto"] and list(options["sizes"]) == ["1x4x4"]
     assert options["baselines"] == ["sdpa", "flash_attention_2", "liger", "compile_blocks"]
     pretend_gpu(monkeypatch)
     assert command("--train").exit_code == 0

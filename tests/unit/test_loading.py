@@ -170,6 +170,28 @@ def test_a_model_without_a_supported_tower_is_refused(name: str) -> None:
         kind._from_config(config, attn_implementation=AUTO)
 
 
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("flash_vit", AUTO),
+        ("flash_vit_atuo", AUTO),
+        ("flashinfer_cudn", "flashinfer_cudnn"),
+        ("flashinfer-cudnn", "flashinfer_cudnn"),
+    ],
+)
+def test_a_typo_of_our_names_adds_a_note_to_the_error_of_transformers(typo: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"{typo}.* is not supported") as error:
+        TINY["qwen3_vl"].build(attn_implementation=typo)
+    assert error.value.__notes__ == [f"Did you mean '{meant}', of hf_vit_accel?"]
+
+
+@pytest.mark.parametrize("name", ["flash_attn_3", "flash_attention_9", "nonsense", "spda"])
+def test_other_unknown_names_get_no_note(name: str) -> None:
+    with pytest.raises((ValueError, ImportError)) as error:
+        TINY["qwen3_vl"].build(attn_implementation=name)
+    assert not hasattr(error.value, "__notes__")
+
+
 def test_registering_again_wraps_nothing_twice() -> None:
     loading.register()
     kind = modeling_utils.PreTrainedModel

@@ -8,7 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Literal
@@ -16,6 +16,7 @@ from typing import Literal
 import pytest
 import torch
 import transformers
+from support.backends import hide_gpu
 from support.exactness import check_error_bound
 from support.towers import ONE_TOWER
 from tiny import (
@@ -558,7 +559,8 @@ def test_status_reports_a_reason_once() -> None:
     patched, stock = [str(tower) for tower in hf_vit_accel.status(pair).towers]
     assert patched in str(hf_vit_accel.status(pair)) and "\n" not in stock
     hf_vit_accel.patch(pair)
-    texts = [str(tower) for tower in hf_vit_accel.status(pair).towers]
+    towers = [replace(tower, on_cpu=False) for tower in hf_vit_accel.status(pair).towers]  # as on a GPU
+    texts = [str(tower) for tower in towers]
     for text in texts:
         lines = [line for line in text.split("\n") if line.startswith("  not ")]
         reasons = [line.split(": ", 1)[1] for line in lines]
@@ -566,8 +568,35 @@ def test_status_reports_a_reason_once() -> None:
         assert any(", " in line.split(": ")[0] for line in lines), "a line names all parts that a reason holds for"
     assert "not fused  window_attention: the tower has no windows" in texts[0]
     assert "not fused  positions: the tower has no position table" in texts[1]
-    models = [str(model) for model in hf_vit_accel.status(pair).models]
-    assert len(models) == 2 and str(hf_vit_accel.status(pair)) == "\n".join(texts + models)
+    assert str(replace(hf_vit_accel.status(pair), towers=tuple(towers))) == "\n".join(texts)
+
+
+def test_status_on_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_gpu(monkeypatch)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = hf_vit_accel.patch(TINY["qwen2_5_vl"].build())
+    [tower] = hf_vit_accel.status(model).towers
+    labels = [line[:12].strip() for line in str(tower).splitlines()[1:]]
+    assert labels == ["attention", "fused", "calls", "layouts", "on a CPU"], str(tower)
+    assert len(tower.unfused) > 3 and len(tower.rejected["full"]) > 3  # the reasons are still there
+    reason = "the module is of another class"
+    changed = replace(tower, unfused={**tower.unfused, "patch_embed": reason}, attention="flash_attention_3")
+    lines = str(changed).splitlines()
+    assert f"  not fused  patch_embed: {reason}" in lines  # it would run on a CPU
+    assert [line.split(": ")[0] for line in lines if "not used" in line] == ["  not used   flash_attention_3"]
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        *[("flash_attn_3", "flash_attention_3"), ("varlen", "torch_varlen"), ("SDPA", "sdpa"), ("Auto", "auto")],
+        *[("nonsense", None), (3, None)],
+    ],
+)
+def test_a_typo_of_a_backend_is_met_with_a_suggestion(typo: str, meant: str | None) -> None:
+    with pytest.raises(ValueError, match=r"expected attention to be one of 'auto', .*'sdpa', got") as error:
+        hf_vit_accel.patch(TINY["qwen3_vl"].build(), attention=typo)
+    assert str(error.value).endswith(f"; did you mean '{meant}'?" if meant else f"got {typo!r}")
 
 
 def test_the_name_that_models_are_loaded_with_is_explained() -> None:

@@ -31,6 +31,8 @@ WARM_UPS = 2
 """Steps before a contender's turn that are not timed."""
 TIMED = 4
 """Steps of a contender's turn that are timed."""
+ON_CPU = 1, 2
+"""The same two numbers on a CPU, where a step of a full-size tower may take seconds."""
 
 Step = Callable[[], object]
 Say = Callable[[str], None]
@@ -374,6 +376,7 @@ def _time(
     Returns:
         Contender -> milliseconds of every timed step.
     """
+    warm_ups, timed = (WARM_UPS, TIMED) if cuda else ON_CPU
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
         now(f"timing, round {index + 1} of {rounds}")
@@ -381,9 +384,9 @@ def _time(
         if index % 2:
             names.reverse()
         for name in names:
-            for _ in range(WARM_UPS):
+            for _ in range(warm_ups):
                 steps[name]()
             first = before.get(name, lambda: None)
-            for _ in range(TIMED):
+            for _ in range(timed):
                 times[name].append(milliseconds(steps[name], cuda=cuda, before=first))
     return times

@@ -212,6 +212,61 @@ def test_only_the_newest_prompts_are_merged(photos: Path, output: Path, tmp_path
     assert {line["prompt"] for line in lines(tmp_path / "out.jsonl")} == {"describe this {kind} ."}
 
 
+def test_a_partial_newest_run_is_merged_only_by_its_name(photos: Path, output: Path, tmp_path: Path) -> None:
+    caption(photos, output)
+    first = Journal(output).newest()["run"]
+    caption(photos, output, "--overwrite", "--limit=1")
+    second = Journal(output).newest()["run"]
+    result = tmp_path / "out.jsonl"
+    refusal = call("merge", output, result)
+    assert refusal.exit_code == 2 and not result.exists()
+    assert f"the newest run ({second}) has 1 records" in words(refusal)
+    assert f"run {first} of 2 more" in words(refusal) and f"--run {second} or --run {first}" in words(refusal)
+    for run, count in ((first, 3), (second, 1)):
+        done = call("merge", output, result, f"--run={run}")
+        assert done.exit_code == 0 and len(lines(result)) == count
+        assert f"wrote {count} records of run {run} to {result}" in words(done)
+    caption(photos, output)  # the newest run goes on, and lacks nothing any more
+    assert call("merge", output, result).exit_code == 0 and len(lines(result)) == 3
+
+
+def test_errors_of_another_run_make_no_run_partial(photos: Path, output: Path, tmp_path: Path) -> None:
+    (photos / "cut.png").write_bytes(b"no picture")
+    caption(photos, output)
+    (photos / "cut.png").unlink()
+    caption(photos, output, "--overwrite")
+    done = call("merge", output, tmp_path / "out.jsonl")
+    assert done.exit_code == 0 and "4 records of other runs are here, too" in words(done)
+
+
+def test_merge_prints_what_it_wrote(photos: Path, output: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    caption(photos, output)
+    run = Journal(output).newest()["run"]
+    expected = {
+        tmp_path / "out.parquet": "3 records",
+        photos / "metadata.jsonl": "lines for 3 pictures",
+        tmp_path / "out-%02d.tar": "3 pictures with captions in 2 files",
+        photos: "3 texts",
+    }
+    for result, contents in expected.items():
+        printed = words(call("merge", output, result, "--shard-size=2"))
+        assert f"wrote {contents} of run {run} to {result}" in printed
+    (photos / "a.txt").write_text("by hand")
+    (photos / "b.png").unlink()
+    printed = words(call("merge", output, photos))
+    assert f"wrote 1 texts of run {run} to {photos}" in printed and "--extension" in printed
+
+
+def test_two_pictures_of_one_text_get_no_advice_that_cannot_help(output: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "twice"
+    put(folder, "a.png", "a.bmp")
+    caption(folder, output)
+    printed = words(call("merge", output, folder))
+    assert "it would be the text of a.bmp and a.png 1 not written" in printed
+    assert "--extension" not in printed and "wrote" not in printed
+
+
 def test_records_hold_the_text_that_was_asked(photos: Path, output: Path, tmp_path: Path) -> None:
     caption(photos, output)
     call("merge", output, tmp_path / "out.jsonl")

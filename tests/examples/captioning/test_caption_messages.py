@@ -18,6 +18,7 @@ from captioning.journal import Journal
 from captioning.progress import Progress
 from PIL import Image
 from programs import draw, words
+from support.backends import hide_gpu
 from support_captioning import (
     MODEL,
     WHOLE,
@@ -30,6 +31,7 @@ from support_captioning import (
     put,
     seed_of,
 )
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -57,8 +59,10 @@ def test_a_model_is_required_and_named(photos: Path, output: Path) -> None:
 def test_a_revision_of_the_hub_is_another_run(photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commits = []
 
-    def config(name: str, revision: str | None = None) -> SimpleNamespace:
-        return SimpleNamespace(_commit_hash={"v1": "1111aaaa", None: "2222bbbb"}[revision])
+    def config(name: str, revision: str | None = None) -> PretrainedConfig:
+        loaded = AutoConfig.from_pretrained(MODEL)
+        loaded._commit_hash = {"v1": "1111aaaa", None: "2222bbbb"}[revision]
+        return loaded
 
     def load(name: str, *arguments: object) -> object:
         commits.append(arguments[-1])
@@ -299,6 +303,23 @@ def test_progress_moves_before_the_first_batch_is_done(
     progress.close()
 
 
+def test_progress_moves_within_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_module, "_WRITE_EVERY", 0.0)
+    monkeypatch.setattr(progress_module, "_LINE_EVERY", 0.0)
+    progress = Progress(tmp_path, 0, 1, of=40, of_cost=4.0)
+    for answered in (3, 5, 0):  # memory ran out after the second count
+        progress.answer(answered)
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"{answered} of 40 items after 0 s")
+    progress.answer(7)
+    progress.add(items=20, cost=2.0)
+    assert "20 of 40 items after 0 s" in capsys.readouterr().err
+    progress.answer(2)
+    assert "22 of 40 items after 0 s" in capsys.readouterr().err
+    progress.close()
+
+
 def test_pictures_with_a_text_beside_are_passed_over_on_request(photos: Path, output: Path) -> None:
     (photos / "a.txt").write_text("by hand")
     done = words(caption(photos, output, "--skip-with=.txt"))
@@ -336,5 +357,55 @@ def test_errors_are_reported_with_their_reasons(photos: Path, output: Path) -> N
     (photos / "empty.png").touch()
     done = caption(photos, output)
     assert "error, 1 x ValueError: the file is empty 2 of 3 records have captions" in words(done)
-    done = caption(photos, output, prompt="describe {nope}")
-    assert done.exit_code == 1 and "error, 3 x ValueError: the prompt names {nope}" in words(done)
+
+
+# --- before anything is captioned -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["Say {foo}", "{kind} {foo}"])
+def test_a_field_that_no_picture_has_is_refused_before_a_model_is_loaded(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    monkeypatch.setattr(batch_caption, "load_model", lambda *_: pytest.fail("loaded"))
+    done = caption(photos, output, prompt=prompt)
+    assert done.exit_code == 2 and not list(output.glob("captions-*"))
+    assert "names {foo}, which no picture has; there are {folder}, {key}, {kind}, {name}, {stem}" in words(done)
+
+
+def test_a_field_that_one_picture_has_is_asked(photos: Path, output: Path) -> None:
+    (photos / "b.json").write_text('{"title": "a star"}')
+    done = caption(photos, output, prompt="describe {title} .")
+    assert "error, 1 x ValueError: the prompt names {title}" in words(done)
+    assert captions_in(output).keys() == {"b.png"}
+    (photos / "b.json").unlink()
+    put(photos, "c.png")
+    done = caption(photos, output, prompt="describe {title} .")  # captions of this prompt are there already
+    assert done.exit_code == 1 and captions_in(output).keys() == {"b.png"}
+
+
+def test_a_field_of_metadata_that_cannot_be_read_is_not_called_unknown(photos: Path, output: Path) -> None:
+    (photos / "b.json").write_text('{"title": ')
+    assert caption(photos, output, prompt="describe {title} .").exit_code == 1
+    assert len(merged(output)) == 2
+
+
+@pytest.mark.parametrize("attention", ["flash_attn_3", "flashinfer_cudnn"])
+def test_attention_is_checked_before_inputs_are_listed(
+    photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    hide_gpu(monkeypatch)
+    monkeypatch.setattr("captioning.prepare.find", lambda *_, **__: pytest.fail("listed"))
+    done = caption(photos, output, f"--attention={attention}")
+    assert done.exit_code == 2 and "--attention" in words(done) and attention in words(done) and not output.exists()
+
+
+def test_a_model_without_pictures_is_refused_before_inputs_are_listed(
+    photos: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("captioning.prepare.find", lambda *_, **__: pytest.fail("listed"))
+    LlamaConfig().save_pretrained(tmp_path / "llama")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "notes.txt").write_text("no model")
+    for name, why in {"llama": "(llama) is not a vision-language model", "none": "holds no checkpoint"}.items():
+        done = caption(photos, output, model=tmp_path / name)
+        assert done.exit_code == 2 and why in words(done), words(done)

@@ -100,6 +100,15 @@ def on_ray(inputs: Sequence[str], output: Path, *options: str) -> Result:
     return RUNNER.invoke(sys.modules["on_ray"].app, [*arguments, f"--prompt={PROMPT}"])
 
 
+def test_without_ray_the_program_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    program = [sys.executable, EXAMPLES / "caption_on_ray.py", "--help"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "caption_on_ray.py needs Ray (No module named 'ray'): pip install 'ray[data]'\n"
+
+
 def test_records_are_those_of_one_process(
     no_cluster: NoCluster, mixed_inputs: list[str], alone: Counter[Record], tmp_path: Path
 ) -> None:

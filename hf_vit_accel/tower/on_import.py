@@ -1,0 +1,68 @@
+"""Call a function once a module has been imported, without importing it.
+
+`transformers.modeling_utils` takes two seconds to import. Programs that load no model never pay for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def after_import(name: str, act: Callable[[], None]) -> None:
+    """Call `act` now if the module is imported, else right after its import.
+
+    Args:
+        name: The full name of the module.
+        act: The function to call. Its error is an error of the import.
+    """
+    finder = _Finder(name, act)
+    sys.meta_path.insert(0, finder)
+    if name in sys.modules:  # looked at last: another thread may import it meanwhile
+        sys.meta_path.remove(finder)
+        act()
+
+
+class _Finder:
+    """Finds one module by the finders of others, and replaces its loader by one that calls `act`."""
+
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self.name = name
+        self.act = act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the module; None for all other modules."""
+        if fullname != self.name:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(self, spec.loader)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Loads the module by its own loader, then calls `act`."""
+
+    def __init__(self, finder: _Finder, loader: Loader) -> None:
+        self.finder = finder
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module as its own loader does."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module. After an error it may be imported again, so the finder stays."""
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        if self.finder in sys.meta_path:
+            sys.meta_path.remove(self.finder)
+        self.finder.act()
