@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from benchmark.first_token import TEXT, build, inputs_for
+from benchmark.whole_call import TEXT, build, inputs_for
 from media.pictures import read_frames
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.video_utils import VideoMetadata

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from benchmark.first_token import build, inputs_for
+from benchmark.whole_call import build, inputs_for
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -53,7 +53,7 @@ def load(model: str | None, random: str | None, device: torch.device) -> PreTrai
 
     Args:
         model: a checkpoint
-        random: a name in `benchmark.first_token.TEXT`, or a folder with a config; None to load `model`
+        random: a name in `benchmark.whole_call.TEXT`, or a folder with a config; None to load `model`
         device: the device of this rank
     """
     auto = transformers.AutoModelForImageTextToText

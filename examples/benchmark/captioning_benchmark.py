@@ -33,9 +33,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import batch_caption  # noqa: E402
-from first_token import build  # noqa: E402
 from measuring import Row, write_json  # noqa: E402
 from tiny_captioner import scenes  # noqa: E402
+from whole_call import build  # noqa: E402
 
 import hf_vit_accel  # noqa: E402
 from hf_vit_accel import machine  # noqa: E402

@@ -156,7 +156,7 @@ JOBS = {
         file="long_video.json", command="python examples/long_video.py --random qwen3-vl-8b --tokens 16", seconds=100
     ),
     "reuse": _script("reuse.json", "reuse.py --seconds 0.6 --calls 200", ("qwen3-vl-8b",), seconds=110),
-    "first_token": _script("first_token.json", "first_token.py", seconds=100),
+    "whole_call": _script("whole_call.json", "whole_call.py", seconds=300),
     "training_step": _script("training_step.json", "training_step.py", seconds=100),
     "captioning": Job(
         file="captioning.json",

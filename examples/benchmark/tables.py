@@ -27,16 +27,22 @@ def timings_table(timings: Timings) -> str:
     return timings.table(load(timings.file))
 
 
-def first_token() -> str:
-    """Write the time to the first token, which includes the language model."""
-    document = load("first_token.json")
+def whole_call() -> str:
+    """Write the time of whole calls of `generate`."""
+    document = load("whole_call.json")
     rows = []
     for row in document["rows"]:
-        milliseconds = [digits(row[way]) for way in ("stock", "patched", "graphs")]
-        rows.append([title(row["model"]), *milliseconds, f"{saved(row):.0f}%"])
-    head = ["ms", "stock", "patched", "patched, CUDA graphs", "less time"]
-    command = "python examples/benchmark/first_token.py"
-    return grid(head, rows) + f"\n{conditions(document, 'first_token.json', command)}\n"
+        milliseconds = [digits(row["stock"])]
+        milliseconds += [f"{digits(row[way])} ({row['stock'] / row[way]:.1f}x)" for way in ("patched", "decoding")]
+        rows.append([title(row["model"]), row["size"], str(row["tokens"]), *milliseconds])
+    head = ["ms", "pictures", "new tokens", "stock", "patched", "patched, `graphed_decoding`"]
+    command = f"python examples/benchmark/whole_call.py --tokens {_tokens(document)}"
+    return grid(head, rows) + f"\n{conditions(document, 'whole_call.json', command)}\n"
+
+
+def _tokens(document: Document) -> str:
+    """Return the numbers of new tokens of a document, in their order."""
+    return ",".join(dict.fromkeys(str(row["tokens"]) for row in document["rows"]))
 
 
 def captioning() -> str:
@@ -230,8 +236,15 @@ def headline() -> str:
 
 def _end_to_end() -> list[list[str]]:
     """Return the rows of the headline that include the language model."""
-    tokens = {row["model"]: row["stock"] / row["graphs"] for row in load("first_token.json")["rows"]}
-    rows = [["first token of one 1024² image, CUDA graphs", "stock sdpa", *_speedups(tokens)]]
+    rows = []
+    for tokens in (1, 64):
+        calls = [
+            row for row in load("whole_call.json")["rows"] if (row["size"], row["tokens"]) == ("one 1024²", tokens)
+        ]
+        way = "patched" if tokens == 1 else "decoding"
+        speedups = {row["model"]: row["stock"] / row[way] for row in calls}
+        name = "first token" if tokens == 1 else "64 tokens, with `graphed_decoding`,"
+        rows.append([f"{name} about one 1024² image", "stock sdpa", *_speedups(speedups)])
     trained = load("training_step.json")
     for way, timing in steps(trained).items():
         speedup = timing["stock"]["step"] / timing["patched"]["step"]
@@ -290,14 +303,9 @@ def gains(file: str, ours: str, stock: Sequence[str]) -> Iterable[str]:
         yield f"{low}x" if low == high else f"{low} to {high}x"
 
 
-def saved(row: Row) -> float:
-    """Return the percentage of stock's time to the first token that patching with CUDA graphs saves."""
-    return float(100 * (1 - row["graphs"] / row["stock"]))
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
     "headline": headline,
-    "first_token": first_token,
+    "whole_call": whole_call,
     "fp8_errors": fp8_errors,
     "training_step": training_step,
     "hosts": hosts,

@@ -35,8 +35,8 @@ import hf_vit_accel
 from hf_vit_accel import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from first_token import END, IMAGE, START, build
 from measuring import Row, device_name, write_json
+from whole_call import END, IMAGE, START, build
 
 WARM_UPS = 2
 WAYS = ("LoRA on the language model, tower frozen", "tower trained, language model frozen")
@@ -173,7 +173,7 @@ def measure(name: str, way: str, images: int, side: int, steps: int, rounds: int
 
 
 def main(
-    model: Annotated[str, typer.Option(help="A name of first_token.TEXT.")] = "qwen2.5-vl-7b",
+    model: Annotated[str, typer.Option(help="A name of whole_call.TEXT.")] = "qwen2.5-vl-7b",
     images: int = 16,
     side: Annotated[int, typer.Option(help="Patches along one side of an image.")] = 32,
     steps: int = 6,

@@ -1,6 +1,6 @@
-"""Time `generate` up to the first token for one 1024² image, stock and patched, with full-size random weights.
+"""Time whole calls of `generate`, stock, patched, and decoding from CUDA graphs, with full-size random weights.
 
-python examples/benchmark/first_token.py --json build/first_token.json     needs a CUDA device with 20 GB free
+python examples/benchmark/whole_call.py --json build/whole_call.json     needs a CUDA device with 40 GB free
 """
 
 import json
@@ -53,8 +53,10 @@ TEXT: dict[str, tuple[str, Options]] = {
     ),
 }
 """The prefix of the model's classes, and its text config."""
-WAYS: dict[str, Options | None] = {"stock": None, "patched": {}, "graphs": {"cuda_graphs": True}}
-"""The arguments of `patch`; None for the stock model."""
+WAYS = ("stock", "patched", "decoding")
+"""Stock, `patch(model)`, and the same with `custom_generate=graphed_decoding`."""
+BATCHES: dict[str, tuple[int, tuple[int, int, int]]] = {"one 1024²": (1, (1, 64, 64)), "32 x 34x46": (32, (1, 34, 46))}
+"""Name -> rows, and the grid of the picture in every row."""
 
 
 def build(
@@ -121,46 +123,64 @@ def inputs_for(
     }
 
 
-def first_token(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> float:
-    """Measure the milliseconds of one greedy token by the clock."""
+def batch_of(inputs: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Repeat the inputs of one row; the pixels of all rows follow each other."""
+    return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in inputs.items()}
+
+
+def whole_call(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, way: str) -> float:
+    """Measure the milliseconds of one greedy call by the clock."""
+    options: Options = {"custom_generate": hf_vit_accel.graphed_decoding} if way == "decoding" else {}
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, **options)
     torch.cuda.synchronize()
     return (time.perf_counter() - begin) * 1e3
 
 
+def timed(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int, rounds: int) -> dict[str, float]:
+    """Return the median of every way, in turns, each warmed up anew."""
+    repeats = 5 if new_tokens == 1 else 1
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            hf_vit_accel.unpatch(model)
+            if way != "stock":
+                hf_vit_accel.patch(model)
+            for _ in range(4 if new_tokens == 1 else 1):
+                whole_call(model, inputs, min(new_tokens, 16), way)
+            times[way] += [whole_call(model, inputs, new_tokens, way) for _ in range(repeats)]
+    return {way: statistics.median(of_way) for way, of_way in times.items()}
+
+
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated names of TEXT.")] = ",".join(TEXT),
+    tokens: Annotated[str, typer.Option(help="Comma-separated numbers of new tokens.")] = "1,64,256",
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write one JSON object to this file.")] = None,
 ) -> None:
     """Time every model, print medians in milliseconds and write them to a file."""
     rows: list[Options] = []
     for name in models.split(","):
         model = build(name)
-        inputs = inputs_for(model, [(1, 64, 64)])
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for _ in range(4):  # interleaved, each way warmed up anew
-            for way, options in WAYS.items():
-                hf_vit_accel.unpatch(model)
-                if options is not None:
-                    hf_vit_accel.patch(model, **options)
-                for _ in range(5):
-                    first_token(model, inputs)
-                times[way] += [first_token(model, inputs) for _ in range(5)]
-        medians = {way: statistics.median(of_way) for way, of_way in times.items()}
-        for way, of_way in times.items():
-            saved = 100 * (1 - medians[way] / medians["stock"])
-            print(f"{name}  {way:8} {medians[way]:6.1f} ms ({min(of_way):.1f} - {max(of_way):.1f}), {saved:.0f}% less")
-        rows.append({"model": name, "size": "one 1024²", **medians})
-        if json_path is not None:
-            result = {
-                "versions": machine.versions(),
-                "device": machine.cuda_device_name(),
-                "dtype": "bfloat16",
-                "rows": rows,
-            }
-            json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        for size, (batch, grid) in BATCHES.items():
+            inputs = batch_of(inputs_for(model, [grid]), batch)
+            for new_tokens in map(int, tokens.split(",")):
+                medians = timed(model, inputs, new_tokens, rounds)
+                line = ", ".join(f"{way} {ms:.1f} ({medians['stock'] / ms:.1f}x)" for way, ms in medians.items())
+                print(f"{name}, {size}, {new_tokens} new tokens, ms: {line}", flush=True)
+                rows.append({"model": name, "size": size, "tokens": new_tokens, **medians})
+            if json_path is not None:
+                result = {
+                    "versions": machine.versions(),
+                    "device": machine.cuda_device_name(),
+                    "dtype": "bfloat16",
+                    "rows": rows,
+                }
+                json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(hf_vit_accel.status(model).decoding, flush=True)
         del model
         torch.cuda.empty_cache()
 

@@ -39,22 +39,22 @@ IMAGE, START, END, VIDEO = range(390, 394)
 
 
 @pytest.fixture
-def first_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def whole_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("first_token")
+    module = importlib.import_module("whole_call")
     monkeypatch.setattr(module, "TEXT", {"tiny": ("Qwen2_5_VL", TEXT)})
     monkeypatch.setattr(module, "SHAPES", {"tiny": ("Qwen2_5_VLVisionConfig", TOWER)})
     yield module
-    sys.modules.pop("first_token")
+    sys.modules.pop("whole_call")
 
 
 @pytest.fixture
-def training_step(first_token: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def training_step(whole_call: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module = importlib.import_module("training_step")
     monkeypatch.setattr(module, "IMAGE", IMAGE)
     monkeypatch.setattr(module, "START", START)
     monkeypatch.setattr(module, "END", END)
-    build = first_token.build
+    build = whole_call.build
     monkeypatch.setattr(module, "build", lambda name, **device: build(name, IMAGE, VIDEO, START, END, **device))
     yield module
     sys.modules.pop("training_step")
