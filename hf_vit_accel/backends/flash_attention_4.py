@@ -21,7 +21,9 @@ from hf_vit_accel.ops.rope import rope_, rope_back_, rotate
 from hf_vit_accel.ops.training.trained import Trained
 
 PACKAGE = machine.Package(
-    module="flash_attn.cute", distribution="flash-attn-4", install="pip install --pre flash-attn-4 (Hopper, Blackwell)"
+    module="flash_attn.cute",
+    distribution="flash-attn-4",
+    install="on Hopper or Blackwell: pip install --pre flash-attn-4",
 )
 Kernel = Callable[..., object]
 """A function of the package that launches kernels."""
