@@ -22,7 +22,7 @@ try:
     import ray
     from ray.data.exceptions import ExecutionTimeoutError
 except ImportError as error:
-    raise SystemExit(f"caption_on_ray.py needs Ray ({error}): pip install 'ray[data]'") from None
+    raise SystemExit(f"This program needs Ray Data ({error}): pip install 'ray[data]'") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from batch_caption import processor_for

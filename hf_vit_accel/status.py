@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -207,14 +208,12 @@ def status(model: nn.Module) -> Status:
     Raises:
         ValueError: If the model has no supported tower.
     """
-    from hf_vit_accel.model.steps import decoding_status  # imports transformers' generation
-
     towers = [_tower_status(path, tower, family) for path, tower, family in towers_of(model)]
     states = [(path, around.state_of(holder)) for path, holder in around.holders_of(model)]
     models = [_model_status(path, state) for path, state in states if state is not None]
-    return Status(
-        towers=tuple(towers), models=tuple(models), decoding=decoding_status(model), untested=tuple(untested())
-    )
+    steps = sys.modules.get("hf_vit_accel.model.steps")  # imported by the first call of `graphed_decoding`
+    decoding = None if steps is None else steps.decoding_status(model)
+    return Status(towers=tuple(towers), models=tuple(models), decoding=decoding, untested=tuple(untested()))
 
 
 def _model_status(path: str, state: ModelState) -> ModelStatus:

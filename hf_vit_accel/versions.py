@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -50,9 +51,13 @@ _POPPED_BEFORE_5_15 = {
     "get_vision_window_index": ("window_index", "cu_window_seqlens"),
     "get_vision_bilinear_indices_and_weights": ("interp_indices", "interp_weights"),
 }
-_VISION_UTILS: Any = None
-if importlib.util.find_spec("transformers.vision_utils") is not None:
-    _VISION_UTILS = importlib.import_module("transformers.vision_utils")
+
+
+@lru_cache(maxsize=1)
+def _vision_utils() -> Any:
+    """Return the module of transformers that computes metadata, imported late; None before there was one."""
+    has_module = importlib.util.find_spec("transformers.vision_utils") is not None
+    return importlib.import_module("transformers.vision_utils") if has_module else None
 
 
 def popped_by(names: Iterable[str]) -> frozenset[str]:
@@ -61,11 +66,11 @@ def popped_by(names: Iterable[str]) -> frozenset[str]:
     Args:
         names: The names of all functions that its modules call.
     """
-    if hasattr(_VISION_UTILS, "get_vision_attention_seqlens"):
+    if hasattr(_vision_utils(), "get_vision_attention_seqlens"):
         return frozenset((*METADATA, *_LENGTHS))
     found: set[str] = set()
     for name in names:
-        if hasattr(_VISION_UTILS, name):
+        if hasattr(_vision_utils(), name):
             found.update(_POPPED_BEFORE_5_15.get(name, ()))
     return frozenset(found)
 
@@ -73,7 +78,7 @@ def popped_by(names: Iterable[str]) -> frozenset[str]:
 def keyword_arguments(metadata: Mapping[str, Any], popped: frozenset[str]) -> dict[str, Any]:
     """Return the metadata that a tower pops, under the names and in the layout of this version."""
     kwargs = {name: value for name, value in metadata.items() if name in popped}
-    if not hasattr(_VISION_UTILS, "get_vision_attention_seqlens"):
+    if not hasattr(_vision_utils(), "get_vision_attention_seqlens"):
         for name, former_name in _BILINEAR.items():
             if name in kwargs:
                 kwargs[former_name] = kwargs.pop(name).t()  # (4, T) instead of (T, 4)

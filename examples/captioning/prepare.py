@@ -81,7 +81,9 @@ def prepare(request: Request, stack: ExitStack) -> Prepared:
     share_lock = None if request.dry_run else stack.enter_context(lock(request.output, alone=True))
     last_run = (journal.manifest()["runs"] or [{}])[-1]
     last_settings = last_run.get("settings", {})
-    checkpoint_settings, title = identity(request.model, request.revision, request.output, write=share_lock is not None)
+    checkpoint_settings, title = identity(
+        request.model, request.revision, request.output, write=share_lock is not None, generates=True
+    )
     settings = checkpoint_settings | request.settings
     # --overwrite makes another run, so the earlier records stay, even if this run fails.
     overwrites = last_settings.get("again", 0) + request.overwrite

@@ -45,7 +45,9 @@ def checkpoint(folder: Path, cached: Mapping[str, str]) -> tuple[dict[str, str],
     return by_name, {versions[file]: checksums[file] for file in files}
 
 
-def identity(model: str, revision: str | None, output: Path, *, write: bool = False) -> tuple[Settings, str]:
+def identity(
+    model: str, revision: str | None, output: Path, *, write: bool = False, generates: bool = False
+) -> tuple[Settings, str]:
     """Identify a checkpoint: by the contents of its folder, or by its commit on the Hub.
 
     Args:
@@ -53,17 +55,18 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
         revision: Branch, tag or commit on the Hub.
         output: Folder where computed checksums are cached.
         write: Write to that folder.
+        generates: The model must make text of pictures.
 
     Returns:
         Settings that differ between any two checkpoints, and the checkpoint's name for the console.
 
     Raises:
-        ValueError: There is no such checkpoint.
+        ValueError: There is no such checkpoint, or it is of another kind.
     """
     if Path(model).is_file():
         raise ValueError(f"{model} is a file; name the folder of the checkpoint")
     if not Path(model).is_dir():
-        return _identity_on_hub(model, revision)
+        return _identity_on_hub(model, revision, generates)
     if revision is not None:
         raise ValueError(f"--revision is for models on the Hub, and {model} is a folder")
     cache_file = output / ".checksums.json"
@@ -77,7 +80,8 @@ def identity(model: str, revision: str | None, output: Path, *, write: bool = Fa
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model} holds no checkpoint: {str(error).strip().splitlines()[0]}") from None
-    _check_kind(model, config)
+    if generates:
+        _check_kind(model, config)
     if write and not computed.items() <= cached.items():
         with suppress(OSError):  # the run can do without this file; other writes report a full disk
             replace_file(cache_file, json.dumps(cached | computed))
@@ -90,12 +94,13 @@ def _check_kind(model: str, config: PretrainedConfig) -> None:
         raise ValueError(f"{model} ({config.model_type}) is not a vision-language model that transformers can load")
 
 
-def _identity_on_hub(model: str, revision: str | None) -> tuple[Settings, str]:
+def _identity_on_hub(model: str, revision: str | None, generates: bool) -> tuple[Settings, str]:
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot load {model}: no folder is there, and as a name on the Hub: {reason}") from None
-    _check_kind(model, config)
+    if generates:
+        _check_kind(model, config)
     commit = getattr(config, "_commit_hash", None) or revision
     return {"model": model, "revision": commit}, f"{model} (revision {commit or 'unknown'})"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from hf_vit_accel.families.base import Family, Part, Parts, Tower
@@ -239,7 +239,7 @@ def _missing(tower: Tower) -> list[str]:
 def misfits(tower: Tower, family: Family) -> list[str]:
     """List which parts of a tower are missing, or others than those of a family."""
     problems = []
-    if not isinstance(getattr(tower, "config", None), PreTrainedConfig):
+    if not isinstance(getattr(tower, "config", None), transformers.PreTrainedConfig):
         problems.append("it has no `config` of transformers")
     names = _arguments(tower)
     if names[1:2] != ["grid_thw"]:

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -273,7 +273,7 @@ OWN_HOOKS = (BeforeForward, AfterForward)
 """The classes of our hooks on a model."""
 
 
-@cache
+@lru_cache(maxsize=1)
 def _exclude_from_compile() -> None:
     """Exclude `_before` from `torch.compile`, once: a decorator would import `torch._dynamo` in a second."""
     globals()["_before"] = torch.compiler.disable(_before, reason="positions are computed on the host")

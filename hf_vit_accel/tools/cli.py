@@ -271,8 +271,8 @@ def _job(
     device = benchmark.device_of_choice()
     on_cpu = device.type == "cpu"
     torch_dtype = benchmark.default_dtype(device) if dtype is None else benchmark.DTYPES[dtype]
-    if train or on_cpu:
-        backends = backends or "auto"
+    if backends is None and (train or on_cpu):
+        backends = "auto"
     if not sizes:
         default_sizes = TRAIN_SIZES if train else ",".join(benchmark.SIZES)
         sizes = CPU_SIZE if on_cpu else default_sizes

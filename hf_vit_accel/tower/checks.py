@@ -195,6 +195,10 @@ def reasons_slow(
             reasons.append(f"{name} is requested")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
+    if snapshot.proof.autocast is not None:
+        autocast = autocast_dtype(snapshot.parts.projection.weight.device, weights.dtype)
+        if autocast not in (None, weights.dtype):
+            reasons.append(snapshot.proof.autocast)
     return reasons + reasons_untraceable()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_vit_accel.backends import backend_named
 from hf_vit_accel.engine.encoder import Checkpoint, checkpoints_of
+from hf_vit_accel.engine.inputs import Inputs
 from hf_vit_accel.engine.passes import cut, reasons_whole
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.families import Tower
@@ -43,6 +44,10 @@ from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import SpecKey, TowerState
 from hf_vit_accel.versions import keyword_arguments
 
+_OUTER_GRAPH = (
+    "A patched tower cannot be captured in an outer CUDA graph. By default it captures its own where that pays, with "
+    "hf_vit_accel.patch(model, cuda_graphs=True) at the first call"
+)
 AUTOMATIC_ON = ("cuda",)
 """The types of devices on which `cuda_graphs="auto"` captures."""
 
@@ -71,30 +76,18 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     assert snapshot is not None and weights is not None
     device = inputs.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "A patched tower cannot be captured in an outer CUDA graph; use hf_vit_accel.patch(model, cuda_graphs=True)"
-        )
+        raise RuntimeError(_OUTER_GRAPH)
     # A third-party module (an adapter) may train parameters outside of the tower.
     grad_mode = torch.is_grad_enabled()
     grad = grad_mode and bool(snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
-    shared = NOT_SHARED
-    if state.sharing is not None:
-        shared = _decide_sharing(state, state.sharing, call, checkpoints, not_shared)
+    sharing = state.sharing
+    shared = NOT_SHARED if sharing is None else _decide_sharing(state, sharing, call, checkpoints, not_shared)
     reasons_slow = list(call.reasons_slow)
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
-    autocast = checks.autocast_dtype(device, weights.dtype)
-    if snapshot.proof.autocast is not None and autocast not in (None, weights.dtype):
-        reasons_slow.append(snapshot.proof.autocast)
-    grid = inputs.grid
-    if inputs.repeats is not None:
-        grid = inputs.repeats.distinct(grid)
-    if shared.places is not None and state.sharing is not None:
-        grid = shared.places.grid_of(state.sharing.ranks.rank)
     runner = state.training_runner if grad else state.inference_runner
-    is_auto = state.settings.graphs == "auto"
-    has_graphs = runner is not None and not is_auto
+    has_graphs = runner is not None and state.settings.graphs != "auto"
     spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad, graphs=has_graphs)
     if spec.ops is None:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
@@ -104,15 +97,17 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if any(checkpoints) or isinstance(state.settings.max_rows, int):  # else there is nothing to add to the spec
         most_rows, passes_reasons = _most_rows(state, spec, snapshot, checkpoints, len(inputs.pixels))
         reasons += passes_reasons
-    if inputs.repeats is not None:
-        reasons += inputs.repeats.unmet
+    grid = inputs.grid
+    if inputs.repeats is not None or shared.places is not None:
+        grid = _own_grid(state, inputs, shared)
+        reasons += [] if inputs.repeats is None else inputs.repeats.unmet
     is_whole = most_rows is None or len(inputs.pixels) <= most_rows
     graphs = NO_GRAPHS
     # Automatic graphs replay calls of one pass. A score_mod may capture tensors that a graph would never read again.
     may_be_automatic = is_whole and device.type in AUTOMATIC_ON and state.settings.score_mod is None
     if grid and runner is not None and (has_graphs or may_be_automatic):
         graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
-        if is_auto and graphs.decides_backend:
+        if graphs.decides_backend and not has_graphs:
             spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, graphs=True)
     if grid is inputs.grid and is_whole:
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
@@ -122,9 +117,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         reasons += [reason for reason in one_pass.route.unmet if reason not in reasons]
     if state.settings.strict:
         refuse(reasons)
-    runner = graphs.runner
     if grad and len(passes) > 1:
-        runner = None  # such passes run again in the backward pass
+        graphs = NO_GRAPHS  # such passes run again in the backward pass
     return FastPlan(
         reasons=tuple(reasons),
         inputs=inputs,
@@ -136,14 +130,19 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         most_rows=most_rows,
         checkpoints=checkpoints,
         shared=shared,
-        runner=runner,
-        graph_use=graphs.use,
-        graph_spec=spec if graphs.spec is None else graphs.spec,
+        graphs=graphs,
         marks_outputs=grad_mode and not grad and snapshot.marks_outputs(),
         returns_tuple=snapshot.copy_proof is None
         and snapshot.output_class is not None
         and inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
+
+
+def _own_grid(state: TowerState, inputs: Inputs, shared: SharedCall) -> Grid:
+    """Return the images that this rank encodes: those that are distinct, and its share of them."""
+    if shared.places is not None and state.sharing is not None:
+        return shared.places.grid_of(state.sharing.ranks.rank)
+    return inputs.grid if inputs.repeats is None else inputs.repeats.distinct(inputs.grid)
 
 
 def spec_of(

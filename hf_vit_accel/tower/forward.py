@@ -15,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ class AcceleratedForward:
         return _call(tower, state, original, args, kwargs)
 
 
-@cache
+@lru_cache(maxsize=1)
 def _exclude_from_compile() -> None:
     """Exclude `AcceleratedForward` from `torch.compile`, once: a decorator would import `torch._dynamo` in a second."""
     reason = "the layout is decided on the host, and the layers are fused already"
@@ -340,9 +340,9 @@ def _encode_pass(
     is_embedded: bool = False,
 ) -> list[Tensor]:
     """Return the outputs of one pass, replayed from a CUDA graph or encoded. The arguments are those of `encode`."""
-    runner = plan.runner
+    runner = plan.graphs.runner
     if runner is not None and not is_embedded:
-        reason = plan.graph_use.eager_reason
+        reason = plan.graphs.use.eager_reason
         outputs = runner.stay_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_TP)
         if not isinstance(outputs, Eager):
             return outputs
@@ -358,7 +358,7 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     memory: list[object] = [plan.weights]
     memory += [buffer.data_ptr() for buffer in plan.snapshot.buffers()]
     if isinstance(runner, Runner):
-        return runner.run(one_pass.route, pixels_TP, memory, plan.graph_spec, plan.graph_use.exactly)
+        return runner.run(one_pass.route, pixels_TP, memory, plan.graphs.spec or plan.spec, plan.graphs.use.exactly)
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
 
 

@@ -108,6 +108,26 @@ class StockPlan:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class GraphChoice:
+    """The CUDA graphs of a call.
+
+    Attributes:
+        runner: Their runner; None for a call that is eager without a reason to count.
+        use: How the runner serves the call.
+        spec: The spec that all its graphs share; None for the spec of the call itself.
+        decides_backend: Whether the call needs backends that a graph can replay.
+    """
+
+    runner: Runner | TrainingRunner | None = None
+    use: GraphUse = CHOSEN_BY_RUNNER
+    spec: Spec | None = None
+    decides_backend: bool = False
+
+
+NO_GRAPHS = GraphChoice()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FastPlan:
     """The decisions about a call that runs our operations.
 
@@ -122,9 +142,7 @@ class FastPlan:
         most_rows: Rows of a pass at most; None for a call that may not be cut.
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         shared: Which rank encodes what, if ranks share the call.
-        runner: Of CUDA graphs; None for a call that is eager without a reason to count.
-        graph_use: How the runner serves this call.
-        graph_spec: The spec that all graphs of the runner share.
+        graphs: The CUDA graphs of the call.
         marks_outputs: Whether the outputs of a frozen tower must require gradients.
         returns_tuple: Whether the caller asked for a tuple.
         way: Always `Way.FAST`.
@@ -140,16 +158,15 @@ class FastPlan:
     most_rows: int | None
     checkpoints: Sequence[Checkpoint | None]
     shared: SharedCall
-    runner: Runner | TrainingRunner | None
-    graph_use: GraphUse
-    graph_spec: Spec
+    graphs: GraphChoice
     marks_outputs: bool
     returns_tuple: bool
     way: ClassVar[Way] = Way.FAST
 
     def lost_graphs(self) -> bool:
         """Return whether memory ran out in a call that was to be replayed, and its graphs have given theirs back."""
-        return self.runner is not None and self.graph_use.eager_reason is None and self.runner.has_given_up
+        runner = self.graphs.runner
+        return runner is not None and self.graphs.use.eager_reason is None and runner.has_given_up
 
 
 CallPlan = StockPlan | FastPlan
@@ -168,23 +185,3 @@ class Outcome:
     plan: CallPlan
     output: Any
     reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GraphChoice:
-    """The CUDA graphs of a call.
-
-    Attributes:
-        runner: Their runner; None for a call that is eager without a reason to count.
-        use: How the runner serves the call.
-        spec: The spec that all its graphs share; None for the spec of the call itself.
-        decides_backend: Whether the call needs backends that a graph can replay.
-    """
-
-    runner: Runner | TrainingRunner | None = None
-    use: GraphUse = CHOSEN_BY_RUNNER
-    spec: Spec | None = None
-    decides_backend: bool = False
-
-
-NO_GRAPHS = GraphChoice()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from hf_vit_accel.ops.base import copied
 
@@ -63,13 +63,13 @@ class Watch:
         return None if is_same else "a buffer changed"
 
 
-def _configs_of(attributes: list[dict[str, Any]]) -> Iterator[PreTrainedConfig]:
+def _configs_of(attributes: list[dict[str, Any]]) -> Iterator[transformers.PreTrainedConfig]:
     """Yield every config in the attributes of modules, and the configs inside it; none twice."""
     pending: list[Any] = [value for values in attributes for value in values.values()]
     seen: set[int] = set()
     while pending:
         config = pending.pop()
-        if isinstance(config, PreTrainedConfig) and id(config) not in seen:
+        if isinstance(config, transformers.PreTrainedConfig) and id(config) not in seen:
             seen.add(id(config))
             yield config
             pending += vars(config).values()

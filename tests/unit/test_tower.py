@@ -568,7 +568,7 @@ def test_status_reports_a_reason_once() -> None:
         assert any(", " in line.split(": ")[0] for line in lines), "a line names all parts that a reason holds for"
     assert "not fused  window_attention: the tower has no windows" in texts[0]
     assert "not fused  positions: the tower has no position table" in texts[1]
-    assert str(replace(hf_vit_accel.status(pair), towers=tuple(towers))) == "\n".join(texts)
+    assert str(replace(hf_vit_accel.status(pair), towers=tuple(towers), models=())) == "\n".join(texts)
 
 
 def test_status_on_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ NAMES = {"get_vision_position_ids", "get_vision_cu_seqlens", "get_vision_bilinea
 def test_metadata_of_versions_that_pop_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions are those of 5.9: positions have other names and the other order of dimensions."""
     former = SimpleNamespace(**dict.fromkeys([*NAMES, "get_vision_window_index"]))
-    monkeypatch.setattr(versions, "_VISION_UTILS", former)
+    monkeypatch.setattr(versions, "_vision_utils", lambda: former)
     popped = versions.popped_by(NAMES)
     assert popped == {"position_ids", "cu_seqlens", "interp_indices", "interp_weights"}
     metadata = {name: torch.zeros(5, 4) for name in versions.METADATA} | {"max_seqlen": 3, "max_window_seqlen": 2}
@@ -68,7 +68,7 @@ def test_metadata_of_versions_that_pop_some_of_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_metadata_of_versions_that_pop_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_VISION_UTILS", None)
+    monkeypatch.setattr(versions, "_vision_utils", lambda: None)
     assert versions.popped_by({"get_vision_position_ids", "get_vision_cu_seqlens"}) == frozenset()
 
 
