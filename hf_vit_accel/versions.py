@@ -44,7 +44,7 @@ METADATA = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "
 _LENGTHS = ("max_seqlen", "max_window_seqlen")
 _BILINEAR = {"interp_indices": "bilinear_indices", "interp_weights": "bilinear_weights"}
 POPPED = (*METADATA, *_LENGTHS, *_BILINEAR.values())
-"""The keyword arguments that some version pops, instead of computing their values."""
+"""The keyword arguments that some version pops."""
 _POPPED_BEFORE_5_15 = {
     "get_vision_position_ids": ("position_ids",),
     "get_vision_cu_seqlens": ("cu_seqlens",),
@@ -56,8 +56,8 @@ _POPPED_BEFORE_5_15 = {
 @lru_cache(maxsize=1)
 def _vision_utils() -> Any:
     """Return the module of transformers that computes metadata, imported late; None before there was one."""
-    has_module = importlib.util.find_spec("transformers.vision_utils") is not None
-    return importlib.import_module("transformers.vision_utils") if has_module else None
+    name = "transformers.vision_utils"
+    return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
 
 
 def popped_by(names: Iterable[str]) -> frozenset[str]:
