@@ -106,7 +106,7 @@ def test_without_ray_the_program_says_what_to_install(tmp_path: Path) -> None:
     program = [sys.executable, EXAMPLES / "caption_on_ray.py", "--help"]
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == "caption_on_ray.py needs Ray (No module named 'ray'): pip install 'ray[data]'\n"
+    assert done.stderr == "This program needs Ray Data (No module named 'ray'): pip install 'ray[data]'\n"
 
 
 def test_records_are_those_of_one_process(
