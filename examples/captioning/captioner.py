@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from media.files import say
 from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
@@ -29,7 +30,9 @@ from transformers.utils import is_torchvision_available
 from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
+import hf_vit_accel
 from hf_vit_accel import ReuseConfig
+from hf_vit_accel.model.steps import free_steps
 
 __all__ = [
     "Absent",
@@ -156,6 +159,7 @@ class Captioner:
         temperature: 0 is greedy. Above, every record samples with a seed of its own, from `seed`, its key and prompt.
         top_p: Share of the probability that is sampled from.
         seed: The seed of a run.
+        decode_graphs: Whether `hf_vit_accel.graphed_decoding` generates the tokens.
         pictures_on: Device that resizes pictures and cuts them into patches.
         on_answers: Takes the number of rows whose captions are complete, while a batch is generated.
     """
@@ -166,9 +170,11 @@ class Captioner:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    decode_graphs: bool = False
     pictures_on: torch.device = field(default_factory=_cpu)
     on_answers: Callable[[int], None] | None = None
     _threads: threading.local = field(default_factory=threading.local, repr=False)
+    _has_reported_stock: bool = field(default=False, repr=False)
 
     def encode(self, media: Sequence[Image.Image | Clip], prompts: Sequence[str]) -> Inputs:
         """Make the model's inputs: pictures (or one clip) with a prompt each, and pixels in the model's dtype.
@@ -249,12 +255,11 @@ class Captioner:
         patches = sum(int(grid.prod(-1).sum()) for name, grid in inputs.items() if name.endswith("_grid_thw"))
         return patches // self.processor.image_processor.merge_size**2
 
-    @torch.inference_mode()
     def generate(self, inputs_by_prompt: Sequence[Inputs], seeds: Sequence[Sequence[int]]) -> list[list[Caption]]:
         """Generate the captions of one batch.
 
         The tower runs once if transformers lets `generate` take its outputs. Otherwise it runs once per prompt, unless
-        the model is patched with `reuse_for`.
+        the model is patched with `reuse_for`. If memory runs out, the graphs of decoding are freed for a second try.
 
         Args:
             inputs_by_prompt: Inputs of the same pictures for every prompt.
@@ -263,6 +268,23 @@ class Captioner:
         Returns:
             The captions of the rows for every prompt.
         """
+        try:
+            captions = self._generate_batch(inputs_by_prompt, seeds)
+        except torch.OutOfMemoryError:
+            if not self.decode_graphs or not free_steps(self.model):
+                raise
+            captions = None
+        if captions is None:  # outside of the handler, because its traceback keeps the tensors of the first try alive
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            captions = self._generate_batch(inputs_by_prompt, seeds)
+        self._report_stock()
+        return captions
+
+    @torch.inference_mode()
+    def _generate_batch(
+        self, inputs_by_prompt: Sequence[Inputs], seeds: Sequence[Sequence[int]]
+    ) -> list[list[Caption]]:
         encoded: Inputs | None = None
         captions: list[list[Caption]] = []
         for inputs, row_seeds in zip(inputs_by_prompt, seeds, strict=True):
@@ -277,6 +299,15 @@ class Captioner:
                 watches.append(_Watch(self.model, on_device, self.on_answers, earlier, len(inputs_by_prompt)))
             captions.append(self._generate(on_device, row_seeds, watches))
         return captions
+
+    def _report_stock(self) -> None:
+        """Print once that stock decodes some captions, with the reasons."""
+        if not self.decode_graphs or self._has_reported_stock:
+            return
+        decoding = hf_vit_accel.status(self.model).decoding
+        if decoding is not None and " by stock (" in decoding:
+            say(f"stock decodes some captions: {decoding}")
+            self._has_reported_stock = True
 
     def _on_device(self, inputs: Inputs) -> Inputs:
         """Return the inputs on the model's device, once their copy has arrived."""
@@ -305,8 +336,10 @@ class Captioner:
             if self.top_p < 1:
                 samplers.append(TopPLogitsWarper(self.top_p))
             samplers.append(_Sampler(seeds, self.model.device))
+        decoding = {"custom_generate": hf_vit_accel.graphed_decoding} if self.decode_graphs else {}
         tokens = self.model.generate(
             **inputs,
+            **decoding,
             max_new_tokens=self.max_new_tokens,
             do_sample=False,
             logits_processor=samplers,

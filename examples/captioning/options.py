@@ -52,11 +52,14 @@ class Options:
     batch_size: Annotated[int, typer.Option(min=1, help="Most items in a batch.")] = 64
     attention: Annotated[str, typer.Option(help="Attention backend of the vision tower.")] = "auto"
     cuda_graphs: Annotated[bool, typer.Option(help="Replay the tower from CUDA graphs.")] = False
+    no_decode_graphs: Annotated[
+        bool, typer.Option("--no-decode-graphs", help="Generate tokens by stock's method; also with --no-patch.")
+    ] = False
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(help="By default bfloat16 on CUDA, else float32."),
     ] = None
-    no_patch: Annotated[bool, typer.Option("--no-patch", help="Use the stock vision tower, for comparison.")] = False
+    no_patch: Annotated[bool, typer.Option("--no-patch", help="Use stock transformers, for comparison.")] = False
     column: Annotated[str | None, typer.Option(help="Column of the pictures in parquet files and data sets.")] = None
     split: Annotated[str, typer.Option(help="Split of data sets.")] = "train"
     root: Annotated[
@@ -96,9 +99,10 @@ class Options:
         return list(dict.fromkeys(self.prompt or [default]))
 
     @property
-    def decoding(self) -> tuple[int, float, float, int]:
+    def decoding(self) -> tuple[int, float, float, int, bool]:
         """Return the arguments of `Captioner` that decide how captions are generated."""
-        return self.max_new_tokens, self.temperature, self.top_p, self.seed
+        decode_graphs = not (self.no_patch or self.no_decode_graphs)
+        return self.max_new_tokens, self.temperature, self.top_p, self.seed, decode_graphs
 
     def dtype_on(self, on_cuda: bool) -> str:
         """Return the name of the model's dtype."""

@@ -143,6 +143,13 @@ class Steps:
                 self._recorder.settle()
             self._steps.popitem(last=False)
 
+    def free(self) -> bool:
+        """Free all steps, and return whether there were any. Counts and proofs stay."""
+        with self._lock:
+            has_steps = bool(self._steps)
+            self._drop(0, 0)
+        return has_steps
+
     @property
     def _nbytes(self) -> int:
         return sum(step.nbytes for step in self._steps.values())
@@ -195,6 +202,11 @@ _STEPS: WeakKeyDictionary[nn.Module, Steps] = WeakKeyDictionary()
 def steps_of(model: nn.Module) -> Steps:
     """Return the steps of a model. Copies and pickles of the model begin without any."""
     return _STEPS.setdefault(model, Steps())
+
+
+def free_steps(model: nn.Module) -> bool:
+    """Free the memory of a model's steps, and return whether there were any. The next call captures anew."""
+    return model in _STEPS and _STEPS[model].free()
 
 
 def decoding_status(model: nn.Module) -> str | None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_vit_accel import graphed_decoding
 from hf_vit_accel.model import step as step_module
-from hf_vit_accel.model.steps import steps_of
+from hf_vit_accel.model.steps import free_steps, steps_of
 
 Recorder = type[OperationRecorder]
 TEXT = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 3, 3]])}
@@ -144,6 +144,18 @@ def test_the_bounds_drop_the_steps_used_least_recently(model: Any, recorder: Rec
     assert not steps_of(model)._steps
     generate(3)
     assert recorder.captures == 5 and counts_of(model).static_calls == 7
+
+
+def test_freed_steps_are_captured_anew(model: Any, recorder: Recorder) -> None:
+    assert not free_steps(model)
+    both(model, TEXT, max_new_tokens=12)
+    both(model, TEXT, max_new_tokens=200)
+    steps = [weakref.ref(step) for step in steps_of(model)._steps.values()]
+    assert len(steps) == 2 and free_steps(model)
+    gc.collect()
+    assert [step() for step in steps] == [None, None] and not free_steps(model)
+    both(model, TEXT, max_new_tokens=12)
+    assert recorder.captures == 3 and counts_of(model).static_calls == 3
 
 
 @pytest.mark.usefixtures("way")

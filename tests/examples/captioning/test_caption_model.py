@@ -21,8 +21,14 @@ from media.processors import load_processor
 from packaging.version import Version
 from PIL import Image
 from programs import EXAMPLES, draw
+from support.decoding import Counts, counts_of
+from support.recorded_ops import OperationRecorder
 from support.towers import alike
-from support_captioning import FAMILIES, PICTURE_PROMPT, batch_caption
+from support_captioning import FAMILIES, PICTURE_PROMPT, WHOLE, batch_caption, caption, counted, put
+from transformers import AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_vit_accel
 
@@ -109,8 +115,9 @@ def test_inputs_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(inputs[name] is before[name] for name in before)
 
 
-def test_samples_do_not_depend_on_their_batch() -> None:
-    captioner = load("qwen3_vl", temperature=3.0)
+@pytest.mark.parametrize("decode_graphs", [False, True])
+def test_samples_do_not_depend_on_their_batch(decode_graphs: bool) -> None:
+    captioner = load("qwen3_vl", temperature=3.0, decode_graphs=decode_graphs)
     images = [draw(seed)[0] for seed in range(8)]
     (together,) = generate(captioner, images, PICTURE_PROMPT)
     alone = [generate(captioner, [image], PICTURE_PROMPT, first_seed=seed)[0][0] for seed, image in enumerate(images)]
@@ -118,6 +125,103 @@ def test_samples_do_not_depend_on_their_batch() -> None:
     (others,) = generate(captioner, images, PICTURE_PROMPT, first_seed=100)
     assert sum(one != other for one, other in zip(together, others, strict=True)) >= 4
     assert generate(captioner, images[:1] * 8, PICTURE_PROMPT)[0][1:] != [together[0]] * 7  # each row has its own noise
+
+
+@pytest.mark.parametrize("family", alike("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_decoding_from_graphs_generates_the_tokens_of_stock(
+    family: str, temperature: float, recorder: type[OperationRecorder]
+) -> None:
+    captioner = load(family, temperature=temperature, top_p=0.9)
+    hf_vit_accel.patch(captioner.model)
+    images = [draw(seed, FAMILIES[family])[0] for seed in range(6)]
+    long_prompt = " ".join(["describe this picture ."] * 40)  # another bucket of the cache
+    stock = tokens_of(captioner, images, decode_graphs=False)
+    assert hf_vit_accel.status(captioner.model).decoding is None
+    assert tokens_of(captioner, images, decode_graphs=True) == stock
+    parts = [tokens_of(captioner, part, decode_graphs=True) for part in (images[:2], images[:1], images[:2])]
+    assert parts == [tokens_of(captioner, part, decode_graphs=False) for part in (images[:2], images[:1], images[:2])]
+    stock = tokens_of(captioner, images, PICTURE_PROMPT, long_prompt, decode_graphs=False)
+    assert tokens_of(captioner, images, PICTURE_PROMPT, long_prompt, decode_graphs=True) == stock
+    assert counts_of(captioner.model) == Counts(6, {}) and 3 <= recorder.captures <= 6
+
+
+def tokens_of(
+    captioner: Captioner, images: Sequence[Image.Image], *prompts: str, decode_graphs: bool
+) -> list[list[list[int]]]:
+    """Return the tokens of every prompt and picture, with padding; by default of one prompt."""
+    captioner.decode_graphs = decode_graphs
+    stock_generate = type(captioner.model).generate
+    tokens = []
+
+    def generate_and_note(**kwargs: object) -> torch.Tensor:
+        assert ("custom_generate" in kwargs) == decode_graphs
+        output = stock_generate(captioner.model, **kwargs)
+        tokens.append(output.tolist())
+        return output
+
+    captioner.model.generate = generate_and_note
+    generate(captioner, images, *(prompts or (PICTURE_PROMPT,)))
+    del captioner.model.generate
+    return tokens
+
+
+def test_decoding_by_stock_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    captioner = load("qwen2_vl", decode_graphs=True)
+    images = [draw(0, 28)[0]]
+    expected = generate(captioner, images, PICTURE_PROMPT)
+    assert capsys.readouterr().out == ""
+    captioner.model.config.get_text_config()._attn_implementation_internal = "of its own"
+    ALL_ATTENTION_FUNCTIONS.register("of its own", sdpa_attention_forward)
+    AttentionMaskInterface.register("of its own", sdpa_mask)
+    assert [generate(captioner, images, PICTURE_PROMPT) for _ in range(2)] == [expected] * 2
+    printed = capsys.readouterr().out
+    assert printed.startswith("stock decodes some captions: 1 calls on a static cache")
+    assert printed.count("\n") == 1 and "1 by stock (1 x the text model's attention is of its own)" in printed
+
+
+def test_graphs_of_decoding_are_freed_when_memory_runs_out(recorder: type[OperationRecorder]) -> None:
+    captioner = load("qwen2_vl", temperature=1.5, decode_graphs=True)
+    images = [draw(seed, 28)[0] for seed in range(3)]
+    expected = generate(captioner, images, PICTURE_PROMPT)
+    are_freed: list[bool] = []
+
+    def run_out_beside_graphs(*_: object) -> None:
+        are_freed.append("(0 held" in hf_vit_accel.status(captioner.model).decoding)
+        if not are_freed[-1]:
+            raise torch.OutOfMemoryError
+
+    hook = captioner.model.model.visual.register_forward_pre_hook(run_out_beside_graphs)
+    assert generate(captioner, images, PICTURE_PROMPT) == expected
+    assert are_freed == [False, True] and recorder.captures == 2
+    hook.remove()
+
+    def run_out(*_: object) -> None:
+        are_freed.append("(0 held" in hf_vit_accel.status(captioner.model).decoding)
+        raise torch.OutOfMemoryError
+
+    are_freed.clear()
+    captioner.model.model.visual.register_forward_pre_hook(run_out)
+    for tries in ([False, True], [True]):  # without graphs there is nothing to free, and no second try
+        with pytest.raises(torch.OutOfMemoryError):
+            generate(captioner, images, PICTURE_PROMPT)
+        assert are_freed == tries
+        are_freed.clear()
+
+
+def test_options_decide_how_captions_are_decoded(tmp_path: Path) -> None:
+    put(tmp_path / "photos", *(f"{number}.png" for number in range(5)))
+    records = []
+    for options in ([], ["--no-decode-graphs"], ["--no-patch"]):
+        output = tmp_path / f"captions{len(records)}"
+        done = caption(tmp_path / "photos", output, WHOLE, "--batch-size=2", *options)
+        assert done.exit_code == 0 and "stock decodes" not in done.output
+        assert ("decoding: 3 calls on a static cache" in done.output) == (not options)
+        assert ("patched" in done.output) == (options != ["--no-patch"])
+        records.append(counted(output))
+    assert records[0] == records[1] == records[2]
+    again = caption(tmp_path / "photos", tmp_path / "captions0", WHOLE, "--no-decode-graphs")
+    assert "0 of them to caption" in again.output
 
 
 def test_every_record_has_its_own_seed() -> None:
