@@ -36,8 +36,7 @@ def untested() -> list[str]:
 
 
 # Metadata. From 5.15 on, towers pop all of it from their keyword arguments. From 5.9 to 5.14 they pop some: no lengths,
-# and positions under other names. Up to 5.8 they pop nothing: another value of `cu_seqlens` raises a TypeError. May go
-# with 5.14.
+# and positions under other names. Up to 5.8 they pop nothing, and `cu_seqlens` raises a TypeError. May go with 5.14.
 
 METADATA = ("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights")
 """The arrays that towers pop from their keyword arguments, by their present names."""

@@ -91,7 +91,6 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad, graphs=has_graphs)
     if spec.ops is None:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
-
     reasons = list(shared.reasons)
     most_rows = spec.max_rows
     if any(checkpoints) or isinstance(state.settings.max_rows, int):  # else there is nothing to add to the spec
@@ -132,9 +131,6 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         shared=shared,
         graphs=graphs,
         marks_outputs=grad_mode and not grad and snapshot.marks_outputs(),
-        returns_tuple=snapshot.copy_proof is None
-        and snapshot.output_class is not None
-        and inputs.options.get("return_dict", tower.config.return_dict) is False,
     )
 
 

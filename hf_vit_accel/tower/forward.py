@@ -286,7 +286,10 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
     if plan.marks_outputs:  # copies: stock's outputs are no leaves either, and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(plan.snapshot.output_class, outputs)
-    return Outcome(plan=plan, output=output.to_tuple() if plan.returns_tuple else output)
+    has_class = plan.snapshot.copy_proof is None and plan.snapshot.output_class is not None
+    if has_class and plan.inputs.options.get("return_dict", tower.config.return_dict) is False:
+        output = output.to_tuple()
+    return Outcome(plan=plan, output=output)
 
 
 def _encode_call(tower: Tower, state: TowerState, plan: FastPlan) -> list[Tensor]:

@@ -144,7 +144,6 @@ class FastPlan:
         shared: Which rank encodes what, if ranks share the call.
         graphs: The CUDA graphs of the call.
         marks_outputs: Whether the outputs of a frozen tower must require gradients.
-        returns_tuple: Whether the caller asked for a tuple.
         way: Always `Way.FAST`.
     """
 
@@ -160,7 +159,6 @@ class FastPlan:
     shared: SharedCall
     graphs: GraphChoice
     marks_outputs: bool
-    returns_tuple: bool
     way: ClassVar[Way] = Way.FAST
 
     def lost_graphs(self) -> bool:
