@@ -33,6 +33,8 @@ _COMMON_CALLS = 32
 _FREE_CAPTURES = 4
 _REPLAYS_PER_CAPTURE = 8
 """Replays that pay for a capture. A capture takes 25 to 75 ms, a replay saves 4 to 9 ms (H100, docs/cuda-graphs.md)."""
+_CALLS_PER_CAPTURE = 256
+"""Calls of any kind that allow one more. Without them a tower whose graphs were dropped unpaid would stay eager."""
 _SHARE = 8
 """Graphs of inference may hold an eighth of the memory that is free, graphs of training steps a quarter."""
 _TRAINING_SHARE = 4
@@ -141,6 +143,7 @@ class AutoGraphs:
             store: The graphs so far.
             free_bytes: Returns the free memory of the device.
         """
+        self._calls += 1
         if rows_of(grid) > 4 * CONFIG.max_tokens:
             return GraphUse(f"steps of more than {4 * CONFIG.max_tokens} patches keep the GPU busy without a graph")
         if self._count(grid) < _EXACT_CALLS:
@@ -160,7 +163,8 @@ class AutoGraphs:
             store: The graphs so far.
             most_bytes: Memory that they may hold for another one to be captured.
         """
-        if store.captures > _FREE_CAPTURES + store.replays // _REPLAYS_PER_CAPTURE:
+        paid = store.replays // _REPLAYS_PER_CAPTURE + self._calls // _CALLS_PER_CAPTURE
+        if store.captures > _FREE_CAPTURES + paid:
             return "another graph is captured when replays have paid for those before"
         if store.nbytes >= most_bytes:
             return "too little memory of the device is free for another graph"

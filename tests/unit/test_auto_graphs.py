@@ -98,8 +98,23 @@ def test_ever_new_sizes_are_hardly_captured() -> None:
                 store.captures += grid not in captured
                 captured.add(grid)
                 store.replays += 1
-    wasted = store.captures - store.replays // automatic._REPLAYS_PER_CAPTURE
-    assert 0 < store.captures < 20 and wasted <= automatic._FREE_CAPTURES + 1
+    earned = store.replays // automatic._REPLAYS_PER_CAPTURE + 2000 // automatic._CALLS_PER_CAPTURE
+    assert 0 < store.captures < 20 and store.captures <= automatic._FREE_CAPTURES + 1 + earned
+
+
+def test_graphs_that_were_dropped_unpaid_are_captured_again_later() -> None:
+    """Without replays nothing earns a capture, so calls must, or a tower would stay eager for ever."""
+    auto = AutoGraphs()
+    store = SimpleNamespace(captures=10, replays=0, nbytes=0)
+    grid = ((1, 28, 28),)
+    reasons = []
+    for _ in range(10 * automatic._CALLS_PER_CAPTURE):
+        reasons.append(auto.use(grid, (224,), store, lambda: 64 << 30, lambda: False).eager_reason)
+    assert "paid" in str(reasons[5]) and reasons[-1] is None
+    steps = AutoGraphs()
+    for _ in range(10 * automatic._CALLS_PER_CAPTURE):
+        use = steps.use_for_step(grid, lambda: 0, store, lambda: 64 << 30)
+    assert use.eager_reason is None
 
 
 def test_large_calls_stay_eager() -> None:
