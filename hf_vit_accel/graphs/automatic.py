@@ -36,10 +36,9 @@ _REPLAYS_PER_CAPTURE = 8
 _CALLS_PER_CAPTURE = 256
 """Calls of any kind that allow one more. Without them a tower whose graphs were dropped unpaid would stay eager."""
 _SHARE = 8
-"""Graphs of inference may hold an eighth of the memory that is free, graphs of training steps a quarter."""
-_TRAINING_SHARE = 4
-BYTES_PER_VALUE = 50
-"""Bytes that a captured training step holds for each row, layer and column of the residual stream, at most (H100)."""
+"""The graphs of one kind may hold an eighth of the memory that is free."""
+_BYTES_PER_VALUE = 33
+"""Bytes of the activations of a training step for each row, layer and column of the residual stream (H100)."""
 _REMEMBERED = 4096
 
 
@@ -133,13 +132,14 @@ class AutoGraphs:
         return GraphUse(exactly=is_exact)
 
     def use_for_step(
-        self, grid: Grid, needed_bytes: Callable[[], int], store: Store, free_bytes: Callable[[], int]
+        self, grid: Grid, values_per_row: int, gradient_bytes: int, store: Store, free_bytes: Callable[[], int]
     ) -> GraphUse:
         """Count a training call, and decide whether its step is replayed.
 
         Args:
             grid: The grid of the call.
-            needed_bytes: Returns the memory that the graphs of the step need.
+            values_per_row: Layers times width of the residual stream.
+            gradient_bytes: Memory of all gradients.
             store: The graphs so far.
             free_bytes: Returns the free memory of the device.
         """
@@ -149,24 +149,27 @@ class AutoGraphs:
         if self._count(grid) < _EXACT_CALLS:
             return GraphUse("with gradients, a layout is captured when it comes often")
         if grid not in self._chosen:
-            most_bytes = min(free_bytes() // _TRAINING_SHARE, CONFIG.max_training_bytes)
-            reason = self._reason_against_capture(store, most_bytes - needed_bytes())
+            activation_bytes = rows_of(grid) * values_per_row * _BYTES_PER_VALUE
+            needed_bytes = max(activation_bytes, gradient_bytes) + gradient_bytes // 4
+            most_bytes = min(free_bytes() // _SHARE, CONFIG.max_training_bytes)
+            reason = self._reason_against_capture(store, most_bytes, needed_bytes)
             if reason is not None:
                 return GraphUse(reason)
             self._chosen.add(grid)
         return GraphUse(exactly=True)
 
-    def _reason_against_capture(self, store: Store, most_bytes: int) -> str | None:
+    def _reason_against_capture(self, store: Store, most_bytes: int, needed_bytes: int = 0) -> str | None:
         """Return why no other graph is captured now, or None.
 
         Args:
             store: The graphs so far.
-            most_bytes: Memory that they may hold for another one to be captured.
+            most_bytes: Memory that all graphs may hold.
+            needed_bytes: Memory that the new graph needs at least. All graphs share it: one of them runs at a time.
         """
         paid = store.replays // _REPLAYS_PER_CAPTURE + self._calls // _CALLS_PER_CAPTURE
         if store.captures > _FREE_CAPTURES + paid:
             return "another graph is captured when replays have paid for those before"
-        if store.nbytes >= most_bytes:
+        if max(store.nbytes, needed_bytes) >= most_bytes:
             return "too little memory of the device is free for another graph"
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return "no graph is captured under a profiler"

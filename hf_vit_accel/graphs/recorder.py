@@ -26,6 +26,18 @@ _CAPTURES = threading.Lock()
 """Held during a capture: captures of two threads could disturb one another."""
 
 
+class _Memory:
+    """Device memory as other libraries see it; does not own it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 3,
+        }
+
+
 class CudaRecorder:
     """Captures CUDA graphs on one device, into one private memory pool."""
 
@@ -110,6 +122,15 @@ class CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
             if is_complete:
                 raise
+
+    @staticmethod
+    def borrow(tensor: Tensor) -> Tensor:
+        """Return a tensor over the same device memory that does not own it.
+
+        The memory stays with the pool, whose graphs write there. A capture or a replay may use it for other tensors.
+        """
+        memory = torch.as_tensor(_Memory(tensor.untyped_storage()), device=tensor.device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def wait(self) -> None:
         """Let work that is queued from now on begin after the last `done`."""

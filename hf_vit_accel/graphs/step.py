@@ -34,7 +34,8 @@ class Step:
         differentiable: Whether each output can have a gradient.
         used: Whether the loss uses each output, so that a gradient arrives for it.
         incoming: Static gradients of the used outputs, read by the backward.
-        gradients: Static gradients of the pixels, then of every trained parameter, written by the backward.
+        gradients: Gradients of the pixels, then of every trained parameter, written by the backward. Their memory is
+            the pool's: they are valid until the next replay of any graph in it.
         slots: Where modules store the tower's parameters.
         other_slots: Where they store other tensors: buffers and plain attributes.
         trained: Whether each parameter requires a gradient.
@@ -121,6 +122,7 @@ class StepCapture:
         (forward, backward), nbytes = recorder.record(self.forward, self.backward)
         differentiable = [output.requires_grad for output in self._encoded]
         self._encoded = []  # the autograd graph must not outlive the capture
+        self.gradients[:] = [gradient if gradient is None else recorder.borrow(gradient) for gradient in self.gradients]
         metadata = self.route.metadata
         return Step(
             label=f"{metadata.rows} patches in {metadata.full.count} segments",

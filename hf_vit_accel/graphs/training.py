@@ -23,11 +23,11 @@ from hf_vit_accel import machine
 from hf_vit_accel.config import GraphConfig
 from hf_vit_accel.engine.recorded import RecordedTensors
 from hf_vit_accel.engine.route import Route
-from hf_vit_accel.graphs.automatic import BYTES_PER_VALUE, CHOSEN_BY_RUNNER, AutoGraphs, GraphUse
+from hf_vit_accel.graphs.automatic import CHOSEN_BY_RUNNER, AutoGraphs, GraphUse
 from hf_vit_accel.graphs.recorder import CudaRecorder, free_bytes
 from hf_vit_accel.graphs.step import Gradients, Step, StepCapture, Tensors, distinct_trained, present, run_eagerly
 from hf_vit_accel.graphs.store import CaptureError, Eager, GraphStore, Identity
-from hf_vit_accel.layout import Grid, rows_of
+from hf_vit_accel.layout import Grid
 
 
 class _Call:
@@ -81,17 +81,17 @@ class TrainingRunner(GraphStore[Step]):
         """List the tensors that the next call writes before a graph reads them."""
         buffers: Tensors = []
         for step in self._graphs.values():
-            buffers += [tensor.detach() for tensor in (*step.incoming, *step.gradients) if tensor is not None]
+            buffers += [tensor.detach() for tensor in step.incoming]
             if step.last_call is None or step.last_call() is None:  # gradients of a call may need its pixels
                 buffers.append(step.pixels_TP)
         return buffers
 
-    def choose(self, grid: Grid, columns: int, parameters: Sequence[Tensor], device: torch.device) -> GraphUse:
+    def choose(self, grid: Grid, values_per_row: int, parameters: Sequence[Tensor], device: torch.device) -> GraphUse:
         """Decide whether a step is replayed, before it is planned.
 
         Args:
             grid: The grid of the call.
-            columns: Layers times width of the residual stream.
+            values_per_row: Layers times width of the residual stream.
             parameters: All parameters of the tower.
             device: The device of the call.
         """
@@ -100,12 +100,8 @@ class TrainingRunner(GraphStore[Step]):
         why = self._why_never()
         if why is not None:
             return GraphUse(why)
-
-        def needed_bytes() -> int:
-            gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-            return rows_of(grid) * columns * BYTES_PER_VALUE + gradient_bytes
-
-        return self.auto.use_for_step(grid, needed_bytes, self, partial(free_bytes, device))
+        gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        return self.auto.use_for_step(grid, values_per_row, gradient_bytes, self, partial(free_bytes, device))
 
     def run(
         self,
@@ -139,7 +135,9 @@ class TrainingRunner(GraphStore[Step]):
 
             def capture(recorder: CudaRecorder) -> Step:
                 slots = [(place, name) for place in places for name, value in place.items() if value is not None]
-                return StepCapture(route, pixels_TP, parameters, slots, self._used).step(recorder)
+                step = StepCapture(route, pixels_TP, parameters, slots, self._used).step(recorder)
+                torch.cuda.empty_cache()  # the warm-up's memory is of the recorder's stream: no other work can use it
+                return step
 
             try:
                 step = self._find_or_capture((route.metadata.grid, self._used), capture)

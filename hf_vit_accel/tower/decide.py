@@ -298,8 +298,8 @@ def _choose_graphs(
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
     if isinstance(runner, TrainingRunner):
-        columns = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
-        use = runner.choose(grid, columns, parameters, device)
+        values_per_row = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
+        use = runner.choose(grid, values_per_row, parameters, device)
         return GraphChoice(runner=runner, use=use, decides_backend=use.eager_reason is None)
 
     def is_padding_slower() -> bool:

@@ -102,6 +102,11 @@ class OperationRecorder:
 
         return replay
 
+    @staticmethod
+    def borrow(tensor: Tensor) -> Tensor:
+        """Return the tensor: replays write to it."""
+        return tensor
+
     def wait(self) -> None:
         """Do nothing: a CPU has one stream."""
 

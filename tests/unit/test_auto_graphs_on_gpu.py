@@ -22,7 +22,7 @@ from hf_vit_accel.tower.state import state_of
 pytestmark = pytest.mark.gpu
 
 IMAGE: Grid = [(1, 6, 8)]
-CALLS = 400
+CALLS = 2000
 
 
 @pytest.fixture
@@ -206,3 +206,30 @@ def test_a_step_of_training_is_replayed_with_gradients_as_before() -> None:
         for gradient, expected in zip(*gradients, strict=True):
             assert relative_error(gradient, expected) < 5e-2
     assert hf_vit_accel.status(towers[0]).towers[0].training.replays == 3
+
+
+def test_steps_of_many_layouts_share_the_memory_of_gradients() -> None:
+    """A captured step holds no gradients of its own: they lie where the next replay computes others."""
+    towers = []
+    for graphs in ("auto", False):
+        model = TINY["qwen2_5_vl"].build().to("cuda", torch.bfloat16)
+        towers.append(hf_vit_accel.patch(tower_of(model), cuda_graphs=graphs))
+    towers[1].load_state_dict(towers[0].state_dict())
+    grids: list[Grid] = [[(1, 8, 8)], [(1, 8, 12)], [(1, 4, 8), (1, 8, 8)]]
+    gradient_bytes = sum(parameter.nbytes for parameter in towers[0].parameters())
+    allocated = []
+    for step in range(18):
+        grid = grids[step % 3]
+        gradients = []
+        for tower in towers:
+            pixels = pixels_for(tower, grid, step, device="cuda", dtype=torch.bfloat16)
+            outputs_of(tower(pixels, grid_thw=torch.tensor(grid)))[1].float().square().sum().backward()
+            gradients.append([parameter.grad for parameter in tower.parameters() if parameter.grad is not None])
+            tower.zero_grad(set_to_none=True)
+        for gradient, expected in zip(*gradients, strict=True):
+            assert relative_error(gradient, expected) < 5e-2, (step, grid)
+        del gradients, gradient, expected
+        allocated.append(torch.cuda.memory_allocated())
+    status = hf_vit_accel.status(towers[0]).towers[0].training
+    assert status.captures == 3 and status.replays >= 9
+    assert allocated[-1] - allocated[5] < 3 * gradient_bytes // 2
