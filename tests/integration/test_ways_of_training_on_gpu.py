@@ -205,9 +205,16 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
         model = hf_vit_accel.patch(build(), cuda_graphs=graphs)
         data = [{name: value.cpu() for name, value in inputs_for(model, seed).items()} for seed in range(STEPS)]
         arguments = TrainingArguments(
-            str(tmp_path), max_steps=STEPS, per_device_train_batch_size=1, report_to=[], save_strategy="no", lr_scheduler_type="constant",
-            learning_rate=1e-4, remove_unused_columns=False, bf16=True,
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=STEPS,
+            per_device_train_batch_size=1,
+            report_to=[],
+            save_strategy="no",
+            lr_scheduler_type="constant",
+            learning_rate=1e-4,
+            remove_unused_columns=False,
+            bf16=True,
+        )
         Trainer(model, arguments, train_dataset=data, data_collator=lambda batch: batch[0]).train()
         weights.append([parameter.detach().cpu() for parameter in tower_of(model).parameters()])
         training = hf_vit_accel.status(model).towers[0].training
