@@ -17,7 +17,7 @@ from hf_vit_accel.config import FlexConfig, Fp8Config, GraphConfig, ReuseConfig,
 from hf_vit_accel.families import FAMILIES, Family, Tower
 from hf_vit_accel.families.copies import CopyFamily
 from hf_vit_accel.layout import Grid, rows_of
-from hf_vit_accel.machine import refuse
+from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.model import state as around
 from hf_vit_accel.ops import PARTS
 from hf_vit_accel.ops.fp8.scales import Amax
@@ -126,7 +126,7 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
     label = f"the tower {path or '(the model itself)'}"
     if family.attention_only:
         if settings.strict:
-            refuse([f"{option}: {why}" for option, why in beyond_attention(settings).items()], label)
+            raise_if_any([f"{option}: {why}" for option, why in beyond_attention(settings).items()], label)
         return tower, state, name
     snapshot = state.snapshot(tower)  # runs the proof now, not in the first call
     if is_copy and snapshot.reasons_stock:
@@ -137,7 +137,7 @@ def _prepare(path: str, tower: Tower, family: Family, settings: Settings) -> tup
             for part, why in spec.ops.unfused.items():
                 if part in settings.fuse:
                     reasons.append(f"{part} is not fused: {why}")
-        refuse(reasons, label)
+        raise_if_any(reasons, label)
     return tower, state, name
 
 

@@ -99,9 +99,9 @@ class VisionMetadata:
         window: The segments of window layers; None for towers without windows, as in the next two fields.
         window_index_M: The permutation of merged tokens that makes every window consecutive, int64.
         inverse_index_M: The inverse of that permutation, int64.
-        interp_indices_T4: The entries of the position table that are blended, int32: K = 4 per patch, or 16 if
+        interp_indices_TK: The entries of the position table that are blended, int32: K = 4 per patch, or 16 if
             bicubic. None for towers without such a table.
-        interp_weights_T4: The weights of these entries, float32.
+        interp_weights_TK: The weights of these entries, float32.
     """
 
     grid: Grid
@@ -112,8 +112,8 @@ class VisionMetadata:
     window: Segments | None = None
     window_index_M: Array | None = None
     inverse_index_M: Array | None = None
-    interp_indices_T4: Array | None = None
-    interp_weights_T4: Array | None = None
+    interp_indices_TK: Array | None = None
+    interp_weights_TK: Array | None = None
 
     def segments(self) -> dict[Literal["full", "window"], Segments]:
         """Return the segments of every kind of layer."""
@@ -127,8 +127,8 @@ class VisionMetadata:
             "window_index": self.window_index_M,
             "inverse_index": self.inverse_index_M,
             "cu_window_seqlens": self.window.cu_seqlens_S1 if self.window else None,
-            "interp_indices": self.interp_indices_T4,
-            "interp_weights": self.interp_weights_T4,
+            "interp_indices": self.interp_indices_TK,
+            "interp_weights": self.interp_weights_TK,
         }
         return {name: array for name, array in named.items() if array is not None}
 
@@ -161,11 +161,11 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
         inverse_index_M = np.empty_like(window_index_M)
         inverse_index_M[window_index_M] = np.arange(len(window_index_M))
 
-    interp_indices_T4 = interp_weights_T4 = None
+    interp_indices_TK = interp_weights_TK = None
     if geometry.table is not None:
         taps = {size: _interpolation(positions[size], *size, geometry) for size in set(frames)}
-        interp_indices_T4 = np.concatenate([taps[size][0] for size in frames])
-        interp_weights_T4 = np.concatenate([taps[size][1] for size in frames])
+        interp_indices_TK = np.concatenate([taps[size][0] for size in frames])
+        interp_weights_TK = np.concatenate([taps[size][1] for size in frames])
 
     return VisionMetadata(
         grid=grid,
@@ -176,8 +176,8 @@ def build(grid: Grid, geometry: Geometry) -> VisionMetadata:
         window=window,
         window_index_M=window_index_M,
         inverse_index_M=inverse_index_M,
-        interp_indices_T4=interp_indices_T4,
-        interp_weights_T4=interp_weights_T4,
+        interp_indices_TK=interp_indices_TK,
+        interp_weights_TK=interp_weights_TK,
     )
 
 

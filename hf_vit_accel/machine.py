@@ -3,7 +3,7 @@
 Importing this module imports no heavy package and initialises no CUDA. A probe runs at its first call; later calls
 return the cached answer. `reset()` forgets all answers.
 
-The module also holds what every room needs to report failures: `guarded`, `Fault`, `FallbackError` and `refuse`.
+The module also holds what every room needs to report failures: `guarded`, `Fault`, `FallbackError` and `raise_if_any`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class FallbackError(RuntimeError):
     """
 
 
-def refuse(reasons: list[str], what: str = "this call", *, because: str = "strict=True") -> None:
+def raise_if_any(reasons: list[str], what: str = "this call", *, because: str = "strict=True") -> None:
     """Raise a FallbackError if there are any reasons.
 
     Args:

@@ -25,7 +25,7 @@ from hf_vit_accel.sharing.reuse import ReuseStatus
 from hf_vit_accel.tower import checks, fsdp
 from hf_vit_accel.tower.decide import spec_of
 from hf_vit_accel.tower.install import towers_in
-from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
 from hf_vit_accel.tower.state import TowerState, state_of
 from hf_vit_accel.versions import untested
@@ -235,7 +235,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
     fields |= dict(
         patched=True,
         attention=state.settings.attention + (" with a score_mod" if state.settings.score_mod else ""),
-        calls=state.calls,
+        calls=state.fast_calls,
         stock_calls=state.stock_calls,
         fallbacks=dict(state.fallbacks),
         layouts=(len(state.routes.cache), state.routes.cache.hits, state.routes.cache.misses),
@@ -272,7 +272,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
         unfused=dict(ops.unfused) if ops is not None else {},
         against_fast=tuple(against),
         graphs=_graph_status(state),
-        training=None if training_runner is None or not training_runner.used else training_runner.status(),
+        training=None if training_runner is None or not training_runner.was_called else training_runner.status(),
         fp8=_fp8_status(state, choices),
         passes=str(state.pass_limit) or None,
         ranks=None if state.sharing is None else str(state.sharing),
@@ -282,7 +282,7 @@ def _tower_status(path: str, tower: Tower, family: Family) -> TowerStatus:
 
 def _graph_status(state: TowerState) -> GraphStatus | None:
     """Return the counters of graphs of inference; None without, and for automatic ones before their first call."""
-    if state.inference_runner is None or (state.settings.graphs == "auto" and not state.inference_runner.used):
+    if state.inference_runner is None or (state.settings.graphs == "auto" and not state.inference_runner.was_called):
         return None
     return state.inference_runner.status()
 
@@ -322,7 +322,7 @@ def beyond_attention(settings: Settings) -> dict[str, str]:
     return {name: "this family is served attention only" for name, option in requested.items() if option}
 
 
-def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> Weights:
+def _weights_of_calls(tower: Tower, snapshot: Snapshot) -> WeightMemory:
     """Return the weights as calls will see them: FSDP2 gathers sharded weights, in the dtype of its policy.
 
     If a parent of the tower is sharded with it, the policy of the layers counts. The parent's is unknown here.
@@ -358,8 +358,8 @@ def reasons_now(
     reasons += checks.reasons_of_copy(tower, state.family, snapshot, weights, {})
     reasons += checks.reasons_slow(tower, snapshot, weights, {}, grad=False)
     weight: Any = snapshot.parts.projection.weight
-    has_graphs = isinstance(state.settings.graphs, GraphConfig)
-    spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False, graphs=has_graphs)
+    graphs_requested = isinstance(state.settings.graphs, GraphConfig)
+    spec = spec_of(state, snapshot, weights, weight.device, fast=not reasons, grad=False, for_graphs=graphs_requested)
     return reasons, spec
 
 

@@ -175,7 +175,7 @@ def _backend(backend: backends.Backend) -> tuple[str, ...]:
             cell if cell == more else f"{cell}; on CUDA {more}"
             for cell, more in zip(_takes(needs), _takes(on), strict=True)
         ),
-        *("yes" if flag else "no" for flag in (needs.differentiable, needs.score_mods, backend.capturable)),
+        *("yes" if flag else "no" for flag in (needs.differentiable, needs.score_mods, backend.replays_other_layouts)),
     )
 
 

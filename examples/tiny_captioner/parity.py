@@ -160,11 +160,11 @@ def ways(device: torch.device | str, dtype: torch.dtype) -> dict[str, Options]:
     on_cuda = torch.device(device).type == "cuda"
     usable = [b for b in BACKENDS if (on_cuda or not b.needs.cuda) and not b.reasons_against_machine()]
     found: dict[str, Options] = {"auto": {}, "auto, nothing fused": {"fuse": False}}
-    if on_cuda and any(backend.capturable for backend in usable):
+    if on_cuda and any(backend.replays_other_layouts for backend in usable):
         found["auto, graphs by default"] = {"cuda_graphs": True}
     for backend in usable:
         found[backend.name] = {"attention": backend.name}
-        if on_cuda and backend.capturable:
+        if on_cuda and backend.replays_other_layouts:
             found[f"{backend.name}, graphs"] = {"attention": backend.name, "cuda_graphs": GRAPHS}
     if on_cuda and not FP8.reasons_against_machine():
         found |= {way: {"fp8": FP8_ALWAYS} for way in ("fp8", CALIBRATED)}

@@ -59,26 +59,27 @@ class Rule:
         measured: The measurement behind the order. FA2 is `torch_varlen`, FA3 and FA4 are `flash_attention_3` and `_4`,
             batched SDPA is `sdpa`. Numbers in brackets are segments x rows.
         grad: Whether the rule is only for requests with gradients.
-        longest: The fewest rows of the longest segment.
-        rows: The fewest rows of the request.
-        replayed: Whether the rule is only for layouts that a CUDA graph replays, where the host's work does not count.
+        longest_from: The fewest rows of the longest segment.
+        rows_from: The fewest rows of the request.
+        in_training_graph: Whether the rule is only for training steps that a CUDA graph replays: the host's work does
+            not count there.
     """
 
     kind: Kind
     order: tuple[str, ...]
     measured: str
     grad: bool = False
-    longest: int = 0
-    rows: int = 0
-    replayed: bool = False
+    longest_from: int = 0
+    rows_from: int = 0
+    in_training_graph: bool = False
 
     def matches(self, request: Request) -> bool:
         """Return whether the rule is for a request."""
         return (
             request.kind == self.kind
-            and request.max_seqlen >= self.longest
-            and request.rows >= self.rows
-            and (request.replays_this_layout or not self.replayed)
+            and request.max_seqlen >= self.longest_from
+            and request.rows >= self.rows_from
+            and (request.in_training_graph or not self.in_training_graph)
             and (request.grad or not self.grad)
         )
 
@@ -92,8 +93,8 @@ AUTO: tuple[Rule, ...] = (
     Rule(
         kind="full",
         grad=True,
-        longest=1024,
-        rows=8192,
+        longest_from=1024,
+        rows_from=8192,
         order=("flash_attention_4", "torch_cudnn", "torch_varlen", "sdpa"),
         measured="H200, bf16, forward + backward us, D 72 / 80: FA4 864 / 835 (16 x 1024), 7774 / 7431 (14416); D 72: "
         "torch's cuDNN 960, 10123; FA2 1559, 16804",
@@ -101,8 +102,8 @@ AUTO: tuple[Rule, ...] = (
     Rule(
         kind="full",
         grad=True,
-        longest=1024,
-        replayed=True,
+        longest_from=1024,
+        in_training_graph=True,
         order=("flash_attention_4", "torch_cudnn", "torch_varlen", "sdpa"),
         measured="H200, bf16, a tower of 4096 rows forward and backward from CUDA graphs, ms, Qwen3-VL-8B / "
         "Qwen2.5-VL-7B / Qwen2-VL-7B: FA4 44.2 / 38.9 / 57.1, torch's cuDNN 49.0 / 39.1 / 60.6",
@@ -116,22 +117,22 @@ AUTO: tuple[Rule, ...] = (
     ),
     Rule(
         kind="full",
-        longest=2048,
-        rows=8192,
+        longest_from=2048,
+        rows_from=8192,
         order=("flash_attention_4", "flash_attention_3", "torch_cudnn", "flashinfer_cudnn", "torch_varlen", "sdpa"),
         measured="H200, bf16, us, D 72 / 80: FA4 443 / 404 (8 x 2304), 1909 / 1816 (14416); FA3 463 / 453, 2177 / "
         "2154; torch's cuDNN 521 / 512, 2641 / 2610; FlashInfer's 641 / 613, 2837 / 2784; FA2 966 / 919, 4393 / 4158",
     ),
     Rule(
         kind="full",
-        longest=1100,
+        longest_from=1100,
         order=("flash_attention_3", "torch_cudnn", "flashinfer_cudnn", "flash_attention_4", "torch_varlen", "sdpa"),
         measured="H200, bf16, us, D 72 / 80: FA3 193 / 189 (4096), 270 / 262 (10 x 1536); torch's cuDNN 210 / 205, 304 "
         "/ 294; FlashInfer's 238 / 235 (4096); FA4 187 / 174, 274 / 248, and 65 us more of the host's a call",
     ),
     Rule(
         kind="full",
-        rows=8192,
+        rows_from=8192,
         order=("torch_cudnn", "flash_attention_3", "flash_attention_4", "flashinfer_cudnn", "torch_varlen", "sdpa"),
         measured="H200, bf16, us, D 72 / 80: torch's cuDNN 228 / 221 (16 x 1024), 132 / 127 (32 x 512); FA3 246 / 246, "
         "156 / 152; FA4 257 / 235, 194 / 152; FlashInfer's cuDNN 261 / 256 (16 x 1024)",

@@ -52,7 +52,8 @@ class Request:
         max_seqlen: Rows of the longest segment; 0 if unknown.
         rows: Rows T; 0 if unknown.
         replays_other_layouts: Whether a CUDA graph of this request will replay other layouts, too.
-        replays_this_layout: Whether a CUDA graph may replay this exact layout, so that the host's work does not count.
+        in_training_graph: Whether a training step of this exact layout may be replayed from a CUDA graph. The host's
+            work does not count then.
     """
 
     device: torch.device
@@ -68,7 +69,7 @@ class Request:
     max_seqlen: int = 0
     rows: int = 0
     replays_other_layouts: bool = False
-    replays_this_layout: bool = False
+    in_training_graph: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
-    capturable: ClassVar[bool] = True
+    replays_other_layouts: ClassVar[bool] = True
     """Whether a CUDA graph of `attend` can replay every layout whose plan has the same shapes and the same `host`."""
 
     def graph_bounds(self, segments: int, max_seqlen: int, rows: int) -> tuple[int, int]:
@@ -232,7 +233,7 @@ class Backend(ABC):
         """Return the attention function of every layer.
 
         A layer that trains is one autograd node only if its function is a `Trained` (`ops.training.trained.layer_of`).
-        The functions returned here are none, so such a layer runs in steps, each a node of its own.
+        The functions returned here are not `Trained`: such a layer runs operation by operation, each a node of its own.
 
         Args:
             plan: The bound plan of the layers.
@@ -294,29 +295,29 @@ def plan_alone(backend: Backend, segments: Segments, request: Request) -> Plan:
 
 
 def attention_op(
-    name: str, cuda: Callable[..., Tensor], arguments: str = "Tensor cu_seqlens, int max_seqlen, float scale"
+    name: str, function: Callable[..., Tensor], schema: str = "Tensor cu_seqlens, int max_seqlen, float scale"
 ) -> Callable[..., Tensor]:
-    """Register `hf_vit_accel::<name>`, a forward-only operator whose new output has the shape of q.
+    """Register `hf_vit_accel::<name>`, a forward-only operator whose output is a new tensor of q's shape.
 
     torch.compile sees the operator. Eager calls skip the dispatcher, which costs 7 us a layer
     (`torch.library.custom_op`: 18 us), and call the function directly.
 
     Args:
         name: The operator's name.
-        cuda: Its function: (q, k, v, *arguments) to attended rows (T, H, D).
-        arguments: The arguments after q, k and v, in the schema language of `torch.library`.
+        function: Computes (q, k, v, *arguments) to attended rows (T, H, D) on a CUDA device.
+        schema: The arguments after q, k and v, in the schema language of `torch.library`.
 
     Returns:
-        A function with the arguments of `cuda`.
+        A function with the arguments of `function`.
     """
     full = f"hf_vit_accel::{name}"
-    torch.library.define(full, f"(Tensor q, Tensor k, Tensor v, {arguments}) -> Tensor")
-    torch.library.impl(full, "cuda", cuda)
+    torch.library.define(full, f"(Tensor q, Tensor k, Tensor v, {schema}) -> Tensor")
+    torch.library.impl(full, "cuda", function)
     torch.library.register_fake(full, lambda q_THD, *_: q_THD.new_empty(q_THD.shape))
     op: Callable[..., Tensor] = getattr(torch.ops.hf_vit_accel, name).default
 
     def attend(*arguments: object) -> Tensor:
-        return op(*arguments) if torch.compiler.is_compiling() else cuda(*arguments)
+        return op(*arguments) if torch.compiler.is_compiling() else function(*arguments)
 
     return attend
 

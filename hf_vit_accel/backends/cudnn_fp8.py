@@ -156,7 +156,7 @@ def _attend_packed(plan: Plan, scales: Scales, layer: int, qkv_T3HD: Tensor, cos
     call_43H = scales.call(layer)
     has_file = scales.fixed is not None
     used_1 = plan.tensors["used_1"]
-    qkv_3THP, center_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, _padded(dim), final=has_file)
+    qkv_3THP, center_HD = quantize(qkv_T3HD, cos_TD, sin_TD, used_1, call_43H, _padded(dim), fixed_scales=has_file)
     out_THP = _attend(plan, qkv_3THP, call_43H[3, 0, :1])
     return dequantize(out_THP, call_43H[2, 2], center_HD, qkv_T3HD.dtype)
 

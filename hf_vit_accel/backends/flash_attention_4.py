@@ -134,7 +134,7 @@ class _Attention(torch.autograd.Function):
         out_THD, lse_HT = _forward(qkv_T3HD.unbind(1), cu_seqlens_S1, max_seqlen, scale, needs_lse=True)
         ctx.max_seqlen = max_seqlen
         ctx.scale = scale
-        ctx.run = backward
+        ctx.backward_kernel = backward
         ctx.save_for_backward(qkv_T3HD, out_THD, lse_HT, cos_TD, sin_TD, cu_seqlens_S1)
         return out_THD
 
@@ -146,7 +146,9 @@ class _Attention(torch.autograd.Function):
         q_THD, k_THD, v_THD = rotated_T3HD.unbind(1)
         dq_THD, dk_THD, dv_THD = dqkv_T3HD.unbind(1)
         lengths = _lengths(cu_seqlens_S1, ctx.max_seqlen)
-        ctx.run(q_THD, k_THD, v_THD, out_THD, dout_THD, lse_HT, ctx.scale, **lengths, dq=dq_THD, dk=dk_THD, dv=dv_THD)
+        ctx.backward_kernel(
+            q_THD, k_THD, v_THD, out_THD, dout_THD, lse_HT, ctx.scale, **lengths, dq=dq_THD, dk=dk_THD, dv=dv_THD
+        )
         if cos_TD is not None:
             rope_back_(dqkv_T3HD, cos_TD, sin_TD)
         return dqkv_T3HD, None, None, None, None, None, None

@@ -22,7 +22,7 @@ class Sdpa(Backend):
 
     name = "sdpa"
     needs = Needs(cuda=False, differentiable=True)
-    capturable = False
+    replays_other_layouts = False
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         lengths, counts = np.unique(segments.lengths_S, return_counts=True)

@@ -25,8 +25,8 @@ Groups = Sequence[tuple[int, int]]
 """(segments, rows of each) of every group."""
 
 _rotate_ = machine.guarded(machine.KERNELS, rope_)
-_sdpa = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-_sdpa_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+_cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 MOST_GROUPS = 16
 """The largest number of groups. Every group is a launch in both directions; beyond it, one varlen call is faster."""
@@ -41,7 +41,7 @@ class TorchCudnn(Backend):
 
     name = "torch_cudnn"
     needs = replace(HALF, differentiable=True)
-    capturable = False
+    replays_other_layouts = False
 
     def lacks(self) -> tuple[str, ...]:
         return () if torch.backends.cudnn.is_available() else ("this torch has no cuDNN",)
@@ -56,7 +56,7 @@ class TorchCudnn(Backend):
 
     def reasons_against_layout(self, segments: Segments, request: Request) -> list[str]:
         count = len(_groups(segments))
-        return [] if count <= MOST_GROUPS else [f"the lengths change {count} times, it takes {MOST_GROUPS} batches"]
+        return [] if count <= MOST_GROUPS else [f"the lengths form {count} groups, it takes {MOST_GROUPS}"]
 
     def why_not_worth(self, segments: Segments, request: Request) -> str | None:
         if request.grad:
@@ -159,7 +159,7 @@ def _forward(
             saved.append(_Saved())
         else:
             batches_BHLD = _batches(qkv, start, count, length)
-            out_BHLD, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, seed, offset, *_ = _sdpa(
+            out_BHLD, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, seed, offset, *_ = _cudnn_attention(
                 *batches_BHLD, None, needs_lse, 0.0, False, False, scale=scale
             )
             outs_THD.append(out_BHLD.transpose(1, 2).flatten(0, 1))
@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
                 start += rows
                 continue
             logsumexp, seed, offset = tensors[3 * index : 3 * index + 3]
-            gradients_BHLD = _sdpa_backward(
+            gradients_BHLD = _cudnn_attention_backward(
                 _batch(dout_THD, start, count, length),
                 *_batches(rotated_T3HD, start, count, length),
                 _batch(out_THD, start, count, length),

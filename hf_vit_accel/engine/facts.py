@@ -20,7 +20,7 @@ class TowerFacts:
         geometry: Merge size, window size and what else turns a grid into metadata.
         full_layers: Whether each layer attends within whole frames, not within windows.
         sharded_layers: Blocks that FSDP2 shards, by the index of their layer.
-        third_party: A sentence about a module that is neither torch's nor transformers'; None without one.
+        unpredictable: Why every call may compute something else (see `Snapshot`); None for a predictable tower.
         mixing: Reasons why rows of several images may influence each other.
     """
 
@@ -28,5 +28,5 @@ class TowerFacts:
     geometry: Geometry
     full_layers: tuple[bool, ...]
     sharded_layers: Mapping[int, nn.Module]
-    third_party: str | None
+    unpredictable: str | None
     mixing: Sequence[str]

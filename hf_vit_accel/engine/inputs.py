@@ -62,7 +62,7 @@ def read(expected: Expected, find_repeats: FindRepeats | None, /, *args: object,
 
     Args:
         expected: The inputs that the tower takes.
-        find_repeats: Watched the grid and finds repeated images; None to read the grid alone.
+        find_repeats: Reads the grid and finds repeated images; None to read the grid alone.
         *args: Positional arguments of the call.
         **options: Keyword arguments of the call.
 

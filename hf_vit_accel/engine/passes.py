@@ -23,7 +23,7 @@ from hf_vit_accel.engine.recorded import Recorded
 from hf_vit_accel.engine.route import Spec
 from hf_vit_accel.layout import Grid, rows_of
 
-FREE = 36864
+AUTO_ROWS = 36864
 """Rows of a pass under `max_rows="auto"` on CUDA, so that a forward takes at most 0.8 GB beyond weights and outputs.
 
 A row takes 15 to 19 kB in bf16 while an MLP runs: docs/max-rows.md has the table.
@@ -147,7 +147,7 @@ class PassLimit:
         """
         if self.max_rows is None or whole or (self.max_rows == "auto" and device.type != "cuda"):
             return None
-        automatic = NO_LIMIT if grad else FREE
+        automatic = NO_LIMIT if grad else AUTO_ROWS
         return self.rows_after_oom.get(grad, automatic if self.max_rows == "auto" else self.max_rows)
 
     def halve(self, grid: Grid, spec: Spec) -> bool:
@@ -185,7 +185,7 @@ class TrainedPasses:
         parts = facts.parts
         self._embed = spec.ops.embed
         self._embedding = [module for module in (parts.patch_embed, parts.embed_norm) if module is not None]
-        self._recorded = Recorded(parts, has_adapters=facts.third_party is not None)
+        self._recorded = Recorded(parts, has_adapters=facts.unpredictable is not None)
 
     def run(self, encode: Callable[..., list[Tensor]], pixels_TP: Tensor) -> list[Tensor]:
         """Return the outputs of a pass.

@@ -138,7 +138,7 @@ class Route:
     def plan_for(self, cu_seqlens: Tensor) -> Plan | None:
         """Return the plan made for these offsets; None for others, since equal sizes may be other layouts.
 
-        Offsets that a tower computed by itself are compared once, by a host sync, for all layers that get them.
+        KnownSegments that a tower computed by itself are compared once, by a host sync, for all layers that get them.
         """
         for kind, name in _OFFSETS_BY_KIND.items():
             if cu_seqlens is self.tensors.get(name) or getattr(cu_seqlens, _KNOWN, None) == (kind, self):
@@ -209,11 +209,11 @@ def _unmet(spec: Spec, choices: Mapping[Kind, Choice], plans: Mapping[Kind, Plan
 
 
 OFFSETS = "_hf_vit_accel_offsets"
-"""The attribute of offsets on the device that holds their `Offsets`, for the attention function."""
+"""The attribute of offsets on the device that holds their `KnownSegments`, for the attention function."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Offsets:
+class KnownSegments:
     """The segments of a tower whose attention alone is ours. The host knows their lengths.
 
     Attributes:
@@ -264,7 +264,7 @@ class Routes:
 
         return self.cache.get((grid, spec, budget, stream), make)
 
-    def offsets(
+    def segment_arguments(
         self,
         grid: Grid,
         device: torch.device,
@@ -273,7 +273,7 @@ class Routes:
         faults: Mapping[str, str],
         backends: dict[str, str],
     ) -> dict[str, Any]:
-        """Return the keyword arguments by which such a tower neither computes its segments nor reads the device.
+        """Return keyword arguments for a tower whose attention alone is ours: its segments, which it need not compute.
 
         They are cached by stream and geometry.
 
@@ -281,9 +281,9 @@ class Routes:
             grid: The images and videos of the call.
             device: The device of the tower.
             geometry: The part of the tower's config that decides metadata.
-            settings: See `Offsets`.
-            faults: See `Offsets`.
-            backends: See `Offsets`.
+            settings: See `KnownSegments`.
+            faults: See `KnownSegments`.
+            backends: See `KnownSegments`.
         """
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
@@ -293,8 +293,8 @@ class Routes:
             with outside_modes():
                 tensors = to_device(arrays, device)
             for kind, segments in metadata.segments().items():
-                offsets = Offsets(kind=kind, segments=segments, settings=settings, faults=faults, backends=backends)
-                setattr(tensors[_OFFSETS_BY_KIND[kind]], OFFSETS, offsets)
+                known = KnownSegments(kind=kind, segments=segments, settings=settings, faults=faults, backends=backends)
+                setattr(tensors[_OFFSETS_BY_KIND[kind]], OFFSETS, known)
             return {**tensors, "max_seqlen": metadata.full.max_seqlen}, 8 * len(grid)
 
         return self.cache.get((grid, device, geometry, stream), make)

@@ -1,6 +1,7 @@
 """CUDA graphs of the whole encoder, for inference (`runner`) and for training steps (`training`).
 
-**What a graph captures.** In inference: one `encode` over one padded layout, from static pixels to static outputs.
+**What a graph captures.** In inference: one `encode` over one layout, padded or in its exact shape, from
+static pixels to static outputs.
 In training: two graphs of one layout, the forward and the backward of `encode`.
 A graph reads weights and buffers where they lie in memory. Pixels are copied in before a replay, in inference also the
 arrays of the layout. A training graph keeps the arrays of its own layout.
@@ -16,6 +17,8 @@ In training it is the call's grid, and which outputs receive gradients.
   attribute or a config field of the tower changed: then the tower is read again, and `status` counts it as `rebuilt`.
 - `max_graphs`: the least recently used graph goes.
 - `max_bytes` and `max_training_bytes`: all graphs go, since they share one memory pool (`GraphStore._make_room`).
+- An allocation on the device fails while automatic graphs are held (`GraphStore.give_up`).
+- FP8 attention gets new scales (`TowerState.scales`).
 
 The other files: `store` holds what both runners share. `budgets` decides which sizes are captured, and whether a replay
 pays. `buffers` pads layouts. `step` captures a training step. `recorder` makes all calls of CUDA.

@@ -19,10 +19,10 @@ _FINE = 64
 
 _EAGER_LEAST = 2400
 """Rows that a GPU computes while the host launches an eager forward (7 ms on an H200, docs/cuda-graphs.md)."""
-_EAGER_MORE = 350
-"""The same for the gaps of a longer forward, which hides most launches (1.2 ms)."""
-_REPLAY_MORE = 60
-"""The same for the copies in and out that surround a replay."""
+_EAGER_GAP_ROWS = 350
+"""Rows that a GPU computes in the gaps of a longer forward, which hides most launches (1.2 ms)."""
+_REPLAY_COPY_ROWS = 60
+"""Rows that a GPU computes in the time of the copies in and out that surround a replay."""
 
 
 def ladder(largest: int) -> tuple[int, ...]:
@@ -101,5 +101,5 @@ def pack(grid: Grid, merge: int, budgets: Sequence[int]) -> list[Bin] | str:
 def pays(bins: Sequence[Bin], merge: int) -> bool:
     """Return whether replaying the bins, padding included, takes no longer than one eager forward."""
     rows = sum(bin_.tokens for bin_ in bins) * merge**2
-    replayed = sum((bin_.budget or bin_.tokens) * merge**2 + _REPLAY_MORE for bin_ in bins)
-    return replayed <= max(rows + _EAGER_MORE, _EAGER_LEAST)
+    replayed = sum((bin_.budget or bin_.tokens) * merge**2 + _REPLAY_COPY_ROWS for bin_ in bins)
+    return replayed <= max(rows + _EAGER_GAP_ROWS, _EAGER_LEAST)

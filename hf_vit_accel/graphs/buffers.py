@@ -36,7 +36,7 @@ class Shape:
     window_max_seqlen: int = 0
 
 
-ROW_ARRAYS = ("position_ids_T2", "interp_indices_T4", "interp_weights_T4")
+ROW_ARRAYS = ("position_ids_T2", "interp_indices_TK", "interp_weights_TK")
 """Arrays with an entry per row; their tail is zeros. (The runner clears the pixels' tail.)"""
 TOKEN_ARRAYS = ("window_index_M", "inverse_index_M")
 """Permutations of merged tokens; their tail stays in place."""

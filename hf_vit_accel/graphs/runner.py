@@ -176,14 +176,14 @@ class Runner(GraphStore[_Graph]):
                 return refused
             self._make_room()
             self._width = pixels_TP.shape[1]
-            self._budgets = self.budgets_of(route.spec.geometry.merge)
+            self._tower_budgets = self.budgets_of(route.spec.geometry.merge)
             bins = self._bins(route, exactly)
             if isinstance(bins, Eager):
                 return bins
             try:
                 graphs = [self._graph(route, bin_) for bin_ in bins]
             except CaptureError as error:
-                return self.eager(str(error), by_choice=error.by_choice)
+                return self.eager(str(error), allowed_under_strict=error.allowed_under_strict)
             return self._replay(pixels_TP, route.spec.geometry.merge**2, bins, graphs)
 
     def _bins(self, route: Route, exactly: bool | None) -> list[budgets.Bin] | Eager:
@@ -196,7 +196,7 @@ class Runner(GraphStore[_Graph]):
         if exactly and self.auto is not None:  # the launches of any backend fit the layout that they were captured for
             return [exact]
         for choice in route.choices.values():
-            if not choice.backend.capturable:
+            if not choice.backend.replays_other_layouts:
                 return self.eager(f"{choice.backend.name} cannot be captured: its launches depend on the layout")
         if exactly:
             return [exact]
@@ -205,11 +205,11 @@ class Runner(GraphStore[_Graph]):
         if exactly is None and (may_capture or signature in self._graphs):
             return [exact]
         merge = route.spec.geometry.merge
-        bins = budgets.pack(grid, merge, self._budgets)
+        bins = budgets.pack(grid, merge, self._tower_budgets)
         if isinstance(bins, str):
-            return self.eager(bins, by_choice=True)
+            return self.eager(bins, allowed_under_strict=True)
         if not budgets.pays(bins, merge):
-            return self.eager("padding would cost more than the replay saves", by_choice=True)
+            return self.eager("padding would cost more than the replay saves", allowed_under_strict=True)
         return bins
 
     def _may_capture_exactly(self, signature: Signature) -> bool:
@@ -270,7 +270,7 @@ class Runner(GraphStore[_Graph]):
             bound = route.bind(packed)
             pixels_TP = self._pixel_buffer(metadata.rows, per_token, route.spec).zero_()
             (replay,), nbytes = recorder.record(run)
-        if metadata.rows > self._budgets[-1] * per_token:  # these buffers are the graph's own
+        if metadata.rows > self._tower_budgets[-1] * per_token:  # these buffers are the graph's own
             nbytes += sum(buffer.nbytes for buffer in (pixels_TP, *outputs))
         rows = f"{metadata.rows} patches exactly" if bin_.budget is None else f"up to {metadata.rows} patches"
         return _Graph(
@@ -288,7 +288,7 @@ class Runner(GraphStore[_Graph]):
 
         They are a slice of one shared buffer. A layout beyond the largest budget gets a buffer of its own.
         """
-        largest = self._budgets[-1] * per_token
+        largest = self._tower_budgets[-1] * per_token
         request = spec.request
         if rows <= largest and self._arena:
             return self._arena[0][:rows]
@@ -299,7 +299,7 @@ class Runner(GraphStore[_Graph]):
 
     def _output_buffers(self, encoded: list[Tensor], rows: int, per_token: int) -> list[Tensor]:
         """Return a static buffer for every output, sliced from shared ones like the pixels."""
-        largest = self._budgets[-1] * per_token
+        largest = self._tower_budgets[-1] * per_token
         if rows > largest:
             return [torch.empty_like(output) for output in encoded]
         if len(self._arena) == 1:

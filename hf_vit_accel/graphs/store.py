@@ -73,15 +73,15 @@ def stale_reason(captured: Identity, current: Identity) -> str | None:
 
 @dataclass(frozen=True)
 class Eager:
-    """A call that runs without graphs.
+    """Why a call runs without graphs.
 
     Attributes:
         why: The reason, as `status` prints it.
-        by_choice: Whether the call could be replayed, but a replay would not pay.
+        allowed_under_strict: Whether `strict` accepts it: an eager call is as fast, or graphs were not asked for.
     """
 
     why: str
-    by_choice: bool = False
+    allowed_under_strict: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +129,9 @@ class GraphStatus:
 
 
 class CaptureError(RuntimeError):
-    """A graph could not be captured. `by_choice`: the capture was not tried, for lack of room."""
+    """A graph could not be captured. `allowed_under_strict`: the capture was not tried, for lack of room."""
 
-    by_choice = False
+    allowed_under_strict = False
 
 
 class StoredGraph(Protocol):
@@ -217,7 +217,7 @@ class GraphStore(ABC, Generic[G]):
         """List the tensors that the next call writes before a graph reads them."""
 
     @property
-    def used(self) -> bool:
+    def was_called(self) -> bool:
         """Whether any call was replayed, or counted as eager."""
         return self._calls > 0
 
@@ -235,15 +235,15 @@ class GraphStore(ABC, Generic[G]):
                 last=self._last_way,
             )
 
-    def eager(self, why: str, *, by_choice: bool = False) -> Eager:
+    def eager(self, why: str, *, allowed_under_strict: bool = False) -> Eager:
         """Count the reason of a call that runs without graphs, and return it. Automatic graphs are always a choice."""
         with self._lock:
             self._eager[why] += 1
             self._last_way = f"eager: {why}"
-        return Eager(why, by_choice or self.auto is not None)
+        return Eager(why, allowed_under_strict or self.auto is not None)
 
-    def stay_eager(self, why: str) -> Eager:
-        """Count and return a call that does not come to `run`."""
+    def count_eager(self, why: str) -> Eager:
+        """Count a call that does not come to `run`; return why it runs eagerly."""
         self._calls += 1
         return self.eager(why)
 
@@ -293,7 +293,7 @@ class GraphStore(ABC, Generic[G]):
         if self._recorder is None:
             self._recorder = CudaRecorder(device)
         if self._changes > _CHANGES:
-            return self.eager(_CHANGED, by_choice=True)
+            return self.eager(_CHANGED, allowed_under_strict=True)
         why = self._recorder.against()
         return None if why is None else self.eager(why)
 
@@ -333,7 +333,7 @@ class GraphStore(ABC, Generic[G]):
         if self.nbytes > self._max_bytes:
             self._calls_without_room += 1
             error = CaptureError("graphs hold as much memory as they may")
-            error.by_choice = True
+            error.allowed_under_strict = True
             raise error
 
     def _capture_once(self, signature: Hashable, capture: Callable[[CudaRecorder], G]) -> G:

@@ -70,7 +70,7 @@ class TrainingRunner(GraphStore[Step]):
     """The graphs of forward and backward of one tower."""
 
     def __init__(self, config: GraphConfig, auto: AutoGraphs | None = None) -> None:
-        self._used: tuple[bool, ...] = ()  # whether the last loss used each output
+        self._last_used: tuple[bool, ...] = ()  # whether the last loss used each output
         super().__init__(config, config.max_training_bytes, auto)
 
     def _drop(self) -> None:
@@ -108,7 +108,7 @@ class TrainingRunner(GraphStore[Step]):
         route: Route,
         pixels_TP: Tensor,
         parameters: Sequence[Tensor],
-        places: Sequence[dict[str, Any]],
+        parameter_dicts: Sequence[dict[str, Any]],
         memory: list[object],
     ) -> Tensors | Eager:
         """Replay the forward of a call, so that autograd replays its backward.
@@ -117,7 +117,7 @@ class TrainingRunner(GraphStore[Step]):
             route: The call's route.
             pixels_TP: The call's pixels.
             parameters: All parameters of the tower.
-            places: The dictionaries in which modules store them, in this order.
+            parameter_dicts: The dictionaries in which modules store them, in this order.
             memory: Equal while weights and buffers stay at their addresses (see `Identity`).
 
         Returns:
@@ -128,26 +128,31 @@ class TrainingRunner(GraphStore[Step]):
         trained = (pixels_TP.requires_grad, *[parameter.requires_grad for parameter in parameters])
         identity = Identity(route.spec, memory, pixels_TP.shape[1], machine.numerics(), trained)
         with self._lock:
-            refused = self._begin(identity, route.spec.request.device) or self._refuse(route, parameters)
+            refused = self._begin(identity, route.spec.request.device) or self._why_eager(route, parameters)
             if refused is not None:
                 return refused
             self._make_room()
 
             def capture(recorder: CudaRecorder) -> Step:
-                slots = [(place, name) for place in places for name, value in place.items() if value is not None]
-                step = StepCapture(route, pixels_TP, parameters, slots, self._used).step(recorder)
+                slots = [
+                    (parameter_dict, name)
+                    for parameter_dict in parameter_dicts
+                    for name, value in parameter_dict.items()
+                    if value is not None
+                ]
+                step = StepCapture(route, pixels_TP, parameters, slots, self._last_used).step(recorder)
                 torch.cuda.empty_cache()  # the warm-up's memory is of the recorder's stream: no other work can use it
                 return step
 
             try:
-                step = self._find_or_capture((route.metadata.grid, self._used), capture)
+                step = self._find_or_capture((route.metadata.grid, self._last_used), capture)
             except CaptureError as error:
-                return self.eager(str(error), by_choice=error.by_choice)
+                return self.eager(str(error), allowed_under_strict=error.allowed_under_strict)
             call = self._forward(step, pixels_TP, parameters)
         leaves = distinct_trained(parameters, trained[1:])  # collected while the GPU works
         return list(_Replay.apply(self, call, route, pixels_TP, *leaves))
 
-    def _refuse(self, route: Route, parameters: Sequence[Tensor]) -> Eager | None:
+    def _why_eager(self, route: Route, parameters: Sequence[Tensor]) -> Eager | None:
         """Return why a call runs eagerly, or None."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return self.eager("what gradients need is saved by hooks of somebody else (checkpointing, offloading)")
@@ -156,12 +161,14 @@ class TrainingRunner(GraphStore[Step]):
                 return self.eager("a parameter has a hook on its gradient")
         largest = self.config.max_tokens * max(4, route.spec.geometry.merge**2)
         if route.metadata.rows > largest:
-            return self.eager(f"with gradients, layouts of up to {largest} patches are captured", by_choice=True)
+            return self.eager(
+                f"with gradients, layouts of up to {largest} patches are captured", allowed_under_strict=True
+            )
         if self.auto is None and not 0 < self.config.exact_after <= self._count_calls(route.metadata.grid):
-            return self.eager("with gradients, a layout is captured when it comes often", by_choice=True)
+            return self.eager("with gradients, a layout is captured when it comes often", allowed_under_strict=True)
         last = None if self._last is None else self._last()
         if last is not None and not last.is_over:
-            return self.eager("the gradients of an earlier call are still to come", by_choice=True)
+            return self.eager("the gradients of an earlier call are still to come", allowed_under_strict=True)
         return None
 
     @torch.no_grad()
@@ -208,7 +215,7 @@ class TrainingRunner(GraphStore[Step]):
             if not call.recorded.is_unchanged():  # a weight may be a buffer
                 return compute_again()
             if used != step.used:
-                self._used = used
+                self._last_used = used
                 self._count_change(2)
                 return compute_again()
             return self._backward(step, present(incoming))

@@ -31,7 +31,7 @@ from hf_vit_accel.model.positions import (
 )
 from hf_vit_accel.model.proof import ModelProof, known_class, parameters_of, prove, tower_in
 from hf_vit_accel.tower import checks, fsdp
-from hf_vit_accel.tower.forward import is_our_forward, redirect_copies
+from hf_vit_accel.tower.forward import is_our_forward, redirect_shallow_copies
 from hf_vit_accel.tower.modules import is_inert
 from hf_vit_accel.tower.state import state_of as tower_state_of
 
@@ -329,7 +329,7 @@ def _takes_host_grids(tower: Tower) -> bool:
     """Return whether our forward gets the grid as it is: no wrapper or hook of others sees it."""
     hooks = [*tower._forward_pre_hooks.values(), *tower._forward_hooks.values()]
     return is_our_forward(vars(tower).get("forward")) and all(
-        hook is redirect_copies or is_inert(hook) or fsdp.hooked_by_fsdp(hook) for hook in hooks
+        hook is redirect_shallow_copies or is_inert(hook) or fsdp.hooked_by_fsdp(hook) for hook in hooks
     )
 
 

@@ -27,7 +27,7 @@ from hf_vit_accel.ops import (
     rope,
 )
 from hf_vit_accel.ops import window_attention as window
-from hf_vit_accel.ops.base import AddNorm, Apply, Context, Operation
+from hf_vit_accel.ops.base import AddThen, Apply, Context, Operation
 from hf_vit_accel.ops.launch import why_not_triton
 
 __all__ = ["PARTS", "TABLE", "Context", "LayerOps", "Operation", "Ops", "build", "why_not_triton"]
@@ -63,10 +63,10 @@ class LayerOps:
         mlp: normed rows to what the residual stream receives.
     """
 
-    norm1: AddNorm
+    norm1: AddThen
     qkv: Apply
     proj: Apply
-    norm2: AddNorm
+    norm2: AddThen
     mlp: Apply
 
 
@@ -96,7 +96,7 @@ class Ops:
     attend_window: window.WindowOp | None
     layers: tuple[LayerOps, ...]
     finish: Finish
-    deepstack: Mapping[int, AddNorm]
+    deepstack: Mapping[int, AddThen]
     fused: frozenset[str]
     unfused: Mapping[str, str]
 
@@ -139,23 +139,23 @@ def _embed(parts: Parts, built: Built, context: Context) -> Apply:
     embed: Apply = built["patch_embed"][id(parts)]
     if parts.embed_norm is None:
         return embed
-    norm_rows: AddNorm = built["norms"][id(parts.embed_norm)]
+    norm_rows: AddThen = built["norms"][id(parts.embed_norm)]
     if context.casts:  # the norm's weights are fp32: its result starts the residual stream, which stays fp32
         norm_rows = norm.plain(parts.embed_norm, context, rows=False)
     return lambda pixels_TP: norm_rows(embed(pixels_TP), None)[1]
 
 
-def _final_norm(parts: Parts, built: Built, context: Context) -> AddNorm | None:
+def _final_norm(parts: Parts, built: Built, context: Context) -> AddThen | None:
     if parts.final_norm is None:
         return None
     if context.rows_dtype is not None:  # the tower returns it, in the dtype that autocast chooses for norms
         return norm.plain(parts.final_norm, context, rows=False)
-    final_norm: AddNorm = built["norms"][id(parts.final_norm)]
+    final_norm: AddThen = built["norms"][id(parts.final_norm)]
     return final_norm
 
 
 def _layer(block: Block, built: Built, context: Context) -> LayerOps:
-    norm2: AddNorm = built["norms"][id(block.norm2)]
+    norm2: AddThen = built["norms"][id(block.norm2)]
     if not mlp.routed(block.mlp):
         mlp_op: Apply = built["mlp"][id(block.mlp)]
     else:
@@ -171,7 +171,7 @@ def _layer(block: Block, built: Built, context: Context) -> LayerOps:
     )
 
 
-def _finish(norm: AddNorm | None, downsample: Apply | None, merge: AddNorm | None, *, grad: bool) -> Finish:
+def _finish(norm: AddThen | None, downsample: Apply | None, merge: AddThen | None, *, grad: bool) -> Finish:
     """Build the end of the tower.
 
     Args:

@@ -22,11 +22,11 @@ from hf_vit_accel.families.base import Parts
 Apply = Callable[[Tensor], Tensor]
 """Rows to rows."""
 ReadWeights = Callable[[], list[Any]]
-"""Watched weights as they are now, in the order of a function's arguments; biases may be None."""
+"""Reads weights as they are now, in the order of a function's arguments; biases may be None."""
 Attributes = dict[str, Any]
 """The dictionary of a module."""
-AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(x, delta), both (T, E), to (x + delta, a function of that sum)."""
+AddThen = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""Function from (x, delta), both (T, E), to x + delta and what is computed from it: normed rows, or merged ones."""
 
 
 def accelerate_device(module: nn.Module) -> object:

@@ -23,7 +23,7 @@ from hf_vit_accel.ops.training.trained import Trained
 def linear_reference(
     x_TE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, recipe: NormRecipe | None = None
 ) -> Tensor:
-    """Compute x W^T + b, (T, F); autograd saves x, whatever the recipe."""
+    """Compute x W^T + b, (T, F). `recipe` is ignored: it is there because `LinearFunction` takes it."""
     return F.linear(x_TE, weight_FE, bias_F)
 
 

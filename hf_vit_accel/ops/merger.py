@@ -12,7 +12,7 @@ from hf_vit_accel.machine import KERNELS, guarded
 from hf_vit_accel.ops import linear
 from hf_vit_accel.ops import mlp as mlps
 from hf_vit_accel.ops import norm as norms
-from hf_vit_accel.ops.base import AddNorm, Context, Operation
+from hf_vit_accel.ops.base import AddThen, Context, Operation
 from hf_vit_accel.ops.training.gelu_backward import GeluMlp
 from hf_vit_accel.ops.training.norm_recipe import attached_recipe
 from hf_vit_accel.ops.training.trained import Trained
@@ -48,7 +48,7 @@ def _reasons_against(merger: Part, context: Context) -> list[str]:
     return norms.reasons_against(layers[0], context)
 
 
-def fused(merger: Part, context: Context) -> AddNorm:
+def fused(merger: Part, context: Context) -> AddThen:
     """Build (x, delta) to (x + delta, the merger's result)."""
     if _gated(merger):
         return _fused_gated(merger, context)
@@ -78,7 +78,7 @@ def fused(merger: Part, context: Context) -> AddNorm:
     return merge
 
 
-def _fused_gated(merger: Part, context: Context) -> AddNorm:
+def _fused_gated(merger: Part, context: Context) -> AddThen:
     add_norm = guarded(KERNELS, norms.fused(merger.post_projection_norm, context))
     project = linear.build(merger.proj, context)
     activate = context.called(merger.act1)
@@ -104,7 +104,7 @@ def _differentiable(modules: list[Part], context: Context) -> Trained | None:
     return Trained(function=GeluMlp, weights=weights, settings=(kind,), takes_norm=True)
 
 
-def _plain(merger: nn.Module, context: Context) -> AddNorm:
+def _plain(merger: nn.Module, context: Context) -> AddThen:
     merger = context.called(merger)
 
     def merge(x_TE: Tensor, delta_TE: Tensor | None) -> tuple[Tensor, Tensor]:

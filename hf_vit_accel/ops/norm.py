@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.add_norm import add_norm_, add_norm_reference
-from hf_vit_accel.ops.base import AddNorm, Context, Operation
+from hf_vit_accel.ops.base import AddThen, Context, Operation
 from hf_vit_accel.ops.training.norm_backward import AddNormFunction
 from hf_vit_accel.ops.training.trained import TrainedNorm
 
@@ -26,7 +26,7 @@ def reasons_against(norm: Part, context: Context) -> list[str]:
     return []
 
 
-def fused(norm: Part, context: Context) -> AddNorm:
+def fused(norm: Part, context: Context) -> AddThen:
     """Build the kernel that adds and normalises; without gradients it writes the sum to x.
 
     x may be of a wider dtype than the normed rows: under autocast, where the embedding has a norm.
@@ -34,7 +34,7 @@ def fused(norm: Part, context: Context) -> AddNorm:
     rms = _is_rms(norm)
     if rms:
         weights = context.reader((norm, "weight"), cast=False)
-        no_bias = None  # a bias is a weight of a LayerNorm; an RMSNorm has none, which is a setting
+        no_bias = None  # the argument after the weight; an RMSNorm has no bias to read
         eps = context.read(norm, "variance_epsilon")
         settings: tuple[object, ...] = (no_bias, eps, rms, context.rows_dtype)
     else:
@@ -50,7 +50,7 @@ def _is_rms(norm: nn.Module) -> bool:
     return hasattr(norm, "variance_epsilon")
 
 
-def plain(norm: nn.Module, context: Context, *, rows: bool = True) -> AddNorm:
+def plain(norm: nn.Module, context: Context, *, rows: bool = True) -> AddThen:
     """Add, then call the module.
 
     Args:

@@ -15,7 +15,7 @@ from hf_vit_accel.families.base import Part, Parts
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.lora.modules import reasons_against as lora_reasons
-from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum, runs, store_sum
+from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum, runs, store_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 
 
@@ -98,7 +98,7 @@ def _rope_back_kernel(
     table_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    NEED_SUM: tl.constexpr,
+    NEED_COLUMN_SUM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -134,7 +134,7 @@ def _rope_back_kernel(
         q2 = dq2 * c - dq1 * s
         k1 = dk1 * c + dk2 * s
         k2 = dk2 * c - dk1 * s
-        if NEED_SUM:
+        if NEED_COLUMN_SUM:
             v_sum1 += tl.load(v, mask=inside, other=0.0).to(tl.float32)
             v_sum2 += tl.load(v + half, mask=inside, other=0.0).to(tl.float32)
             q_sum1 += q1
@@ -145,7 +145,7 @@ def _rope_back_kernel(
         tl.store(q + half, q2.to(dtype), mask=inside)
         tl.store(k, k1.to(dtype), mask=inside)
         tl.store(k + half, k2.to(dtype), mask=inside)
-    if NEED_SUM:
+    if NEED_COLUMN_SUM:
         run = tl.program_id(1)
         f = tl.where(is_pair, f, 3 * width)
         store_sum(partial, q_sum1, f, run, 3 * width)
@@ -160,14 +160,14 @@ def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate the gradients of rotated q and k back in place; with many rows, attach the sum of dq, dk and dv."""
     rows, _, heads, dim = dqkv_T3HD.shape
     assert dqkv_T3HD.is_contiguous() and cos_TD.stride() == sin_TD.stride() and cos_TD.stride(1) == 1
-    needs_sum = rows >= FEW_ROWS
+    needs_column_sum = rows >= MANY_ROWS
     # A tile of few complete rows takes 76 us at 16384 rows of 72; one of 8 rows by 64 pairs takes 111 (H200).
     block_t = 2
     block_p = min(1024, next_power_of_2(heads * dim // 2))
     columns = -(-heads * dim // 2 // block_p)
     length, count = runs(rows, columns, dqkv_T3HD.device, block_t=block_t)
     width = 3 * heads * dim
-    partial_1PF = torch.empty(1, count * needs_sum, width, dtype=torch.float32, device=dqkv_T3HD.device)
+    partial_1PF = torch.empty(1, count * needs_column_sum, width, dtype=torch.float32, device=dqkv_T3HD.device)
     _rope_back_kernel[(columns, count)](
         dqkv_T3HD,
         cos_TD,
@@ -178,14 +178,14 @@ def rope_back_(dqkv_T3HD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         cos_TD.stride(0),
         HEADS=heads,
         DIM=dim,
-        NEED_SUM=needs_sum,
+        NEED_COLUMN_SUM=needs_column_sum,
         BLOCK_T=block_t,
         BLOCK_P=block_p,
         num_warps=4 if dim % 16 == 0 else 8,  # as in `rope_`
         enable_fp_fusion=False,
     )
-    if needs_sum:
-        attach_sum(dqkv_T3HD, partial_1PF)
+    if needs_column_sum:
+        attach_column_sum(dqkv_T3HD, partial_1PF)
     return dqkv_T3HD
 
 

@@ -16,7 +16,7 @@ from hf_vit_accel import machine
 from hf_vit_accel.ops.base import Context, Operation
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import reasons_against_rotation, rope_reference
-from hf_vit_accel.ops.training.column_sum import FEW_ROWS, attach_sum
+from hf_vit_accel.ops.training.column_sum import MANY_ROWS, attach_column_sum
 from hf_vit_accel.ops.training.context import FunctionContext, Gradients
 from hf_vit_accel.ops.training.trained import Trained
 
@@ -155,7 +155,7 @@ def _window_attention_backward_kernel(
     table_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    NEED_SUM: tl.constexpr,
+    NEED_COLUMN_SUM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -199,7 +199,7 @@ def _window_attention_backward_kernel(
     sums = partial + tl.program_id(0).to(tl.int64) * (3 * HEADS * DIM) + tl.program_id(1) * DIM + d
     y1 = tl.dot(turned, o1)
     y2 = tl.dot(turned, o2)
-    _store(dv, y1, y2, sums + 2 * HEADS * DIM, inside, d, half, NEED_SUM)
+    _store(dv, y1, y2, sums + 2 * HEADS * DIM, inside, d, half, NEED_COLUMN_SUM)
 
     v1 = tl.load(v, mask=inside, other=0.0)
     v2 = tl.load(v + half, mask=inside, other=0.0)
@@ -211,20 +211,20 @@ def _window_attention_backward_kernel(
     s = tl.load(sin + row * table_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     y1 = tl.dot(dscores, k1)
     y2 = tl.dot(dscores, k2)
-    _store(dqkv + cell, y1 * c + y2 * s, y2 * c - y1 * s, sums, inside, d, half, NEED_SUM)
+    _store(dqkv + cell, y1 * c + y2 * s, y2 * c - y1 * s, sums, inside, d, half, NEED_COLUMN_SUM)
     turned = tl.trans(dscores)
     y1 = tl.dot(turned, q1)
     y2 = tl.dot(turned, q2)
     dk = dqkv + cell + HEADS * DIM
-    _store(dk, y1 * c + y2 * s, y2 * c - y1 * s, sums + HEADS * DIM, inside, d, half, NEED_SUM)
+    _store(dk, y1 * c + y2 * s, y2 * c - y1 * s, sums + HEADS * DIM, inside, d, half, NEED_COLUMN_SUM)
 
 
 @jit
-def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_SUM: tl.constexpr):
+def _store(to, y1, y2, sums, inside, d, half: tl.constexpr, NEED_COLUMN_SUM: tl.constexpr):
     """Store both halves of a gradient, and its sums over the window's rows; rows past the window's end are zeros."""
     tl.store(to, y1.to(to.dtype.element_ty), mask=inside)
     tl.store(to + half, y2.to(to.dtype.element_ty), mask=inside)
-    if NEED_SUM:
+    if NEED_COLUMN_SUM:
         tl.store(sums, tl.sum(y1, 0), mask=d < half)
         tl.store(sums + half, tl.sum(y2, 0), mask=d < half)
 
@@ -251,8 +251,8 @@ class WindowAttention(torch.autograd.Function):
         rows, _, heads, dim = qkv_T3HD.shape
         dqkv_T3HD = torch.empty_like(qkv_T3HD)
         windows = cu_seqlens_S1.shape[0] - 1
-        needs_sum = rows >= FEW_ROWS
-        size = 1, windows * needs_sum, 3 * heads * dim
+        needs_column_sum = rows >= MANY_ROWS
+        size = 1, windows * needs_column_sum, 3 * heads * dim
         partial_1PF = torch.zeros(size, dtype=torch.float32, device=qkv_T3HD.device)  # empty windows write nothing
         _window_attention_backward_kernel[(windows, heads)](
             qkv_T3HD,
@@ -266,13 +266,13 @@ class WindowAttention(torch.autograd.Function):
             cos_TD.stride(0),
             HEADS=heads,
             DIM=dim,
-            NEED_SUM=needs_sum,
+            NEED_COLUMN_SUM=needs_column_sum,
             BLOCK_T=LONGEST,
             BLOCK_D=max(next_power_of_2(dim // 2), 16),
             num_warps=4,
         )
-        if needs_sum:
-            attach_sum(dqkv_T3HD, partial_1PF)
+        if needs_column_sum:
+            attach_column_sum(dqkv_T3HD, partial_1PF)
         return dqkv_T3HD, None, None, None, None
 
 

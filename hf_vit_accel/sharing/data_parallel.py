@@ -186,7 +186,7 @@ class Sharing:
 
 
 def _check_headers(headers: Sequence[Header]) -> None:
-    """Raise what any rank's header reports; the same on every rank that is done."""
+    """Raise if a rank failed, is alone, or differs from the others. Every rank that is done raises the same error."""
     failed = {rank: header for rank, header in enumerate(headers) if header.result >= ShareResult.FAILED}
     if failed:
         message = "; ".join(f"rank {rank} of the group failed: {header.text}" for rank, header in failed.items())

@@ -1,4 +1,4 @@
-"""The header that each rank sends when it is done with its share of a call: 65 words of 64 bits."""
+"""The header that each rank sends when it is done with its share of a call: 64 packed words, then a checksum."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hashlib import blake2b
 
 import torch
 
-WORDS = 64
-"""Words of a header. The checksum of pixels and weight follows as one word more, since the host does not know it."""
+PACKED_WORDS = 64
+"""Words of 64 bits that `pack` returns. The checksum of pixels and weights follows: the host does not know it."""
 
 MOST_OUTPUTS = 8
 _TEXT_AT = 28  # 4 words, then 3 words for each output
@@ -66,26 +66,27 @@ class Header:
         for output in self.outputs:
             words += [output.rows, output.width, _DTYPES.index(output.dtype)]
         words += [0] * (_TEXT_AT - len(words))
-        letters = self.text.encode("ascii", "replace")[: 8 * (WORDS - _TEXT_AT)].ljust(8 * (WORDS - _TEXT_AT), b"\0")
+        most_letters = 8 * (PACKED_WORDS - _TEXT_AT)
+        letters = self.text.encode("ascii", "replace")[:most_letters].ljust(most_letters, b"\0")
         for start in range(0, len(letters), 8):
             words.append(int.from_bytes(letters[start : start + 8], "little", signed=True))
         return words
 
     @classmethod
     def unpack(cls, words: Sequence[int]) -> Header:
-        """Return the header of `pack`'s words, which its checksum follows."""
+        """Read a header from the words of `pack`, then one word with the checksum."""
         outputs = []
         for index in range(words[3]):
             rows, width, dtype_index = words[4 + 3 * index : 7 + 3 * index]
             outputs.append(OutputShape(rows, width, _DTYPES[dtype_index]))
-        letters = b"".join(word.to_bytes(8, "little", signed=True) for word in words[_TEXT_AT:WORDS])
+        letters = b"".join(word.to_bytes(8, "little", signed=True) for word in words[_TEXT_AT:PACKED_WORDS])
         return cls(
             result=ShareResult(words[0]),
             call=words[1],
             options=words[2],
             outputs=tuple(outputs),
             text=letters.rstrip(b"\0").decode(),
-            checksum=words[WORDS],
+            checksum=words[PACKED_WORDS],
         )
 
 

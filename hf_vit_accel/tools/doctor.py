@@ -178,12 +178,12 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None, torch.device]:
 
 
 def _examine_backend(backend: Backend, devices: Sequence[torch.device], lost: dict[torch.device, str]) -> Verdict:
-    """Run one backend on every device, dtype, head dim and layout that it takes.
+    """Run one backend on every device, dtype and head dim that it takes, with q, k and v packed and separate.
 
     Args:
         backend: The backend.
         devices: Where it may run.
-        lost: Device -> why it no longer works. A device on which this backend breaks everything is added.
+        lost: Device -> why it no longer works. A device that stops working while this backend runs is added.
     """
     try:
         reasons_against = backend.reasons_against_machine()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_vit_accel.backends import Plan, Request, ScoreMod, plan_alone, resolve
 from hf_vit_accel.config import Settings
-from hf_vit_accel.engine.route import OFFSETS, ROUTE, Offsets, Route
+from hf_vit_accel.engine.route import OFFSETS, ROUTE, KnownSegments, Route
 from hf_vit_accel.layout import Segments
 from hf_vit_accel.machine import FallbackError
 from hf_vit_accel.tower import unknown
@@ -36,9 +36,10 @@ def vision_attention(
 ) -> tuple[Tensor, None]:
     """Attend to q, k, v (1, H, T, D); the function behind the registered names.
 
-    A patched tower passes its route in the keyword arguments; the route holds the plan. A stock tower under one of our
-    names gets a plan here, at the price of a host sync. Any other attention (of a text decoder that slipped through the
-    routing) goes to transformers' own sdpa function, with its mask.
+    A patched tower passes its route, in the keyword arguments or as an attribute of `cu_seq_lens_q`. The route holds
+    the plan. A tower whose attention alone is ours passes `KnownSegments`. A stock tower under one of our names gets a
+    plan here, at the price of a host sync. Any other attention (of a text decoder that was loaded with one of our
+    names) goes to transformers' own sdpa function, with its mask.
 
     Returns:
         The outputs (1, T, H, D), and None for the weights of attention.
@@ -54,7 +55,7 @@ def vision_attention(
         )
         return out, None
     route = kwargs.get(ROUTE, getattr(cu_seq_lens_q, ROUTE, None))
-    offsets: Offsets | None = getattr(cu_seq_lens_q, OFFSETS, None)
+    offsets: KnownSegments | None = getattr(cu_seq_lens_q, OFFSETS, None)
     if route is None and offsets is None:
         unknown.warn()
     settings: Settings | None = None
@@ -105,7 +106,7 @@ def _attend_packed(
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
         fits = plan is not None and (plan.request.heads, plan.request.head_dim) == q_THD.shape[1:]
         if plan is None or not fits or (needs_grad and not plan.request.grad):
-            plan = _plan_without_tower(module, q_THD, cu_seqlens_S1, scale, grad=needs_grad, score_mod=score_mod)
+            plan = _plan_without_route(module, q_THD, cu_seqlens_S1, scale, grad=needs_grad, score_mod=score_mod)
         elif plan.request.scale != scale:
             plan = replace(plan, request=replace(plan.request, scale=scale))
         # PEFT and quantisation upcast norms: attention computes in the dtype of the weights, as transformers' does.
@@ -128,10 +129,10 @@ def _attend_as_stock(
     return torch.cat(outs, dim=1)
 
 
-def _plan_without_tower(
+def _plan_without_route(
     module: Any, q_THD: Tensor, cu_seqlens_S1: Tensor, scale: float, *, grad: bool, score_mod: ScoreMod | None
 ) -> Plan:
-    """Return a plan for offsets that came without one; it is kept for other layers that get the very same tensor.
+    """Return a plan for offsets that no route has planned; it is kept for other layers that get the very same tensor.
 
     Args:
         module: The attention module.
@@ -141,7 +142,7 @@ def _plan_without_tower(
         grad: Whether gradients are needed.
         score_mod: A function of the user's that changes scores; None without one.
     """
-    offsets: Offsets | None = getattr(cu_seqlens_S1, OFFSETS, None)
+    offsets: KnownSegments | None = getattr(cu_seqlens_S1, OFFSETS, None)
     name = "flex" if score_mod else NAMES.get(getattr(module.config, "_attn_implementation", ""), "auto")
     name = offsets.settings.attention if offsets else name
     request = Request(

@@ -20,7 +20,7 @@ def read(tower: Tower, state: TowerState, args: tuple[Any, ...], kwargs: dict[st
     state.follow_attention(tower)
     names = state.family.arguments
     arguments = dict(zip(names, args)) | kwargs  # noqa: B905
-    reasons = checks.reasons_own_segments(tower, arguments, names[0])
+    reasons = checks.reasons_without_segments(tower, arguments, names[0])
     if state.popped is None:
         state.popped = versions.popped_by(names_of_forwards({type(module) for module in tower.modules()}))
     if "cu_seqlens" not in state.popped:
@@ -34,7 +34,7 @@ def read(tower: Tower, state: TowerState, args: tuple[Any, ...], kwargs: dict[st
 
 
 def reasons_unserved(state: TowerState) -> tuple[str, ...]:
-    """Return why no layer of a call that ran attended through a backend; empty if one did.
+    """Return why no layer of any call so far attended through a backend; empty if one did.
 
     Raises:
         FallbackError: None did, under `strict` or beside a score_mod.
@@ -43,5 +43,5 @@ def reasons_unserved(state: TowerState) -> tuple[str, ...]:
         return ()
     # MiniMax-M3 in older versions: its layers know no segments.
     reason = f"no layer attended by segments, through a backend (transformers {transformers.__version__})"
-    state.refuse_stock([reason])
+    state.raise_if_strict([reason])
     return (reason,)

@@ -26,7 +26,7 @@ from hf_vit_accel.sharing.reuse import ReuseFacts
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import names_of_forwards
 from hf_vit_accel.tower.differences import Kind
-from hf_vit_accel.tower.modules import Weights, is_inert
+from hf_vit_accel.tower.modules import WeightMemory, is_inert
 from hf_vit_accel.tower.snapshot import HOOKS, Snapshot
 from hf_vit_accel.versions import POPPED
 
@@ -72,14 +72,14 @@ def reasons_stock(
         reasons.append("the caller supplies sequence metadata")
     is_own_code = snapshot.copy_proof is not None and name == "eager"  # which the proof of a copy ran
     if name not in proof.NAMES and not is_own_code:
-        reasons += reasons_own_attention(tower, name)
+        reasons += reasons_custom_attention(tower, name)
     if is_tracing():  # a trace does not record tensors that numpy makes
         reasons.append("torch.jit.trace is at work")
     return reasons
 
 
 def reasons_of_copy(
-    tower: Tower, family: Family, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any]
+    tower: Tower, family: Family, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, Any]
 ) -> list[str]:
     """Return why a call of a copy must reach its own forward; none for any other tower.
 
@@ -104,8 +104,8 @@ def reasons_of_copy(
     return reasons
 
 
-def reasons_own_segments(tower: Tower, arguments: Mapping[str, Any], pixels: str) -> list[str]:
-    """Return why a tower whose attention alone is ours must compute its segments itself.
+def reasons_without_segments(tower: Tower, arguments: Mapping[str, Any], pixels: str) -> list[str]:
+    """Return why a tower whose attention alone is ours gets no segments from us, and must compute them itself.
 
     Args:
         tower: The tower.
@@ -114,7 +114,7 @@ def reasons_own_segments(tower: Tower, arguments: Mapping[str, Any], pixels: str
     """
     name = tower.config._attn_implementation
     if name not in proof.NAMES:
-        return reasons_own_attention(tower, name) or [f"its attention is {name!r}"]
+        return reasons_custom_attention(tower, name) or [f"its attention is {name!r}"]
     if any(popped in arguments for popped in POPPED):
         return ["the caller supplies sequence metadata"]
     grid = arguments.get("grid_thw")
@@ -133,7 +133,7 @@ def reasons_untraceable() -> list[str]:
     return reasons_fake() if is_in_torch_dispatch_mode() else []
 
 
-def reasons_own_attention(tower: Tower, name: str | None) -> list[str]:
+def reasons_custom_attention(tower: Tower, name: str | None) -> list[str]:
     """Return why a tower's attention of a name may compute anything: it is a function of the user's.
 
     Functions of transformers, ours, and those of the Hub (a name with a slash) compute attention.
@@ -162,7 +162,7 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
     """
     if settings.attention != "auto":
         return proof.name_for(settings.attention)
-    if former_name == "eager" or reasons_own_attention(tower, former_name):
+    if former_name == "eager" or reasons_custom_attention(tower, former_name):
         return former_name
     names = names_of_forwards({type(module) for module in tower.modules()})
     if former_name == "flash_attention_2" and not versions.knows_segments(names):
@@ -171,7 +171,7 @@ def attention_name(tower: Tower, settings: Settings, former_name: str | None) ->
 
 
 def reasons_slow(
-    tower: Tower, snapshot: Snapshot, weights: Weights, options: Mapping[str, Any], *, grad: bool
+    tower: Tower, snapshot: Snapshot, weights: WeightMemory, options: Mapping[str, Any], *, grad: bool
 ) -> list[str]:
     """Return why the blocks of a call must be called one by one.
 
@@ -195,15 +195,15 @@ def reasons_slow(
             reasons.append(f"{name} is requested")
     if snapshot.dropout and any(block.attention.training for block in snapshot.parts.blocks):
         reasons.append("attention weights are dropped out")
-    if snapshot.proof.autocast is not None:
+    if snapshot.proof.why_not_autocast is not None:
         autocast = autocast_dtype(snapshot.parts.projection.weight.device, weights.dtype)
         if autocast not in (None, weights.dtype):
-            reasons.append(snapshot.proof.autocast)
+            reasons.append(snapshot.proof.why_not_autocast)
     return reasons + reasons_untraceable()
 
 
 def _reasons_hooked(snapshot: Snapshot, hooks_of: Callable[[dict[str, Any]], Mapping[int, Any]]) -> list[str]:
-    """Return the first module inside with a hook that the fast path would skip."""
+    """Return a sentence about the first module inside with a hook that the fast path would skip; empty for none."""
     sharded_ids = {id(vars(block)) for block in snapshot.sharded_layers.values()}
     for name, attributes in zip(snapshot.names_inside, snapshot.attributes_inside, strict=True):
         is_sharded = id(attributes) in sharded_ids
@@ -217,7 +217,7 @@ def facts_for_reuse(
     settings: Settings,
     snapshot: Snapshot,
     parameters: list[nn.Parameter],
-    weights: Weights,
+    weights: WeightMemory,
     device: torch.device,
     no_kernels: str | None,
 ) -> ReuseFacts:
@@ -234,13 +234,13 @@ def facts_for_reuse(
     assert settings.reuse is not None
     grad_mode = torch.is_grad_enabled()
     reasons = list(snapshot.mixing)
-    if snapshot.third_party and snapshot.in_training_mode() and not reasons:
-        reasons.append(f"{snapshot.third_party}, and may be random in training")
+    if snapshot.unpredictable and snapshot.in_training_mode() and not reasons:
+        reasons.append(f"{snapshot.unpredictable}, and may be random in training")
     against_keeping: list[str] = []
     watched: list[Tensor] = []
-    if settings.reuse.across_calls and not (grad_mode and (snapshot.third_party or snapshot.trained(parameters))):
-        if snapshot.third_party:
-            against_keeping.append(f"{snapshot.third_party}, and might act otherwise at a later call")
+    if settings.reuse.across_calls and not (grad_mode and (snapshot.unpredictable or snapshot.trained(parameters))):
+        if snapshot.unpredictable:
+            against_keeping.append(f"{snapshot.unpredictable}, and might act otherwise at a later call")
         if settings.score_mod is not None:
             against_keeping.append("a score_mod may read what changes between calls")
         if snapshot.sharded_layers or snapshot.offloaded or weights.pointers is None:

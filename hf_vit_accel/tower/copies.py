@@ -54,7 +54,7 @@ def prove(tower: Tower, family: CopyFamily) -> CopyProof:
         watch = Watch(tower)
         kind = Kind(family.parts(tower).projection.weight.dtype)
         form, why = _compare(tower, family, kind, report, is_first=True)
-        verdicts[kind] = None  # `fast` holds any other verdict
+        verdicts[kind] = None  # `why_not_fast` holds the reason against it
     except ValueError as error:
         why = str(error)
     if why is not None:

@@ -23,10 +23,10 @@ from hf_vit_accel.graphs.automatic import GraphUse
 from hf_vit_accel.graphs.recorder import why_not_graphs
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid, rows_of
-from hf_vit_accel.machine import refuse
+from hf_vit_accel.machine import raise_if_any
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.tower import checks
-from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.plan import (
     NO_GRAPHS,
     NOT_SHARED,
@@ -66,7 +66,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         RuntimeError: A CUDA graph is being captured around the tower.
     """
     if call.inputs is None:
-        state.refuse_stock(list(call.reasons_stock))
+        state.raise_if_strict(list(call.reasons_stock))
         return StockPlan(way=Way.STOCK, reasons=tuple(call.reasons_stock))
     if state.family.attention_only:
         return _decide_attention(tower, state, call)
@@ -77,9 +77,10 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     device = inputs.pixels.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_OUTER_GRAPH)
-    # A third-party module (an adapter) may train parameters outside of the tower.
+    # An unpredictable module (an adapter) may train parameters outside of the tower.
     grad_mode = torch.is_grad_enabled()
-    grad = grad_mode and bool(snapshot.third_party or inputs.pixels.requires_grad or snapshot.trained(call.parameters))
+    may_train = bool(snapshot.unpredictable) or snapshot.trained(call.parameters)
+    grad = grad_mode and (may_train or inputs.pixels.requires_grad)
     checkpoints = checkpoints_of(snapshot.parts) if grad else []
     sharing = state.sharing
     shared = NOT_SHARED if sharing is None else _decide_sharing(state, sharing, call, checkpoints, not_shared)
@@ -87,8 +88,8 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     if not state.family.videos and any(frames > 1 for frames, _, _ in inputs.grid):
         reasons_slow.append("this family takes the frames of a video one by one")
     runner = state.training_runner if grad else state.inference_runner
-    has_graphs = runner is not None and state.settings.graphs != "auto"
-    spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad, graphs=has_graphs)
+    graphs_requested = runner is not None and state.settings.graphs != "auto"
+    spec = spec_of(state, snapshot, weights, device, fast=not reasons_slow, grad=grad, for_graphs=graphs_requested)
     if spec.ops is None:
         return _decide_metadata(tower, state, call, spec, reasons_slow, shared)
     reasons = list(shared.reasons)
@@ -104,10 +105,10 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     graphs = NO_GRAPHS
     # Automatic graphs replay calls of one pass. A score_mod may capture tensors that a graph would never read again.
     may_be_automatic = is_whole and device.type in AUTOMATIC_ON and state.settings.score_mod is None
-    if grid and runner is not None and (has_graphs or may_be_automatic):
+    if grid and runner is not None and (graphs_requested or may_be_automatic):
         graphs = _choose_graphs(state, snapshot, weights, call.parameters, device, grid, checkpoints, grad=grad)
-        if graphs.decides_backend and not has_graphs:
-            spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, graphs=True)
+        if graphs.needs_graph_backend and not graphs_requested:
+            spec = spec_of(state, snapshot, weights, device, fast=True, grad=grad, for_graphs=True)
     if grid is inputs.grid and is_whole:
         passes = [Pass(grid=grid, rows=slice(0, len(inputs.pixels)), route=state.routes.get(grid, spec))]
     else:
@@ -115,7 +116,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
     for one_pass in passes:
         reasons += [reason for reason in one_pass.route.unmet if reason not in reasons]
     if state.settings.strict:
-        refuse(reasons)
+        raise_if_any(reasons)
     if grad and len(passes) > 1:
         graphs = NO_GRAPHS  # such passes run again in the backward pass
     return FastPlan(
@@ -130,7 +131,7 @@ def decide(tower: Tower, state: TowerState, call: Call, not_shared: str | None =
         checkpoints=checkpoints,
         shared=shared,
         graphs=graphs,
-        marks_outputs=grad_mode and not grad and snapshot.marks_outputs(),
+        outputs_require_grad=grad_mode and not grad and snapshot.outputs_require_grad(),
     )
 
 
@@ -144,12 +145,12 @@ def _own_grid(state: TowerState, inputs: Inputs, shared: SharedCall) -> Grid:
 def spec_of(
     state: TowerState,
     snapshot: Snapshot,
-    weights: Weights,
+    weights: WeightMemory,
     device: torch.device,
     *,
     fast: bool,
     grad: bool,
-    graphs: bool = False,
+    for_graphs: bool = False,
 ) -> Spec:
     """Return the spec of calls like this one; the same object while nothing of it changes.
 
@@ -160,12 +161,12 @@ def spec_of(
         device: The device of the call.
         fast: Whether our operations run.
         grad: Whether gradients are required.
-        graphs: Whether backends are chosen that a CUDA graph can replay, for other layouts or with gradients.
+        for_graphs: Whether backends are chosen that a CUDA graph can replay: for other layouts, or with gradients.
     """
     autocast = checks.autocast_dtype(device, weights.dtype)
     scales = None if state.settings.fp8 is None else state.scales(snapshot, device)
     halvings = len(state.pass_limit.rows_after_oom)
-    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, graphs)
+    key = SpecKey(device, autocast, fast, grad, weights.dtype, weights.key, scales, halvings, for_graphs)
     spec = snapshot.specs.get(key)
     return state.make_spec(snapshot, weights, key) if spec is None else spec
 
@@ -203,7 +204,7 @@ def _decide_attention(tower: Tower, state: TowerState, call: Call) -> StockPlan:
     assert call.inputs is not None and state.popped is not None
     device = call.inputs.pixels.device
     of_tower = state.settings, state.faults, state.attention_backends
-    offsets = state.routes.offsets(call.inputs.grid, device, state.family.geometry(tower), *of_tower)
+    offsets = state.routes.segment_arguments(call.inputs.grid, device, state.family.geometry(tower), *of_tower)
     return StockPlan(way=Way.ATTENTION, reasons=(), injected=keyword_arguments(offsets, state.popped))
 
 
@@ -213,7 +214,7 @@ def _decide_metadata(
     """Return the plan of a call whose blocks are called one by one, on our metadata and attention."""
     assert call.inputs is not None and call.snapshot is not None
     if isinstance(state.family, CopyFamily):  # its forward may take no metadata
-        state.refuse_stock(reasons_slow)
+        state.raise_if_strict(reasons_slow)
         declined = shared if shared.places is None else SharedCall(result="encoded by each rank alone")
         return StockPlan(way=Way.STOCK, reasons=tuple(reasons_slow), shared=declined)
     name = tower.config._attn_implementation
@@ -221,9 +222,9 @@ def _decide_metadata(
     route = state.routes.get(call.inputs.grid, spec)
     reasons = reasons_slow + route.unmet
     if state.settings.score_mod is not None and name not in NAMES:
-        refuse([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
+        raise_if_any([*reasons, f"blocks attend by {name!r}"], because="a score_mod was given")
     if state.settings.strict:
-        refuse(reasons)
+        raise_if_any(reasons)
     return StockPlan(
         way=Way.METADATA,
         reasons=tuple(reasons),
@@ -268,7 +269,7 @@ def _most_rows(
 def _choose_graphs(
     state: TowerState,
     snapshot: Snapshot,
-    weights: Weights,
+    weights: WeightMemory,
     parameters: Sequence[Tensor],
     device: torch.device,
     grid: Grid,
@@ -294,37 +295,37 @@ def _choose_graphs(
         return NO_GRAPHS
     reason = _reason_against_graphs(snapshot, weights, device, checkpoints)
     if not is_auto:
-        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason), decides_backend=True)
+        return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason), needs_graph_backend=True)
     if reason is not None:
         return GraphChoice(runner=runner, use=GraphUse(eager_reason=reason))
     if isinstance(runner, TrainingRunner):
         values_per_row = len(snapshot.parts.blocks) * snapshot.heads * snapshot.head_dim
         use = runner.choose(grid, values_per_row, parameters, device)
-        return GraphChoice(runner=runner, use=use, decides_backend=use.eager_reason is None)
+        return GraphChoice(runner=runner, use=use, needs_graph_backend=use.eager_reason is None)
 
     def is_padding_slower() -> bool:
         eager_spec = spec_of(state, snapshot, weights, device, fast=True, grad=False)
         choices = state.routes.get(grid, eager_spec).choices.values()
-        return not all(choice.backend.capturable for choice in choices)
+        return not all(choice.backend.replays_other_layouts for choice in choices)
 
     attention = state.settings.attention
-    can_pad = attention == "auto" or backend_named(attention).capturable
+    can_pad = attention == "auto" or backend_named(attention).replays_other_layouts
     use = runner.choose(grid, snapshot.geometry.merge, device, is_padding_slower, can_pad=can_pad)
     if use.eager_reason is not None:
         return GraphChoice(runner=runner, use=use)
-    spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, graphs=True)
-    return GraphChoice(runner=runner, use=use, spec=spec, decides_backend=not use.exactly)
+    spec = spec_of(state, snapshot, weights, device, fast=True, grad=False, for_graphs=True)
+    return GraphChoice(runner=runner, use=use, identity_spec=spec, needs_graph_backend=not use.exactly)
 
 
 def _reason_against_graphs(
-    snapshot: Snapshot, weights: Weights, device: torch.device, checkpoints: Sequence[Checkpoint | None]
+    snapshot: Snapshot, weights: WeightMemory, device: torch.device, checkpoints: Sequence[Checkpoint | None]
 ) -> str | None:
     """Return why a call cannot be replayed from CUDA graphs, whatever its layout."""
     reason = why_not_graphs(device)
     if reason is not None:
         return reason
-    if snapshot.third_party:  # it may act on state that Python holds: an adapter that is switched off, a counter
-        return f"{snapshot.third_party}, and might act otherwise at a later call"
+    if snapshot.unpredictable:  # it may act on state that Python holds: an adapter that is switched off, a counter
+        return f"{snapshot.unpredictable}, and might act otherwise at a later call"
     if snapshot.mixing:  # a graph pads its rows, and a module that mixes rows would see them
         return snapshot.mixing[0]
     if not weights.contiguous:  # a graph identifies weights by `data_ptr`, so a change of strides goes unseen

@@ -15,16 +15,17 @@ from hf_vit_accel.families.copies import Form
 from hf_vit_accel.layout import Grid, rows_of
 
 OUTPUT_BOUND = 1e-4
-"""Of fp32 outputs: 32 layers of other roundings differ by 1e-6 to 1e-5."""
+"""Largest relative error of outputs in fp32: 32 layers of other roundings differ by 1e-6 to 1e-5."""
 GRADIENT_BOUND = 1e-3
+"""Largest relative error of gradients in fp32."""
 _EXACT = (torch.float32, torch.float64)
 _LOW_RATIO = 1.25
-"""Of our error against fp32 to the copy's: the promise is 1.1, over five seeds. One seed measures 0.9 to 1.1."""
+"""Largest ratio of our error to the copy's, both against fp32. Promised is 1.1 over five seeds; one has 0.9 to 1.1."""
 _LOW_STOCK_RATIO = {"outputs": 1.25, "gradients": 2.5}
-"""Of the copy's error to ours. A copy that is further off computes something else in this dtype. In fp16 small
-gradients vanish: 1.7."""
+"""Largest ratio of the copy's error to ours. A copy that is further off computes something else in this dtype. In fp16
+small gradients vanish: 1.7."""
 _LOW_SCALE = 3e-4
-"""Of the norms of outputs, which agree better than values: noise has no mean."""
+"""Largest relative difference of the norms of outputs, which agree better than values: noise has no mean."""
 
 
 Tensors = Sequence[Tensor | None]
@@ -113,10 +114,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Sides:
-    """The results of a clone and of our operations."""
+    """The results of the copy's own forward, and of our operations."""
 
     form: Form
-    stock: Results
+    theirs: Results
     ours: Results
 
 
@@ -125,16 +126,16 @@ def _names_of_inputs(clone: nn.Module) -> list[str]:
 
 
 def far_off(clone: nn.Module, sides: Sides, trial: Trial, kind: Kind, report: Report) -> str | None:
-    """Return how far outputs or gradients are off, where that is more than rounding of fp32."""
-    names = sides.form.names(len(sides.stock.outputs))
+    """Return a sentence on the first difference that is more than rounding of fp32, or None. Errors go to `report`."""
+    names = sides.form.names(len(sides.theirs.outputs))
     why = _dtypes_differ(names, sides)
     if why is None:
-        why = _worst(names, sides.ours.outputs, sides.stock.outputs, OUTPUT_BOUND, report, kind)
+        why = _worst(names, sides.ours.outputs, sides.theirs.outputs, OUTPUT_BOUND, report, kind)
     if why is not None:
         return f"{why}, for {trial}"
     names = _names_of_inputs(clone)
     ours = sides.ours.gradients
-    stock = sides.stock.gradients
+    stock = sides.theirs.gradients
     for name, gradient, expected in zip(names, ours, stock):  # noqa: B905
         if expected is not None and gradient is None and bool(expected.any()):
             return f"{name} has a gradient, but no part that is known uses it"
@@ -143,7 +144,7 @@ def far_off(clone: nn.Module, sides: Sides, trial: Trial, kind: Kind, report: Re
 
 
 def _dtypes_differ(names: list[str], sides: Sides) -> str | None:
-    for name, ours, stock in zip(names, sides.ours.outputs, sides.stock.outputs, strict=True):
+    for name, ours, stock in zip(names, sides.ours.outputs, sides.theirs.outputs, strict=True):
         if ours.dtype != stock.dtype:
             return f"{name} are {stock.dtype}, where our operations return {ours.dtype}"
     return None
@@ -183,15 +184,15 @@ def far_off_in_low_precision(sides: Sides, trial: Trial, kind: Kind, report: Rep
         report: Receives the numbers.
         truth: The results of the copy in fp32.
     """
-    names = sides.form.names(len(sides.stock.outputs))
+    names = sides.form.names(len(sides.theirs.outputs))
     why = _dtypes_differ(names, sides)
     if why is not None:
         return f"{why}, for {trial}"
-    for name, *tensors in zip(names, sides.ours.outputs, sides.stock.outputs, truth.outputs, strict=True):
+    for name, *tensors in zip(names, sides.ours.outputs, sides.theirs.outputs, truth.outputs, strict=True):
         why = _errors_differ([tensors], kind, report, "outputs")
         if why is not None:
             return f"{name} in {kind}: {why}, for {trial}"
-    rows = zip(sides.ours.gradients, sides.stock.gradients, truth.gradients, strict=True)
+    rows = zip(sides.ours.gradients, sides.theirs.gradients, truth.gradients, strict=True)
     gradients = [[tensor for tensor in row if tensor is not None] for row in rows]
     why = _errors_differ([row for row in gradients if len(row) == 3], kind, report, "gradients")
     return None if why is None else f"gradients in {kind}: {why}, for {trial}"

@@ -30,12 +30,12 @@ from hf_vit_accel.families import Tower
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.store import Eager
 from hf_vit_accel.graphs.training import TrainingRunner
-from hf_vit_accel.machine import KERNELS, Fault, refuse
+from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
 from hf_vit_accel.sharing.data_parallel import NotSharedError
 from hf_vit_accel.sharing.reuse import Repeats
 from hf_vit_accel.tower import attention_only, checks
 from hf_vit_accel.tower.decide import decide
-from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.plan import Call, CallPlan, FastPlan, Outcome, Pass, StockPlan, Way
 from hf_vit_accel.tower.retry import disable, halve_passes
 from hf_vit_accel.tower.snapshot import Snapshot
@@ -117,7 +117,7 @@ class AcceleratedForward:
             args = args[1:]
             state = state_of(tower)
             if state is self._state and tower is not self._tower():  # a shallow copy: its state is the original's
-                redirect_copies(tower, args, kwargs)
+                redirect_shallow_copies(tower, args, kwargs)
                 state = state_of(tower)
         else:
             tower = self._tower() or self.__self__
@@ -138,7 +138,7 @@ def _exclude_from_compile() -> None:
     AcceleratedForward.__call__ = call  # type: ignore[method-assign]
 
 
-def redirect_copies(module: nn.Module, args: Arguments, kwargs: Options) -> tuple[Arguments, Options] | None:
+def redirect_shallow_copies(module: nn.Module, args: Arguments, kwargs: Options) -> tuple[Arguments, Options] | None:
     """Let a shallow copy of a patched tower run its own modules; a forward pre-hook of every patched tower.
 
     A shallow copy holds the forward of the original: `copy.copy` makes one, and `nn.DataParallel` its replicas. That
@@ -187,7 +187,9 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             try:
                 call = read(tower, state, args, kwargs)
                 plan = decide(tower, state, call, not_shared)
-                outcome = run(tower, state, plan, partial(_call_original, original, args, kwargs))
+                outcome = run(
+                    tower, state, plan, partial(_call_original, original, state.family.arguments[0], args, kwargs)
+                )
                 return _count(state, outcome)
             except Fault as fault:
                 disable(state, faults_at_call, faults_at_attempt, fault)
@@ -199,9 +201,9 @@ def _call(tower: Tower, state: TowerState, original: Original, args: Arguments, 
             # Nothing holds what the failed attempt allocated when the next one begins.
 
 
-def _call_original(original: Original, args: Arguments, kwargs: Options, **injected: Any) -> Any:
+def _call_original(original: Original, pixels_name: str, args: Arguments, kwargs: Options, **injected: Any) -> Any:
     """Call the stock forward, which computes with a grid on the device of the pixels."""
-    pixels = args[0] if args else kwargs.get("hidden_states")
+    pixels = args[0] if args else kwargs.get(pixels_name)
     grid = kwargs.get("grid_thw")
     if isinstance(pixels, Tensor) and isinstance(grid, Tensor) and grid.device != pixels.device:
         injected["grid_thw"] = grid.to(pixels.device)
@@ -246,7 +248,7 @@ def _find_repeats(
     state: TowerState,
     snapshot: Snapshot,
     parameters: list[nn.Parameter],
-    weights: Weights,
+    weights: WeightMemory,
     pixels_TP: Tensor,
     grid_N3: Tensor,
 ) -> tuple[list[list[int]], Repeats]:
@@ -278,12 +280,12 @@ def run(tower: Tower, state: TowerState, plan: CallPlan, original: Original) -> 
         output = original(**plan.injected)
         unserved = attention_only.reasons_unserved(state) if plan.way is Way.ATTENTION else ()
         return Outcome(plan=plan, output=output, reasons=unserved)
-    with torch.no_grad() if plan.marks_outputs else nullcontext():
+    with torch.no_grad() if plan.outputs_require_grad else nullcontext():
         if plan.inputs.repeats is None and plan.shared.places is None and len(plan.passes) == 1:  # for speed
             outputs = _encode_pass(state, plan, plan.passes[0], plan.inputs.pixels)
         else:
             outputs = _encode_call(tower, state, plan)
-    if plan.marks_outputs:  # copies: stock's outputs are no leaves either, and may be written to
+    if plan.outputs_require_grad:  # copies: stock's outputs are no leaves either, and may be written to
         outputs = [output.requires_grad_().clone() for output in outputs]
     output = state.family.output_of(plan.snapshot.output_class, outputs)
     has_class = plan.snapshot.copy_proof is None and plan.snapshot.output_class is not None
@@ -346,11 +348,11 @@ def _encode_pass(
     runner = plan.graphs.runner
     if runner is not None and not is_embedded:
         reason = plan.graphs.use.eager_reason
-        outputs = runner.stay_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_TP)
-        if not isinstance(outputs, Eager):
-            return outputs
-        if state.settings.strict and not outputs.by_choice:
-            refuse([f"not replayed from a CUDA graph: {outputs.why}"])
+        result = runner.count_eager(reason) if reason else _replay(plan, runner, one_pass, pixels_TP)
+        if not isinstance(result, Eager):
+            return result
+        if state.settings.strict and not result.allowed_under_strict:
+            raise_if_any([f"not replayed from a CUDA graph: {result.why}"])
     route = one_pass.route.ready()
     blocks = plan.snapshot.sharded_layers
     return encode(route, pixels_TP, plan.checkpoints, blocks, output_slices=output_slices, is_embedded=is_embedded)
@@ -361,7 +363,9 @@ def _replay(plan: FastPlan, runner: Runner | TrainingRunner, one_pass: Pass, pix
     memory: list[object] = [plan.weights]
     memory += [buffer.data_ptr() for buffer in plan.snapshot.buffers()]
     if isinstance(runner, Runner):
-        return runner.run(one_pass.route, pixels_TP, memory, plan.graphs.spec or plan.spec, plan.graphs.use.exactly)
+        return runner.run(
+            one_pass.route, pixels_TP, memory, plan.graphs.identity_spec or plan.spec, plan.graphs.use.exactly
+        )
     return runner.run(one_pass.route, pixels_TP, plan.parameters, plan.snapshot.parameter_dicts, memory)
 
 
@@ -372,7 +376,7 @@ def _count(state: TowerState, outcome: Outcome) -> Any:
     if state.sharing is not None and plan.shared.result is not None:
         state.sharing.counts[plan.shared.result] += 1
     if plan.way is Way.FAST or (plan.way is Way.ATTENTION and not outcome.reasons):
-        state.calls += 1
+        state.fast_calls += 1
     else:
         state.stock_calls += 1
     if isinstance(plan, StockPlan):

@@ -16,7 +16,7 @@ from hf_vit_accel.tower.forward import (
     is_our_forward,
     our_forward_attribute,
     own_hooks,
-    redirect_copies,
+    redirect_shallow_copies,
 )
 from hf_vit_accel.tower.state import STATE, TowerState, attributes_of, state_of
 
@@ -82,8 +82,8 @@ def install(tower: nn.Module, state: TowerState) -> None:
         former_state.close()
     vars(tower)[attribute] = AcceleratedForward(tower, state)
     state.attributes = attributes_of(tower)
-    if redirect_copies not in tower._forward_pre_hooks.values():
-        tower.register_forward_pre_hook(redirect_copies, prepend=True, with_kwargs=True)
+    if redirect_shallow_copies not in tower._forward_pre_hooks.values():
+        tower.register_forward_pre_hook(redirect_shallow_copies, prepend=True, with_kwargs=True)
 
 
 def uninstall(tower: nn.Module) -> TowerState | None:
@@ -101,7 +101,7 @@ def uninstall(tower: nn.Module) -> TowerState | None:
                 vars(tower)[attribute] = type(tower).forward.__get__(tower)
     own_hooks(tower)
     for key, hook in list(tower._forward_pre_hooks.items()):
-        if hook is redirect_copies:
+        if hook is redirect_shallow_copies:
             del tower._forward_pre_hooks[key]
             tower._forward_pre_hooks_with_kwargs.pop(key, None)
     state.close()

@@ -45,12 +45,12 @@ def register(follow: Callable[[nn.Module, bool], None] | None = None) -> None:
         transformers.modeling_utils.AttentionInterface.register(name, vision_attention)
         masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
     missing = [
-        wrap(transformers.modeling_utils, "lazy_import_flash_attention", _guarded),
-        wrap(transformers.modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _routed),
+        wrap(transformers.modeling_utils, "lazy_import_flash_attention", _wrap_lazy_import),
+        wrap(transformers.modeling_utils.PreTrainedModel, "get_correct_attn_implementation", _wrap_routing),
     ]
     MISSING[:] = [why for why in missing if why is not None]
     if MISSING:
-        wrap(transformers.modeling_utils.PreTrainedModel, "__init__", _refused)
+        wrap(transformers.modeling_utils.PreTrainedModel, "__init__", _wrap_init)
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
@@ -73,7 +73,7 @@ MISSING: list[str] = []
 """What loading by name needs of transformers and does not find; `patch` needs none of it."""
 
 
-def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `PreTrainedModel.__init__`: raise for one of our names, where it cannot be routed."""
 
     def init(self: Any, config: Config, *args: object, **kwargs: object) -> None:
@@ -92,7 +92,7 @@ def _check_missing(name: str) -> None:
         )
 
 
-def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_lazy_import(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `lazy_import_flash_attention`: look for no Hub kernel of one of our names."""
 
     def lazy_import_flash_attention(implementation: str | None, *args: object, **kwargs: object) -> Any:
@@ -101,7 +101,7 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     return lazy_import_flash_attention
 
 
-def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `get_correct_attn_implementation`: every model of a composite learns its attention there."""
 
     def get_correct_attn_implementation(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hf_vit_accel.families import Parts
 
 
-class Weights:
-    """The parameters of a tower as they are in memory now, adapters' last.
+class WeightMemory:
+    """Where the parameters of a tower lie in memory now, adapters' last, and what they are. It holds none of them.
 
     CUDA graphs compare it by identity: the snapshot makes a new one when an address changes.
 

@@ -17,7 +17,7 @@ from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
 from hf_vit_accel.layout import Grid
 from hf_vit_accel.sharing.split import Places
-from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
 
 
@@ -52,7 +52,7 @@ class Call:
     reasons_slow: Sequence[str] = ()
     snapshot: Snapshot | None = None
     parameters: list[nn.Parameter] = field(default_factory=list)
-    weights: Weights | None = None
+    weights: WeightMemory | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,14 +114,15 @@ class GraphChoice:
     Attributes:
         runner: Their runner; None for a call that is eager without a reason to count.
         use: How the runner serves the call.
-        spec: The spec that all its graphs share; None for the spec of the call itself.
-        decides_backend: Whether the call needs backends that a graph can replay.
+        identity_spec: The spec that identifies all graphs of the runner; None for the call's own spec. A graph of an
+            exact shape is captured with the call's own spec in any case.
+        needs_graph_backend: Whether the call needs backends that a graph can replay.
     """
 
     runner: Runner | TrainingRunner | None = None
     use: GraphUse = CHOSEN_BY_RUNNER
-    spec: Spec | None = None
-    decides_backend: bool = False
+    identity_spec: Spec | None = None
+    needs_graph_backend: bool = False
 
 
 NO_GRAPHS = GraphChoice()
@@ -143,7 +144,7 @@ class FastPlan:
         checkpoints: By layer, None for a layer that keeps what its gradient needs.
         shared: Which rank encodes what, if ranks share the call.
         graphs: The CUDA graphs of the call.
-        marks_outputs: Whether the outputs of a frozen tower must require gradients.
+        outputs_require_grad: Whether the outputs of a frozen tower must require gradients.
         way: Always `Way.FAST`.
     """
 
@@ -151,14 +152,14 @@ class FastPlan:
     inputs: Inputs
     snapshot: Snapshot
     parameters: list[nn.Parameter]
-    weights: Weights
+    weights: WeightMemory
     spec: Spec
     passes: Sequence[Pass]
     most_rows: int | None
     checkpoints: Sequence[Checkpoint | None]
     shared: SharedCall
     graphs: GraphChoice
-    marks_outputs: bool
+    outputs_require_grad: bool
     way: ClassVar[Way] = Way.FAST
 
     def lost_graphs(self) -> bool:

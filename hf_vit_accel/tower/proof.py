@@ -74,7 +74,7 @@ class Proof:
         key: The class, and the fields of its config that the run depended on.
         why_not_fast: Why our operations may not take the place of its forward; None where that is proven.
         why_not_metadata: Why its forward may not be given metadata of ours; None where that is proven.
-        autocast: Why our operations may not run under autocast; None where that is proven.
+        why_not_autocast: Why our operations may not run under autocast; None where that is proven.
         taken: The keyword arguments of ours that its forward takes.
         is_bare: Whether it returns tensors without an output class.
         classes: The classes of all its modules.
@@ -86,7 +86,7 @@ class Proof:
     key: tuple[type, str]
     why_not_fast: str | None
     why_not_metadata: str | None
-    autocast: str | None = None
+    why_not_autocast: str | None = None
     taken: frozenset[str] = frozenset()
     is_bare: bool = False
     classes: frozenset[type]
@@ -202,7 +202,7 @@ def _verdict(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> 
     why_not_fast, expected = _compare(twin, family, GRIDS[0], gradients=True)
     taken, why_not_metadata = _injectable(twin, family, expected, versions.popped_by(code.called_names()))
     why_not_fast = why_not_fast or _compare(twin, family, GRIDS[1])[0]
-    autocast = why_not_fast or _compare_under_autocast(twin, family)
+    why_not_autocast = why_not_fast or _compare_under_autocast(twin, family)
     with torch.no_grad():  # in a residual stream this small, a norm's epsilon counts
         for name, parameter in twin.named_parameters():
             parameter.mul_(0.02 if parameter.dim() > 1 or name.endswith("bias") else 1.0)
@@ -211,7 +211,7 @@ def _verdict(key: tuple[type, str], twin: Tower, family: Family, code: Code) -> 
         key=key,
         why_not_fast=why_not_fast or _compare(twin.train(), family, GRIDS[0])[0],
         why_not_metadata=why_not_metadata,
-        autocast=autocast,
+        why_not_autocast=why_not_autocast,
         taken=taken,
         is_bare=expected.is_bare,
         classes=code.classes,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hf_vit_accel.backends import BACKENDS
 from hf_vit_accel.layout import rows_of
-from hf_vit_accel.machine import KERNELS, Fault, refuse
+from hf_vit_accel.machine import KERNELS, Fault, raise_if_any
 from hf_vit_accel.tower.plan import FastPlan
 from hf_vit_accel.tower.state import TowerState
 
@@ -36,9 +36,9 @@ def disable(state: TowerState, at_call: Mapping[str, str], at_attempt: Mapping[s
     if needs_backend or is_last_resort or fault.name in at_attempt:  # disabling it gains nothing
         if state.faults is not at_call:  # earlier attempts disabled others in vain: enable them again
             failures = "; ".join(f"{name} {why}" for name, why in state.faults.items())
-            error.add_note(f"This call was run again, as before {failures}.")
+            error.add_note(f"Earlier attempts of this call failed, too: {failures}.")
             state.set_faults(dict(at_call))
         raise error
     if state.settings.strict:
-        refuse([f"{fault.name} {fault.why}"])
+        raise_if_any([f"{fault.name} {fault.why}"])
     state.set_faults({**state.faults, fault.name: fault.why})

@@ -31,7 +31,7 @@ from hf_vit_accel.ops.base import Watched, accelerate_device, copied, reasons_re
 from hf_vit_accel.ops.rows import reasons_mixing
 from hf_vit_accel.tower import copies, fsdp, proof
 from hf_vit_accel.tower.code import method_readers
-from hf_vit_accel.tower.modules import Weights, is_output_marker, modules_of, parameter_dicts_of
+from hf_vit_accel.tower.modules import WeightMemory, is_output_marker, modules_of, parameter_dicts_of
 
 # Read from every module at every call: code that sets hooks aside may put another dict in their place.
 HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")))
@@ -58,8 +58,8 @@ class Snapshot:
         reasons_stock: Why its own forward must run as it is, without metadata of ours (`plan.Way.STOCK`).
         reasons_slow: Why its blocks must be called, on our metadata (`plan.Way.METADATA`).
         parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `reasons_stock` is empty.
-        third_party: A sentence about a module inside whose code is neither torch's nor transformers', or that may
-            behave otherwise at every call; None without one.
+        unpredictable: Why every call may compute something else: a module inside of other code than torch's and
+            transformers', or one that is random. None for a predictable tower.
         mixing: Why all rows of a call must be encoded together.
         dropout: Whether training drops out attention weights.
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
@@ -91,7 +91,7 @@ class Snapshot:
             self.output_class = self.copy_proof.form
         self.dropout = False
         self._tower = weakref.ref(tower)
-        self._weights = Weights([], None, False)
+        self._weights = WeightMemory([], None, False)
         self._arguments = family.arguments
         self._pixel_dims = family.pixel_dims
         self.reasons_stock = self._read_parts(tower, family)
@@ -148,15 +148,15 @@ class Snapshot:
 
     def _find_reasons(self, tower: Tower) -> None:
         """Collect what stands against the fast path, against cutting a call, and what FSDP2 shards."""
-        self.third_party: str | None = None
+        self.unpredictable: str | None = None
         for module in self._modules:
             reasons = reasons_replaced(module, trusted=self.proof.trusted)
             if reasons:
-                self.third_party = reasons[0]
+                self.unpredictable = reasons[0]
                 break
         random = [type(module).__name__ for module in self._modules if isinstance(module, _RANDOM_OR_STATEFUL)]
-        if self.third_party is None and random:
-            self.third_party = f"a {random[0]} is inside"
+        if self.unpredictable is None and random:
+            self.unpredictable = f"a {random[0]} is inside"
         self.offloaded = any("_hf_hook" in attributes for attributes in self.attributes_inside)
         self.sharded_layers: dict[int, nn.Module] = {}
         self.mixing: list[str] = []
@@ -176,7 +176,7 @@ class Snapshot:
                 geometry=self.geometry,
                 full_layers=self.full_layers,
                 sharded_layers=self.sharded_layers,
-                third_party=self.third_party,
+                unpredictable=self.unpredictable,
                 mixing=self.mixing,
             )
 
@@ -199,11 +199,14 @@ class Snapshot:
         )
 
     def current(self) -> bool:
-        """Return whether the tower still holds the modules, methods and attributes that were read."""
+        """Return whether the tower still holds the modules, methods and attributes that were read.
+
+        It counts the call, and returns False where an undecided proof is due to be tried again.
+        """
         if self.proof.backoff is not None and proof.count_call(self.proof):
             return False
         try:
-            if self.copy_proof is not None and self._reason_watched() is not None:
+            if self.copy_proof is not None and self._reason_copy_changed() is not None:
                 return False
             return self._now() == self._as_read and self.watched.unchanged()
         except (AttributeError, RuntimeError, ValueError):  # a method is gone; tensors or arrays are compared
@@ -215,7 +218,11 @@ class Snapshot:
             now = self._now()
             changed = [index for index, value in enumerate(now) if value != self._as_read[index]]
             if not changed:
-                return self._reason_watched() if self.watched.unchanged() else "an attribute of a module inside changed"
+                return (
+                    self._reason_copy_changed()
+                    if self.watched.unchanged()
+                    else "an attribute of a module inside changed"
+                )
             label = _COMPARED[changed[0]]
             names = {_WATCHED: self._watched_names, _CONFIG: self._config_fields}.get(label)
             if names is not None:
@@ -225,7 +232,7 @@ class Snapshot:
         except (AttributeError, RuntimeError, ValueError):
             return "a method is gone, or a tensor is an attribute"
 
-    def _reason_watched(self) -> str | None:
+    def _reason_copy_changed(self) -> str | None:
         """Return what changed that only the proof of a copy depends on."""
         watch = None if self.copy_proof is None else self.copy_proof.watch
         return None if watch is None else watch.reason_changed()
@@ -291,7 +298,7 @@ class Snapshot:
                 yield f"{where}: {reasons[0]}"
                 return
 
-    def weights(self) -> tuple[list[nn.Parameter], Weights]:
+    def weights(self) -> tuple[list[nn.Parameter], WeightMemory]:
         """Return the parameters as they are now, and their `Weights`: the same object until an address changes.
 
         Parameters are not held between calls: that would keep weights alive that the user has replaced.
@@ -311,7 +318,7 @@ class Snapshot:
         except (RuntimeError, TypeError):  # a tensor class without memory; a parameter that became None
             parameters = [parameter for parameter in parameters if parameter is not None]
         if pointers is None or pointers != weights.pointers or parameters[0].dtype != weights.dtype:
-            self._weights = weights = Weights(parameters, pointers, self.offloaded, len(parameters) - own_count)
+            self._weights = weights = WeightMemory(parameters, pointers, self.offloaded, len(parameters) - own_count)
             self._read_weights()
         return parameters, weights
 
@@ -353,7 +360,7 @@ class Snapshot:
         """Return whether a module inside is in training mode."""
         return any(attributes["training"] for attributes in self.attributes_inside)
 
-    def marks_outputs(self) -> bool:
+    def outputs_require_grad(self) -> bool:
         """Return whether a hook of transformers makes the tower's outputs require gradients, whatever is trained.
 
         `enable_input_require_grads` sets it for checkpointing: modules after a frozen tower are not trained otherwise.

@@ -19,13 +19,13 @@ from hf_vit_accel.graphs import automatic
 from hf_vit_accel.graphs.automatic import AutoGraphs
 from hf_vit_accel.graphs.runner import Runner
 from hf_vit_accel.graphs.training import TrainingRunner
-from hf_vit_accel.machine import KERNELS, refuse
+from hf_vit_accel.machine import KERNELS, raise_if_any
 from hf_vit_accel.ops import PARTS, Context, Ops, build, why_not_triton
 from hf_vit_accel.ops.fp8.scales import Scales
 from hf_vit_accel.sharing.data_parallel import Sharing
 from hf_vit_accel.sharing.reuse import Reuse
 from hf_vit_accel.tower import checks, fsdp, proof
-from hf_vit_accel.tower.modules import Weights
+from hf_vit_accel.tower.modules import WeightMemory
 from hf_vit_accel.tower.snapshot import Snapshot
 
 STATE = "_hf_vit_accel"
@@ -34,7 +34,7 @@ STATE = "_hf_vit_accel"
 class SpecKey(NamedTuple):
     """The key of a kind of calls: decides their spec, with the snapshot and the settings of the tower.
 
-    `fast` is false for calls that go `decide.Way.METADATA`. `halvings` counts `PassLimit.rows_after_oom`: 0, 1 or 2.
+    `fast` is false for calls that go `plan.Way.METADATA`. `halvings` counts `PassLimit.rows_after_oom`: 0, 1 or 2.
     """
 
     device: torch.device
@@ -56,8 +56,8 @@ class TowerState:
         settings: What `patch` was asked for.
         former_name: The attention name that the config had; None if it was loaded with one of ours.
         former_forward: The forward that the instance had; None for the class's.
-        calls: Calls that were fast.
-        stock_calls: Calls that ran the stock forward.
+        fast_calls: Calls that ran our operations, or attended through our backends alone.
+        stock_calls: All others.
         fallbacks: Why calls got less than was requested, with the number of calls.
         last: The route of the last call.
         warming: The thread that runs `warmup`.
@@ -78,7 +78,7 @@ class TowerState:
         self.keeps_attention = False
         self._attention_function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get(former_name)
 
-        self.calls = 0
+        self.fast_calls = 0
         self.stock_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.last: Route | None = None
@@ -168,7 +168,7 @@ class TowerState:
         if self.keeps_attention and tower.config._attn_implementation in (*proof.NAMES, self.former_name):
             tower.config._attn_implementation_internal = checks.attention_name(tower, self.settings, self.former_name)
 
-    def _build(self, snapshot: Snapshot, weights: Weights, request: Request) -> Ops:
+    def _build(self, snapshot: Snapshot, weights: WeightMemory, request: Request) -> Ops:
         """Build the operations for weights and rows of these dtypes on this device."""
         requested_parts = self.settings.fuse
         if self.settings.score_mod is not None:  # the fused kernel for windows does not apply it
@@ -205,7 +205,7 @@ class TowerState:
         )
         return self._scales
 
-    def make_spec(self, snapshot: Snapshot, weights: Weights, key: SpecKey) -> Spec:
+    def make_spec(self, snapshot: Snapshot, weights: WeightMemory, key: SpecKey) -> Spec:
         """Make the spec of a kind of calls, with the operations for it, and keep it with the snapshot."""
         settings = self.settings
         grad = key.grad
@@ -217,7 +217,7 @@ class TowerState:
             fp8=key.scales,
             grad=grad,
             replays_other_layouts=key.graphs and not grad,
-            replays_this_layout=key.graphs and grad,
+            in_training_graph=key.graphs and grad,
             score_mod=settings.score_mod,
         )
         never_cut = bool(snapshot.sharded_layers or snapshot.mixing)
@@ -231,7 +231,7 @@ class TowerState:
             settings=settings,
         )
         snapshot.specs[key] = spec
-        is_insensitive = spec.ops is not None and not snapshot.third_party and spec.ops.fused >= _INSENSITIVE
+        is_insensitive = spec.ops is not None and not snapshot.unpredictable and spec.ops.fused >= _INSENSITIVE
         if is_insensitive and request.dtype == weights.dtype:  # autocast to that dtype changes nothing
             for autocast in (None, weights.dtype):
                 snapshot.specs[key._replace(autocast=autocast)] = spec
@@ -241,15 +241,15 @@ class TowerState:
         """Return the layers in which FP8 attention cut values off."""
         return [] if self._scales is None else self._scales.saturated()
 
-    def refuse_stock(self, reasons: list[str]) -> None:
+    def raise_if_strict(self, reasons: list[str]) -> None:
         """Raise FallbackError for a call that would go the stock way, under `strict` or with a score_mod."""
         if self.settings.score_mod is not None:
-            refuse(reasons, because="a score_mod was given")
+            raise_if_any(reasons, because="a score_mod was given")
         if self.settings.strict:
-            refuse(reasons)
+            raise_if_any(reasons)
 
     def set_faults(self, faults: dict[str, str]) -> None:
-        """Set which backends and kernels are disabled, and build everything again."""
+        """Set which backends and kernels are disabled, and drop all that was built. The next call builds anew."""
         self.faults = faults
         self.close()
 

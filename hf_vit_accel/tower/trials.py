@@ -182,7 +182,7 @@ def compare(tower: Tower, family: CopyFamily, kind: Kind, report: Report, is_fir
             if kind.is_exact:
                 why = far_off(own_clone, sides, trial, kind, report)
             else:
-                why = far_off_in_low_precision(sides, trial, kind, report, truth.stock)
+                why = far_off_in_low_precision(sides, trial, kind, report, truth.theirs)
             if why is not None:
                 return truth.form, why
     if is_first:

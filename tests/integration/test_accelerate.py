@@ -181,7 +181,7 @@ def test_hooks_that_align_to_several_places_go_the_stock_way(model: nn.Module, p
     hf_vit_accel.patch(model)
     align(tower, places)
     assert_close(run(tower, grid), expected)
-    assert state_of(tower).calls == 0 and "accelerate hooks on " in status_of(model).against_fast[0]
+    assert state_of(tower).fast_calls == 0 and "accelerate hooks on " in status_of(model).against_fast[0]
 
 
 def test_parameters_on_several_devices_go_the_stock_way(model: nn.Module) -> None:
@@ -207,11 +207,11 @@ def test_after_offloading_the_fast_path_is_used_again(model: nn.Module, patched_
     remove_hook_from_submodules(model)
     if patched_when == "after":
         hf_vit_accel.patch(model)
-    calls = state_of(tower).calls
+    calls = state_of(tower).fast_calls
     stock_calls = state_of(tower).stock_calls
     assert_close(run(tower, grid), expected)
     assert not status_of(model).against_fast
-    assert (state_of(tower).calls, state_of(tower).stock_calls) == (calls + 1, stock_calls)
+    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (calls + 1, stock_calls)
     check_stock(model, grid, expected)
 
 

@@ -122,7 +122,7 @@ def test_a_wrapped_rotary_embedding_is_called_as_in_stock(tower: nn.Module, name
     expected = run_tower(tower, GRID)
     hf_vit_accel.patch(tower)
     assert_close(run_tower(tower, GRID), expected)
-    assert state_of(tower).calls == 1
+    assert state_of(tower).fast_calls == 1
 
 
 # --- gradients of other tensors than the parameters -------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_module_trained_inside_a_frozen_tower_gets_its_gradients(tower: nn.Mod
     hf_vit_accel.patch(tower)
     assert_close(gradients(), expected)
     run_tower(tower, GRID)
-    assert state_of(tower).calls == 2
+    assert state_of(tower).fast_calls == 2
 
 
 def test_weights_that_are_no_parameters(tower: nn.Module) -> None:
@@ -338,7 +338,7 @@ def test_an_attention_function_of_your_own(
     assert (status.calls, status.stock_calls) == (0, 1)
     with hf_vit_accel.patched(tower, attention="flex"):
         assert_close(run_tower(tower, GRID), expected)
-        assert state_of(tower).calls == 1
+        assert state_of(tower).fast_calls == 1
     assert_close(run_tower(tower, GRID), halved, 0.0)
     hf_vit_accel.patch(tower, attention="flex", strict=True)
     assert_close(run_tower(tower, GRID), expected)

@@ -112,7 +112,7 @@ def test_retrievers_load_by_name(kind: str) -> None:
     model = make("qwen2_5_vl", attn_implementation=AUTO)
     [(_, tower, _)] = find_towers(model)
     assert_close([embed(model, "qwen2_5_vl", padded=padded)], [expected])
-    assert state_of(tower).calls == 1
+    assert state_of(tower).fast_calls == 1
     assert model.config.get_text_config()._attn_implementation == "sdpa"
 
 

@@ -24,7 +24,7 @@ SMALL = GraphConfig(max_tokens=128, exact_after=0)
 class Masked(Sdpa):
     """Attend by the offsets on the device at the time of the run, like the kernels of the real backends."""
 
-    capturable = True
+    replays_other_layouts = True
 
     def plan(self, segments: Segments, request: Request) -> Plan:
         """Keep the offsets as an array for the device, and the longest segment for the host."""

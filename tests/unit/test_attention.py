@@ -146,7 +146,7 @@ def test_attentions_of_an_eager_model_are_returned(saved: Saved) -> None:
         tower.config.output_attentions = False
         hf_vit_accel.patch(model)
         assert_close([tower(pixels, grid_thw=grid).pooler_output], [stock.pooler_output])
-        assert state_of(tower).calls == 1
+        assert state_of(tower).fast_calls == 1
         tower.config.output_attentions = True
         attentions = tower(pixels, grid_thw=grid).attentions
     assert len(attentions) == len(tower.blocks)

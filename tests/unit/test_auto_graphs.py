@@ -140,7 +140,7 @@ def test_an_exact_shape_is_replayed_by_the_backend_of_eager_calls(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backend whose launches depend on the layout can replay that layout."""
-    monkeypatch.setattr(Masked, "capturable", False)
+    monkeypatch.setattr(Masked, "replays_other_layouts", False)
     expected = run_tower(tower_of(model), IMAGE)
     patch(model, "auto")
     for _ in range(4):
@@ -154,7 +154,7 @@ def test_a_named_backend_that_serves_one_layout_is_never_padded(
     on_cpu: type[Recorder], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`strict` would raise if another backend took its place."""
-    monkeypatch.setattr(Masked, "capturable", False)
+    monkeypatch.setattr(Masked, "replays_other_layouts", False)
     patch(model, "auto", attention="sdpa", strict=True)
     for _ in range(4):
         run_tower(tower_of(model), IMAGE)

@@ -457,7 +457,7 @@ def cells(dtypes: list[Any], alike: Callable[[Target], bool]) -> list[Any]:
 def kernels_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run kernels for few rows too, where operations otherwise use aten or save tensors."""
     for module in (column_sum_module, norm_recipe, rope_module, window_attention_module):
-        monkeypatch.setattr(module, "FEW_ROWS", 0)
+        monkeypatch.setattr(module, "MANY_ROWS", 0)
     # cuBLAS may add up halves of a product in fp16: the errors compared are then its choice of an algorithm.
     products = torch.backends.cuda.matmul
     before = products.allow_fp16_reduced_precision_reduction
@@ -648,7 +648,7 @@ def test_rope_back_in_place_and_its_sum(target: Target, dim: int, monkeypatch: p
     actual = rope_back_(dout.clone(), cos, sin)
     assert torch.equal(actual, expected)
     check_remembered(actual, monkeypatch)
-    monkeypatch.setattr(rope_module, "FEW_ROWS", target["rows"] + 1)
+    monkeypatch.setattr(rope_module, "MANY_ROWS", target["rows"] + 1)
     assert torch.equal(rope_back_(dout.clone(), cos, sin), expected)
 
 
@@ -754,7 +754,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "dsum:*bf16 dout:*bf16 total:*bf16 weight:*bf16 statistics:*fp32 dx:*bf16 ddelta:*bf16 "
             "partial:*fp32 rows:i32 length:i32",
             dict(WIDTH=width, MAIN=main, TAIL=tail, BLOCK_T=1, STAGES=4, RMS=width == 1280, HAS_DSUM=True, NEED_X=True)
-            | dict(SPLIT=False, NEED_WEIGHT=True, NEED_BIAS=width != 1280, NEED_SUM=True),
+            | dict(SPLIT=False, NEED_WEIGHT=True, NEED_BIAS=width != 1280, NEED_COLUMN_SUM=True),
         )
         for width, main, tail in ((1152, 1024, 128), (1280, 1024, 256), (4608, 4096, 512))
     },
@@ -764,7 +764,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "dsum:*fp32 dout:*bf16 total:*fp32 weight:*fp32 statistics:*fp32 dx:*fp32 ddelta:*bf16 partial:*fp32 rows:i32 "
         "length:i32",
         dict(WIDTH=1536, MAIN=1024, TAIL=512, BLOCK_T=1, STAGES=4, RMS=True, HAS_DSUM=True, NEED_X=True, SPLIT=True)
-        | dict(NEED_WEIGHT=True, NEED_BIAS=False, NEED_SUM=True),
+        | dict(NEED_WEIGHT=True, NEED_BIAS=False, NEED_COLUMN_SUM=True),
     ),
     "norm, forward": (
         "ops.add_norm",
@@ -777,7 +777,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "ops.rope",
             "_rope_back_kernel",
             "dqkv:*bf16 cos:*fp32 sin:*fp32 partial:*fp32 rows:i32 length:i32 table_stride:i32",
-            dict(HEADS=16, DIM=dim, NEED_SUM=True, BLOCK_T=2, BLOCK_P=1024),
+            dict(HEADS=16, DIM=dim, NEED_COLUMN_SUM=True, BLOCK_T=2, BLOCK_P=1024),
         )
         for dim in (72, 80)
     },
@@ -820,7 +820,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "ops.window_attention",
         "_window_attention_backward_kernel",
         "qkv:*bf16 cos:*fp32 sin:*fp32 offsets:*i32 dout:*bf16 dqkv:*bf16 partial:*fp32 scale:fp32 table_stride:i32",
-        dict(HEADS=16, DIM=80, NEED_SUM=True, BLOCK_T=64, BLOCK_D=64),
+        dict(HEADS=16, DIM=80, NEED_COLUMN_SUM=True, BLOCK_T=64, BLOCK_D=64),
     ),
 }
 

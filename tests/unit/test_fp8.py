@@ -391,7 +391,7 @@ def test_calibration_sees_all_of_a_long_video(
     video["pixel_values_videos"][:60] *= 20  # the first frames hold what is large
     expected = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
     most_rows = PassLimit.rows
-    monkeypatch.setattr(passes, "FREE", 60)
+    monkeypatch.setattr(passes, "AUTO_ROWS", 60)
     monkeypatch.setattr(PassLimit, "rows", lambda self, device, **kw: most_rows(self, torch.device("cuda"), **kw))
     actual = Amax.load(hf_vit_accel.calibrate(tower, [video], tmp_path / "amax.json")).amax_L3H
     assert torch.equal(actual, expected)

@@ -633,7 +633,7 @@ def test_warmup_needs_graphs_or_sizes() -> None:
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
-CAPTURABLE = [backend.name for backend in BACKENDS if backend.capturable]
+CAPTURABLE = [backend.name for backend in BACKENDS if backend.replays_other_layouts]
 
 
 def usable(attention: str) -> str:

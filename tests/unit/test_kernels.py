@@ -389,7 +389,7 @@ def test_kernels_scale_by_the_same(exact_e4m3: None, target: Target) -> None:
     for amax_3H in extremes().to(target["device"])[:: 29 if target["device"] == "cpu" else 1]:
         call_43H = torch.zeros(4, *amax_3H.shape, device=target["device"])
         call_43H[0] = amax_3H
-        quantize(qkv, zeros_TD, zeros_TD, used_1, call_43H, 16, final=True)
+        quantize(qkv, zeros_TD, zeros_TD, used_1, call_43H, 16, fixed_scales=True)
         scales_3H = fit(amax_3H)
         assert torch.equal(call_43H[2], scales_3H) and call_43H[3, 0, 0] == 1 / (scales_3H[0, 0] * scales_3H[1, 0])
 
@@ -461,8 +461,8 @@ def test_quantize_by_fixed_scales_cuts_off(exact_e4m3: None, target: Target) -> 
     call_43H[1] = 2.5
     used_1 = torch.tensor([rows], dtype=torch.int32, device=target["device"])
     tables = angles_TD.cos(), angles_TD.sin()
-    out, mean_HD = quantize(qkv_T3HD, *tables, used_1, call_43H, 128, final=True)
-    expected, scales, amax = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, call_43H[0], 128, final=True)
+    out, mean_HD = quantize(qkv_T3HD, *tables, used_1, call_43H, 128, fixed_scales=True)
+    expected, scales, amax = quantize_reference(qkv_T3HD, *tables, rows, mean_HD, call_43H[0], 128, fixed_scales=True)
     assert (call_43H[0] == 1).all() and torch.equal(call_43H[2], scales)
     assert torch.equal(call_43H[1], amax.clamp(min=2.5))
     assert torch.equal(out.float(), expected.float()) and (out.float() == LARGEST).any()
@@ -545,7 +545,7 @@ COMPILED = {
         "ops.fp8.quantize",
         "_sample_kernel",
         "qkv:*bf16 used_rows:*i32 call:*fp32 center:*fp32 row_stride:i32",
-        dict(HEADS=16, DIM=72, SAMPLES=256, FINAL=False, BLOCK_J=64),
+        dict(HEADS=16, DIM=72, SAMPLES=256, FIXED_SCALES=False, BLOCK_J=64),
     ),
     "dequantize": (
         "ops.fp8.quantize",

@@ -53,7 +53,7 @@ def test_segments_and_positions(grid) -> None:
     positions = vision_utils.get_vision_position_ids(grid_thw, MERGE)
     assert torch.equal(torch.from_numpy(metadata.position_ids_T2).long(), positions)
     assert (metadata.rows, metadata.merged) == (len(positions), len(positions) // MERGE**2)
-    assert metadata.window is None and metadata.interp_indices_T4 is None
+    assert metadata.window is None and metadata.interp_indices_TK is None
     assert set(metadata.arrays()) == {"cu_seqlens", "position_ids"}
 
 
@@ -80,8 +80,8 @@ def test_interpolation(grid, side) -> None:
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         torch.tensor(grid), side, align_corners=True, spatial_merge_size=MERGE
     )
-    assert torch.equal(torch.from_numpy(metadata.interp_indices_T4).long(), indices)
-    assert torch.equal(torch.from_numpy(metadata.interp_weights_T4), weights), "bit for bit"
+    assert torch.equal(torch.from_numpy(metadata.interp_indices_TK).long(), indices)
+    assert torch.equal(torch.from_numpy(metadata.interp_weights_TK), weights), "bit for bit"
 
 
 @examples
@@ -96,8 +96,8 @@ def test_other_interpolations(grid, align_corners, taps) -> None:
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         torch.tensor(grid), 7, mode=mode, align_corners=align_corners, spatial_merge_size=1
     )
-    assert torch.equal(torch.from_numpy(metadata.interp_indices_T4).long(), indices)
-    assert torch.equal(torch.from_numpy(metadata.interp_weights_T4), weights), "bit for bit"
+    assert torch.equal(torch.from_numpy(metadata.interp_indices_TK).long(), indices)
+    assert torch.equal(torch.from_numpy(metadata.interp_weights_TK), weights), "bit for bit"
     offsets = vision_utils.get_vision_cu_seqlens(torch.tensor(grid), merge_temporal=True)
     assert torch.equal(torch.from_numpy(metadata.full.cu_seqlens_S1), offsets)
 

@@ -63,12 +63,12 @@ def test_loading_by_name_equals_patch(saved: Saved, spelling: Spelling, tmp_path
     assert names(model)["vision"] == AUTO and names(model)["text"] == "sdpa"
     assert state_of(tower).settings == state_of(tower_of(hf_vit_accel.patch(TINY["qwen2_vl"].build()))).settings
     assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-    assert state_of(tower).calls == 1
+    assert state_of(tower).fast_calls == 1
     model.save_pretrained(tmp_path)
     assert "flash_vit" not in (tmp_path / "config.json").read_text()
     reloaded = tower_of(AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=spelling))
     assert_close(run_tower(reloaded, GRIDS["mixed"]), expected)
-    assert state_of(reloaded).calls == 1
+    assert state_of(reloaded).fast_calls == 1
     hf_vit_accel.unpatch(model)
     assert set(names(model).values()) == {"sdpa"} and state_of(tower) is None
     assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)
@@ -81,11 +81,11 @@ def test_set_attn_implementation_there_and_back(saved: Saved) -> None:
     for ours, former in ((AUTO, "sdpa"), ({"vision_config": AUTO}, {"vision_config": "eager"})):
         model.set_attn_implementation(ours)
         assert names(model)["vision"] == AUTO and names(model)["text"] in ("sdpa", "eager")
-        calls = state_of(tower).calls
+        calls = state_of(tower).fast_calls
         assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-        assert state_of(tower).calls == calls + 1
+        assert state_of(tower).fast_calls == calls + 1
         model.set_attn_implementation(ours)
-        assert state_of(tower).calls == calls + 1, "the same name again keeps the state"
+        assert state_of(tower).fast_calls == calls + 1, "the same name again keeps the state"
         model.set_attn_implementation(former)
         assert state_of(tower) is None and "forward" not in vars(tower)
         assert AUTO not in names(model).values()
@@ -105,7 +105,7 @@ def test_a_bare_tower_by_name(saved: Saved) -> None:
     tower.set_attn_implementation(AUTO)
     try:
         assert_close(run_tower(tower, GRIDS["images"]), expected)
-        assert state_of(tower).calls == 1
+        assert state_of(tower).fast_calls == 1
     finally:
         tower.set_attn_implementation("sdpa")
     assert state_of(tower) is None
@@ -294,7 +294,7 @@ def test_text_of_another_package_keeps_its_attention(
     text_name = "eager" if way == "text eager" else "sdpa"
     assert names(model)["vision"] == name and names(model)["text"] == text_name
     assert_close(run_tower(tower_of(model), GRIDS["mixed"]), expected)
-    assert state_of(tower_of(model)).calls == 1
+    assert state_of(tower_of(model)).fast_calls == 1
     language = language_of(model)
     assert language.config._attn_implementation == text_name
     assert_close([hidden_states_of(language)], [hidden_states_of(language_of(stock))])

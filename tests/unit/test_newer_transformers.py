@@ -225,14 +225,14 @@ def test_a_change_that_matters_keeps_towers_stock(name: str, family: str, monkey
     if change.is_fast:
         assert not messages and not status.against_fast, status
         assert_close(outputs, expected)
-        assert state_of(tower).calls == 1
+        assert state_of(tower).fast_calls == 1
         hf_vit_accel.patch(tower, strict=True)
         return
     # Before transformers 5.15 the tower computed the weights of the interpolation in another order than we do.
     assert_close(outputs, expected, 0.0 if hasattr(tower, "interpolation_mode") or family not in QWEN3 else 1e-6)
     [message] = messages
     assert "stays stock" in message and transformers.__version__ in message and status.against_fast[0] in message
-    assert (state_of(tower).calls, state_of(tower).stock_calls) == (0, 1)
+    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (0, 1)
     assert status.against_fast[0] in state_of(tower).fallbacks
     with pytest.raises(FallbackError, match="cannot be served"):
         hf_vit_accel.patch(tower, strict=True)
@@ -273,4 +273,4 @@ def test_code_that_changes_after_patching_is_proven_anew(family: str, monkeypatc
         assert_close(outputs, run_tower(tower, GRID), 0.0)
         hf_vit_accel.patch(tower)
     assert_close(run_tower(tower, GRID), before)
-    assert state_of(tower).calls == 1, "fast again, with the former code"
+    assert state_of(tower).fast_calls == 1, "fast again, with the former code"

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_vit_accel
 from hf_vit_accel.engine import passes, route
-from hf_vit_accel.engine.passes import FREE, NO_LIMIT, PassLimit, cut
+from hf_vit_accel.engine.passes import AUTO_ROWS, NO_LIMIT, PassLimit, cut
 from hf_vit_accel.layout import rows_of
 from hf_vit_accel.tools.bench.towers import weight_of
 from hf_vit_accel.tower import forward as tower_module
@@ -75,9 +75,9 @@ def test_passes_hold_all_frames_in_order_within_bounds_and_are_as_few_as_can_be(
 
 def test_a_video_is_cut_into_passes_of_two_lengths_at_most() -> None:
     for frames in range(1, 90):
-        lengths = [rows_of(piece) // 2304 for piece in cut(((frames, 36, 64),), FREE, clips=False)]
-        assert max(lengths) - min(lengths) <= 1 and max(lengths) <= FREE // 2304 == 16 and sum(lengths) == frames
-    assert [t for ((t, _, _),) in cut(((64, 36, 64),), FREE, clips=False)] == [16, 16, 16, 16]
+        lengths = [rows_of(piece) // 2304 for piece in cut(((frames, 36, 64),), AUTO_ROWS, clips=False)]
+        assert max(lengths) - min(lengths) <= 1 and max(lengths) <= AUTO_ROWS // 2304 == 16 and sum(lengths) == frames
+    assert [t for ((t, _, _),) in cut(((64, 36, 64),), AUTO_ROWS, clips=False)] == [16, 16, 16, 16]
     assert [t for ((t, _, _),) in cut(((64, 36, 64),), 28672, clips=False)] == [11, 11, 11, 11, 10, 10]
 
 
@@ -95,7 +95,7 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize(
     ("max_rows", "device", "grad", "is_complete", "limit"),
     [
-        ("auto", CUDA, False, False, FREE),
+        ("auto", CUDA, False, False, AUTO_ROWS),
         ("auto", CUDA, True, False, NO_LIMIT),
         ("auto", CPU, False, False, None),
         ("auto", CUDA, False, True, None),
@@ -206,7 +206,7 @@ def test_gpu_deepstack_features_follow_the_blocks_at_default_settings(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # stock's convolution would use it
     grid = [(40, 32, 32)]
-    assert rows_of(grid) > FREE
+    assert rows_of(grid) > AUTO_ROWS
     stock = tower_of(TINY["qwen3_vl"].build()).cuda()
     STRUCTURES[structure](stock)
     tower = hf_vit_accel.patch(copy.deepcopy(stock))

@@ -164,7 +164,7 @@ def check_calls_that_differ(rank: int) -> None:
         refusal = f"the same call on every rank .{difference}.*got another on 1 of the group"
         with pytest.raises(RankError, match=refusal):
             call()
-        assert state_of(tower).calls <= 1
+        assert state_of(tower).fast_calls <= 1
         hf_vit_accel.patch(model, data_parallel=True)
         assert_close(run_tower(tower, MIXED), expected)
 

@@ -76,7 +76,7 @@ def test_an_attention_registered_after_patch_is_kept(tower: nn.Module, register:
     assert "the attention 'sdpa' is a function of your own" in status.against_fast[0]
     register("sdpa", sdpa_attention_forward)
     assert_close(run_tower(tower, GRID), expected)
-    assert state_of(tower).calls == 2
+    assert state_of(tower).fast_calls == 2
     register("sdpa", half)
     hf_vit_accel.unpatch(tower)
     assert tower.config._attn_implementation == "sdpa"
@@ -102,7 +102,7 @@ def test_a_named_attention_replaces_one_registered_later(tower: nn.Module, regis
     run_tower(tower, GRID)
     register("sdpa", half)
     assert_close(run_tower(tower, GRID), expected)
-    assert state_of(tower).calls == 2
+    assert state_of(tower).fast_calls == 2
 
 
 def test_an_attention_that_the_user_sets_is_not_taken_back(tower: nn.Module) -> None:
@@ -242,7 +242,7 @@ def test_hooks_on_blocks_in_a_plain_list(tower: nn.Module) -> None:
         put_blocks_in_a_list(changed)
     hf_vit_accel.patch(tower)
     assert_close(run_tower(tower, GRID), run_tower(stock, GRID))
-    assert state_of(tower).calls == 1
+    assert state_of(tower).fast_calls == 1
     for changed in (stock, tower):
         changed.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
     assert_close(run_tower(tower, GRID), run_tower(stock, GRID), 0.0)
@@ -258,7 +258,7 @@ def test_blocks_in_a_plain_list_are_trained(tower: nn.Module) -> None:
     hf_vit_accel.patch(tower)
     expected = gradients_of_blocks(stock)
     assert_close(gradients_of_blocks(tower), expected, 1e-4)
-    assert state_of(tower).calls == 1
+    assert state_of(tower).fast_calls == 1
 
 
 def gradients_of_blocks(tower: nn.Module) -> list[torch.Tensor]:

@@ -78,7 +78,7 @@ def test_a_steady_call_enters_few_functions_of_few_files(
 
 CHECKS = ("/tower/checks.py", "/tower/snapshot.py", "/engine/inputs.py")
 """Files with the checks of a call."""
-BESIDE_CHECKS = {"autocast_dtype", "marks_outputs", "request"}
+BESIDE_CHECKS = {"autocast_dtype", "outputs_require_grad", "request"}
 """Functions of these files that a fast call enters after its checks."""
 
 

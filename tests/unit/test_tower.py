@@ -67,7 +67,7 @@ def test_patched_equals_stock(shared: PreTrainedModel, grid: str, fuse: Fuse) ->
     expected = run_tower(tower, GRIDS[grid])
     with hf_vit_accel.patched(shared, fuse=fuse, strict=True):
         assert_close(run_tower(tower, GRIDS[grid]), expected)
-        assert state_of(tower).calls == 1
+        assert state_of(tower).fast_calls == 1
     assert_close(run_tower(tower, GRIDS[grid]), expected, 0.0)
 
 
@@ -143,7 +143,7 @@ def test_unpatch_leaves_everything_as_before(model: PreTrainedModel, has_own_for
     expected = run_tower(tower, GRIDS["mixed"])
     assert hf_vit_accel.patch(model) is model
     assert_close(run_tower(tower, GRIDS["mixed"]), expected)
-    assert state_of(tower).calls == (0 if has_own_forward else 1)
+    assert state_of(tower).fast_calls == (0 if has_own_forward else 1)
     assert hf_vit_accel.unpatch(model) is model
     assert traces_of(model) == before
     assert_close(run_tower(tower, GRIDS["mixed"]), expected, 0.0)
@@ -200,7 +200,7 @@ def test_weights_stay_live(model: PreTrainedModel) -> None:
     for changed in models:
         changed.double()
     check()
-    assert state_of(tower).calls == 5
+    assert state_of(tower).fast_calls == 5
 
 
 def addresses_of(model: PreTrainedModel) -> dict[str, tuple[torch.Size, int]]:
@@ -240,14 +240,14 @@ def test_gradients_are_fast_and_equal_stock(model: PreTrainedModel) -> None:
     assert len(expected) > 20
     hf_vit_accel.patch(model)
     assert_close(gradients_of(tower), expected)
-    assert (state_of(tower).calls, state_of(tower).stock_calls) == (1, 0)
+    assert (state_of(tower).fast_calls, state_of(tower).stock_calls) == (1, 0)
 
 
 def test_frozen_tower_keeps_the_fast_path_with_grad_enabled(model: PreTrainedModel) -> None:
     tower = tower_of(model).requires_grad_(False)
     hf_vit_accel.patch(model, strict=True)
     out = tower(pixels_for(tower, GRIDS["image"]), grid_thw=torch.tensor(GRIDS["image"]))
-    assert not merged_of(out).requires_grad and state_of(tower).calls == 1
+    assert not merged_of(out).requires_grad and state_of(tower).fast_calls == 1
 
 
 @pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
@@ -272,7 +272,7 @@ def test_requested_outputs_are_stock(model: PreTrainedModel, option: str, where:
     if where == "config":
         setattr(tower.config, field, False)
     run_tower(tower, GRIDS["mixed"])
-    assert state_of(tower).calls == 1, "capturing hooks stay installed and must not keep the fast path off"
+    assert state_of(tower).fast_calls == 1, "capturing hooks stay installed and must not keep the fast path off"
 
 
 class Doubled(nn.Module):
@@ -546,7 +546,7 @@ def test_odd_input_that_stock_takes_is_taken(shared: PreTrainedModel, case: str,
             pytest.skip("this transformers does not take it")
         with hf_vit_accel.patched(shared, fuse=fuse):
             assert_close(outputs_of(tower(pixels, grid)), expected)
-            assert state_of(tower).calls == (case != "a batch")
+            assert state_of(tower).fast_calls == (case != "a batch")
 
 
 # --- status -----------------------------------------------------------------------------------------------------------

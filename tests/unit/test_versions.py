@@ -48,7 +48,7 @@ def test_a_newer_version_is_reported_without_a_warning(
     status = hf_vit_accel.status(tower)
     assert any(f"transformers {version} is newer" in line for line in status.untested) == is_newer
     assert (f"transformers {version}" in str(status)) == is_newer
-    assert state_of(tower).calls == 1 and not [str(warning.message) for warning in recwarn]
+    assert state_of(tower).fast_calls == 1 and not [str(warning.message) for warning in recwarn]
 
 
 NAMES = {"get_vision_position_ids", "get_vision_cu_seqlens", "get_vision_bilinear_indices_and_weights", "forward"}
@@ -127,7 +127,7 @@ def test_another_dtype_under_autocast_alone_keeps_such_calls_stock(
     assert [x.dtype for x in actual] == [x.dtype for x in expected]
     assert state_of(tower).stock_calls == 1 and any("under autocast" in why for why in state_of(tower).fallbacks)
     run_tower(tower, GRIDS["image"])
-    assert state_of(tower).calls == 1
+    assert state_of(tower).fast_calls == 1
 
 
 def test_a_flash_attention_that_alone_gets_all_segments_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def fit(amax_3H: Tensor) -> Tensor:
 
 
 @jit
-def fit_one(amax):
+def device_power(amax):
     """Compute `powers` within a kernel."""
     bits = amax.to(tl.int32, bitcast=True)
     power = 8 - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -60,12 +60,12 @@ def rounded(x, scale):
 
 
 @jit
-def fit_all(amax, head, HEADS: tl.constexpr):
+def device_fit(amax, head, HEADS: tl.constexpr):
     """Compute `fit` within a kernel, from a pointer to amax (3, H): scales of q, k and v, and q's times k's."""
     inside = head < HEADS
-    q = fit_one(tl.load(amax + head, mask=inside, other=0.0))
-    k = fit_one(tl.load(amax + HEADS + head, mask=inside, other=0.0))
-    v = fit_one(tl.load(amax + 2 * HEADS + head, mask=inside, other=0.0))
+    q = device_power(tl.load(amax + head, mask=inside, other=0.0))
+    k = device_power(tl.load(amax + HEADS + head, mask=inside, other=0.0))
+    v = device_power(tl.load(amax + 2 * HEADS + head, mask=inside, other=0.0))
     product = tl.min(tl.where(inside, q * k, float("inf")))
     excess = ((q * k).to(tl.int32, bitcast=True) >> 23) - (product.to(tl.int32, bitcast=True) >> 23)
     k = k * ((127 - (excess >> 1)) << 23).to(tl.float32, bitcast=True)

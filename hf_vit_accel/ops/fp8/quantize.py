@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit, fit_all, rounded
+from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit, device_fit, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import rope_reference
 
@@ -58,7 +58,7 @@ def quantize_reference(
     amax_3H: Tensor,
     padded: int,
     *,
-    final: bool = False,
+    fixed_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k in fp32, and round q, k and v to e4m3.
 
@@ -69,7 +69,7 @@ def quantize_reference(
         center_HD: subtracted from v.
         amax_3H: expected amax, from which the scales follow. If a number overflows, they follow from the true amax.
         padded: P.
-        final: keep the scales of `amax_3H`; numbers that overflow are cut off at `LARGEST`.
+        fixed_scales: keep the scales of `amax_3H`; numbers that overflow are cut off at `LARGEST`.
 
     Returns:
         q, k and v in e4m3, (3, T, H, P); the scales, (3, H); the true amax, (3, H).
@@ -79,7 +79,7 @@ def quantize_reference(
     finite = qkv.isfinite()
     true_amax_3H = torch.where(finite[:used], qkv[:used].abs(), 0.0).amax((0, 3))
     scales_3H = fit(amax_3H)
-    if not final and bool((true_amax_3H * scales_3H > LARGEST).any()):
+    if not fixed_scales and bool((true_amax_3H * scales_3H > LARGEST).any()):
         scales_3H = fit(true_amax_3H)
     scaled = (qkv * scales_3H[:, :, None]).clamp(-LARGEST, LARGEST)
     scaled = torch.where(finite, scaled, float("nan")).transpose(0, 1)
@@ -96,12 +96,12 @@ def _sample_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SAMPLES: tl.constexpr,
-    FINAL: tl.constexpr,
+    FIXED_SCALES: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    # A program takes a head of v or, unless FINAL, of q or k, as pairs (j, j + DIM / 2). `call`: see `quantize`.
+    # A program takes a head of v or, unless FIXED_SCALES, of q or k, as pairs (j, j + DIM / 2). `call`: see `quantize`.
     head = tl.program_id(0)
-    part = 2 - tl.program_id(1)  # v first: a FINAL launch has one column of programs, for v alone
+    part = 2 - tl.program_id(1)  # v first: a FIXED_SCALES launch has one column of programs, for v alone
     j = tl.arange(0, BLOCK_J)
     half: tl.constexpr = DIM // 2
     t = (tl.arange(0, SAMPLES).to(tl.int64) * tl.load(used_rows) // SAMPLES)[:, None]
@@ -118,7 +118,7 @@ def _sample_kernel(
         tl.store(center + head * DIM + half + j, mean2, mask=j < half)
         x1 = x1 - mean1[None, :]
         x2 = x2 - mean2[None, :]
-    if not FINAL:
+    if not FIXED_SCALES:
         amax = call + part * HEADS + head
         size1 = tl.abs(x1)
         size2 = tl.abs(x2)
@@ -157,7 +157,7 @@ def _quantize_kernel(
     head = tl.arange(0, BLOCK_H)
     inside_h = head < HEADS
     amax = call + 3 * HEADS
-    q, k, v, product = fit_all(call, head, HEADS)
+    q, k, v, product = device_fit(call, head, HEADS)
     if AGAIN:
         # The second launch checks the true amax of the first one, and mostly returns.
         overflows = tl.load(amax + head, mask=inside_h, other=0.0) * q > 448.0  # LARGEST
@@ -165,7 +165,7 @@ def _quantize_kernel(
         overflows |= tl.load(amax + 2 * HEADS + head, mask=inside_h, other=0.0) * v > 448.0
         if tl.max(overflows.to(tl.int32)) == 0:
             return
-        q, k, v, product = fit_all(amax, head, HEADS)
+        q, k, v, product = device_fit(amax, head, HEADS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(amax + 3 * HEADS + head, q, mask=inside_h)
         tl.store(amax + 4 * HEADS + head, k, mask=inside_h)
@@ -218,16 +218,16 @@ def quantize(
     call_43H: Tensor,
     padded: int,
     *,
-    final: bool = False,
+    fixed_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run `sample_reference` and `quantize_reference` on the GPU, without waiting for it.
 
-    A second launch quantises again if a number overflowed; with `final` there is none.
+    A second launch quantises again if a number overflowed; with `fixed_scales` there is none.
 
     Args:
         used_1: int32 number of rows that count, on the device.
         call_43H: receives the expected amax, the true amax, the scales, and (its first number) one over q's scale times
-            k's. With `final`, it holds the expected amax, and the largest true amax of all calls.
+            k's. With `fixed_scales`, it holds the expected amax, and the largest true amax of all calls.
         padded: P.
 
     Returns:
@@ -238,7 +238,7 @@ def quantize(
     assert padded >= dim and dim % 2 == 0 and padded == next_power_of_2(padded)
     out_3THP = torch.empty(3, rows, heads, padded, dtype=E4M3, device=qkv_T3HD.device)
     center_HD = call_43H.new_empty(heads, dim)
-    _sample_kernel[(heads, 1 if final else 3)](
+    _sample_kernel[(heads, 1 if fixed_scales else 3)](
         qkv_T3HD,
         used_1,
         call_43H,
@@ -247,11 +247,11 @@ def quantize(
         HEADS=heads,
         DIM=dim,
         SAMPLES=_SAMPLES,
-        FINAL=final,
+        FIXED_SCALES=fixed_scales,
         BLOCK_J=next_power_of_2(dim // 2),
         num_warps=8,
     )
-    for again in (False,) if final else (False, True):
+    for again in (False,) if fixed_scales else (False, True):
         _quantize_kernel[(-(-rows // _ROWS), 3 * -(-heads // 4))](
             qkv_T3HD,
             cos_TD,

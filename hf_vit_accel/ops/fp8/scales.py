@@ -79,7 +79,8 @@ class Scales:
         heads: number of heads.
         fixed: amax of a file; None to scale every call by its own amax.
         min_seqlen: see `Fp8Config`.
-        calls_L43H: by layer, `call_43H` of `quantize`; kept with fixed amax, and while `watch` is on. None otherwise.
+        calls_L43H: by layer, the expected amax, the true amax, the scales and the factor of the scores (`quantize`).
+            Kept with fixed amax, and while `watch` is on; None otherwise.
     """
 
     device: torch.device

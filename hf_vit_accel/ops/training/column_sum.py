@@ -18,8 +18,8 @@ BLOCK_T = 32
 """Rows of a tile in kernels that walk over rows and add up columns."""
 BLOCK_F = 128
 """Columns of such a tile: 256 bytes of a row are complete lines of memory."""
-FEW_ROWS = 8192
-"""From this many rows on, an extra kernel pays in a backward.
+MANY_ROWS = 8192
+"""Number of rows from which on an extra kernel pays in a backward.
 
 A kernel sums columns here; `norm_recipe` computes normed rows again; `rope` and `window_attention` add up columns on
 the way.
@@ -103,7 +103,7 @@ def add_up(partial_NPF: Tensor, dtype: torch.dtype, width: int | None = None) ->
 # of autograd's graph, and from node to node autograd passes tensors only: so the sum is attached to the gradient.
 
 
-def attach_sum(dy: Tensor, sums: Tensor) -> None:
+def attach_column_sum(dy: Tensor, sums: Tensor) -> None:
     """Attach the precomputed column sum to `dy`, valid until `dy` is written to.
 
     Args:
@@ -129,7 +129,7 @@ def column_sum(dy_TF: Tensor) -> Tensor:
     if version == dy_TF._version and isinstance(sums, Tensor):
         return sums.to(dy_TF.dtype) if sums.ndim == 1 else add_up(sums, dy_TF.dtype)[0]
     rows, width = dy_TF.shape
-    if rows < FEW_ROWS:
+    if rows < MANY_ROWS:
         return dy_TF.sum(0)  # aten adds up rows in fp32, whatever their dtype
     dy_TF = dy_TF if dy_TF.stride(1) == 1 else dy_TF.contiguous()
     columns = -(-width // BLOCK_F)

@@ -33,7 +33,7 @@ def gelu_mlp_reference(
     kind: str,
     recipe: NormRecipe | None = None,
 ) -> Tensor:
-    """Compute act(x W1^T + b1) W2^T + b2, (T, E); autograd saves x, whatever the recipe."""
+    """Compute act(x W1^T + b1) W2^T + b2, (T, E). `recipe` is ignored: it is there because `GeluMlp` takes it."""
     z_TF = F.linear(x_TE, weight1_FE, bias1_F)
     return F.linear(ACTIVATIONS[kind](z_TF), weight2_EF, bias2_E)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_vit_accel.ops.add_norm import add_norm_rows
-from hf_vit_accel.ops.training.column_sum import FEW_ROWS
+from hf_vit_accel.ops.training.column_sum import MANY_ROWS
 
 
 class NormRecipe(NamedTuple):
@@ -50,12 +50,12 @@ def save_input(
 ) -> tuple[tuple[Tensor | None, ...], tuple[float, bool, torch.dtype | None] | None]:
     """Choose what a product saves to have its input in the backward pass; `load_input` restores it.
 
-    Fewer than `FEW_ROWS` rows are saved as they are: they need little memory, and a launch would take longer.
+    Fewer than `MANY_ROWS` rows are saved as they are: they need little memory, and a launch would take longer.
 
     Returns:
         Tensors to save, and the recipe's settings; None for an input that is saved itself.
     """
-    if recipe is None or x_TE.shape[0] < FEW_ROWS:
+    if recipe is None or x_TE.shape[0] < MANY_ROWS:
         return (x_TE,), None
     tensors = recipe.sum_TE.detach(), recipe.weight_E.detach(), recipe.bias_E
     return tensors, (recipe.eps, recipe.rms, recipe.dtype)
