@@ -95,9 +95,9 @@ def page() -> str:
         f"`{backends.FP8.name}` is what `patch(fp8=True)` adds, and is not exact; it cannot be named.",
         *(
             f"`auto` prefers, in {rule.kind} layers{' with gradients' if rule.grad else ''}"
-            f"{f' from {rule.longest} rows a segment on' if rule.longest else ''}"
-            f"{f' and {rule.rows} rows in all' if rule.rows else ''}"
-            f"{', where CUDA graphs may replay the step' if rule.replayed else ''}: "
+            f"{f' from {rule.longest_from} rows a segment on' if rule.longest_from else ''}"
+            f"{f' and {rule.rows_from} rows in all' if rule.rows_from else ''}"
+            f"{', where CUDA graphs may replay the step' if rule.in_training_graph else ''}: "
             f"{', '.join(rule.order)} ({rule.measured})."
             for rule in backends.AUTO
         ),

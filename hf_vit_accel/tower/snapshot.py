@@ -58,8 +58,7 @@ class Snapshot:
         reasons_stock: Why its own forward must run as it is, without metadata of ours (`plan.Way.STOCK`).
         reasons_slow: Why its blocks must be called, on our metadata (`plan.Way.METADATA`).
         parts, geometry, full_layers, heads, head_dim, scale, facts: Set only where `reasons_stock` is empty.
-        unpredictable: Why every call may compute something else: a module inside of other code than torch's and
-            transformers', or one that is random. None for a predictable tower.
+        unpredictable: Why every call may compute something else (code of others inside, randomness); None otherwise.
         mixing: Why all rows of a call must be encoded together.
         dropout: Whether training drops out attention weights.
         offloaded: Whether accelerate's hooks on modules inside move weights or inputs.
@@ -199,10 +198,7 @@ class Snapshot:
         )
 
     def current(self) -> bool:
-        """Return whether the tower still holds the modules, methods and attributes that were read.
-
-        It counts the call, and returns False where an undecided proof is due to be tried again.
-        """
+        """Return whether the tower is as it was read. Counts the call for an undecided proof: False if it is due again."""
         if self.proof.backoff is not None and proof.count_call(self.proof):
             return False
         try:
@@ -299,7 +295,7 @@ class Snapshot:
                 return
 
     def weights(self) -> tuple[list[nn.Parameter], WeightMemory]:
-        """Return the parameters as they are now, and their `Weights`: the same object until an address changes.
+        """Return the parameters as they are now, and their `WeightMemory`: the same object until an address changes.
 
         Parameters are not held between calls: that would keep weights alive that the user has replaced.
         """
@@ -351,9 +347,8 @@ class Snapshot:
         weights = self._weights
         if weights.holds_plain_tensors is None:
             modules = [*self.attributes_inside, vars(self._tower())]
-            weights.holds_plain_tensors = any(
-                isinstance(value, Tensor) for attributes in modules for value in attributes.values()
-            )
+            values = chain.from_iterable(attributes.values() for attributes in modules)
+            weights.holds_plain_tensors = any(isinstance(value, Tensor) for value in values)
         return weights.holds_plain_tensors
 
     def in_training_mode(self) -> bool:
@@ -381,9 +376,8 @@ class Snapshot:
         if dtype not in _COMPUTE_DTYPES:  # quantised: the norms keep the dtype that activations have
             dtype = block.norm1.weight.dtype
         assert isinstance(dtype, torch.dtype)
-        return Request(
-            device=device, dtype=dtype, heads=self.heads, head_dim=self.head_dim, scale=self.scale, **options
-        )
+        sizes: dict[str, Any] = dict(heads=self.heads, head_dim=self.head_dim, scale=self.scale)
+        return Request(device=device, dtype=dtype, **sizes, **options)
 
 
 _HEADS = ("num_heads", "head_dim", "scaling")
@@ -402,6 +396,5 @@ _COMPARED = (
     _CONFIG,
 )
 """The values that `Snapshot._now` returns, as `status` names them."""
-
 
 _BASE_NAMES = {"config", "generation_config", "name_or_path", "warnings_issued", "_hf_vit_accel", *vars(nn.Module())}

@@ -25,6 +25,8 @@ STEPS = 6
 MEASURED = 2
 """The last steps, whose memory is compared: captures are over by then."""
 GRID = [(1, 16, 16), (1, 16, 12)]
+STATIC_BYTES = 6 << 20
+"""Static pixels and outputs of the largest call that is replayed: much beside this small tower alone."""
 STEPS_REPLAYED = "training steps were replayed"
 
 _QWEN = TINY["qwen2_5_vl"]
@@ -182,7 +184,7 @@ def test_a_way_of_training(way: Callable[[Any], Training], process_group: ExitSt
         results[graphs].model = nn.Module()
         del model
     check_gradients(results["auto"].gradients, results[False].gradients)
-    assert peaks["auto"] <= 1.03 * peaks[False], peaks
+    assert peaks["auto"] <= 1.03 * peaks[False] + STATIC_BYTES, peaks
     assert WAYS[way] in lines["auto"], lines["auto"]
 
 

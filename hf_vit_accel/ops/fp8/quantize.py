@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, fit, device_fit, rounded
+from hf_vit_accel.ops.fp8.e4m3 import E4M3, LARGEST, device_fit, fit, rounded
 from hf_vit_accel.ops.launch import jit, next_power_of_2, tl
 from hf_vit_accel.ops.rope import rope_reference
 
