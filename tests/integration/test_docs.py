@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
+import io
 import os
 import re
 import shlex
@@ -190,6 +192,57 @@ def test_links_lead_somewhere(path: Path) -> None:
         heads = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if anchor else []
         slugs = {re.sub(r"[^\w\s-]", "", head.replace("`", "")).strip().lower().replace(" ", "-") for head in heads}
         assert not anchor or anchor in slugs, f"{target} in {name(path)}"
+
+
+DOCUMENTED = ("", "FlexConfig", "GraphConfig", "ReuseConfig")
+"""The public names whose docstrings hold examples; "" is the package."""
+
+
+@pytest.mark.parametrize("public", DOCUMENTED)
+def test_examples_in_docstrings_run(public: str, hub: None) -> None:
+    documented = getattr(hf_vit_accel, public) if public else hf_vit_accel
+    names = started()
+    hf_vit_accel.unpatch(names["model"])
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        documented, public or "hf_vit_accel", globs=names | {"hf_vit_accel": hf_vit_accel}
+    )
+    assert example.examples, f"no example in the docstring of {public or 'the package'}"
+    printed = io.StringIO()
+    results = doctest.DocTestRunner().run(example, out=printed.write)
+    assert results.failed == 0, printed.getvalue()
+
+
+def test_no_example_in_a_public_docstring_is_left_out() -> None:
+    with_examples = {""} if ">>>" in (hf_vit_accel.__doc__ or "") else set()
+    with_examples |= {
+        public for public in hf_vit_accel.__all__ if ">>>" in (getattr(hf_vit_accel, public).__doc__ or "")
+    }
+    assert with_examples == set(DOCUMENTED)
+
+
+LLMS = ROOT / "llms.txt"
+
+
+def test_llms_txt_has_the_form_of_llmstxt_org() -> None:
+    """A title, a summary as a quote, text, then sections of links with a description each."""
+    head, *sections = re.split(r"^## ", LLMS.read_text(), flags=re.MULTILINE)
+    title, summary, *texts = head.strip().split("\n\n")
+    assert title == "# hf_vit_accel" and summary.startswith("> ") and texts and "#" not in "".join(texts)
+    for section in sections:
+        name, *lines = section.strip().splitlines()
+        links = [line for line in lines if line]
+        assert name and links
+        assert all(re.fullmatch(r"- \[[^\]]+\]\([^)]+\): .+", line) for line in links), name
+
+
+def test_llms_txt_names_every_page_once_by_its_title() -> None:
+    links = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\)", LLMS.read_text(), re.MULTILINE)
+    included = {"SUPPORT.md": "support.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+    assert sorted(Path(target).name for _, target in links) == sorted(
+        [page.name for page in PAGES if page.name not in included.values()] + list(included)
+    )
+    for title, target in links:
+        assert (ROOT / target).read_text().startswith(f"# {title}\n"), target
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
