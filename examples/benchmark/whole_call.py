@@ -5,6 +5,7 @@ Weights are random, in the models' real shapes. README's chart and table are mad
 python examples/benchmark/whole_call.py --json build/whole_call.json     needs a CUDA device with 40 GB free
 """
 
+import json
 import statistics
 import time
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from measuring import device_name, write_json
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -185,14 +185,15 @@ def main(
                 line = ", ".join(f"{way} {ms:.1f} ({medians['stock'] / ms:.1f}x)" for way, ms in medians.items())
                 print(f"{name}, {size}, {new_tokens} new tokens, ms: {line}", flush=True)
                 rows.append({"model": name, "size": size, "tokens": new_tokens, **medians})
-            result = {
-                "versions": machine.versions(),
-                "device": device_name(model.device),
-                "dtype": "bfloat16",
-                "rounds": rounds,
-                "rows": rows,
-            }
-            write_json(json_path, result)
+            if json_path is not None:
+                result = {
+                    "versions": machine.versions(),
+                    "device": machine.cuda_device_name() if model.device.type == "cuda" else "cpu",
+                    "dtype": "bfloat16",
+                    "rounds": rounds,
+                    "rows": rows,
+                }
+                json_path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(hf_vit_accel.status(model).decoding, flush=True)
         del model
         torch.cuda.empty_cache()

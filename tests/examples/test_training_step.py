@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -150,3 +152,13 @@ def test_whole_calls_and_the_tower_alone_are_timed(
     ]
     assert generated == [(2, False)] * 4 + [(2, True)] * 2 + [(2, False)] * 4 + [(2, True)] * 2
     assert len(towers) == len(generated) + 2 * 2 * (4 + 5), "the tower alone: two ways, warmed up and repeated"
+
+
+@pytest.mark.parametrize("program", ["long_video.py", "tensor_parallel.py", "benchmark/training_step.py"])
+def test_programs_that_import_whole_call_start_from_another_folder(program: str, tmp_path: Path) -> None:
+    """In a process of its own, since this one has the folder of benchmarks on its path."""
+    command = [sys.executable, str(FOLDER.parent / program), "--help"]
+    process = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])}
+    )
+    assert process.returncode == 0, process.stderr
